@@ -8,7 +8,7 @@ from typing import Any, Final
 from diloco_node.cli.findings import finding_lines
 from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrapped
 from diloco_node.health.health_summary import joint_alerts, joint_health
-from diloco_node.health.reading import duration, number, part, rows, text
+from diloco_node.health.reading import duration, number, rows, section, text
 
 SEEN: Final = "*"
 """Mark of a region that was not asked: its row is as another region knows it."""
@@ -33,7 +33,9 @@ def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list
 
 def run_line(documents: Sequence[dict[str, Any]]) -> str:
     """Describe the run, how far it is, and when it ends; empty while no region knows."""
-    run = max((part(document, "run") for document in documents), key=lambda run: number(run, "step") or 0.0, default={})
+    run = max(
+        (section(document, "run") for document in documents), key=lambda run: number(run, "step") or 0.0, default={}
+    )
     if not run:
         names = sorted({text(document, "run_id") for document in documents} - {""})
         return f"run {', '.join(names)}" if names else ""
@@ -76,7 +78,7 @@ def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     name = text(peer, "name")
     is_alive = peer.get("is_alive") is True
     role = "down" if not is_alive else "leader" if witness.get("leader") == name else "follower"
-    steps = number(part(witness, "steps_of"), name)
+    steps = number(section(witness, "steps_of"), name)
     facts = []
     if is_alive and number(peer, "rtt_seconds") is not None:
         facts.append(f"{1000 * (number(peer, 'rtt_seconds') or 0):.0f} ms away")
@@ -84,7 +86,7 @@ def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     behind = (number(witness, "applied_index") or 0) - applied_index if applied_index else 0
     if behind > 0:
         facts.append(f"{behind:.0f} ledger entries behind")
-    part_in = number(part(witness, "participation_of"), name)
+    part_in = number(section(witness, "participation_of"), name)
     if part_in is not None:
         facts.append(f"in {100 * part_in:.0f} % of the merges")
     if text(peer, "error") and text(peer, "link") != "up":

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.health.reading import number, part
+from diloco_node.health.reading import number, section
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,7 +84,7 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
 
     `step` counts all lives of its learner, and tokens/s is the rate now: a learner that stands still has none.
     """
-    learner = part(status, "learner")
+    learner = section(status, "learner")
     versions = status.get("versions")
     numbers = [version for version in versions if isinstance(version, int)] if isinstance(versions, list) else []
     loss = number(learner, "loss")

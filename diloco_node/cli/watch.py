@@ -10,7 +10,7 @@ from typing import Any, Final
 from diloco_node.cli.status_view import SEEN, alert_lines, detail_lines, run_line, table_rows
 from diloco_node.cli.tables import COLUMNS, region_lines, wrapped
 from diloco_node.health.health_summary import joint_health
-from diloco_node.health.reading import duration, number, part, rows, text
+from diloco_node.health.reading import duration, number, rows, section, text
 
 PERIOD_MS: Final = 1000
 SORTS: Final = ("region", "step", "loss", "tokens/s", "rounds")
@@ -94,7 +94,7 @@ class Board:
 
 def _facts(document: dict[str, Any]) -> list[str]:
     """Describe learner, links and the last rounds of one region."""
-    learner = part(document, "learner")
+    learner = section(document, "learner")
     facts = []
     if learner:
         age_s = number(learner, "report_age_seconds")
@@ -107,9 +107,9 @@ def _facts(document: dict[str, Any]) -> list[str]:
         facts.append(f"link to {text(peer, 'name')}: {text(peer, 'link')}{away}")
     for round_ in reversed(rows(document, "round_log")[-ROUNDS_SHOWN:]):
         phases = ", ".join(
-            f"{phase} {duration(number(part(round_, 'phases'), phase) or 0)}" for phase in part(round_, "phases")
+            f"{phase} {duration(number(section(round_, 'phases'), phase) or 0)}" for phase in section(round_, "phases")
         )
-        late = part(round_, "waited_for")
+        late = section(round_, "waited_for")
         wait = f"; waited for {text(late, 'region')}" if late else ""
         title = f"fragment {round_.get('fragment')} to {round_.get('version')} {text(round_, 'outcome')}"
         facts.append(f"{title} in {duration(number(round_, 'seconds') or 0)}: {phases}{wait}")

@@ -10,7 +10,7 @@ from typing import Final
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alert_kinds import AlertKind
 from diloco_node.health.finding import Finding, Mark
-from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.reading import Document, duration, number, rows, section, text
 from diloco_node.health.tolerance import (
     alive_count,
     failure_tolerance,
@@ -78,7 +78,7 @@ def learner_silence(report_age_s: float | None, step_s: float | None) -> str:
 
 def _make(kind: AlertKind, document: Document, line: str, *, region: str = "") -> Finding:
     own_region = text(document, "region")
-    log = text(part(document, "learner_process"), "log") or f"state/{own_region}/logs/learner.log"
+    log = text(section(document, "learner_process"), "log") or f"state/{own_region}/logs/learner.log"
     state = text(document, "state_dir") or f"state/{own_region}"
     values = {"region": region or own_region, "own": own_region, "log": log, "state": state}
     words = {name: shlex.quote(value) for name, value in values.items()}
@@ -93,7 +93,7 @@ def _majority(document: Document) -> Iterator[Finding]:
     count = f"{voting} of {regions} regions {'are left' if voting == alive_count(document) else 'can vote'}"
     if not has_majority(document):
         line = f"{count}, {majority(regions)} are needed to merge"
-        step, total = number(document, "inner_steps"), number(part(document, "run"), "total_steps")
+        step, total = number(document, "inner_steps"), number(section(document, "run"), "total_steps")
         if step is not None and total and step >= total:
             line += f". This region alone has made all {total:.0f} steps of the run: the others have probably finished"
         yield _make(kinds.NO_MAJORITY, document, line)
@@ -104,7 +104,7 @@ def _majority(document: Document) -> Iterator[Finding]:
 def _peers(document: Document) -> Iterator[Finding]:
     if text(document, "state") == "finished":
         return  # they may be gone
-    quarantine = part(document, "quarantine")
+    quarantine = section(document, "quarantine")
     for name in sorted(quarantine):
         line = f"{name} is shut out: {quarantine[name]}"
         yield _make(kinds.QUARANTINE, document, line, region=name)
@@ -142,7 +142,7 @@ def _rounds(document: Document) -> Iterator[Finding]:
 
 
 def _learner(document: Document) -> Iterator[Finding]:
-    warning = part(document, "learner_warning")
+    warning = section(document, "learner_warning")
     age_s = number(warning, "age_seconds")
     if age_s is not None and age_s < LOSS_SHOWN_S:
         kind = kinds.LOSS_NAN if warning.get("is_failure") is True else kinds.LOSS_SPIKE
@@ -156,8 +156,8 @@ def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
     """Explain why this region's learner does not train, with the kind of alert; None if it trains or need not."""
     if text(document, "state") in OVER:
         return None
-    learner = part(document, "learner")
-    if text(part(document, "learner_process"), "state") in ("stopped", "done") or not learner:
+    learner = section(document, "learner")
+    if text(section(document, "learner_process"), "state") in ("stopped", "done") or not learner:
         return _process_fault(document)
     if learner.get("finished") is True:
         return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
@@ -166,7 +166,7 @@ def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
 
 
 def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
-    process = part(document, "learner_process")
+    process = section(document, "learner_process")
     state, reason = text(process, "state"), text(process, "reason")
     if state == "stopped":
         return kinds.LEARNER_STOPPED, f"the learner is stopped: {reason}"
@@ -183,12 +183,12 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
 
 
 def _progress(document: Document) -> str:
-    step, total = number(document, "inner_steps"), number(part(document, "run"), "total_steps")
+    step, total = number(document, "inner_steps"), number(section(document, "run"), "total_steps")
     return f"{step or 0:.0f}" + (f" of {total:.0f}" if total else "")
 
 
 def _machine(document: Document) -> Iterator[Finding]:
-    disk = part(document, "disk")
+    disk = section(document, "disk")
     free, size = number(disk, "free_bytes"), number(disk, "total_bytes")
     if text(disk, "refused"):
         yield _make(kinds.DISK_REFUSED, document, f"the disk refuses: {text(disk, 'refused')}")
@@ -197,7 +197,7 @@ def _machine(document: Document) -> Iterator[Finding]:
         if free < max(need, DISK_LOW_PART * size):
             line = f"{free / 1e9:.1f} GB of {size / 1e9:.1f} GB are free where the state folder is"
             yield _make(kinds.DISK_LOW, document, line)
-    days = number(part(document, "certificate"), "days_left")
+    days = number(section(document, "certificate"), "days_left")
     if days is not None and days < CERTIFICATE_DAYS:
         line = f"the certificate ends in {days:.0f} days" if days > 0 else "the certificate has ended"
         yield _make(kinds.CERTIFICATE_ENDS, document, line)

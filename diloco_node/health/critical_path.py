@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
-from diloco_node.health.reading import Document, number, part, rows, text
+from diloco_node.health.reading import Document, number, rows, section, text
 
 ROUNDS_SEEN: Final = 32
 """Committed rounds that count. Older ones say little about what is slow now."""
@@ -60,7 +60,7 @@ def critical_path(documents: Sequence[Document]) -> CriticalPath | None:
     if not rounds:
         return None
     spent = {phase: phase_mean(rounds, phase) for phase in ("gather", "reduce", "commit", "apply")}
-    waits_for = [part(row, "waited_for") for row in rounds]
+    waits_for = [section(row, "waited_for") for row in rounds]
     waits = Counter((text(late, "region"), text(late, "phase")) for late in waits_for if late)
     return CriticalPath(
         rounds=len(rounds),
@@ -74,7 +74,7 @@ def critical_path(documents: Sequence[Document]) -> CriticalPath | None:
 
 def phase_mean(log: Sequence[Document], phase: str) -> float:
     """Mean seconds of a phase; a round that does not know it counts as none."""
-    return fmean(number(part(row, "phases"), phase) or 0.0 for row in log) if log else 0.0
+    return fmean(number(section(row, "phases"), phase) or 0.0 for row in log) if log else 0.0
 
 
 def cost_of(log: Sequence[Document], region: str, phase: str) -> float | None:
@@ -85,8 +85,8 @@ def cost_of(log: Sequence[Document], region: str, phase: str) -> float | None:
     late: list[float] = []
     usual: list[float] = []
     for row in log:
-        seconds = number(part(row, "phases"), phase)
+        seconds = number(section(row, "phases"), phase)
         if _is_committed(row) and seconds is not None:
-            wait = part(row, "waited_for")
+            wait = section(row, "waited_for")
             (late if (wait.get("region"), wait.get("phase")) == (region, phase) else usual).append(seconds)
     return max(0.0, median(late) - median(usual)) if late and usual else None

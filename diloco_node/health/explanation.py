@@ -17,7 +17,7 @@ from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.critical_path import CriticalPath, cost_of, critical_path, last_rounds
 from diloco_node.health.finding import Finding, Mark
 from diloco_node.health.health_summary import joint_alerts, joint_health
-from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.reading import Document, duration, number, rows, section, text
 
 TRIPS: Final = 4
 """Round trips that a round takes over a link of the leader: ballot, decision, merged stripes, entry."""
@@ -200,9 +200,9 @@ def _links(documents: Sequence[Document], path: CriticalPath | None) -> Iterator
 
 
 def _backlog(document: Document) -> Iterator[Finding]:
-    peers = part(part(document, "budget"), "peers")
+    peers = section(section(document, "budget"), "peers")
     for name in sorted(peers):
-        row = part(peers, name)
+        row = section(peers, name)
         waiting, rate = number(row, "waiting_bytes") or 0.0, number(row, "egress_bytes_per_s")
         if rate and waiting > rate:  # more than a second's worth
             line = f"{waiting / 1e6:.1f} MB wait to be sent from {text(document, 'region')} to {name}"
@@ -222,7 +222,7 @@ def _learners(documents: Sequence[Document]) -> Iterator[Finding]:
     for alert in joint_alerts(documents):
         if alert.code.startswith(("A-LEARNER", "A-LOSS")):
             yield _of_alert("learner", alert)
-    steps_s = {text(document, "region"): number(part(document, "learner"), "step_seconds") for document in documents}
+    steps_s = {text(document, "region"): number(section(document, "learner"), "step_seconds") for document in documents}
     times_s = {name: step_s for name, step_s in steps_s.items() if step_s}
     for name, step_s in sorted(times_s.items()):
         peer_times_s = [other_s for peer, other_s in times_s.items() if peer != name]
@@ -251,14 +251,14 @@ def _behind(documents: Sequence[Document]) -> Iterator[Finding]:
         if fetching:
             line = f"{text(document, 'region')} fetches {len(fetching)} versions that it lacks"
             yield _cause("region", (text(document, "region"),), line, "wait: it trains on meanwhile")
-    names = sorted(part(witness, "steps_of"))
-    steps = {name: step for name in names if (step := number(part(witness, "steps_of"), name))}
+    names = sorted(section(witness, "steps_of"))
+    steps = {name: step for name in names if (step := number(section(witness, "steps_of"), name))}
     middle = median(steps.values()) if steps else 0.0
     for name in names:  # a region that never made a step has an alert, if it should make some
         if name in steps and steps[name] < BEHIND_STEPS * middle:
             line = f"{name} has made {steps[name]:.0f} steps, the median region {middle:.0f}"
             yield _cause("region", (name,), line, "its steps are slower, or it was away; its steps count all the same")
-        participation = number(part(witness, "participation_of"), name)
+        participation = number(section(witness, "participation_of"), name)
         if participation is not None and participation < JOINED_LOW:
             line = f"{name} was in {100 * participation:.0f} % of the merges while its learner was there"
             yield _cause("region", (name,), line, "a longer grace window, or a faster link or learner there")

@@ -8,7 +8,7 @@ from typing import Any, Final
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alerts import cut_off, find_alerts
 from diloco_node.health.finding import Finding, Mark, alert_document, read_alert
-from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.reading import Document, duration, number, rows, section, text
 from diloco_node.health.tolerance import alive_count, failure_tolerance, region_count
 
 STATES: Final = ("stalled", "degraded", "starting", "healthy", "finished")
@@ -38,7 +38,9 @@ def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
     knows no other one, and does not change the tolerance.
     """
     summaries = [
-        (document, part(document, "health") or health_of(document)) for document in documents if text(document, "state")
+        (document, section(document, "health") or health_of(document))
+        for document in documents
+        if text(document, "state")
     ]
     if not summaries:
         return {"state": "starting", "line": "no region answers", "failure_tolerance": 0, "alerts": []}

@@ -9,7 +9,7 @@ from typing import Any
 Document = Mapping[str, Any]
 
 
-def part(document: Document, key: str) -> Document:
+def section(document: Document, key: str) -> Document:
     """An object in a document; empty if there is none."""
     value = document.get(key)
     return value if isinstance(value, Mapping) else {}
