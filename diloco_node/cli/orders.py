@@ -42,7 +42,6 @@ def set_budget(
     ] = None,
     peer: Annotated[str | None, typer.Option("--peer", metavar="NAME", help="Only to and from this peer.")] = None,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The new budget as one JSON object.")] = False,
 ) -> None:
     """Change a running region's budget until it starts again. To keep it: [budget] in run.toml, SIGHUP to `start`."""
     from diloco_node.config.budget_settings import parse_ceiling_or_none
@@ -55,9 +54,6 @@ def set_budget(
     folder = _folder(place, config)
     change = {key: value for key, value in (("egress", egress), ("ingress", ingress), ("peer", peer)) if value}
     answer = order(folder, "budget", change)
-    if as_json:
-        typer.echo(json.dumps(answer["budget"]))
-        return
     from diloco_node.config.budget_plan import BudgetPlan
 
     typer.echo(f"{folder.name}: {BudgetPlan.from_plain(answer['budget'])}")
@@ -99,14 +95,11 @@ def lift_quarantine(
     peer: Annotated[str, typer.Argument(metavar="PEER", help="A region that is in quarantine.")],
     place: RegionArgument = None,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Readmit a peer that was quarantined after three protocol violations; `status --json` shows who is, and why."""
     folder = _folder(place, config)
     is_lifted = bool(order(folder, "quarantine/lift", {"peer": peer})["lifted"])
-    if as_json:
-        typer.echo(json.dumps({"region": folder.name, "peer": peer, "lifted": is_lifted}))
-    elif is_lifted:
+    if is_lifted:
         typer.echo(f"{folder.name} readmits {peer}: its strikes are forgotten")
     else:
         typer.echo(f"{folder.name} has nothing against {peer}")
@@ -117,15 +110,11 @@ def start_learner(
     *,
     place: RegionArgument = None,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Start the learner again that was stopped after it crashed again and again; `status` says so."""
     folder = _folder(place, config)
     was = str(order(folder, "learner/start", {})["was"])
-    if as_json:
-        typer.echo(json.dumps({"region": folder.name, "was": was}))
-    else:
-        typer.echo(f"{folder.name} starts its learner, which was {was}; `diloco-node status` shows when it trains")
+    typer.echo(f"{folder.name} starts its learner, which was {was}; `diloco-node status` shows when it trains")
 
 
 def finish(
@@ -135,15 +124,11 @@ def finish(
         str, typer.Option("--reason", metavar="TEXT", help="Goes into the ledger and the logs of all regions.")
     ] = "asked by the operator",
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """End the run in all regions. After a last round of each fragment they write final.safetensors and exit 0."""
     folder = _folder(place, config)
     order(folder, "finish", {"reason": reason})
-    if as_json:
-        typer.echo(json.dumps({"region": folder.name, "accepted": True}))
-    else:
-        typer.echo(f"{folder.name} asks the leader to end the run; `diloco-node status` shows how far it is")
+    typer.echo(f"{folder.name} asks the leader to end the run; `diloco-node status` shows how far it is")
 
 
 def log_level(
@@ -154,15 +139,11 @@ def log_level(
     level: Annotated[str, typer.Argument(metavar="LEVEL", help="info, warning or error.")],
     place: RegionArgument = None,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Change what a running daemon logs. It lasts until the daemon starts again; [log] level in run.toml stays."""
     folder = _folder(place, config)
     levels = order(folder, "log-level", {"part": component, "level": level})["levels"]
-    if as_json:
-        typer.echo(json.dumps({"region": folder.name, "levels": levels}))
-    else:
-        typer.echo(f"{folder.name}: " + ", ".join(f"{name} {level_of}" for name, level_of in levels.items()))
+    typer.echo(f"{folder.name}: " + ", ".join(f"{name} {level_of}" for name, level_of in levels.items()))
 
 
 def _folder(place: str | None, config: Path | None) -> Path:
