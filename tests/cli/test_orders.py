@@ -64,8 +64,8 @@ class Region:
             raise ConfigError(f"{peer!r} is none of this region's peers: asia, us")
         return peer == "us"
 
-    def _set_level(self, part: str, level: str) -> Mapping[str, str]:
-        self.levels.change(part, level)
+    def _set_level(self, component: str, level: str) -> Mapping[str, str]:
+        self.levels.change(component, level)
         return self.levels.shown()
 
     def start(self) -> None:
@@ -85,10 +85,10 @@ def region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Region]:
     (tmp_path / "run.toml").write_text(RUN_TOML)
     (tmp_path / "state" / "eu").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    made = Region(tmp_path / "state" / "eu")
-    made.start()
-    yield made
-    made.stop()
+    server = Region(tmp_path / "state" / "eu")
+    server.start()
+    yield server
+    server.stop()
 
 
 def test_the_only_region_of_run_toml_here_is_meant(region: Region, capsys: pytest.CaptureFixture[str]) -> None:

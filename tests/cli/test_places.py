@@ -1,4 +1,4 @@
-"""Which regions a command is about: a name of run.toml, a state folder, or a folder of several."""
+"""The regions that a command is about: a name of run.toml, a state folder, or a folder of several."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_a_folder_that_is_called_as_a_region_is_no_state_folder(run: Path) -> No
 
 @pytest.mark.parametrize("place", ["mars", "state/asia", "x" * 300])
 def test_a_place_that_is_no_region_is_refused_with_the_convention(place: str, run: Path) -> None:
-    with pytest.raises(ConfigError, match=r"and no region of run.toml, which has asia, eu, us: ") as refused:
+    with pytest.raises(ConfigError, match=r"and no region of run.toml, which has asia, eu, us: ") as refusal:
         region_folder(place, None, file=FILE)
-    assert CONVENTION in str(refused.value)
-    with pytest.raises(ConfigError, match=r"is no region of run.toml that has run here") as refused:
+    assert CONVENTION in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"is no region of run.toml that has run here") as refusal:
         find_targets([place], None)
-    assert CONVENTION in str(refused.value)
+    assert CONVENTION in str(refusal.value)
     (run / "run.toml").unlink()
     with pytest.raises(ConfigError, match=r"and there is no run\.toml here: give a region of run\.toml, as us-east"):
         region_folder(place, None, file=FILE)
@@ -83,9 +83,9 @@ def test_only_processes_that_are_a_region_have_the_option_region(capsys: pytest.
     looking = ["status", "why", "dashboard", "report", "ledger", "replay", "finish", "log-level"]
     for words in (*([word] for word in looking), ["budget", "set"], ["budget", "show"], ["quarantine", "lift"]):
         assert main([*words, "--help"]) == 0
-        shown = capsys.readouterr().out
-        assert "[REGION|STATE-FOLDER]" in shown, words
-        assert "--region" not in shown, words
+        output = capsys.readouterr().out
+        assert "[REGION|STATE-FOLDER]" in output, words
+        assert "--region" not in output, words
     for words in (["start"], ["doctor"], ["measure", "serve"]):
         assert main([*words, "--help"]) == 0
         assert "--region" in capsys.readouterr().out

@@ -45,9 +45,9 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_why_says_what_is_slow_in_eighty_columns(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", str(port)]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    words = " ".join(shown.split())
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80
+    words = " ".join(output.split())
     assert words.startswith("healthy: 3 of 3 regions")
     assert "rounds: 2 of 3 rounds waited for ap in gather" in words
     assert "(saves 1.3 s of a round)" in words
@@ -61,7 +61,7 @@ def test_why_of_one_region_as_json(port: int, tmp_path: Path, capsys: pytest.Cap
     assert main(["why", "ap", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["region"] == "ap"
-    assert any("40 ledger entries" in one["text"] for one in answer["findings"])
+    assert any("40 ledger entries" in finding["text"] for finding in answer["findings"])
     assert OTHER["region"] == "ap"
     assert main(["why", "mars"]) == 2
     assert "'mars' is no region of this run, which has ap, eu, us: give a region of run.toml" in capsys.readouterr().err

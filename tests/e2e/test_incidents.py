@@ -90,7 +90,7 @@ def has_merged(regions: dict[str, dict[str, Any]]) -> bool:
 
 
 async def why(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    found = json.loads(await said("why", "--at", str(folder), "--json"))
+    found = json.loads(await said("why", str(folder), "--json"))
     return found["line"], found["findings"]
 
 

@@ -92,21 +92,21 @@ def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: Finding,
 
 @pytest.mark.parametrize("is_inbound", [True, False, None])
 def test_a_link_that_is_up_says_who_dialled(is_inbound: bool | None) -> None:
-    one = network.peer_link({"name": "eu", "link": "up", "address": "10.0.0.1:7400"}, is_inbound=is_inbound)
-    assert one.mark is Mark.OK
-    assert ("it dials us" in one.text) is bool(is_inbound)
+    finding = network.peer_link({"name": "eu", "link": "up", "address": "10.0.0.1:7400"}, is_inbound=is_inbound)
+    assert finding.mark is Mark.OK
+    assert ("it dials us" in finding.text) is bool(is_inbound)
 
 
 def test_a_peer_without_an_address_is_the_one_that_dialled() -> None:
-    one = network.peer_link({"name": "eu", "link": "up", "address": None}, is_inbound=None)
-    assert one.text == "the link to eu is up: it dials us"
+    finding = network.peer_link({"name": "eu", "link": "up", "address": None}, is_inbound=None)
+    assert finding.text == "the link to eu is up: it dials us"
 
 
 def test_a_link_that_is_down_says_why() -> None:
     peer = {"name": "eu", "link": "waiting", "address": "10.0.0.1:7400", "error": "no route to host"}
-    one = network.peer_link(peer, is_inbound=None)
-    assert (one.mark, one.text) == (Mark.FAILED, "the link to eu (10.0.0.1:7400) is waiting: no route to host")
-    assert "diloco-node doctor in eu" in one.hint
+    finding = network.peer_link(peer, is_inbound=None)
+    assert (finding.mark, finding.text) == (Mark.FAILED, "the link to eu (10.0.0.1:7400) is waiting: no route to host")
+    assert "diloco-node doctor in eu" in finding.hint
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_a_link_that_is_down_says_why() -> None:
     ],
 )
 def test_each_reason_for_which_a_peer_is_not_reached_has_its_remedy(error: str, hint: str) -> None:
-    found = [network.peer_refused("eu", "h:1", text) for text in (error, f"eu at h:1: {error}")]
-    assert [one.text for one in found] == [f"eu at h:1: {error}"] * 2, "it is named once"
-    assert all(one.hint.startswith(hint) for one in found)
+    findings = [network.peer_refused("eu", "h:1", text) for text in (error, f"eu at h:1: {error}")]
+    assert [finding.text for finding in findings] == [f"eu at h:1: {error}"] * 2, "it is named once"
+    assert all(finding.hint.startswith(hint) for finding in findings)
 
 
 def test_alerts_of_the_daemon_are_findings_with_their_command() -> None:
