@@ -1,6 +1,6 @@
 """A real headless Chromium, driven by its DevTools protocol over a WebSocket: pages as their readers see them.
 
-python -m tests.kit.browser URL FILE.png          the picture of docs/dashboard.md
+python -m tests.kit.browser URL FILE.png          the picture of docs/dashboard.md, of a demo with a paused leader
 """
 
 from __future__ import annotations
