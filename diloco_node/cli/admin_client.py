@@ -98,6 +98,14 @@ def ask_all(targets: Sequence[Target]) -> list[dict[str, Any]]:
         return list(pool.map(ask, targets))
 
 
+def check_answers(documents: Sequence[Mapping[str, Any]]) -> None:
+    """Raises PeersUnreachable: none of the regions answers."""
+    if all("error" in document for document in documents):
+        raise PeersUnreachable(
+            f"none of {len(documents)} regions answers ({documents[0]['error']}); is it running? see logs/daemon.log"
+        )
+
+
 def ask_in(folder: Path) -> dict[str, Any]:
     """Read the status document of the region with this state folder; {"error"} when no daemon answers for it."""
     try:

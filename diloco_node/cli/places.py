@@ -69,7 +69,7 @@ def targets_in(place: str) -> list[Target]:
     """
     if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
         return [Target(f"port {place}", int(place))]
-    return [target_in(folder) for folder in _folders_with(PORT_FILE, Path(place))]
+    return [target_in(folder) for folder in folders_with(PORT_FILE, Path(place))]
 
 
 def region_folder(
@@ -84,7 +84,7 @@ def region_folder(
     Raises:
         ConfigError: the place is no region, or several. `absent`: no such region has that file here.
     """
-    folders = [] if place is None else _folders_with(file, Path(place))
+    folders = [] if place is None else folders_with(file, Path(place))
     if not folders:
         settings = _settings(place, config, file)
         candidates = [settings.state_dir(name) for name in (settings.regions if place is None else [place])]
@@ -122,7 +122,7 @@ def _has_run(config: Path | None) -> bool:
     return config is not None or Path("run.toml").exists()
 
 
-def _folders_with(file: str, folder: Path) -> list[Path]:
+def folders_with(file: str, folder: Path) -> list[Path]:
     """Folders that hold a file, which may be named itself: this one, or those one or two levels below it."""
     if not _exists(folder):
         return []

@@ -13,12 +13,11 @@ from typing import Annotated, Final
 
 import typer
 
-from diloco_node.cli.admin_client import Target, ask_all
+from diloco_node.cli.admin_client import Target, ask_all, check_answers
 from diloco_node.cli.options import ConfigOption
 from diloco_node.cli.places import RegionsArgument, find_targets
 from diloco_node.cli.status_view import status_lines
 from diloco_node.cli.tables import output_width
-from diloco_node.errors import PeersUnreachable
 
 PERIOD_S: Final = 1.0
 
@@ -37,16 +36,12 @@ def status(
             _watch(targets, as_json)
         return
     documents = ask_all(targets)
-    is_answered = not all("error" in document for document in documents)
     if as_json:
         typer.echo(json.dumps({"regions": documents}))
-    elif is_answered:
+    check_answers(documents)
+    if not as_json:
         for line in status_lines(documents, output_width()):
             typer.echo(line)
-    if not is_answered:
-        raise PeersUnreachable(
-            f"none of {len(targets)} regions answers ({documents[0]['error']}); is it running? see logs/daemon.log"
-        )
 
 
 def _watch(targets: Sequence[Target], as_json: bool) -> None:

@@ -23,12 +23,21 @@ def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list
         documents: as `admin_client.ask` returns them. width: of the output in characters; None: no line is wrapped.
     """
     table, seen_from = table_rows(documents)
-    lines = [*wrapped(text(joint_health(documents), "line"), width), *wrapped(run_line(documents), width)]
-    lines += region_lines(table, width)
+    lines = [*summary_lines(documents, width), *region_lines(table, width)]
     if seen_from:
         lines += wrapped(f"{SEEN} as seen from {seen_from}", width)
-    lines += alert_lines(documents, width)
-    return lines + [line for document in documents for line in detail_lines(document, width)]
+    return lines + trouble_lines(documents, width)
+
+
+def summary_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
+    """Show the health and the run."""
+    return [*wrapped(text(joint_health(documents), "line"), width), *wrapped(run_line(documents), width)]
+
+
+def trouble_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
+    """Show alerts, open rounds and alarms."""
+    details = [line for document in documents for line in detail_lines(document, width)]
+    return alert_lines(documents, width) + details
 
 
 def run_line(documents: Sequence[dict[str, Any]]) -> str:

@@ -40,8 +40,7 @@ def table_console() -> Console:
     """Standard output, as wide as the terminal; `COLUMNS` is obeyed."""
     from rich.console import Console
 
-    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if is_sized else PIPED_COLUMNS)
+    return Console(width=output_width() or PIPED_COLUMNS)
 
 
 def plain_table(*columns: tuple[str, str], is_wrapping: bool = True) -> Table:

@@ -7,9 +7,8 @@ import curses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from diloco_node.cli.status_view import SEEN, alert_lines, detail_lines, run_line, table_rows
+from diloco_node.cli.status_view import SEEN, summary_lines, table_rows, trouble_lines
 from diloco_node.cli.tables import COLUMNS, region_lines, wrapped
-from diloco_node.health.health_summary import joint_health
 from diloco_node.health.reading import duration, number, rows, section, text
 
 PERIOD_MS: Final = 1000
@@ -58,7 +57,7 @@ class Board:
         self._names = [row[0].removesuffix(SEEN) for row in table]
         if self.chosen not in self._names:
             self.chosen = self._names[0] if self._names else ""
-        screen = [*wrapped(text(joint_health(documents), "line"), width), *wrapped(run_line(documents), width)]
+        screen = summary_lines(documents, width)
         if self.is_single:
             screen += self._single(documents, table, width)
         else:
@@ -68,8 +67,7 @@ class Board:
             screen += region_lines(choices, width)
             if seen_from:
                 screen.append(f"{SEEN} as seen from {seen_from}")
-            screen += alert_lines(documents, width)
-            screen += [line for document in documents for line in detail_lines(document, width)]
+            screen += trouble_lines(documents, width)
         foot = f"{HELP}  [{self.sort}{', reversed' if self.is_reversed else ''}]"
         return [line[:width] for line in [*screen[: max(0, height - 1)], foot][:height]]
 
@@ -87,7 +85,7 @@ class Board:
         documents_here = [document for document in documents if document["region"] == self.chosen]
         lines = region_lines([row for row in table if row[0].removesuffix(SEEN) == self.chosen], width)
         for document in documents_here:
-            lines += [*alert_lines([document], width), *detail_lines(document, width)]
+            lines += trouble_lines([document], width)
             lines += [line for fact in _facts(document) for line in wrapped(fact, width)]
         return lines
 

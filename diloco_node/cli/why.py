@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from diloco_node.cli.admin_client import ask_all
+from diloco_node.cli.admin_client import ask_all, check_answers
 from diloco_node.cli.findings import finding_lines
 from diloco_node.cli.options import ConfigOption
 from diloco_node.cli.places import CONVENTION, RegionsArgument, find_targets, targets_in
 from diloco_node.cli.tables import output_width, wrapped
-from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.errors import ConfigError
 from diloco_node.health.explanation import Explanation, explain, region_names
 
 
@@ -29,9 +29,8 @@ def why(
     folders = [place for place in places or () if targets_in(place)]
     names = [place for place in places or () if place not in folders]
     documents = ask_all(find_targets(folders, config))
+    check_answers(documents)
     answers = [document for document in documents if "error" not in document]
-    if not answers:
-        raise PeersUnreachable(f"none of {len(documents)} regions answers ({documents[0]['error']}); is it running?")
     regions = region_names(answers)
     for name in names:
         if name not in regions:

@@ -19,6 +19,7 @@ from diloco_node.cli.doctor import machine, membership, network, topics
 from diloco_node.cli.doctor import machine_facts as probes
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 from diloco_node.health.finding import Finding, read_alert
+from diloco_node.health.reading import Document, number, rows, section
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -154,15 +155,15 @@ def examine_ports(patient: Patient) -> Iterator[Finding]:
     """Check the region's own ports: for peers, and for status and metrics."""
     settings, is_own = patient.config.regions[patient.region], patient.status is not None
     ports = ((*patient.config.listen(patient.region), "listen"), ("127.0.0.1", settings.admin_port, "admin_port"))
-    for host, number, key in ports:
-        if number:
-            error = _bind_error(host, number, f"regions.{patient.region}.{key}")
-            yield membership.port(f"{host}:{number}", error, is_own)
+    for host, port, key in ports:
+        if port:
+            error = _bind_error(host, port, f"regions.{patient.region}.{key}")
+            yield membership.port(f"{host}:{port}", error, is_own)
 
 
-def _bind_error(host: str, number: int, setting: str) -> str:
+def _bind_error(host: str, port: int, setting: str) -> str:
     try:
-        start.check_port(host, number, setting)
+        start.check_port(host, port, setting)
     except BindError as error:
         return str(error)
     return ""
@@ -208,7 +209,7 @@ def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[F
     """Report the link as our own daemon has it, where one runs."""
     from diloco_node.cli.doctor.peer_probes import inbound_hosts
 
-    for entry in _entries(patient.status, "peers"):
+    for entry in rows(patient.status or {}, "peers"):
         if entry.get("name") == peer:
             hosts = inbound_hosts(patient.config.listen(patient.region)[1])
             is_inbound = None if hosts is None else bool(hosts & peer_hosts)
@@ -243,7 +244,7 @@ def examine_run(patient: Patient) -> Iterator[Finding]:
     pace = _pace(patient, patient.status)
     if pace is not None:
         yield pace
-    yield from map(network.alert, map(read_alert, _entries(patient.status.get("health"), "alerts")))
+    yield from map(network.alert, map(read_alert, rows(section(patient.status, "health"), "alerts")))
 
 
 def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
@@ -251,8 +252,8 @@ def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
     from diloco_node.cli.plan.inputs import source_of_config
     from diloco_node.planning.plan import Network, Workload, make_plan
 
-    step_s = _seconds(status.get("learner"), "step_seconds")
-    rtt_s = max((_seconds(entry, "rtt_seconds") for entry in _entries(status, "peers")), default=0.0)
+    step_s = _seconds(section(status, "learner"), "step_seconds")
+    rtt_s = max((_seconds(entry, "rtt_seconds") for entry in rows(status, "peers")), default=0.0)
     if not step_s:
         return None
     try:
@@ -268,13 +269,7 @@ def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
     return network.pace(cycle_s, needed_s, rtt_s, step_s, str(status.get("budget_warning") or ""))
 
 
-def _seconds(document: Any, key: str) -> float:
+def _seconds(document: Document, key: str) -> float:
     """A time in a document; 0 where it has none, or none that can be."""
-    value = document.get(key) if isinstance(document, Mapping) else None
-    return float(value) if isinstance(value, (int, float)) and 0 < value < SECONDS_MAX else 0.0
-
-
-def _entries(document: Any, key: str) -> list[Mapping[str, Any]]:
-    """Objects of a list in a document; a daemon of another version may have other things there."""
-    value = document.get(key) if isinstance(document, Mapping) else None
-    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
+    value = number(document, key)
+    return value if value is not None and 0 < value < SECONDS_MAX else 0.0

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from diloco_node.cli.doctor import topics
+from diloco_node.health.alerts import CERTIFICATE_DAYS
 from diloco_node.health.finding import Finding
 
-DAYS_WARNING: Final = 30
 DIGEST_CHARACTERS: Final = 16
 SETTINGS_SHOWN_MAX: Final = 8
 
@@ -65,7 +65,7 @@ def certificate_expiry(not_after: dt.datetime, now: dt.datetime) -> Finding:
     """Judge how long the certificate is good for."""
     days = (not_after - now).days
     text = f"valid until {not_after:%Y-%m-%d}, {days} days more"
-    if days < DAYS_WARNING:
+    if days < CERTIFICATE_DAYS:
         hint = "make new ones for all regions (diloco-node certs init --out NEW), and start all regions again with them"
         return topics.EXPIRY.warning(text, hint)
     return topics.EXPIRY.ok(text)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 from diloco_node.cli.admin_client import ask, target_in
 from diloco_node.cli.page.merged import SNAPSHOT_PATH
+from diloco_node.cli.places import folders_with
 from diloco_node.daemon.admin.page_files import page_with
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import REPORT_NAME
@@ -42,7 +42,7 @@ def run_snapshot(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there are none.
     """
-    regions = [region for place in _region_folders(folder) if (region := _region(place)) is not None]
+    regions = [region for place in folders_with(NODE_FILE, folder) if (region := _region(place)) is not None]
     if not regions:
         raise ConfigError(
             f"{folder} holds no region ({NODE_FILE}): give the state folder of a run or of a region, such as a demo's "
@@ -53,11 +53,6 @@ def run_snapshot(folder: Path) -> dict[str, Any]:
     tokens = summary.get("tokens") if "regions" in summary else None
     health = joint_health([region["status"] for region in regions])
     return {"regions": regions, "health": health, "summary": {"tokens": tokens}}
-
-
-def _region_folders(folder: Path) -> Iterable[Path]:
-    """Folders that hold a node's specification: the folder itself, or those one or two levels below."""
-    return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{NODE_FILE}")})
 
 
 def _region(folder: Path) -> dict[str, Any] | None:
