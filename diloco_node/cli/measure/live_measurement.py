@@ -5,7 +5,6 @@ A daemon measures over the links that it has, inside its measurement lane and it
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 from collections.abc import Callable
@@ -13,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.cli.orders import TOKEN_FILE
-from diloco_node.cli.status import PORT_FILE, SOCKET_FILE, UnixConnection
+from diloco_node.cli.admin_client import is_answering, post
 from diloco_node.config.resolve import DEFAULT_NAME
 from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
-from diloco_node.unix_sockets import socket_path
 
 if TYPE_CHECKING:
     from diloco_node.measure.documents import OnPartial
@@ -49,27 +46,14 @@ def find_daemon(config: Path | None, region: str | None) -> Running | None:
     if region is not None:
         resolved.check_region(region)
     names = [region] if region is not None else list(resolved.regions)
-    found = [Running(name, resolved.state_dir(name).resolve()) for name in names if _answers(resolved.state_dir(name))]
+    folders = {name: resolved.state_dir(name).resolve() for name in names}
+    found = [Running(name, folder) for name, folder in folders.items() if is_answering(folder, SILENT_S)]
     if len(found) > 1:
         raise ConfigError(
             f"{len(found)} regions run on this machine ({', '.join(one.region for one in found)}): say from which one "
             "to measure, with --region NAME"
         )
     return found[0] if found else None
-
-
-def _answers(folder: Path) -> bool:
-    """Whether somebody listens at a region's admin socket; one that died leaves its files behind."""
-    if not (folder / PORT_FILE).exists():
-        return False
-    try:
-        with contextlib.closing(UnixConnection(socket_path(folder, SOCKET_FILE))) as connection:
-            connection.connect()
-            connection.sock.settimeout(SILENT_S)
-            connection.request("GET", "/livez")
-            return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
 
 
 def measure(
@@ -86,13 +70,7 @@ def measure(
         DilocoError: the measurement failed.
     """
     try:
-        token = (daemon.folder / TOKEN_FILE).read_text().strip()
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        with contextlib.closing(UnixConnection(socket_path(daemon.folder, SOCKET_FILE))) as connection:
-            connection.connect()
-            connection.sock.settimeout(SILENT_S)
-            connection.request("POST", "/api/v1/measure", json.dumps(document), headers)
-            answer = connection.getresponse()
+        with post(daemon.folder, "measure", document, timeout_s=SILENT_S) as answer:
             if answer.status != http.client.OK:
                 raise _refused(daemon, answer)
             return _follow(answer, on_progress, on_partial)

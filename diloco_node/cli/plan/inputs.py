@@ -213,11 +213,9 @@ def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
 
 def _live_times(folder: Path) -> tuple[int, int]:
     """Step time and largest round trip as the region's daemon tells them; 0 for what is not known."""
-    from diloco_node.cli.status import PORT_FILE, ask, find_targets
+    from diloco_node.cli.admin_client import ask_in
 
-    if not (folder / PORT_FILE).exists():
-        return 0, 0
-    document = ask(find_targets(str(folder))[0])
+    document = ask_in(folder)
     learner = document.get("learner") or {}
     rtts = [peer.get("rtt_seconds") or 0.0 for peer in document.get("peers") or []]
     return int(1e9 * (learner.get("step_seconds") or 0.0)), int(1e9 * max(rtts, default=0.0))

@@ -260,11 +260,11 @@ def test_a_regions_folder_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # Its daemon, when it answers, also tells step time and round trip.
     (folder / "admin.port").write_text("7")
     live = {"learner": {"step_seconds": 0.25}, "peers": [{"rtt_seconds": 0.03}, {"rtt_seconds": None}]}
-    monkeypatch.setattr("diloco_node.cli.status.ask", lambda target: live if target.port == 7 else {})
+    monkeypatch.setattr("diloco_node.cli.admin_client.ask", lambda target: live if target.port == 7 else {})
     inputs = plan_json("--state", str(folder))["inputs"]
     assert (inputs["step_seconds"], inputs["rtt_seconds"]) == (0.25, 0.03)
     assert inputs["origins"]["step_time"] == "as it runs"
-    monkeypatch.setattr("diloco_node.cli.status.ask", lambda target: {"error": "no status"})
+    monkeypatch.setattr("diloco_node.cli.admin_client.ask", lambda target: {"error": "no status"})
     assert plan_json("--state", str(folder))["inputs"]["step_seconds"] == 1
 
 

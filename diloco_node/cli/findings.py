@@ -1,0 +1,37 @@
+"""Findings for people: how `status`, `why` and `doctor` print what they report."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+from diloco_node.cli.tables import INDENT, wrapped
+from diloco_node.health.finding import Finding, Mark
+from diloco_node.health.reading import duration
+
+SIGNS: Final = {Mark.FAILED: "×", Mark.WARNING: "‼", Mark.INFO: "i", Mark.UNKNOWN: "-", Mark.OK: "√"}
+PLAIN_SIGNS: Final = {Mark.FAILED: "xx", Mark.WARNING: "!!", Mark.INFO: "i", Mark.UNKNOWN: "--", Mark.OK: "ok"}
+"""For an output that can't show the others."""
+
+
+def finding_lines(finding: Finding, width: int | None = None, *, page: str = "") -> list[str]:
+    """Show a finding in a line, and what helps in another one.
+
+    Args:
+        width: of the output in characters; None: no line is wrapped. page: has a section for each code.
+    """
+    basis = f" ({finding.basis})" if finding.basis else ""
+    lines = wrapped(f"{_signs()[finding.mark]} {finding.code}: {finding.named_text}{basis}", width)
+    remedy = [finding.hint, f"`{finding.command}`" if finding.command else ""]
+    remedy.append(f"(saves {duration(finding.saves_seconds)} of a round)" if finding.saves_seconds else "")
+    remedy.append(f"({page}#{finding.code})" if page and finding.hint else "")
+    words = " ".join(filter(None, remedy))
+    return lines + (wrapped(f"-> {words}", width, first=INDENT) if words else [])
+
+
+def _signs() -> dict[Mark, str]:
+    try:
+        "".join(SIGNS.values()).encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN_SIGNS
+    return SIGNS
