@@ -72,7 +72,7 @@ SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
 PRECISIONS: Final = ("float32", "bf16")
 BETAS: Final = (0.9, 0.99)
 """Of AdamW. A learner sees a small batch, so its squared gradients are noisy and want to be averaged for longer than
-the usual 0.95 does (docs/results-quality.md)."""
+the usual 0.95 does (docs/notebook/results-quality.md)."""
 
 
 @dataclass(frozen=True, slots=True)
