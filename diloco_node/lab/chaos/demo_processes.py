@@ -19,13 +19,13 @@ from typing import Any, Final
 
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.lab.chaos.fault_plan import REGION, FaultTarget
+from diloco_node.supervisor.preload import FORK_SERVER
 from diloco_node.unix_sockets import Process, process_of
 
 DEMO_FILE: Final = "demo.json"
 FAULTS_FOLDER: Final = "faults"
 _FORMAT: Final = 1
 
-FORK_SERVER: Final = Path(__file__).resolve().parent.parent / "learner" / "fork_server.py"
 """What a preloading region's learners are forked from."""
 
 _FLAGS: Final = 6
