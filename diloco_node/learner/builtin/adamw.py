@@ -11,7 +11,7 @@ from torch import nn
 
 BETAS: Final = (0.9, 0.99)
 """A learner sees a small batch, so its squared gradients are noisy and want to be averaged for longer than the usual
-0.95 does (docs/results-quality.md)."""
+0.95 does (docs/notebook/results-quality.md)."""
 
 WEIGHT_DECAY: Final = 0.1
 
