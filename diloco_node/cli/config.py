@@ -26,11 +26,11 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show every setting as this command would use it, checked."""
-    resolved = load(config, {}, assignments)
-    rows = list(resolved.rows())
+    node_config = load(config, {}, assignments)
+    rows = list(node_config.rows())
     if as_json:
         settings = {key: {"value": value, "origin": where} if origin else value for key, value, where in rows}
-        typer.echo(json.dumps({"settings": settings, "settings_digest": resolved.settings_digest()}, indent=1))
+        typer.echo(json.dumps({"settings": settings, "settings_digest": node_config.settings_digest()}, indent=1))
         return
     key_width = max(len(key) for key, _, _ in rows)
     value_width = max(len(value) for _, value, _ in rows)
@@ -38,4 +38,4 @@ def show(
         typer.echo(
             f"{key:<{key_width}} = {value:<{value_width}}  # {where}" if origin else f"{key:<{key_width}} = {value}"
         )
-    typer.echo(f"{'# settings digest':<{key_width}} = {resolved.settings_digest()[:16]}")
+    typer.echo(f"{'# settings digest':<{key_width}} = {node_config.settings_digest()[:16]}")

@@ -63,17 +63,17 @@ def export(
 
     _check_out(out, is_forced=force)
     folder = region_folder(place)
-    merged = read_merged(folder)
-    document, source = _model_source(folder, merged.manifest, config, base)
+    model = read_merged(folder)
+    document, source = _model_source(folder, model.manifest, config, base)
     with new_folder(out, is_forced=force) as fresh:
-        saved = save_model(fresh, merged.tensors, document, base=source, dtype=dtype.value)
-        report = as_document(merged, saved)
+        result = save_model(fresh, model.tensors, document, base=source, dtype=dtype.value)
+        report = as_document(model, result)
         (fresh / REPORT_NAME).write_text(json.dumps(report, indent=2) + "\n")
     typer.echo(report_line(report, out))
-    if saved.is_plain:
+    if result.is_plain:
         typer.echo("plain tensors and config.json: transformers is not installed, or does not know the model")
-    if saved.random:
-        names = ", ".join(saved.random[:NAMES_SHOWN]) + (", ..." if len(saved.random) > NAMES_SHOWN else "")
+    if result.random:
+        names = ", ".join(result.random[:NAMES_SHOWN]) + (", ..." if len(result.random) > NAMES_SHOWN else "")
         typer.echo(f"{names}: not in the run, so they are random. Give --base, what save_pretrained wrote", err=True)
         raise typer.Exit(1)
 
@@ -141,18 +141,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return document
 
 
-def as_document(merged: MergedModel, saved: SavedModel) -> dict[str, Any]:
+def as_document(model: MergedModel, result: SavedModel) -> dict[str, Any]:
     """export.json; docs/export.md describes its fields."""
     return {
         "diloco_node": __version__,
-        "run_id": merged.run_id,
-        "region": merged.region,
-        "is_final": merged.is_final,
-        "versions": list(merged.versions),
-        "tokens": merged.tokens,
-        "manifest_digest": merged.manifest.digest,
-        "merged": len(merged.tensors),
-        "kept": list(saved.unmerged),
+        "run_id": model.run_id,
+        "region": model.region,
+        "is_final": model.is_final,
+        "versions": list(model.versions),
+        "tokens": model.tokens,
+        "manifest_digest": model.manifest.digest,
+        "merged": len(model.tensors),
+        "kept": list(result.unmerged),
     }
 
 
@@ -162,5 +162,5 @@ def report_line(report: Mapping[str, Any], out: Path) -> str:
     state = "finished" if report["is_final"] else "in mid-run"
     span = f", versions {min(versions)} to {max(versions)}" if versions else ""
     tokens = "" if report["tokens"] is None else f", {report['tokens']:,} tokens"
-    kept = f", {len(report['kept'])} tensors that are not merged" if report["kept"] else ""
-    return f"{out}: run {report['run_id']} ({state}{span}{tokens}), {report['merged']} merged tensors{kept}"
+    unmerged_text = f", {len(report['kept'])} tensors that are not merged" if report["kept"] else ""
+    return f"{out}: run {report['run_id']} ({state}{span}{tokens}), {report['merged']} merged tensors{unmerged_text}"

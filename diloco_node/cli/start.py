@@ -36,7 +36,7 @@ LATE_IMPORTS: Final = "diloco_node.learner.warm"
 """Preloaded beside whatever is: what every learner needs, and would else do after the fork."""
 
 DYNAMO: Final = "torch._dynamo"
-"""What torch's optimizers import when they are made, and what compiles: a second of processor time."""
+"""Imported by torch's optimizers when they are made, and by what compiles: a second of processor time."""
 
 TRAINER_FILE: Final = "trainer.json"
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
@@ -86,7 +86,7 @@ def start(
     assignments: SetOption = None,
 ) -> None:
     """Run one region: a daemon and its learner, restarted when they die. Ends with the run, or at SIGTERM."""
-    named = {
+    flags = {
         "run.state_dir": ("--state-dir", state_dir),
         "run.certs_dir": ("--certs", certs_dir),
         "run.init": ("--init", init),
@@ -100,28 +100,28 @@ def start(
         "log.format": ("--log-format", log_format),
     }
     # A name with a dot would become a key of its own; the check names the regions there are.
-    resolved = load(config, named if "." not in region else {}, assignments)
-    resolved.check_region(region)
-    finished, changes = check_begun(resolved, region, node_file=NODE_FILE)
-    if finished and not serve:
+    settings = load(config, flags if "." not in region else {}, assignments)
+    settings.check_region(region)
+    end, changes = check_begun(settings, region, node_file=NODE_FILE)
+    if end and not serve:
         from diloco_node.supervisor.service_manager import ServiceManager
 
-        typer.echo(finished)
+        typer.echo(end)
         # Who ends before it is ready has failed, says systemd, and starts it again.
         ServiceManager(os.environ, os.getpid()).ready()
         return
-    if serve and not finished:
+    if serve and not end:
         raise ConfigError(f"--serve is for a run that is finished in {region}; this one is not: leave it out")
     if not command and not serve:
-        check_data(resolved)
-        check_model(resolved)
-    check_trackers(resolved)
-    check_start(resolved, region, command or ())
-    spec = dataclasses.replace(prepare(resolved, region, command or ()), is_verbose=verbose)
+        check_data(settings)
+        check_model(settings)
+    check_trackers(settings)
+    check_start(settings, region, command or ())
+    spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
     if serve:
         spec = serving(spec)
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
-    for line in (*warnings(resolved), *changes):
+    for line in (*warnings(settings), *changes):
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.supervisor.supervisor import run_supervisor
 
@@ -186,7 +186,7 @@ def check_trackers(config: NodeConfig) -> None:
 
 
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
-    """What would stop the daemon at once, said here in one line.
+    """Refuse in one line what would stop the daemon at once.
 
     Raises:
         ConfigError: the command or the first parameters are not there.
@@ -202,9 +202,9 @@ def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None
     load_identity(config.identity_dir(region), region=region, run_id=config.run.id)
     host, port = config.listen(region)
     check_port(host, port, f"regions.{region}.listen or --listen")
-    own = config.regions[region]
-    for host in dict.fromkeys(("127.0.0.1", own.admin_host)):
-        check_port(host, own.admin_port, f"regions.{region}.admin_port or --admin-port")
+    section = config.regions[region]
+    for host in dict.fromkeys(("127.0.0.1", section.admin_host)):
+        check_port(host, section.admin_port, f"regions.{region}.admin_port or --admin-port")
 
 
 def check_port(host: str, port: int, setting: str) -> None:
@@ -216,8 +216,8 @@ def check_port(host: str, port: int, setting: str) -> None:
     if port == 0:
         return
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         with socket.socket(family, kind, protocol) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
@@ -229,7 +229,7 @@ def check_port(host: str, port: int, setting: str) -> None:
 
 
 def warnings(config: NodeConfig) -> list[str]:
-    """What an operator should know before he relies on it."""
+    """Facts that an operator should know before he relies on the region."""
     count = len(config.regions)
     if count == 2:
         return [
@@ -297,7 +297,7 @@ def trainer_command(config: NodeConfig) -> list[str]:
 
 
 def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] | None:
-    """What hands the run history on; None if nothing is to get it."""
+    """Command of the process that hands the run history on; None if nothing is to get it."""
     if not config.history.to:
         return None
     words = (str(folder), region, config.run.id, *config.history.to)
@@ -309,15 +309,15 @@ def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
 
     Where the learner is a launcher of ranks the supervisor says once that it can't be forked.
     """
-    own = TRAINER_PRELOAD if config.model.hf is None else (RECIPE_MODULE,)
-    default = () if command else own
+    trainer = TRAINER_PRELOAD if config.model.hf is None else (RECIPE_MODULE,)
+    default = () if command else trainer
     modules = default if config.learner.preload is None else config.learner.preload
     dynamo = () if modules == TRAINER_PRELOAD else (DYNAMO,)
     return (*modules, *dynamo, LATE_IMPORTS) if modules else ()
 
 
 def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
-    """What the daemon is told."""
+    """Settings of the daemon, for its file."""
     from diloco_node.daemon.spec import NodeSpec
     from diloco_node.supervisor.supervisor import DAEMON_SOCKET, MEMORY_SOCKET
     from diloco_node.unix_sockets import socket_path
@@ -329,7 +329,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         regions=tuple(config.regions),
         listen_host=host,
         listen_port=port,
-        peers={name: other.address for name, other in config.regions.items() if name != region},
+        peers={name: section.address for name, section in config.regions.items() if name != region},
         is_advertised=config.regions[region].address is not None,
         state_dir=folder,
         identity_dir=config.identity_dir(region).resolve(),

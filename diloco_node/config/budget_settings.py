@@ -45,10 +45,10 @@ def parse_ceiling_or_none(text: str) -> int | None:
 
 def parse_minute(value: object) -> object:
     """`"22:30"` as the minute of the day. Raises ValueError: it is none."""
-    found = _TIME.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+    match = _TIME.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         raise ValueError('it must be a time of day, such as "22:30"')
-    return int(found[1]) * 60 + int(found[2])
+    return int(match[1]) * 60 + int(match[2])
 
 
 Ceiling = Annotated[Rate, PlainValidator(parse_ceiling)]
@@ -103,13 +103,13 @@ class BudgetSection(LimitsSection):
     # The first window that holds decides.
     schedule: Annotated[tuple[WindowSection, ...], Field(max_length=WINDOWS_MAX, examples=[()])] = ()
 
-    def plan(self, region: str, own: RateLimits) -> BudgetPlan:
-        """Of one region; `own` are its ceilings by itself, which beat those of all."""
+    def plan(self, region: str, region_limits: RateLimits) -> BudgetPlan:
+        """Plan of one region; `region_limits` are its own ceilings, which go before those of all."""
         rates = self.rates()
         return BudgetPlan(
             RateLimits(
-                rates.egress if own.egress is None else own.egress,
-                rates.ingress if own.ingress is None else own.ingress,
+                rates.egress if region_limits.egress is None else region_limits.egress,
+                rates.ingress if region_limits.ingress is None else region_limits.ingress,
             ),
             tuple((name, limits.rates()) for name, limits in sorted(self.per_peer.items()) if name != region),
             tuple(section.window() for section in self.schedule),

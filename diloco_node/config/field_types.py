@@ -26,14 +26,14 @@ def _number(value: object) -> object:
 
 def paths_of(value: object) -> object:
     """A list, or (from the environment) paths with `:` between them; the one in `hf:NAME` is none of these."""
-    return tuple(part for part in re.split(r"(?<!\bhf):", value) if part) if isinstance(value, str) else value
+    return tuple(path for path in re.split(r"(?<!\bhf):", value) if path) if isinstance(value, str) else value
 
 
 def modules_of(value: object) -> object:
     """A list, or (from the environment and flags) names with `,` between them."""
-    names = tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    names = tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else value
     for name in names if isinstance(names, list | tuple) else ():
-        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        if not isinstance(name, str) or not all(word.isidentifier() for word in name.split(".")):
             raise ValueError(f"{name!r} is not the name of a module, as one writes it after `import`")
     return names
 

@@ -95,15 +95,15 @@ _KINDS: Final[dict[Any, str]] = {
 
 def settings_page() -> str:
     """The page, as it is in docs/."""
-    parts = [_HEAD]
+    lines = [_HEAD]
     for prefix, section, about in _SECTIONS:
-        parts.append(f"## [{prefix}]\n\n{about}\n")
-        parts.append(
+        lines.append(f"## [{prefix}]\n\n{about}\n")
+        lines.append(
             "| setting | default | allowed | changes | what it is | touch it when |\n|---|---|---|---|---|---|"
         )
-        parts += _rows(section)
-        parts.append("")
-    return "\n".join(parts).rstrip("\n") + "\n"
+        lines += _rows(section)
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def settings() -> Iterator[tuple[str, FieldInfo]]:
@@ -136,13 +136,13 @@ def _allowed(field: FieldInfo) -> str:
     """Type and bounds in words."""
     kind, more = _plain(field.annotation)
     marks = (*more, *field.metadata)
-    bounds = {type(one).__name__: one for one in marks}
+    bounds = {type(mark).__name__: mark for mark in marks}
     choices = _choices(kind)
     if choices:
-        return ", ".join(f"`{one}`" for one in choices)
-    if any(getattr(one, "pattern", None) == NAME_PATTERN for one in marks):
+        return ", ".join(f"`{mark}`" for mark in choices)
+    if any(getattr(mark, "pattern", None) == NAME_PATTERN for mark in marks):
         return "1 to 63 of a-z, 0-9, `-`"
-    if any(getattr(one, "func", None) is parse_minute for one in marks):
+    if any(getattr(mark, "func", None) is parse_minute for mark in marks):
         return "a time of day"
     if kind in (int, float):
         return _range(bounds, "a whole number" if kind is int else "a number")
@@ -156,7 +156,7 @@ def _choices(kind: Any) -> tuple[str, ...]:
     if kind is bool:
         return ("true", "false")
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return tuple(str(one.value) for one in kind)
+        return tuple(str(member.value) for member in kind)
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
@@ -166,7 +166,7 @@ def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:
         inner, *more = typing.get_args(hint)
         kind, deeper = _plain(inner)
         return kind, (*more, *deeper)
-    options = [one for one in typing.get_args(hint) if one is not type(None)]
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
     if type(None) in typing.get_args(hint) and len(options) == 1:
         return _plain(options[0])
     return hint, ()

@@ -1,4 +1,4 @@
-"""What can be set, its default and its limits. The keys of run.toml are the names of these fields."""
+"""All settings, each with default, limits and words. The keys of run.toml are the names of these fields."""
 
 from __future__ import annotations
 
@@ -18,22 +18,7 @@ from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 NAME_PATTERN: Final = r"^[a-z0-9-]{1,63}$"
 REGIONS_MAX: Final = 64
 MODULES_MAX: Final = 100
-"""Of `learner.preload`. Nobody writes down so many, and each costs the start of the region its import."""
-
-_RUN: Final = frozenset(
-    f"rounds.{name}"
-    for name in (
-        "fragments",
-        "merge",
-        "codec_up",
-        "codec_down",
-        "error_feedback",
-        "payload_versions",
-        "checkpoint_versions",
-        "summary_entries",
-    )
-)
-"""Of what all regions must agree on: what a run keeps from its beginning, for it is in its files (D-093)."""
+"""Most modules of `learner.preload`: each costs the start of the region its import."""
 
 _RUN: Final = RunSettings()
 
@@ -96,7 +81,7 @@ class RunSection(Section):
 class ModelSection(Section):
     """`[model]`: the built-in trainer, or with `hf` its recipe for a model of Hugging Face.
 
-    Of no effect when `start` gets a command of its own. With `hf`, the recipe reads `hf_args`, `context`,
+    It has no effect when `start` gets a command of its own. With `hf`, the recipe reads `hf_args`, `context`,
     `schedule_steps`, `eval_windows` and `ranks` alone.
     """
 

@@ -1,4 +1,4 @@
-"""One setting in one place: its default, its bounds, and the words of docs/settings.md about it."""
+"""A setting in one place: its default, its bounds, and the words of docs/settings.md about it."""
 
 from __future__ import annotations
 

@@ -70,12 +70,12 @@ def save_model(
             "kind, and saved under the names that the training script attached?"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    merged = {id(parameters[name]) for name in plain if name in parameters}
-    unmerged = sorted(name for name in lacking.missing_keys if id(parameters.get(name)) not in merged)
+    merged_ids = {id(parameters[name]) for name in plain if name in parameters}
+    other_names = sorted(name for name in lacking.missing_keys if id(parameters.get(name)) not in merged_ids)
     model.to(kind).save_pretrained(folder)
     _save_tokenizer(base, folder)
-    random = () if base is not None else tuple(name for name in unmerged if name in parameters)
-    return SavedModel(False, tuple(unmerged), random)
+    random = () if base is not None else tuple(name for name in other_names if name in parameters)
+    return SavedModel(False, tuple(other_names), random)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -100,13 +100,13 @@ def _model(folder: Path, base: str | None) -> Any:
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        named = getattr(transformers, (config.architectures or [""])[0], None)
+        architecture = getattr(transformers, (config.architectures or [""])[0], None)
         if base is not None:
-            kind = named or transformers.AutoModelForCausalLM
+            kind = architecture or transformers.AutoModelForCausalLM
             return kind.from_pretrained(base, config=config, dtype=torch.float32)
         model: nn.Module
-        if named is not None:
-            model = named(config)
+        if architecture is not None:
+            model = architecture(config)
         else:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return model.to(torch.float32)

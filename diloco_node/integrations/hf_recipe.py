@@ -3,8 +3,8 @@
 `python -m diloco_node.integrations.hf_recipe` reads the settings that `start` has checked from the file that
 `DILOCO_TRAINER` names; `[model] hf_args` are `TrainingArguments`. With `--check` it only says whether they fit.
 
-Every region tokenises the same rows, packs them into blocks of `[model] context` tokens, and trains every so many-th
-block. One block of twenty is held out, the same in all regions. A stream is dealt by rows instead, before it is packed.
+Every region tokenises the same rows and packs them into blocks of `[model] context` tokens. Every twentieth block is
+held out, the same in all regions; they share the others. A stream is dealt by rows instead, before it is packed.
 """
 
 from __future__ import annotations
@@ -172,15 +172,15 @@ class Blocks:
         self._settings, self._tokenizer = settings, tokenizer
         region, regions = place()
         try:
-            parts = [part for path in settings.paths or ("",) for part in load_rows(path, settings)]
+            sources = [item for path in settings.paths or ("",) for item in load_rows(path, settings)]
             if settings.streaming:
-                rows = concatenate_datasets([part for part, _ in parts])
-                own = rows.filter(lambda row: zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
-                others = rows.filter(lambda row: not zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
-                self._rows = split_dataset_by_node(own, rank=region * ranks + rank, world_size=regions * ranks)
-                self.held_out = list(self._packed(others, is_text=False).take(settings.eval_windows))
+                rows = concatenate_datasets([item for item, _ in sources])
+                train_rows = rows.filter(lambda row: zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
+                eval_rows = rows.filter(lambda row: not zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
+                self._rows = split_dataset_by_node(train_rows, rank=region * ranks + rank, world_size=regions * ranks)
+                self.held_out = list(self._packed(eval_rows, is_text=False).take(settings.eval_windows))
                 return
-            self._blocks = concatenate_datasets([self._packed(part, is_text) for part, is_text in parts])
+            self._blocks = concatenate_datasets([self._packed(item, is_text) for item, is_text in sources])
         except (OSError, ValueError, RuntimeError, LookupError, DatasetsError) as error:
             raise ConfigError(f"data.paths: {_one_line(error)}") from error
         numbers = np.arange(len(self._blocks))
@@ -217,7 +217,7 @@ class RecipeTrainer(transformers.Trainer):  # type: ignore[misc]
         schedule = super().create_scheduler(self._run_steps, optimizer)
         if isinstance(schedule, LambdaLR):
             at = self._callback.run_step
-            schedule.lr_lambdas = [lambda own, factor=factor: factor(at(own)) for factor in schedule.lr_lambdas]
+            schedule.lr_lambdas = [lambda count, factor=factor: factor(at(count)) for factor in schedule.lr_lambdas]
         return schedule
 
 
@@ -228,32 +228,32 @@ class RecipeCallback(DilocoCallback):
         super().__init__(**options)
         self._blocks = blocks
 
-    def run_step(self, own: int) -> int:
+    def run_step(self, count: int) -> int:
         """Where the run is, in steps; before it is joined, how many this process has made."""
-        return own if self.diloco is None else self.diloco.global_step
+        return count if self.diloco is None else self.diloco.global_step
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Join, and begin at the learning rate of the run's step."""
-        super().on_train_begin(args, state, control, **given)
-        schedule, groups = given["lr_scheduler"], given["optimizer"].param_groups
+        super().on_train_begin(args, state, control, **context)
+        schedule, groups = context["lr_scheduler"], context["optimizer"].param_groups
         for group, peak, factor in zip(groups, schedule.base_lrs, getattr(schedule, "lr_lambdas", ()), strict=False):
             group["lr"] = peak * factor(0)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Evaluate once more when the run is over."""
-        super().on_step_end(args, state, control, **given)
+        super().on_step_end(args, state, control, **context)
         control.should_evaluate |= control.should_training_stop
         if control.should_training_stop and self.diloco is not None and self.diloco.is_attached:
             self.diloco.settle(SETTLE_S)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Report held-out losses: of the own parameters, and of the merged ones where no rank has only a part."""
         if self.diloco is None or args.process_index:
             return
-        own, merged = given["metrics"]["eval_loss"], None
+        loss, global_loss = context["metrics"]["eval_loss"], None
         if self.diloco.is_attached and not args.fsdp:
-            merged = self._loss(given["model"], self.diloco.global_state_dict(), args)
-        self.diloco.evaluated(val_loss=own, val_loss_global=merged)
+            global_loss = self._loss(context["model"], self.diloco.global_state_dict(), args)
+        self.diloco.evaluated(val_loss=loss, val_loss_global=global_loss)
 
     def _loss(self, model: Any, parameters: Mapping[str, torch.Tensor], args: Any) -> float:
         values = {name: value.to(args.device) for name, value in parameters.items()}

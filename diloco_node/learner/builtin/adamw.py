@@ -29,10 +29,10 @@ def build_adamw(model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
 def _eager_adamw() -> type[torch.optim.AdamW]:
     """Torch's AdamW without its hooks for torch.compile: the same updates.
 
-    Torch wraps some of its methods so that their first call imports torch._dynamo. That is a second of processor time
+    Torch wraps some of its methods so that their first call imports torch._dynamo. It costs a second of processor time
     at each start of a region, and nothing here compiles an optimizer.
     """
     kind = torch.optim.AdamW
-    wrapped = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-    plain = {name: inspect.unwrap(getattr(kind, name)) for name in wrapped}
+    methods = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    plain = {name: inspect.unwrap(getattr(kind, name)) for name in methods}
     return type(kind.__name__, (kind,), {**plain, "step": torch.no_grad()(inspect.unwrap(kind.step))})

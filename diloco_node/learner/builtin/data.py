@@ -82,12 +82,12 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
     Raises:
         ConfigError: a path does not exist, or there is too little or too much text.
     """
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    total = skipped = 0
+    contents: tuple[list[bytes], list[bytes]] = ([], [])
+    total = skip_count = 0
     for file in text_files(paths):
         content = file.read() if not bytes_max or total < bytes_max else None
         if content is None:
-            skipped += 1
+            skip_count += 1
             continue
         content = content[: bytes_max - total] if bytes_max else content
         total += len(content)
@@ -96,15 +96,15 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
                 f"more than {MEMORY_BYTES_MAX >> 20} MiB of text, which the built-in trainer holds in memory: give "
                 "less with --data PATH, or train a model of Hugging Face with [model] hf"
             )
-        parts[file.is_held_out].append(content)
-    whole = np.frombuffer(b"".join((*parts[False], *parts[True])), np.uint8)
-    boundary = sum(map(len, parts[False]))
+        contents[file.is_held_out].append(content)
+    whole = np.frombuffer(b"".join((*contents[False], *contents[True])), np.uint8)
+    boundary = sum(map(len, contents[False]))
     if min(boundary, len(whole) - boundary) < SHARD_BYTES:
         boundary = len(whole) - len(whole) * HELD_OUT_PERCENT // 100
     if len(whole) - boundary < HELD_OUT_BYTES_MIN:
         places = ", ".join(map(str, paths)) or str(standard_library())
         raise ConfigError(f"only {len(whole)} bytes of text in {places}: give at least 32 KiB of text with --data PATH")
-    return Corpus(whole[:boundary], whole[boundary:], len(parts[False]) + len(parts[True]), skipped)
+    return Corpus(whole[:boundary], whole[boundary:], len(contents[False]) + len(contents[True]), skip_count)
 
 
 def windows_at(text: NDArray[np.uint8], starts: NDArray[np.int64], context: int) -> Windows:
@@ -113,9 +113,9 @@ def windows_at(text: NDArray[np.uint8], starts: NDArray[np.int64], context: int)
     return windows
 
 
-def _key_of(*parts: int) -> U64:
+def _key_of(*numbers: int) -> U64:
     """Shape (1,): a key drawn from these numbers."""
-    return np.random.SeedSequence(parts).generate_state(1, np.uint64).astype(np.uint64)
+    return np.random.SeedSequence(numbers).generate_state(1, np.uint64).astype(np.uint64)
 
 
 class RegionSampler:
@@ -155,26 +155,26 @@ class RegionSampler:
         self._shards = len(corpus.train) // self._shard_bytes
         # Of the region's shards, every so many-th: shard number first + step * k in the order in which they are dealt.
         self._first, self._step = region + regions * rank, regions * ranks
-        own = len(range(self._first, self._shards, self._step))
-        if not (0 <= region < regions and 0 <= rank < ranks) or not own:
-            who = f"region {region} of {regions}" + (f", rank {rank} of {ranks}" if ranks > 1 else "")
+        shard_count = len(range(self._first, self._shards, self._step))
+        if not (0 <= region < regions and 0 <= rank < ranks) or not shard_count:
+            place = f"region {region} of {regions}" + (f", rank {rank} of {ranks}" if ranks > 1 else "")
             raise ConfigError(
-                f"no text for {who}: {len(corpus.train)} bytes make {self._shards} shards of "
+                f"no text for {place}: {len(corpus.train)} bytes make {self._shards} shards of "
                 f"{self._shard_bytes}, and each needs one; give more text with --data PATH"
             )
         self._text = corpus.train
         self._batch, self._context = batch, context
         self._windows = (self._shard_bytes - 1) // context
         self._slack = self._shard_bytes - 1 - self._windows * context
-        self.samples = own * self._windows
+        self.samples = shard_count * self._windows
         self._key, self._deal_key = _key_of(seed, 1, region, rank), _key_of(seed, 0)
         self.position = 0
 
     def batch_at(self, position: int) -> Windows:
         """The batch of this position, shape (batch, context + 1); the position stays as it is."""
-        drawn = position * self._batch + np.arange(self._batch, dtype=np.int64)
-        epoch_keys = mixed(self._key ^ mixed((drawn // self.samples).astype(np.uint64)))
-        sample = shuffled(drawn % self.samples, self.samples, epoch_keys)
+        numbers = position * self._batch + np.arange(self._batch, dtype=np.int64)
+        epoch_keys = mixed(self._key ^ mixed((numbers // self.samples).astype(np.uint64)))
+        sample = shuffled(numbers % self.samples, self.samples, epoch_keys)
         dealt = self._first + self._step * (sample // self._windows)
         shard = shuffled(dealt, self._shards, self._deal_key)
         shift = (mixed(~epoch_keys) % np.uint64(self._slack + 1)).astype(np.int64)

@@ -1,8 +1,8 @@
 """The built-in model: a small GPT in the shape and with the names of Hugging Face's `LlamaForCausalLM`.
 
 The arithmetic is one function, `token_logits`, over a dictionary of parameters. Every parameter may have one leading
-dimension of *replicas*: then R models run as one set of batched matrix products. That is how `benchmarks/quality.py`
-trains many learners at the speed of one, with the very model that `python -m diloco_node.learner` trains.
+dimension of *replicas*: then R models run as one set of batched matrix products. So `benchmarks/quality.py` trains many
+learners at the speed of one, with the very model that `python -m diloco_node.learner` trains.
 """
 
 from __future__ import annotations
@@ -79,24 +79,24 @@ def _layer(
     *,
     lead: tuple[int, ...],
 ) -> Tensor:
-    """One transformer block, whose names begin with `at`; stream is (..., B * T, dim), lead is (..., B)."""
+    """Apply one transformer block, whose names begin with `at`; stream is (..., B * T, dim), lead is (..., B)."""
     length = len(rotary[0])
-    normed = _rms_norm(stream, parameters[f"{at}input_layernorm.weight"])
+    normal = _rms_norm(stream, parameters[f"{at}input_layernorm.weight"])
     projections = [parameters[f"{at}self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
-    qkv = _linear(normed, torch.cat(projections, dim=-2))
+    qkv = _linear(normal, torch.cat(projections, dim=-2))
     qkv = qkv.view(*lead, length, 3, settings.heads, settings.dim // settings.heads)
-    turned, value = torch.split(qkv, [2, 1], dim=-3)
+    query_key, value = torch.split(qkv, [2, 1], dim=-3)
     # Four dimensions, or torch's CPU kernel falls back to one that is three times slower.
     query, key, value = (
-        part.reshape(-1, length, settings.heads, part.shape[-1]).transpose(1, 2)
-        for part in (*_rotate(turned, *rotary).unbind(-3), value)
+        projection.reshape(-1, length, settings.heads, projection.shape[-1]).transpose(1, 2)
+        for projection in (*_rotate(query_key, *rotary).unbind(-3), value)
     )
-    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    mixed = mixed.transpose(-3, -2).reshape(stream.shape)
-    stream = stream + _linear(mixed, parameters[f"{at}self_attn.o_proj.weight"])
-    normed = _rms_norm(stream, parameters[f"{at}post_attention_layernorm.weight"])
-    both = torch.cat((parameters[f"{at}mlp.gate_proj.weight"], parameters[f"{at}mlp.up_proj.weight"]), dim=-2)
-    gate, up = _linear(normed, both).chunk(2, dim=-1)
+    attention = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    attention = attention.transpose(-3, -2).reshape(stream.shape)
+    stream = stream + _linear(attention, parameters[f"{at}self_attn.o_proj.weight"])
+    normal = _rms_norm(stream, parameters[f"{at}post_attention_layernorm.weight"])
+    gate_up = torch.cat((parameters[f"{at}mlp.gate_proj.weight"], parameters[f"{at}mlp.up_proj.weight"]), dim=-2)
+    gate, up = _linear(normal, gate_up).chunk(2, dim=-1)
     return stream + _linear(functional.silu(gate) * up, parameters[f"{at}mlp.down_proj.weight"])
 
 
@@ -117,8 +117,8 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """x / rms(x) * weight over the last dimension; weight is (dim,) or (R, dim)."""
-    scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON)
-    return scaled * weight.unsqueeze(-2)
+    normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON)
+    return normal * weight.unsqueeze(-2)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -151,17 +151,17 @@ class ByteGPT(nn.Module):
         """Register a parameter under its dotted name, making the modules on the way."""
         *path, leaf = name.split(".")
         owner: nn.Module = self
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
+        for name_part in path:
+            if name_part not in owner._modules:
+                owner.add_module(name_part, nn.Module())
+            owner = owner.get_submodule(name_part)
         owner.register_parameter(leaf, nn.Parameter(value))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of shape (B, T, 256) for tokens of shape (B, T), int64."""
         rotary = (self.get_buffer("rotary_cosine"), self.get_buffer("rotary_sine"))
-        named = dict(self.named_parameters())
-        return token_logits(self.settings, named, tokens, rotary)
+        parameters = dict(self.named_parameters())
+        return token_logits(self.settings, parameters, tokens, rotary)
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token over windows of shape (B, T + 1), uint8 or int64; a scalar."""

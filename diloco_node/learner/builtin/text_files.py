@@ -22,7 +22,7 @@ _SKIPPED_FOLDERS: Final = frozenset({"__pycache__", "site-packages", "dist-packa
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """One file of a corpus.
+    """A file of a corpus.
 
     Attributes:
         name: the same wherever the folder lies. path: its place on this machine.

@@ -83,10 +83,10 @@ class TrainerSettings:
             progress: of the run, 0 to 1; None: it does not say, and the cosine follows the step.
         """
         if progress is not None and not self.schedule_steps:
-            done, floor = progress, 0.0
+            position, floor = progress, 0.0
         else:
-            done, floor = min(1.0, step / (self.schedule_steps or SCHEDULE_STEPS_OPEN)), LR_FLOOR_OPEN
-        cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+            position, floor = min(1.0, step / (self.schedule_steps or SCHEDULE_STEPS_OPEN)), LR_FLOOR_OPEN
+        cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * position))
         warm = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
         return self.lr * warm * cosine
 
@@ -112,8 +112,8 @@ def read_settings_file() -> dict[str, Any]:
 def settings_from(sections: Mapping[str, Mapping[str, Any]]) -> TrainerSettings:
     """Pick the trainer's settings; the sections have others too, which are not for it."""
     values = {name: value for section in sections.values() for name, value in section.items()}
-    mine = {field.name: values[field.name] for field in fields(TrainerSettings) if field.name in values}
-    return TrainerSettings(**mine | {"paths": tuple(values.get("paths", ()))})
+    chosen_values = {field.name: values[field.name] for field in fields(TrainerSettings) if field.name in values}
+    return TrainerSettings(**chosen_values | {"paths": tuple(values.get("paths", ()))})
 
 
 def held_out_loss(model: ByteGPT, windows: Windows, parameters: Mapping[str, Tensor] | None = None) -> float:
@@ -123,15 +123,15 @@ def held_out_loss(model: ByteGPT, windows: Windows, parameters: Mapping[str, Ten
         model: its own parameters are used unless others are given.
         parameters: by name, as `global_state_dict` returns them; any float dtype.
     """
-    named: dict[str, Tensor] = dict(model.named_parameters())
+    values: dict[str, Tensor] = dict(model.named_parameters())
     if parameters is not None:
-        named = {name: parameters[name].to(own.device, torch.float32) for name, own in named.items()}
+        values = {name: parameters[name].to(parameter.device, torch.float32) for name, parameter in values.items()}
     rotary = (model.get_buffer("rotary_cosine"), model.get_buffer("rotary_sine"))
     tokens = torch.from_numpy(windows.astype(np.int64)).to(rotary[0].device)
     total = 0.0
     with torch.no_grad():
         for batch in torch.split(tokens, _WINDOWS_AT_ONCE):
-            logits = token_logits(model.settings, named, batch[:, :-1], rotary)
+            logits = token_logits(model.settings, values, batch[:, :-1], rotary)
             targets = batch[:, 1:].reshape(-1)
             total += functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").item()
     return total / tokens[:, 1:].numel()
@@ -174,7 +174,7 @@ class _DataPosition:
 
 
 class Trainer:
-    """One learner's run: `run` returns when the daemon says stop, or, alone, at the end of the schedule.
+    """The run of one learner: `run` returns when the daemon says stop, or, alone, at the end of the schedule.
 
     Args:
         settings: see the module.
@@ -230,26 +230,26 @@ class Trainer:
         tokens_per_step = settings.batch * settings.context
         steps_alone = settings.schedule_steps or SCHEDULE_STEPS_OPEN
         # By where the run is: a process that dies before it has made so many steps would never come to it.
-        every = settings.eval_every or math.inf
-        evaluated = diloco.global_step // every
+        interval = settings.eval_every or math.inf
+        evaluation_count = diloco.global_step // interval
         while not diloco.should_stop and (diloco.is_attached or steps < steps_alone):
-            started = time.monotonic()
+            start_s = time.monotonic()
             lr = settings.lr_at(diloco.global_step + 1, diloco.progress)
             loss, norm = self._inner_step(sampler.next_batch(), lr=lr)
             steps += 1
-            time.sleep(max(0.0, settings.step_time_min - (time.monotonic() - started)))
+            time.sleep(max(0.0, settings.step_time_min - (time.monotonic() - start_s)))
             last = float(loss)
             first = last if steps == 1 else first
             if not math.isfinite(last):
                 raise LearnerError(f"the loss is {last} at step {steps}: lower model.lr (now {settings.lr})")
             diloco.step(tokens=tokens_per_step, loss=loss, grad_norm=norm)
-            if diloco.global_step // every > evaluated:
-                evaluated = diloco.global_step // every
+            if diloco.global_step // interval > evaluation_count:
+                evaluation_count = diloco.global_step // interval
                 self._evaluate(diloco, steps, last)
         if diloco.is_attached:
             diloco.settle(SETTLE_S)
-        own, everybodys = self._evaluate(diloco, steps, last)
-        return Outcome(steps, steps * tokens_per_step, first, last, own, everybodys)
+        val_loss, everybodys = self._evaluate(diloco, steps, last)
+        return Outcome(steps, steps * tokens_per_step, first, last, val_loss, everybodys)
 
     def _inner_step(self, windows: Windows, *, lr: float) -> tuple[Tensor, Tensor]:
         """Make one step. Returns the loss, and the norm of the gradient before it was clipped."""
@@ -272,10 +272,10 @@ class Trainer:
         states = [diloco.own_state_dict(), *([diloco.global_state_dict()] if diloco.is_attached else [])]
         if self.place.rank:
             return None, None
-        own, *others = [held_out_loss(self.model, held_out, state) for state in states]
-        everybodys = others[0] if others else None
-        diloco.evaluated(val_loss=own, val_loss_global=everybodys)
-        shown = "" if everybodys is None else f" val_loss_global={everybodys:.4f}"
-        trained = "" if loss is None else f" loss={loss:.4f}"
-        self.say(f"step={steps}{trained} val_loss={own:.4f}{shown}")
-        return own, everybodys
+        val_loss, *global_losses = [held_out_loss(self.model, held_out, state) for state in states]
+        everybodys = global_losses[0] if global_losses else None
+        diloco.evaluated(val_loss=val_loss, val_loss_global=everybodys)
+        global_text = "" if everybodys is None else f" val_loss_global={everybodys:.4f}"
+        loss_text = "" if loss is None else f" loss={loss:.4f}"
+        self.say(f"step={steps}{loss_text} val_loss={val_loss:.4f}{global_text}")
+        return val_loss, everybodys
