@@ -14,12 +14,12 @@ import typer
 
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped
+from diloco_node.state_names import LEDGER_NAME
 
 if TYPE_CHECKING:
     from diloco_node.core.types import Entry, LedgerBase
     from diloco_node.storage.ledger_reader import LedgerReader
 
-LEDGER_NAME: Final = "ledger.log"
 PERIOD_S: Final = 0.5
 """Between two looks at the file with --follow."""
 

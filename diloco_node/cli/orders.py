@@ -14,11 +14,11 @@ from typing import Annotated, Any, Final
 import typer
 
 from diloco_node.cli.options import ConfigOption, load, parsed
-from diloco_node.cli.status import PORT_FILE, SOCKET_FILE, UnixConnection, ask, find_targets
+from diloco_node.cli.status import UnixConnection, ask, find_targets
 from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.state_names import ADMIN_PORT_NAME, ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.unix_sockets import socket_path
 
-TOKEN_FILE: Final = "admin.token"
 ANSWER_BYTES_MAX: Final = 2**20
 
 PlaceArgument = Annotated[
@@ -188,9 +188,9 @@ def order(folder: Path, path: str, document: dict[str, Any]) -> dict[str, Any]:
         ConfigError: it refuses. PeersUnreachable: it does not answer.
     """
     try:
-        token = (folder / TOKEN_FILE).read_text().strip()
+        token = (folder / ADMIN_TOKEN_NAME).read_text().strip()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        with contextlib.closing(UnixConnection(socket_path(folder, SOCKET_FILE))) as connection:
+        with contextlib.closing(UnixConnection(socket_path(folder, ADMIN_SOCKET_NAME))) as connection:
             connection.request("POST", f"/api/v1/{path}", json.dumps(document), headers)
             answer = connection.getresponse()
             body = json.loads(answer.read(ANSWER_BYTES_MAX))
@@ -205,15 +205,17 @@ def order(folder: Path, path: str, document: dict[str, Any]) -> dict[str, Any]:
 
 def _folder(place: str | None, config: Path | None) -> Path:
     """The state folder of the region that is meant: a region's name, its folder, or None for the only one here."""
-    if place is not None and (Path(place) / PORT_FILE).exists():
+    if place is not None and (Path(place) / ADMIN_PORT_NAME).exists():
         return Path(place).resolve()
     resolved = load(config, {}, None)
     if place is not None:
         resolved.check_region(place)
     folders = [resolved.state_dir(name) for name in ([place] if place else resolved.regions)]
-    found = [folder for folder in folders if (folder / PORT_FILE).exists()]
+    found = [folder for folder in folders if (folder / ADMIN_PORT_NAME).exists()]
     if not found:
-        raise PeersUnreachable(f"no region of run {resolved.run.id} has run here: {folders[0]} holds no {PORT_FILE}")
+        raise PeersUnreachable(
+            f"no region of run {resolved.run.id} has run here: {folders[0]} holds no {ADMIN_PORT_NAME}"
+        )
     if len(found) > 1:
         names = ", ".join(folder.name for folder in found)
         raise ConfigError(f"{len(found)} regions run on this machine ({names}): name one of them")

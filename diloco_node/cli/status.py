@@ -23,13 +23,12 @@ from diloco_node.cli.options import ConfigOption, load
 from diloco_node.cli.status_view import status_lines
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.escaping import escaped, escaped_document
+from diloco_node.state_names import ADMIN_PORT_NAME, ADMIN_SOCKET_NAME
 from diloco_node.unix_sockets import socket_path
 
 TIMEOUT_S: Final = 3.0
 PERIOD_S: Final = 1.0
 ANSWER_BYTES_MAX: Final = 16 * 2**20
-PORT_FILE: Final = "admin.port"
-SOCKET_FILE: Final = "admin.sock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +103,12 @@ def find_targets(place: str) -> list[Target]:
     if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
         return [Target(f"port {place}", int(place))]
     folder = Path(place)
-    patterns = (PORT_FILE, f"*/{PORT_FILE}", f"*/*/{PORT_FILE}") if _exists(place) else ()
+    patterns = (ADMIN_PORT_NAME, f"*/{ADMIN_PORT_NAME}", f"*/*/{ADMIN_PORT_NAME}") if _exists(place) else ()
     files = [file for pattern in patterns for file in folder.glob(pattern)]
     if not files:
         raise ConfigError(
-            f"{place!r} is neither a port nor a folder with {PORT_FILE}, nor a region of run.toml that runs here: "
-            "give a port, a region's state folder, or a folder of regions; a region writes the file when it starts"
+            f"{place!r} is neither a port nor a folder with {ADMIN_PORT_NAME}, nor a region of run.toml that runs "
+            "here: give a port, a region's state folder, or a folder of regions; a region writes the file at its start"
         )
     return [_target(file) for file in sorted(files)]
 
@@ -125,7 +124,7 @@ def _target(file: Path) -> Target:
     text = file.read_text().strip()
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{file} holds {text[:20]!r}, not a port: start the region again")
-    path = socket_path(file.parent, SOCKET_FILE)
+    path = socket_path(file.parent, ADMIN_SOCKET_NAME)
     return Target(file.parent.resolve().name, int(text), path if path.exists() else None)
 
 
@@ -133,14 +132,14 @@ def _targets_of_run(config: Path | None) -> list[Target]:
     resolved = load(config, {}, None)
     targets = []
     for name, region in resolved.regions.items():
-        file = resolved.state_dir(name) / PORT_FILE
+        file = resolved.state_dir(name) / ADMIN_PORT_NAME
         if file.exists():
             targets.append(_target(file))
         elif region.admin_port:
             targets.append(Target(name, region.admin_port))
     if not targets:
         raise PeersUnreachable(
-            f"no region of run {resolved.run.id} has run here: {resolved.run.state_dir} holds no {PORT_FILE}; "
+            f"no region of run {resolved.run.id} has run here: {resolved.run.state_dir} holds no {ADMIN_PORT_NAME}; "
             "start one, or give an admin port"
         )
     return targets

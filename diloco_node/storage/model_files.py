@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from diloco_node.atomic_file import sync_file, sync_folder
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.numeric import F32, U8
-from diloco_node.storage.durable import disk_error, sync_file, sync_folder
+from diloco_node.storage.durable import disk_error
 
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"

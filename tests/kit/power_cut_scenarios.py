@@ -26,7 +26,8 @@ from diloco_node.errors import LedgerGone, StorageError
 from diloco_node.learner.builtin.documents import text_sources
 from diloco_node.learner.builtin.encoding import TextEncoding
 from diloco_node.learner.builtin.token_store import tokens_on_disk
-from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME
+from diloco_node.state_names import LEDGER_NAME
+from diloco_node.storage.ledger_files import LEDGER_END_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.model_files import (
     CONFIG_NAME,

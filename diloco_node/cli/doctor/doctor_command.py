@@ -12,6 +12,7 @@ import typer
 
 from diloco_node.cli.options import ConfigOption, SetOption
 from diloco_node.errors import ConfigError
+from diloco_node.state_names import ADMIN_PORT_NAME
 
 if TYPE_CHECKING:
     from diloco_node.cli.doctor.examine import Patient
@@ -78,7 +79,7 @@ def _patient(config: Path | None, region: str | None, assignments: list[str]) ->
     from diloco_node.cli.doctor.machine_facts import is_there
     from diloco_node.cli.measure.own_links import own_folder
     from diloco_node.cli.options import load
-    from diloco_node.cli.status import PORT_FILE, ask, find_targets
+    from diloco_node.cli.status import ask, find_targets
 
     resolved = load(config, {}, assignments)
     try:
@@ -94,6 +95,6 @@ def _patient(config: Path | None, region: str | None, assignments: list[str]) ->
         )
     resolved.check_region(name)
     folder = resolved.state_dir(name)
-    status = ask(find_targets(str(folder))[0]) if is_there(folder / PORT_FILE) else {"error": "never started"}
+    status = ask(find_targets(str(folder))[0]) if is_there(folder / ADMIN_PORT_NAME) else {"error": "never started"}
     is_own = "error" not in status and status.get("region") == name
     return Patient(resolved, name, status if is_own else None)

@@ -19,6 +19,7 @@ from diloco_node.cli.doctor import machine, membership, network
 from diloco_node.cli.doctor import machine_facts as probes
 from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -118,7 +119,7 @@ def examine_settings(patient: Patient) -> Iterator[CheckResult]:
     yield membership.settings_read(str(patient.config.path), "", "")
     now = _plain(patient.config.run_settings())
     for name in patient.config.regions:
-        file = patient.config.state_dir(name) / start.NODE_FILE
+        file = patient.config.state_dir(name) / NODE_NAME
         if probes.is_there(file):
             try:
                 yield membership.settings_kept(name, _plain(NodeSpec.load(file).settings), now)

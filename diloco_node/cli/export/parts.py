@@ -13,9 +13,9 @@ from diloco_node.learner.builtin.encoding import END_TOKENS, TOKENIZER_FILE
 from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.numeric import F32
+from diloco_node.state_names import TRAINER_NAME
 from diloco_node.storage.model_files import CONFIG_NAME, StoredTensor, read_json
 
-TRAINER_FILE: Final = "trainer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 TOKENIZER_NAMES: Final = frozenset(
     {
@@ -56,7 +56,7 @@ def trained_model(folder: Path, manifest: Manifest) -> ModelSettings | HfModelSe
     Raises:
         ConfigError: the trainer's settings can't be read.
     """
-    path = folder / TRAINER_FILE
+    path = folder / TRAINER_NAME
     if not path.is_file():
         return None
     model = model_from(read_json(path).get("model", {}))
@@ -69,12 +69,12 @@ def trained_model(folder: Path, manifest: Manifest) -> ModelSettings | HfModelSe
 
 def trainer_seed(folder: Path) -> int:
     """Of the built-in trainer's parameters."""
-    return int(read_json(folder / TRAINER_FILE).get("seed", 0))
+    return int(read_json(folder / TRAINER_NAME).get("seed", 0))
 
 
 def trainer_tokenizer(folder: Path) -> str:
     """What the built-in trainer reads text with: a `tokenizer.json`, or a folder that has one; "": bytes."""
-    return str(read_json(folder / TRAINER_FILE).get("tokenizer", ""))
+    return str(read_json(folder / TRAINER_NAME).get("tokenizer", ""))
 
 
 def model_config(path: Path) -> dict[str, Any]:

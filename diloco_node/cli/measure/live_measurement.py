@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.cli.orders import TOKEN_FILE
-from diloco_node.cli.status import PORT_FILE, SOCKET_FILE, UnixConnection
+from diloco_node.cli.status import UnixConnection
 from diloco_node.config.resolve import DEFAULT_NAME
 from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
+from diloco_node.state_names import ADMIN_PORT_NAME, ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.unix_sockets import socket_path
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ def find_daemon(config: Path | None, region: str | None) -> Running | None:
 
 def _answers(folder: Path) -> bool:
     """Whether somebody listens at a region's admin socket; one that died leaves its files behind."""
-    if not (folder / PORT_FILE).exists():
+    if not (folder / ADMIN_PORT_NAME).exists():
         return False
     try:
-        with contextlib.closing(UnixConnection(socket_path(folder, SOCKET_FILE))) as connection:
+        with contextlib.closing(UnixConnection(socket_path(folder, ADMIN_SOCKET_NAME))) as connection:
             connection.connect()
             connection.sock.settimeout(SILENT_S)
             connection.request("GET", "/livez")
@@ -86,9 +86,9 @@ def measure(
         DilocoError: the measurement failed.
     """
     try:
-        token = (daemon.folder / TOKEN_FILE).read_text().strip()
+        token = (daemon.folder / ADMIN_TOKEN_NAME).read_text().strip()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        with contextlib.closing(UnixConnection(socket_path(daemon.folder, SOCKET_FILE))) as connection:
+        with contextlib.closing(UnixConnection(socket_path(daemon.folder, ADMIN_SOCKET_NAME))) as connection:
             connection.connect()
             connection.sock.settimeout(SILENT_S)
             connection.request("POST", "/api/v1/measure", json.dumps(document), headers)

@@ -13,10 +13,10 @@ from diloco_node.cli.status import ask, find_targets
 from diloco_node.daemon.admin.page_files import page_with
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import REPORT_NAME
-from diloco_node.daemon.spec import NODE_FILE
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped_document
 from diloco_node.health.health_summary import joint_health
+from diloco_node.state_names import NODE_NAME
 
 PAGE_NAME: Final = "report.html"
 DOCUMENT_BYTES_MAX: Final = 16 * 2**20
@@ -45,7 +45,7 @@ def run_snapshot(folder: Path) -> dict[str, Any]:
     regions = [one for place in _region_folders(folder) if (one := _region(place)) is not None]
     if not regions:
         raise ConfigError(
-            f"{folder} holds no region ({NODE_FILE}): give the state folder of a run or of a region, such as a demo's "
+            f"{folder} holds no region ({NODE_NAME}): give the state folder of a run or of a region, such as a demo's "
             "folder"
         )
     summary = _read_object(folder / REPORT_NAME)
@@ -57,7 +57,7 @@ def run_snapshot(folder: Path) -> dict[str, Any]:
 
 def _region_folders(folder: Path) -> Iterable[Path]:
     """Those that hold a node's specification: the folder itself, or one or two levels below."""
-    return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{NODE_FILE}")})
+    return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{NODE_NAME}")})
 
 
 def _region(folder: Path) -> dict[str, Any] | None:
@@ -68,7 +68,7 @@ def _region(folder: Path) -> dict[str, Any] | None:
             answer = ask(target, SNAPSHOT_PATH)
             if isinstance(answer.get("status"), dict):
                 return answer
-    node = _read_object(folder / NODE_FILE)
+    node = _read_object(folder / NODE_NAME)
     # Who has a port has not ended in order: then the last report is of an earlier start.
     status = {} if answer else _read_object(folder / REPORT_NAME)
     if "region" not in status:

@@ -14,6 +14,7 @@ from diloco_node.cli.doctor import examine, peer_probes
 from diloco_node.cli.doctor.examine import Patient
 from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.config.resolve import load_config
+from diloco_node.state_names import ADMIN_PORT_NAME
 from diloco_node.transport.certificates import load_identity
 from tests.kit.doctor_kit import OWN, PEER, Ward
 
@@ -73,7 +74,7 @@ def test_what_answers_for_another_region_is_not_our_daemon(tmp_path: Path, monke
 
     folder = tmp_path / "state" / OWN
     folder.mkdir(parents=True)
-    (folder / status.PORT_FILE).write_text("7401")
+    (folder / ADMIN_PORT_NAME).write_text("7401")
     ward = Ward(tmp_path)
     for region, is_ours in ((OWN, True), (PEER, False)):
         monkeypatch.setattr(status, "ask", lambda target, region=region: {"region": region})
