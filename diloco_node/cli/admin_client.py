@@ -18,11 +18,9 @@ from typing import Any, Final
 
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.escaping import escaped, escaped_document
+from diloco_node.state_names import ADMIN_PORT_NAME, ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.unix_sockets import socket_path
 
-PORT_FILE: Final = "admin.port"
-SOCKET_FILE: Final = "admin.sock"
-TOKEN_FILE: Final = "admin.token"
 STATUS_PATH: Final = "/api/v1/status"
 TIMEOUT_S: Final = 3.0
 ANSWER_BYTES_MAX: Final = 16 * 2**20
@@ -42,7 +40,7 @@ class Target:
 
     def connection(self) -> http.client.HTTPConnection:
         """A connection to the daemon; the first request opens it."""
-        path = None if self.folder is None else socket_path(self.folder, SOCKET_FILE)
+        path = None if self.folder is None else socket_path(self.folder, ADMIN_SOCKET_NAME)
         if path is not None and path.exists():
             return _UnixConnection(path, TIMEOUT_S)
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
@@ -68,7 +66,7 @@ def target_in(folder: Path) -> Target:
     Raises:
         ConfigError: its port file is damaged. OSError: there is none, or it can't be read.
     """
-    file = folder / PORT_FILE
+    file = folder / ADMIN_PORT_NAME
     text = file.read_text().strip()
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{file} holds {text[:20]!r}, not a port: start the region again")
@@ -116,10 +114,10 @@ def ask_in(folder: Path) -> dict[str, Any]:
 
 def is_answering(folder: Path, timeout_s: float) -> bool:
     """Whether a daemon answers at the admin socket of a state folder. A daemon that died leaves its files behind."""
-    if not (folder / PORT_FILE).exists():
+    if not (folder / ADMIN_PORT_NAME).exists():
         return False
     try:
-        with contextlib.closing(_UnixConnection(socket_path(folder, SOCKET_FILE), timeout_s)) as connection:
+        with contextlib.closing(_UnixConnection(socket_path(folder, ADMIN_SOCKET_NAME), timeout_s)) as connection:
             connection.request("GET", "/livez")
             return connection.getresponse().status == http.client.OK
     except (OSError, http.client.HTTPException):
@@ -138,10 +136,10 @@ def post(
     Raises:
         OSError, HTTPException: it does not answer, or its token can't be read.
     """
-    token = (folder / TOKEN_FILE).read_text().strip()
+    token = (folder / ADMIN_TOKEN_NAME).read_text().strip()
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    with contextlib.closing(_UnixConnection(socket_path(folder, SOCKET_FILE), timeout_s)) as connection:
+    with contextlib.closing(_UnixConnection(socket_path(folder, ADMIN_SOCKET_NAME), timeout_s)) as connection:
         connection.request("POST", f"/api/v1/{path}", json.dumps(document), headers)
         yield connection.getresponse()
 

@@ -12,6 +12,7 @@ import typer
 
 from diloco_node import __version__
 from diloco_node.errors import ConfigError
+from diloco_node.state_names import TRAINER_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from diloco_node.integrations.hf_export import SavedModel
 
 REPORT_NAME: Final = "export.json"
-TRAINER_FILE: Final = "trainer.json"
 CONFIG_NAME: Final = "config.json"
 NAMES_SHOWN: Final = 3
 
@@ -91,7 +91,7 @@ def _model_source(
     """The model's config, and the saved model that has what is not merged, if there is one."""
     from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 
-    trainer = read_object(folder / TRAINER_FILE).get("model", {}) if (folder / TRAINER_FILE).is_file() else {}
+    trainer = read_object(folder / TRAINER_NAME).get("model", {}) if (folder / TRAINER_NAME).is_file() else {}
     name = trainer.get("hf")
     if base is None and name and (not Path(name).is_dir() or any(Path(name).glob("*.safetensors"))):
         source = str(name)

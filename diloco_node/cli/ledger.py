@@ -15,12 +15,12 @@ from diloco_node.cli.options import ConfigOption
 from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.errors import StorageError
 from diloco_node.escaping import escaped
+from diloco_node.state_names import LEDGER_NAME
 
 if TYPE_CHECKING:
     from diloco_node.core.types import Entry, LedgerBase
     from diloco_node.storage.ledger_reader import LedgerReader
 
-LEDGER_NAME: Final = "ledger.log"
 PERIOD_S: Final = 0.5
 """Time between two reads of the file with --follow."""
 

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_node.cli.admin_client import PORT_FILE, ask_in, order
+from diloco_node.cli.admin_client import ask_in, order
 from diloco_node.cli.options import ConfigOption, parsed
 from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.state_names import ADMIN_PORT_NAME
 
 budget = typer.Typer(help="Show or change the bandwidth budget of a running region.", no_args_is_help=True)
 quarantine = typer.Typer(help="Readmit a peer that was shut out for what it sent.", no_args_is_help=True)
@@ -147,4 +148,4 @@ def log_level(
 
 
 def _folder(place: str | None, config: Path | None) -> Path:
-    return region_folder(place, config, file=PORT_FILE, absent=PeersUnreachable)
+    return region_folder(place, config, file=ADMIN_PORT_NAME, absent=PeersUnreachable)

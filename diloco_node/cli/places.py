@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from diloco_node.cli.admin_client import PORT_FILE, Target, target_in
+from diloco_node.cli.admin_client import Target, target_in
 from diloco_node.cli.options import load
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
+from diloco_node.state_names import ADMIN_PORT_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -54,7 +55,7 @@ def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
             matches = [target for target in _targets_of_run(config) if target.name == place]
         if not matches:
             raise ConfigError(
-                f"{place!r} is no region of run.toml that has run here, and no folder with {PORT_FILE}: {CONVENTION}; "
+                f"{place!r} is no region of run.toml that has run here, and no folder with {ADMIN_PORT_NAME}: {CONVENTION}; "
                 "a region writes the file when it starts"
             )
         targets += matches
@@ -69,7 +70,7 @@ def targets_in(place: str) -> list[Target]:
     """
     if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
         return [Target(f"port {place}", int(place))]
-    return [target_in(folder) for folder in folders_with(PORT_FILE, Path(place))]
+    return [target_in(folder) for folder in folders_with(ADMIN_PORT_NAME, Path(place))]
 
 
 def region_folder(
@@ -101,7 +102,7 @@ def run_folder(place: str | None, config: Path | None) -> Path:
     """Find the folder of a region, or of all regions: that of run.toml without a place. It need not exist."""
     if place is not None and _exists(Path(place)):
         return Path(place)
-    settings = _settings(place, config, PORT_FILE)
+    settings = _settings(place, config, ADMIN_PORT_NAME)
     return settings.run.state_dir if place is None else settings.state_dir(place)
 
 
@@ -144,13 +145,13 @@ def _targets_of_run(config: Path | None) -> list[Target]:
     targets = []
     for name, region in settings.regions.items():
         folder = settings.state_dir(name)
-        if (folder / PORT_FILE).exists():
+        if (folder / ADMIN_PORT_NAME).exists():
             targets.append(target_in(folder))
         elif region.admin_port:
             targets.append(Target(name, region.admin_port))
     if not targets:
         raise PeersUnreachable(
-            f"no region of run {settings.run.id} has run here: {settings.run.state_dir} holds no {PORT_FILE}; "
+            f"no region of run {settings.run.id} has run here: {settings.run.state_dir} holds no {ADMIN_PORT_NAME}; "
             "start one, or give the admin port of one elsewhere"
         )
     return targets

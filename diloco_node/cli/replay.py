@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_node.cli.ledger import LEDGER_NAME
 from diloco_node.cli.options import ConfigOption
 from diloco_node.cli.places import RegionArgument, region_folder
+from diloco_node.state_names import LEDGER_NAME
 
 if TYPE_CHECKING:
     from diloco_node.daemon.state_replay import ReplayReport

@@ -21,13 +21,13 @@ import typer
 from diloco_node.cli.existing_state import check_begun
 from diloco_node.cli.options import ConfigOption, SetOption, load
 from diloco_node.errors import BindError, ConfigError, StorageError
+from diloco_node.state_names import DAEMON_SOCKET_NAME, MEMORY_SOCKET_NAME, NODE_NAME, TRAINER_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
     from diloco_node.daemon.spec import NodeSpec
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
-NODE_FILE: Final = "node.json"
 TRAINER_PRELOAD: Final = ("diloco_node.learner.builtin.trainer",)
 TRAINER_MODULE: Final = "diloco_node.learner"
 RECIPE_MODULE: Final = "diloco_node.integrations.hf_recipe"
@@ -38,7 +38,6 @@ LATE_IMPORTS: Final = "diloco_node.learner.warm"
 DYNAMO: Final = "torch._dynamo"
 """Imported by torch's optimizers when they are made, and by what compiles: a second of processor time."""
 
-TRAINER_FILE: Final = "trainer.json"
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
 ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
 PLACE_VARIABLE: Final = "DILOCO_PLACE"
@@ -102,7 +101,7 @@ def start(
     # A name with a dot would become a key of its own; the check names the regions there are.
     settings = load(config, flags if "." not in region else {}, assignments)
     settings.check_region(region)
-    end, changes = check_begun(settings, region, node_file=NODE_FILE)
+    end, changes = check_begun(settings, region, node_file=NODE_NAME)
     if end and not serve:
         from diloco_node.supervisor.service_manager import ServiceManager
 
@@ -248,7 +247,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
     folder = config.state_dir(region).resolve()
-    node_file, trainer_file = folder / NODE_FILE, folder / TRAINER_FILE
+    node_file, trainer_file = folder / NODE_NAME, folder / TRAINER_NAME
     try:
         make_folder(folder)
         node_spec(config, region, folder).save(node_file)
@@ -278,7 +277,7 @@ def serving(spec: SupervisorSpec) -> SupervisorSpec:
     """The same region without a learner, and with a daemon that waits for regions that lack the end of the run."""
     from diloco_node.daemon.spec import NodeSpec
 
-    node_file = spec.state_dir / NODE_FILE
+    node_file = spec.state_dir / NODE_NAME
     dataclasses.replace(NodeSpec.load(node_file), is_serving=True).save(node_file)
     return dataclasses.replace(spec, learner_command=None, preload=())
 
@@ -319,7 +318,6 @@ def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
 def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
     """Settings of the daemon, for its file."""
     from diloco_node.daemon.spec import NodeSpec
-    from diloco_node.supervisor.supervisor import DAEMON_SOCKET, MEMORY_SOCKET
     from diloco_node.unix_sockets import socket_path
 
     host, port = config.listen(region)
@@ -341,8 +339,8 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         history_every_s=config.history.every.ns / 1e9,
         budget=config.budget_plan(region),
         config_file=config.path.resolve(),
-        learner_socket=socket_path(folder, DAEMON_SOCKET),
-        supervisor_socket=socket_path(folder, MEMORY_SOCKET),
+        learner_socket=socket_path(folder, DAEMON_SOCKET_NAME),
+        supervisor_socket=socket_path(folder, MEMORY_SOCKET_NAME),
         settings=config.run_settings(),
         settings_digest=config.settings_digest(),
         settings_shown=tuple(config.rows()),

@@ -20,9 +20,10 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import Entry, FinishedBody, RoundBody
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
-from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.numeric import F32
+from diloco_node.state_names import NODE_NAME
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.ledger_reader import LedgerReader
 from diloco_node.storage.store import RegionStore
@@ -88,7 +89,7 @@ def read_merged(folder: Path) -> MergedModel:
     manifest = load_manifest(folder)
     if manifest is None:
         raise StorageError(f"{folder} has no {MANIFEST_NAME}: the region never learnt its model")
-    spec = NodeSpec.load(folder / NODE_FILE)
+    spec = NodeSpec.load(folder / NODE_NAME)
     is_final = (folder / FINAL_NAME).is_file()
     states = () if is_final else [_newest(folder, fragment.index) for fragment in manifest.fragments]
     ledger = _ledger(folder, len(manifest.fragments))

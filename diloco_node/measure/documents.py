@@ -10,7 +10,8 @@ from diloco_node.errors import DilocoError, PeersUnreachable
 from diloco_node.measure.echoes import LatencyMeasured
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import seconds_per_gb
-from diloco_node.wire.measure_messages import NS_PER_S, LinkMeasured
+from diloco_node.numeric import NS_PER_S
+from diloco_node.wire.measure_messages import LinkMeasured
 
 Pair = tuple[str, str]
 

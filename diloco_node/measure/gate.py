@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.errors import ProtocolViolation
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.pacing.token_bucket import TokenBucket
-from diloco_node.wire.measure_messages import BODY_BYTES_MAX, NS_PER_S, PROBE_BYTES_MIN
+from diloco_node.wire.measure_messages import BODY_BYTES_MAX, PROBE_BYTES_MIN
 
 REQUEST_BYTES_SAVED_MAX: Final = 96 * 2**30
 REQUEST_BYTES_PER_S: Final = 16 * 2**20

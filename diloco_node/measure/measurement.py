@@ -22,9 +22,9 @@ from diloco_node.measure.documents import (
 )
 from diloco_node.measure.measuring import Linked, Measuring
 from diloco_node.measure.requester import FlowRequest, new_measurement
+from diloco_node.numeric import NS_PER_S
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
-from diloco_node.wire.measure_messages import NS_PER_S
 
 MESH_PROBES_NS_MAX: Final = 3 * NS_PER_S // 2
 SECONDS_MIN: Final = 0.1

@@ -19,10 +19,11 @@ from diloco_node.measure.gate import MeasuringGate
 from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
 from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
 from diloco_node.measure.responder import MeasurementResponder, Spawn
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire.measure_messages import NS_PER_S, MeasureMessage, ProbeHeader
+from diloco_node.wire.measure_messages import MeasureMessage, ProbeHeader
 
 RTT_PROBE_S: Final = 0.5
 

@@ -22,11 +22,11 @@ import numpy as np
 from diloco_node.errors import LinkLost
 from diloco_node.measure.gate import ProbesExpected
 from diloco_node.measure.samples import Mark, goodput
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.measure_messages import (
     BODY_BYTES_MAX,
-    NS_PER_S,
     CompressibleProbe,
     MeasurementReceived,
     MeasurementRequested,

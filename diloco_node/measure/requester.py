@@ -24,9 +24,10 @@ from diloco_node.measure.probes import (
     booked_bytes,
     make_body,
 )
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire.measure_messages import NS_PER_S, MeasureMessage
+from diloco_node.wire.measure_messages import MeasureMessage
 
 ANSWER_S: Final = 10.0
 BODY_MADE_S: Final = 10.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from diloco_node.wire.measure_messages import NS_PER_S
+from diloco_node.numeric import NS_PER_S
 
 JITTER_SHIFT: Final = 4
 """RFC 3550 keeps its estimate times 16."""

@@ -38,21 +38,15 @@ from typing import Final
 
 import msgpack
 
+from diloco_node.atomic_file import TMP_SUFFIX, remove_if_possible, sync_folder, write_parts
 from diloco_node.core.ledger.entries import decode_entry, encode_entry, verify_chain
 from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import LedgerLost, PeerError, StorageError
-from diloco_node.storage.durable import (
-    TMP_SUFFIX,
-    disk_error,
-    remove_if_possible,
-    replace_file,
-    sync_folder,
-    write_parts,
-)
+from diloco_node.state_names import LEDGER_NAME
+from diloco_node.storage.durable import disk_error, replace_file
 
 VOTE_NAME: Final = "vote.bin"
-LEDGER_NAME: Final = "ledger.log"
 LEDGER_END_NAME: Final = "ledger.end"
 FRAME_BYTES_MAX: Final = 256 << 20
 """Longest body of a frame: above what a follower may have staged."""

@@ -14,8 +14,9 @@ from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.recovery.replay_plan import find_genesis
 from diloco_node.core.types import NO_BASE, Entry, GenesisBody, LedgerBase
 from diloco_node.errors import StorageError
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.durable import disk_error
-from diloco_node.storage.ledger_files import LEDGER_NAME, LedgerFile
+from diloco_node.storage.ledger_files import LedgerFile
 
 
 class LedgerReader:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from diloco_node.atomic_file import sync_file, sync_folder
 from diloco_node.errors import ConfigError, StorageError
-from diloco_node.storage.durable import disk_error, sync_file, sync_folder
+from diloco_node.storage.durable import disk_error
 
 
 @contextmanager

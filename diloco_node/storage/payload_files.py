@@ -14,7 +14,8 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from diloco_node.storage.durable import TMP_SUFFIX, disk_error, remove_if_possible, sync_folder
+from diloco_node.atomic_file import TMP_SUFFIX, remove_if_possible, sync_folder
+from diloco_node.storage.durable import disk_error
 
 SPARES_MAX: Final = 8
 """Files that are kept for later; further ones are removed."""

@@ -28,13 +28,15 @@ from typing import Final, cast
 
 import numpy as np
 
+from diloco_node.atomic_file import sync_folder
 from diloco_node.core.types import Entry, LedgerBase, Recovered
 from diloco_node.errors import DiskRefused, LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32, U8
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage import tensor_files
 from diloco_node.storage.disk_id import DiskIdFile, set_aside
-from diloco_node.storage.durable import DamagedFile, disk_error, make_folder, remove_temporaries, sync_folder
-from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME, LedgerFile, VoteFile
+from diloco_node.storage.durable import DamagedFile, disk_error, make_folder, remove_temporaries
+from diloco_node.storage.ledger_files import LEDGER_END_NAME, VOTE_NAME, LedgerFile, VoteFile
 from diloco_node.storage.ledger_reader import LedgerReader, archive_path
 from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 

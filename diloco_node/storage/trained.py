@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from diloco_node.atomic_file import sync_folder
 from diloco_node.core.bounds import INCARNATION_MAX, STEP_MAX, TOKENS_MAX
 from diloco_node.errors import StorageError
-from diloco_node.storage.durable import disk_error, make_folder, replace_file, sync_folder
+from diloco_node.storage.durable import disk_error, make_folder, replace_file
 
 _COUNTERS: Final = struct.Struct("<QQ")
 _CHECKSUM: Final = struct.Struct("<I")

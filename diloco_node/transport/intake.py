@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.transport.pacing.token_bucket import NS_PER_S, TokenBucket
+from diloco_node.numeric import NS_PER_S
+from diloco_node.transport.pacing.token_bucket import TokenBucket
 
 HEADROOM: Final = 4
 """Over what an honest region sends: rounds that are faster than heartbeats, ballots that are repeated."""

@@ -18,13 +18,13 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.errors import LinkLost, PeerError, RateExceeded
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.certificates import Identity
 from diloco_node.transport.inbound import BulkInbound, TransportHandler
 from diloco_node.transport.intake import MESSAGES_PER_S, Intake
 from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer
-from diloco_node.transport.pacing.token_bucket import NS_PER_S
 from diloco_node.transport.streams import DialedStream, Stream, raise_if_cancelled
 from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, TransferBegin, decode_control_lane
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.errors import ProtocolViolation
-
-NS_PER_S: Final = 1_000_000_000
+from diloco_node.numeric import NS_PER_S
 
 SPAN_NS_MAX: Final = 120 * NS_PER_S
 WARM_UP_NS_MAX: Final = 30 * NS_PER_S

@@ -12,7 +12,7 @@ import pytest
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.main import main
-from diloco_node.storage.ledger_files import LEDGER_NAME
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 from diloco_node.transport.certificates import init_run
 from tests.kit.begun_kit import begin_run

@@ -17,10 +17,11 @@ from diloco_node.core.types import FinishedBody, Member, RunSettings
 from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
-from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.integrations import hf_export
 from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 from diloco_node.main import main
+from diloco_node.state_names import NODE_NAME
 from diloco_node.storage.store import RegionStore
 from tests.kit.data_kit import END
 from tests.kit.hf_kit import DEEPSEEK, write_hf_folder
@@ -70,7 +71,7 @@ def a_region(folder: Path, manifest: Manifest = BUILTIN, *, versions: tuple[int,
     }
     values |= {"region": folder.name, "run_id": "try", "regions": ("a", "b"), "peers": {}, "settings": settings}
     values |= {"listen_host": "", "listen_port": 0, "is_advertised": False, "admin_port": 0, "settings_digest": "00"}
-    NodeSpec(**values).save(folder / NODE_FILE)
+    NodeSpec(**values).save(folder / NODE_NAME)
     model = {"hf": None, **dataclasses.asdict(TINY)}
     (folder / "trainer.json").write_text(json.dumps({"run": {"seed": 5}, "model": model}))
     return folder

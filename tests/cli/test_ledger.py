@@ -28,7 +28,7 @@ from diloco_node.core.types import (
     SummaryBody,
 )
 from diloco_node.main import main
-from diloco_node.storage.ledger_files import LEDGER_NAME
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.store import RegionStore
 
 CONTRIBUTION = Contribution("us-east", 1, 0, 3, 2, 10, 20, 4000, (1.0,))

@@ -13,11 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diloco_node.config.budget_plan import BudgetPlan
-from diloco_node.daemon.admin.admin_server import TOKEN_FILE, AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.daemon.logs import PartLevels
 from diloco_node.daemon.region_budget import changed_plan
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
+from diloco_node.state_names import ADMIN_TOKEN_NAME
 
 RUN_TOML = """
 [run]
@@ -190,7 +191,7 @@ def test_what_is_wrong_with_lifting_a_quarantine_is_said(tmp_path: Path, capsys:
     assert "eu refuses: 'mars' is none of this region's peers: asia, us" in capsys.readouterr().err
     assert main(["quarantine", "lift", "eu", "us"]) == 5
     assert "holds no admin.port" in capsys.readouterr().err
-    (tmp_path / "state" / "eu" / TOKEN_FILE).write_text("another")
+    (tmp_path / "state" / "eu" / ADMIN_TOKEN_NAME).write_text("another")
     assert main(["quarantine", "lift", "us"]) == 2
     assert "missing or wrong bearer token" in capsys.readouterr().err
 

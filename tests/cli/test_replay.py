@@ -19,9 +19,9 @@ from diloco_node.daemon import node as node_module
 from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
-from diloco_node.daemon.spec import NODE_FILE
 from diloco_node.main import main
-from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME
+from diloco_node.state_names import LEDGER_NAME, NODE_NAME
+from diloco_node.storage.ledger_files import LEDGER_END_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import read_header, write_state
@@ -58,7 +58,7 @@ def train(folder: Path) -> None:
                 await asyncio.sleep(0.05)
         for region in regions:
             save_manifest(region.folder, MANIFEST)
-            region.spec.save(region.folder / NODE_FILE)
+            region.spec.save(region.folder / NODE_NAME)
             await region.stop()
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -19,9 +19,10 @@ from diloco_node.measure.gate import ECHOES_SAVED_MAX
 from diloco_node.measure.measurement import parse_request
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.measure.requester import FlowMeasured, FlowRequest
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire.measure_messages import NS_PER_S, MeasureMessage, Probe
+from diloco_node.wire.measure_messages import MeasureMessage, Probe
 from tests.kit.measure_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, a_flow, be_patient, idle, wish
 
 BURST_S = 0.25

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from diloco_node.core.shapes import Whole, bound_of
 from diloco_node.errors import ProtocolViolation
+from diloco_node.numeric import NS_PER_S
 from diloco_node.wire import measure_messages as g
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_tables import CONTROL, HEADERS, MESSAGES
 
-S = g.NS_PER_S
+S = NS_PER_S
 ASKED = g.MeasurementRequested(3, True, False, S, 5 * S, 10**9)
 LINK = g.LinkTestRequested(3, "eu", S, 0, 5 * S, 10**9)
 KINDS = typing.get_args(g.MeasureMessage)

@@ -20,6 +20,7 @@ from diloco_node.cli.doctor import machine_facts as probes
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 from diloco_node.health.finding import Finding, read_alert
 from diloco_node.health.reading import Document, number, rows, section
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -121,7 +122,7 @@ def examine_settings(patient: Patient) -> Iterator[Finding]:
     yield membership.settings_read(str(patient.config.path), "", "")
     now = _plain(patient.config.run_settings())
     for name in patient.config.regions:
-        file = patient.config.state_dir(name) / start.NODE_FILE
+        file = patient.config.state_dir(name) / NODE_NAME
         if probes.is_there(file):
             try:
                 yield membership.settings_kept(name, _plain(NodeSpec.load(file).settings), now)

@@ -13,10 +13,10 @@ from diloco_node.cli.places import folders_with
 from diloco_node.daemon.admin.page_files import page_with
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import REPORT_NAME
-from diloco_node.daemon.spec import NODE_FILE
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped_document
 from diloco_node.health.health_summary import joint_health
+from diloco_node.state_names import NODE_NAME
 
 PAGE_NAME: Final = "report.html"
 DOCUMENT_BYTES_MAX: Final = 16 * 2**20
@@ -42,10 +42,10 @@ def run_snapshot(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there are none.
     """
-    regions = [region for place in folders_with(NODE_FILE, folder) if (region := _region(place)) is not None]
+    regions = [region for place in folders_with(NODE_NAME, folder) if (region := _region(place)) is not None]
     if not regions:
         raise ConfigError(
-            f"{folder} holds no region ({NODE_FILE}): give the state folder of a run or of a region, such as a demo's "
+            f"{folder} holds no region ({NODE_NAME}): give the state folder of a run or of a region, such as a demo's "
             "folder"
         )
     summary = _read_object(folder / REPORT_NAME)
@@ -62,7 +62,7 @@ def _region(folder: Path) -> dict[str, Any] | None:
         answer = ask(target_in(folder), SNAPSHOT_PATH)
         if isinstance(answer.get("status"), dict):
             return answer
-    node = _read_object(folder / NODE_FILE)
+    node = _read_object(folder / NODE_NAME)
     # Who has a port has not ended in order: then the last report is of an earlier start.
     status = {} if answer else _read_object(folder / REPORT_NAME)
     if "region" not in status:

@@ -16,6 +16,7 @@ from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped
 from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.planning.plan import FragmentSize, Network
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -168,13 +169,12 @@ def source_of_state(folder: Path) -> Source:
         ConfigError: it is no region's folder.
         StorageError: the region has not seen its model yet, or a file is damaged.
     """
-    from diloco_node.cli.start import NODE_FILE
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
 
-    if not (folder / NODE_FILE).exists():
-        raise ConfigError(f"--state {folder}: no {NODE_FILE} in it; give the folder of one region, as state/us-east")
-    spec = NodeSpec.load(folder / NODE_FILE)
+    if not (folder / NODE_NAME).exists():
+        raise ConfigError(f"--state {folder}: no {NODE_NAME} in it; give the folder of one region, as state/us-east")
+    spec = NodeSpec.load(folder / NODE_NAME)
     manifest = load_manifest(folder)
     if manifest is None:
         raise StorageError(

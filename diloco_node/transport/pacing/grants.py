@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.pacing.budget import PPM, Overhead
-from diloco_node.transport.pacing.token_bucket import NS_PER_S, TokenBucket
+from diloco_node.transport.pacing.token_bucket import TokenBucket
 
 SETTLE_NS: Final = 150_000_000
 """From sending a peer a smaller share to giving the difference to another: a round trip, and a release under way."""

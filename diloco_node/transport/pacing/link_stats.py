@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.connections import LONG_RTT_NS, target_connections
 from diloco_node.transport.kernel.tcp_info import buffer_bytes
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
-from diloco_node.transport.pacing.token_bucket import NS_PER_S
 
 SAMPLE_NS_MIN: Final = 10_000_000
 """Over a shorter time no rate is measured."""

@@ -16,11 +16,12 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.config.budget_plan import BudgetPlan
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
 from diloco_node.transport.pacing.grants import DEMAND_MAX, UNLIMITED, IngressGrants
 from diloco_node.transport.pacing.link_stats import LinkWatch
-from diloco_node.transport.pacing.token_bucket import LATE_NS, NS_PER_S, PIECE_BYTES_MAX
+from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX
 from diloco_node.wire.link_messages import IngressDemand, IngressGranted, LinkMessage
 from diloco_node.wire.message_tables import BudgetLane, ControlMessage
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-NS_PER_S: Final = 1_000_000_000
+from diloco_node.numeric import NS_PER_S
 
 LATE_NS: Final = 20_000_000
 """A bucket saves up one piece and so much more in idle time. A timer that is late by less loses nothing; on a link as

@@ -73,7 +73,7 @@ def test_what_answers_for_another_region_is_not_our_daemon(tmp_path: Path, monke
 
     folder = tmp_path / "state" / OWN
     folder.mkdir(parents=True)
-    (folder / admin_client.PORT_FILE).write_text("7401")
+    (folder / admin_client.ADMIN_PORT_NAME).write_text("7401")
     ward = Ward(tmp_path)
     for region, is_ours in ((OWN, True), (PEER, False)):
         monkeypatch.setattr(admin_client, "ask", lambda target, region=region: {"region": region})

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.state_names import NODE_NAME
 from diloco_node.wire.envelope import LinkRole
 from tests.kit.doctor_kit import OWN, PEER, Sheet, Ward
 
@@ -251,13 +252,13 @@ def test_a_full_disk(ward: Ward) -> None:
 
 
 def test_settings_that_changed_since_the_start_are_named_with_both_values(ward: Ward) -> None:
-    from diloco_node.cli.start import NODE_FILE, node_spec
+    from diloco_node.cli.start import node_spec
     from diloco_node.config.resolve import load_config
 
     ward.certify()
     folder = ward.folder / "state" / OWN
     folder.mkdir(parents=True)
-    node_spec(load_config(ward.config), OWN, folder).save(folder / NODE_FILE)
+    node_spec(load_config(ward.config), OWN, folder).save(folder / NODE_NAME)
     assert ward.examine().one("settings-changed")["mark"] == "ok"
     ward.write(ward.text().replace("sync_every = 24", "sync_every = 16"))
     result = ward.examine().one("settings-changed")

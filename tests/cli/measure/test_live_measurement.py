@@ -18,13 +18,14 @@ from diloco_node.cli.measure import live_measurement as daemon
 from diloco_node.cli.measure import own_links as measure_run
 from diloco_node.cli.measure.live_measurement import Running, find_daemon
 from diloco_node.cli.plan.inputs import read_mesh
-from diloco_node.daemon.admin.admin_server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.main import main
 from diloco_node.measure.documents import FlowCase, flow_document, latency_document, pair_document
 from diloco_node.measure.echoes import LatencyMeasured
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
+from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.transport.certificates import init_run
 from diloco_node.unix_sockets import socket_path
 from diloco_node.wire.measure_messages import LinkMeasured, MeasurementReceived, MeasurementSent
@@ -281,7 +282,7 @@ def test_a_daemon_that_died_is_none(folder: Path) -> None:
     made.stop()
     (made.folder / "admin.port").write_text("1\n")
     assert find_daemon(None, "eu") is None
-    socket_path(made.folder, SOCKET_FILE).unlink(missing_ok=True)
+    socket_path(made.folder, ADMIN_SOCKET_NAME).unlink(missing_ok=True)
     assert find_daemon(None, "eu") is None
 
 
@@ -349,7 +350,7 @@ def test_what_there_is_not_is_refused(
 
 
 def test_a_wrong_token_is_said(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:
-    (eu.folder / TOKEN_FILE).write_text("another")
+    (eu.folder / ADMIN_TOKEN_NAME).write_text("another")
     assert main(["measure", "latency", "us"]) == 2
     assert "eu refuses: missing or wrong bearer token" in capsys.readouterr().err
 
