@@ -165,15 +165,11 @@ def source_of_state(folder: Path) -> Source:
     """What a region's folder says, and its daemon if that answers.
 
     Raises:
-        ConfigError: it is no region's folder.
         StorageError: the region has not seen its model yet, or a file is damaged.
     """
-    from diloco_node.cli.start import NODE_FILE
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
-    from diloco_node.daemon.spec import NodeSpec
+    from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 
-    if not (folder / NODE_FILE).exists():
-        raise ConfigError(f"--state {folder}: no {NODE_FILE} in it; give the folder of one region, as state/us-east")
     spec = NodeSpec.load(folder / NODE_FILE)
     manifest = load_manifest(folder)
     if manifest is None:
