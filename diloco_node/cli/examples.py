@@ -22,7 +22,7 @@ EXAMPLES: Final = {
     "plan": (
         "diloco-node plan --parameters 5e9 --regions 4 --step-time 1s --budget 2Gbit/s\n"
         "diloco-node plan --config run.toml --mesh mesh.json\n"
-        "diloco-node plan --state state/us-east --budget 500Mbit/s"
+        "diloco-node plan us-east --budget 500Mbit/s"
     ),
     "ledger": "diloco-node ledger us-east --follow --from 1000",
     "replay": "diloco-node replay us-east --json",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from diloco_node.cli.tables import INDENT, wrapped
+from diloco_node.cli.tables import INDENT, wrap_text
 from diloco_node.health.finding import Finding, Mark
 from diloco_node.health.reading import duration
 
@@ -21,12 +21,14 @@ def finding_lines(finding: Finding, width: int | None = None, *, page: str = "")
         width: of the output in characters; None: no line is wrapped. page: has a section for each code.
     """
     basis = f" ({finding.basis})" if finding.basis else ""
-    lines = wrapped(f"{_signs()[finding.mark]} {finding.code}: {finding.named_text}{basis}", width)
-    remedy = [finding.hint, f"`{finding.command}`" if finding.command else ""]
-    remedy.append(f"(saves {duration(finding.saves_seconds)} of a round)" if finding.saves_seconds else "")
-    remedy.append(f"({page}#{finding.code})" if page and finding.hint else "")
-    words = " ".join(filter(None, remedy))
-    return lines + (wrapped(f"-> {words}", width, first=INDENT) if words else [])
+    lines = wrap_text(f"{_signs()[finding.mark]} {finding.code}: {finding.named_text}{basis}", width)
+    command = f"`{finding.command}`" if finding.command else ""
+    section = f"({page}#{finding.code})" if page and finding.hint else ""
+    saving = f"saves {duration(finding.saves_seconds)} of a round" if finding.saves_seconds else ""
+    remedy = " ".join(filter(None, (finding.hint, command, section)))
+    if saving:
+        remedy = f"{remedy} ({saving})" if remedy else saving
+    return lines + (wrap_text(f"-> {remedy}", width, first=INDENT) if remedy else [])
 
 
 def _signs() -> dict[Mark, str]:

@@ -104,10 +104,10 @@ def kind_of(entry: Entry) -> str:
 
 def entry_line(entry: Entry) -> str:
     """Describe an entry for people. Its words may be another region's, so they are escaped."""
-    return escaped(f"#{entry.index} term {entry.term} {kind_of(entry)}: {_said(entry)}")
+    return escaped(f"#{entry.index} term {entry.term} {kind_of(entry)}: {_body_words(entry)}")
 
 
-def _said(entry: Entry) -> str:
+def _body_words(entry: Entry) -> str:
     from diloco_node.core import types
 
     words = ""

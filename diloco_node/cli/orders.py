@@ -11,12 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_node.cli.admin_client import ask_in, order
 from diloco_node.cli.options import ConfigOption, parsed
-from diloco_node.cli.places import RegionArgument, region_folder
+from diloco_node.cli.places import RegionArgument, running_folder
 from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError, PeersUnreachable
-from diloco_node.state_names import ADMIN_PORT_NAME
 
 budget = typer.Typer(help="Show or change the bandwidth budget of a running region.", no_args_is_help=True)
 quarantine = typer.Typer(help="Readmit a peer that was shut out for what it sent.", no_args_is_help=True)
@@ -52,9 +50,9 @@ def set_budget(
     for flag, text in (("--egress", egress), ("--ingress", ingress)):
         if text is not None:
             parsed(flag, text, parse_ceiling_or_none)
-    folder = _folder(place, config)
+    folder = running_folder(place, config)
     change = {key: value for key, value in (("egress", egress), ("ingress", ingress), ("peer", peer)) if value}
-    answer = order(folder, "budget", change)
+    answer = _order(folder, "budget", change)
     from diloco_node.config.budget_plan import BudgetPlan
 
     typer.echo(f"{folder.name}: {BudgetPlan.from_plain(answer['budget'])}")
@@ -68,7 +66,9 @@ def show_budget(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with demand and use by lane.")] = False,
 ) -> None:
     """Show what a running region may send and receive, in all and with each peer."""
-    folder = _folder(place, config)
+    from diloco_node.cli.admin_client import ask_in
+
+    folder = running_folder(place, config)
     document = ask_in(folder)
     plan = document.get("budget")
     if not isinstance(plan, dict):
@@ -98,8 +98,8 @@ def lift_quarantine(
     config: ConfigOption = None,
 ) -> None:
     """Readmit a peer that was quarantined after three protocol violations; `status --json` shows who is, and why."""
-    folder = _folder(place, config)
-    is_lifted = bool(order(folder, "quarantine/lift", {"peer": peer})["lifted"])
+    folder = running_folder(place, config)
+    is_lifted = bool(_order(folder, "quarantine/lift", {"peer": peer})["lifted"])
     if is_lifted:
         typer.echo(f"{folder.name} readmits {peer}: its strikes are forgotten")
     else:
@@ -113,8 +113,8 @@ def start_learner(
     config: ConfigOption = None,
 ) -> None:
     """Start the learner again that was stopped after it crashed again and again; `status` says so."""
-    folder = _folder(place, config)
-    was = str(order(folder, "learner/start", {})["was"])
+    folder = running_folder(place, config)
+    was = str(_order(folder, "learner/start", {})["was"])
     typer.echo(f"{folder.name} starts its learner, which was {was}; `diloco-node status` shows when it trains")
 
 
@@ -127,8 +127,8 @@ def finish(
     config: ConfigOption = None,
 ) -> None:
     """End the run in all regions. After a last round of each fragment they write final.safetensors and exit 0."""
-    folder = _folder(place, config)
-    order(folder, "finish", {"reason": reason})
+    folder = running_folder(place, config)
+    _order(folder, "finish", {"reason": reason})
     typer.echo(f"{folder.name} asks the leader to end the run; `diloco-node status` shows how far it is")
 
 
@@ -142,10 +142,12 @@ def log_level(
     config: ConfigOption = None,
 ) -> None:
     """Change what a running daemon logs. It lasts until the daemon starts again; [log] level in run.toml stays."""
-    folder = _folder(place, config)
-    levels = order(folder, "log-level", {"part": component, "level": level})["levels"]
+    folder = running_folder(place, config)
+    levels = _order(folder, "log-level", {"part": component, "level": level})["levels"]
     typer.echo(f"{folder.name}: " + ", ".join(f"{name} {level_of}" for name, level_of in levels.items()))
 
 
-def _folder(place: str | None, config: Path | None) -> Path:
-    return region_folder(place, config, file=ADMIN_PORT_NAME, absent=PeersUnreachable)
+def _order(folder: Path, path: str, document: dict[str, Any]) -> dict[str, Any]:
+    from diloco_node.cli.admin_client import order
+
+    return order(folder, path, document)

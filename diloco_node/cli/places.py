@@ -3,6 +3,8 @@
 Each command that looks at regions or changes them takes them as arguments: the name of a REGION of run.toml, or a
 STATE-FOLDER, as state/us-east. Commands for several regions also take a folder of state folders, such as a demo's. Only
 processes that *are* a region (`start`, `doctor`, `measure`) have `--region` instead.
+
+Every command imports this module, so the HTTP client is imported where it is used: help must be fast.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from diloco_node.cli.admin_client import Target, target_in
 from diloco_node.cli.options import load
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
-from diloco_node.state_names import ADMIN_PORT_NAME
+from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
 
 if TYPE_CHECKING:
+    from diloco_node.cli.admin_client import Target
     from diloco_node.config.resolve import NodeConfig
 
 CONVENTION: Final = "give a region of run.toml, as us-east, or its state folder, as state/us-east"
@@ -55,8 +57,8 @@ def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
             matches = [target for target in _targets_of_run(config) if target.name == place]
         if not matches:
             raise ConfigError(
-                f"{place!r} is no region of run.toml that has run here, and no folder with {ADMIN_PORT_NAME}: {CONVENTION}; "
-                "a region writes the file when it starts"
+                f"{place!r} is no region of run.toml that has run here, and no folder with {ADMIN_PORT_NAME}: "
+                f"{CONVENTION}; a region writes the file when it starts"
             )
         targets += matches
     return targets
@@ -68,6 +70,8 @@ def targets_in(place: str) -> list[Target]:
     Raises:
         ConfigError: a port file is damaged.
     """
+    from diloco_node.cli.admin_client import Target, target_in
+
     if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
         return [Target(f"port {place}", int(place))]
     return [target_in(folder) for folder in folders_with(ADMIN_PORT_NAME, Path(place))]
@@ -98,11 +102,20 @@ def region_folder(
     return folders[0].resolve()
 
 
+def running_folder(place: str | None, config: Path | None) -> Path:
+    """Find the state folder of one region whose daemon has run here.
+
+    Raises:
+        ConfigError: the place is no region, or several. PeersUnreachable: it has not run here.
+    """
+    return region_folder(place, config, file=ADMIN_PORT_NAME, absent=PeersUnreachable)
+
+
 def run_folder(place: str | None, config: Path | None) -> Path:
     """Find the folder of a region, or of all regions: that of run.toml without a place. It need not exist."""
     if place is not None and _exists(Path(place)):
         return Path(place)
-    settings = _settings(place, config, ADMIN_PORT_NAME)
+    settings = _settings(place, config, NODE_NAME)
     return settings.run.state_dir if place is None else settings.state_dir(place)
 
 
@@ -141,6 +154,8 @@ def _exists(path: Path) -> bool:
 
 
 def _targets_of_run(config: Path | None) -> list[Target]:
+    from diloco_node.cli.admin_client import Target, target_in
+
     settings = load(config, {}, None)
     targets = []
     for name, region in settings.regions.items():

@@ -9,15 +9,15 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from diloco_node.cli.admin_client import Target, ask_all, check_answers
 from diloco_node.cli.options import ConfigOption
 from diloco_node.cli.places import RegionsArgument, find_targets
-from diloco_node.cli.status_view import status_lines
-from diloco_node.cli.tables import output_width
+
+if TYPE_CHECKING:
+    from diloco_node.cli.admin_client import Target
 
 PERIOD_S: Final = 1.0
 
@@ -30,6 +30,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object (a line each with --watch).")] = False,
 ) -> None:
     """Show what regions do, what is wrong, and what rounds wait for."""
+    from diloco_node.cli.admin_client import ask_all, check_answers
+    from diloco_node.cli.status_view import status_lines
+    from diloco_node.cli.tables import output_width
+
     targets = find_targets(places or (), config)
     if watch:
         with contextlib.suppress(KeyboardInterrupt):
@@ -45,6 +49,9 @@ def status(
 
 
 def _watch(targets: Sequence[Target], as_json: bool) -> None:
+    from diloco_node.cli.admin_client import ask_all
+    from diloco_node.cli.status_view import status_lines
+
     if as_json:
         while True:
             typer.echo(json.dumps({"regions": ask_all(targets)}))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from diloco_node.cli.findings import finding_lines
-from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrapped
+from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrap_text
 from diloco_node.health.health_summary import joint_alerts, joint_health
 from diloco_node.health.reading import duration, number, rows, section, text
 
@@ -25,13 +25,13 @@ def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list
     table, seen_from = table_rows(documents)
     lines = [*summary_lines(documents, width), *region_lines(table, width)]
     if seen_from:
-        lines += wrapped(f"{SEEN} as seen from {seen_from}", width)
+        lines += wrap_text(f"{SEEN} as seen from {seen_from}", width)
     return lines + trouble_lines(documents, width)
 
 
 def summary_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
     """Show the health and the run."""
-    return [*wrapped(text(joint_health(documents), "line"), width), *wrapped(run_line(documents), width)]
+    return [*wrap_text(text(joint_health(documents), "line"), width), *wrap_text(run_line(documents), width)]
 
 
 def trouble_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
@@ -110,7 +110,7 @@ def alert_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[
     alerts = joint_alerts(documents)
     lines = [line for alert in alerts[:ALERTS_MAX] for line in finding_lines(alert, width)]
     if len(alerts) > ALERTS_MAX:
-        lines += wrapped(f"{len(alerts) - ALERTS_MAX} more alerts: `diloco-node status --json`", width)
+        lines += wrap_text(f"{len(alerts) - ALERTS_MAX} more alerts: `diloco-node status --json`", width)
     return lines
 
 
@@ -125,4 +125,4 @@ def detail_lines(document: dict[str, Any], width: int | None) -> list[str]:
     alarms = [note for note in rows(document, "notes") if note.get("is_alarm")]
     if alarms:
         lines.append(f"{region}: {document.get('alarms', len(alarms))} alarms, the last: {alarms[-1].get('text', '')}")
-    return [row for line in lines for row in wrapped(line, width)]
+    return [row for line in lines for row in wrap_text(line, width)]

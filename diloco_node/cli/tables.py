@@ -134,11 +134,11 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
         table = layout(gap)
     lines = table[:1]
     for line, row in zip(table[1:], rows, strict=True):
-        lines += [line, *wrapped(row[-1], width, first=INDENT)]
+        lines += [line, *wrap_text(row[-1], width, first=INDENT)]
     return lines
 
 
-def wrapped(text: str, width: int | None, *, first: str = "") -> list[str]:
+def wrap_text(text: str, width: int | None, *, first: str = "") -> list[str]:
     """Wrap a paragraph to lines of at most `width` characters, all but the first one indented.
 
     Args:

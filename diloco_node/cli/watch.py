@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from diloco_node.cli.status_view import SEEN, summary_lines, table_rows, trouble_lines
-from diloco_node.cli.tables import COLUMNS, region_lines, wrapped
+from diloco_node.cli.tables import COLUMNS, region_lines, wrap_text
 from diloco_node.health.reading import duration, number, rows, section, text
 
 PERIOD_MS: Final = 1000
@@ -86,7 +86,7 @@ class Board:
         lines = region_lines([row for row in table if row[0].removesuffix(SEEN) == self.chosen], width)
         for document in documents_here:
             lines += trouble_lines([document], width)
-            lines += [line for fact in _facts(document) for line in wrapped(fact, width)]
+            lines += [line for fact in _facts(document) for line in wrap_text(fact, width)]
         return lines
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco_node.cli.admin_client import ask_all, check_answers
-from diloco_node.cli.findings import finding_lines
 from diloco_node.cli.options import ConfigOption
 from diloco_node.cli.places import CONVENTION, RegionsArgument, find_targets, targets_in
-from diloco_node.cli.tables import output_width, wrapped
 from diloco_node.errors import ConfigError
-from diloco_node.health.explanation import Explanation, explain, region_names
+
+if TYPE_CHECKING:
+    from diloco_node.health.explanation import Explanation
 
 
 def why(
@@ -26,6 +25,10 @@ def why(
 
     Folders and ports are asked about all regions. With the name of a region, findings about others are left out.
     """
+    from diloco_node.cli.admin_client import ask_all, check_answers
+    from diloco_node.cli.tables import output_width
+    from diloco_node.health.explanation import explain, region_names
+
     folders = [place for place in places or () if targets_in(place)]
     names = [place for place in places or () if place not in folders]
     documents = ask_all(find_targets(folders, config))
@@ -45,7 +48,10 @@ def why(
 
 def why_lines(explanation: Explanation, width: int | None) -> list[str]:
     """Show the health, then each cause."""
-    lines = wrapped(explanation.line, width)
+    from diloco_node.cli.findings import finding_lines
+    from diloco_node.cli.tables import wrap_text
+
+    lines = wrap_text(explanation.line, width)
     for finding in explanation.findings:
         lines += finding_lines(finding, width)
     if not explanation.findings:

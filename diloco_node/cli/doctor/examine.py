@@ -186,13 +186,13 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
             if isinstance(answer, PeerError):
                 yield network.peer_refused(peer, addresses[peer], str(answer))
             else:
-                yield from _answered(peer, addresses[peer], answer, patient.config)
+                yield from _answer_findings(peer, addresses[peer], answer, patient.config)
             if mtu is not None:
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent_bytes=SENT_BYTES)
         yield from _link(patient, peer, results[peer].hosts if peer in results else frozenset())
 
 
-def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[Finding]:
+def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[Finding]:
     from diloco_node.wire.envelope import LinkRole, settings_difference
     from diloco_node.wire.message_tables import PROTOCOL_VERSION
 

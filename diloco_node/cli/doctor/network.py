@@ -107,7 +107,7 @@ def pace(cycle_s: float, needed_s: float, rtt_s: float, step_s: float, budget_wa
     """
     text = f"a cycle needs {needed_s:.1f} s of {cycle_s:.1f} s, at {1e3 * rtt_s:.0f} ms and {step_s:.3g} s a step"
     if budget_warning or needed_s > cycle_s:
-        hint = "run diloco-node plan --state with the region's folder: it lists what to change, the smallest first"
+        hint = "run diloco-node plan with the region's name: it lists what to change, the smallest first"
         return topics.PACE.warning(budget_warning or text, hint)
     return topics.PACE.ok(text)
 

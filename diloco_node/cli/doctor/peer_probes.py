@@ -34,7 +34,7 @@ _ESTABLISHED: Final = "01"
 
 
 @dataclass(frozen=True, slots=True)
-class MtuFound:
+class PathMtu:
     """mtu: of the path as the kernel knows it, bytes. is_through: full packets were acknowledged."""
 
     mtu: int
@@ -42,34 +42,34 @@ class MtuFound:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerFound:
+class PeerFacts:
     """answer: of what listens at the address, or why there is none. mtu: None where nothing takes a connection.
 
     hosts: IP addresses that its name stands for.
     """
 
     answer: PeerAnswer | PeerError
-    mtu: MtuFound | None
+    mtu: PathMtu | None
     hosts: frozenset[str]
 
 
-async def look_at_peers(identity: Identity, addresses: Mapping[str, str]) -> dict[str, PeerFound]:
+async def look_at_peers(identity: Identity, addresses: Mapping[str, str]) -> dict[str, PeerFacts]:
     """Ask all peers at once, each within some seconds. A resolver that hangs may take longer, once for all of them."""
 
-    async def look_at(peer: str) -> PeerFound:
+    async def look_at(peer: str) -> PeerFacts:
         mtu = asyncio.create_task(asyncio.to_thread(probe_mtu, addresses[peer]))
         hosts = asyncio.create_task(asyncio.to_thread(hosts_of, addresses[peer]))
         try:
             answer: PeerAnswer | PeerError = await ask_peer(identity, peer, addresses[peer], timeout_s=TIMEOUT_S)
         except PeerError as error:
             answer = error
-        return PeerFound(answer, await mtu, await hosts)
+        return PeerFacts(answer, await mtu, await hosts)
 
     results = await asyncio.gather(*(look_at(peer) for peer in addresses))
     return dict(zip(addresses, results, strict=True))
 
 
-def probe_mtu(address: str) -> MtuFound | None:
+def probe_mtu(address: str) -> PathMtu | None:
     """Send full packets that nobody may split; None: nothing takes a connection there."""
     host, _, port = address.rpartition(":")
     try:
@@ -79,7 +79,7 @@ def probe_mtu(address: str) -> MtuFound | None:
             sock.setsockopt(level, _IPV6_MTU_DISCOVER if is_six else _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
             sock.sendall(_RECORD + bytes(SENT_BYTES))
             is_through = _is_acknowledged(sock)
-            return MtuFound(sock.getsockopt(level, _IPV6_MTU if is_six else _IP_MTU), is_through)
+            return PathMtu(sock.getsockopt(level, _IPV6_MTU if is_six else _IP_MTU), is_through)
     except (OSError, ValueError):
         return None
 

@@ -166,14 +166,11 @@ def source_of_state(folder: Path) -> Source:
     """What a region's folder says, and its daemon if that answers.
 
     Raises:
-        ConfigError: it is no region's folder.
         StorageError: the region has not seen its model yet, or a file is damaged.
     """
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
 
-    if not (folder / NODE_NAME).exists():
-        raise ConfigError(f"--state {folder}: no {NODE_NAME} in it; give the folder of one region, as state/us-east")
     spec = NodeSpec.load(folder / NODE_NAME)
     manifest = load_manifest(folder)
     if manifest is None:
