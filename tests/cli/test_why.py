@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tests.health.test_why import LEADER, OTHER
 
 from diloco_node.main import main
+from tests.health.test_explanation import LEADER, OTHER
 
 
 class DocumentServer(BaseHTTPRequestHandler):
