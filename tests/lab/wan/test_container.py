@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
+from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.wan import container as module
 from diloco_node.lab.wan.container import ContainerLink, load_attachment
 from diloco_node.lab.wan.uplink import Kernel
