@@ -47,16 +47,16 @@ def replace_file(path: Path, data: bytes | Sequence[bytes | memoryview], *, is_d
         raise
 
 
-def write_parts(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+def write_parts(descriptor: int, chunks: Sequence[bytes | memoryview]) -> None:
     """Write all parts, one after the other, however often the kernel takes only some. Raises OSError."""
-    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    views = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
     while views:
-        written = os.writev(descriptor, views[:_PARTS_MAX])
-        while views and written >= len(views[0]):
-            written -= len(views[0])
+        written_bytes = os.writev(descriptor, views[:_PARTS_MAX])
+        while views and written_bytes >= len(views[0]):
+            written_bytes -= len(views[0])
             views.pop(0)
-        if views and written:
-            views[0] = views[0][written:]
+        if views and written_bytes:
+            views[0] = views[0][written_bytes:]
 
 
 def sync_folder(folder: Path) -> None:

@@ -43,41 +43,41 @@ class FlowCase:
         return {"random": "TLS, random", "int4": "TLS, int4+zstd"}[self.body]
 
 
-def latency_document(load: str, measured: LatencyMeasured) -> dict[str, Any]:
+def latency_document(load: str, latency_result: LatencyMeasured) -> dict[str, Any]:
     """One row: `load` is "none", "out" or "in"."""
-    one = measured.latency
-    least = measured.tcp_rtt_min_ns
+    latency = latency_result.latency
+    least = latency_result.tcp_rtt_min_ns
     return {
         "load": load,
-        "answered": one.answered,
-        "unanswered": one.unanswered,
-        "min_seconds": one.min_ns / NS_PER_S,
-        "p50_seconds": one.p50_ns / NS_PER_S,
-        "p99_seconds": one.p99_ns / NS_PER_S,
-        "max_seconds": one.max_ns / NS_PER_S,
-        "jitter_seconds": one.jitter_ns / NS_PER_S,
-        "retransmitted_share": measured.retransmitted,
+        "answered": latency.answered,
+        "unanswered": latency.unanswered,
+        "min_seconds": latency.min_ns / NS_PER_S,
+        "p50_seconds": latency.p50_ns / NS_PER_S,
+        "p99_seconds": latency.p99_ns / NS_PER_S,
+        "max_seconds": latency.max_ns / NS_PER_S,
+        "jitter_seconds": latency.jitter_ns / NS_PER_S,
+        "retransmitted_share": latency_result.retransmitted,
         "tcp_rtt_min_seconds": None if least is None else least / NS_PER_S,
     }
 
 
-def flow_document(case: FlowCase, measured: FlowMeasured) -> dict[str, Any]:
+def flow_document(case: FlowCase, flow: FlowMeasured) -> dict[str, Any]:
     """One test; rates are payload bytes per second at the receiver."""
-    received, sent = measured.received, measured.sent
-    is_known = sent.sent_bytes >= 0
-    cpu = {"sender": (sent.cpu_ns, sent.cpu_span_ns), "receiver": (received.cpu_ns, received.cpu_span_ns)}
+    arrival, sending = flow.received, flow.sent
+    is_known = sending.sent_bytes >= 0
+    cpu = {"sender": (sending.cpu_ns, sending.cpu_span_ns), "receiver": (arrival.cpu_ns, arrival.cpu_span_ns)}
     return {
         **_case_document(case),
-        "bytes_per_second": received.mean,
-        "bytes_per_second_median": received.median,
-        "bytes_per_second_p10": received.p10,
-        "bytes_per_second_p90": received.p90,
-        "cpu_seconds_per_gb": {end: round(seconds_per_gb(*used, received.mean), 4) for end, used in cpu.items()},
-        "sent_bytes": sent.sent_bytes if is_known else None,
-        "retransmitted_bytes": sent.retransmitted_bytes if is_known else None,
-        "counted_seconds": received.span_ns / NS_PER_S,
-        "wire_bytes": sent.wire_bytes,
-        "wire_bytes_per_second": sent.wire_bytes * NS_PER_S // max(1, sent.cpu_span_ns),
+        "bytes_per_second": arrival.mean,
+        "bytes_per_second_median": arrival.median,
+        "bytes_per_second_p10": arrival.p10,
+        "bytes_per_second_p90": arrival.p90,
+        "cpu_seconds_per_gb": {end: round(seconds_per_gb(*cpu_use, arrival.mean), 4) for end, cpu_use in cpu.items()},
+        "sent_bytes": sending.sent_bytes if is_known else None,
+        "retransmitted_bytes": sending.retransmitted_bytes if is_known else None,
+        "counted_seconds": arrival.span_ns / NS_PER_S,
+        "wire_bytes": sending.wire_bytes,
+        "wire_bytes_per_second": sending.wire_bytes * NS_PER_S // max(1, sending.cpu_span_ns),
     }
 
 
@@ -86,21 +86,21 @@ def failure_document(case: FlowCase, error: DilocoError) -> dict[str, Any]:
     return {**_case_document(case), "error": str(error)}
 
 
-def pair_document(pair: Pair, measured: LinkMeasured) -> dict[str, Any]:
+def pair_document(pair: Pair, link: LinkMeasured) -> dict[str, Any]:
     """One way between two regions, as `plan --mesh` reads it, and what else is known."""
-    is_known = measured.sent_bytes > 0
+    is_known = link.sent_bytes > 0
     return {
         "from": pair[0],
         "to": pair[1],
-        "rtt_seconds": measured.p50_ns / NS_PER_S,
-        "bytes_per_second": measured.bytes_per_s,
-        "rtt_p99_seconds": measured.p99_ns / NS_PER_S,
-        "jitter_seconds": measured.jitter_ns / NS_PER_S,
-        "probes": measured.answered + measured.unanswered,
-        "unanswered": measured.unanswered,
-        "bytes_per_second_p10": measured.p10,
-        "bytes_per_second_p90": measured.p90,
-        "retransmitted_share": measured.retransmitted_bytes / measured.sent_bytes if is_known else None,
+        "rtt_seconds": link.p50_ns / NS_PER_S,
+        "bytes_per_second": link.bytes_per_s,
+        "rtt_p99_seconds": link.p99_ns / NS_PER_S,
+        "jitter_seconds": link.jitter_ns / NS_PER_S,
+        "probes": link.answered + link.unanswered,
+        "unanswered": link.unanswered,
+        "bytes_per_second_p10": link.p10,
+        "bytes_per_second_p90": link.p90,
+        "retransmitted_share": link.retransmitted_bytes / link.sent_bytes if is_known else None,
     }
 
 
@@ -134,14 +134,14 @@ async def run_series(
         DilocoError: the first one failed; so would the others.
     """
     tests: list[dict[str, Any]] = []
-    failed: list[tuple[FlowCase, DilocoError]] = []
+    failures: list[tuple[FlowCase, DilocoError]] = []
 
     def results() -> dict[str, Any]:
-        return {"tests": list(tests), "failures": [failure_document(case, error) for case, error in failed]}
+        return {"tests": list(tests), "failures": [failure_document(case, error) for case, error in failures]}
 
     for number, case in enumerate(cases, start=1):
-        if failed and isinstance(failed[-1][1], PeersUnreachable):
-            failed.append((case, failed[-1][1]))
+        if failures and isinstance(failures[-1][1], PeersUnreachable):
+            failures.append((case, failures[-1][1]))
             continue
         last = f"; the last one {8e-6 * tests[-1]['bytes_per_second']:.0f} Mbit/s" if tests else ""
         over = f", connections: {case.connections}" if case.connections else ""
@@ -151,6 +151,6 @@ async def run_series(
         except DilocoError as error:
             if not tests:
                 raise
-            failed.append((case, error))
+            failures.append((case, error))
         on_partial(results())
     return results()

@@ -111,10 +111,10 @@ async def measuring_end(
             yield measuring
         finally:
             await transport.stop()
-            left = list(tasks)
-            for task in left:
+            leftover = list(tasks)
+            for task in leftover:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*leftover, return_exceptions=True)
 
 
 class Dialer:
@@ -201,5 +201,5 @@ async def region_at(address: str, folder: Path) -> str:
         names = writer.get_extra_info("peercert").get("subject", ())
     finally:
         writer.transport.abort()  # a farewell in TLS would be waited for
-    common = [value for part in names for key, value in part if key == "commonName"]
+    common = [value for entry in names for key, value in entry if key == "commonName"]
     return str(common[0]) if len(common) == 1 else ""

@@ -76,13 +76,13 @@ def parse_request(
     unknown = sorted(document.keys() - KEYS)
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is no part of a measurement; there are {', '.join(sorted(KEYS))}")
-    what = document.get("what")
-    if what not in ("latency", "bandwidth", "mesh"):
-        raise ConfigError(f"what is {what!r}: latency, bandwidth or mesh")
+    kind = document.get("what")
+    if kind not in ("latency", "bandwidth", "mesh"):
+        raise ConfigError(f"what is {kind!r}: latency, bandwidth or mesh")
     peer = document.get("peer") or ""
-    if what != "mesh" and peer not in peers:
-        own = f"{peer} is this region" if peer == region else f"peer {peer!r} is no region that {region} knows"
-        raise ConfigError(f"{own}: name one of {', '.join(peers)}")
+    if kind != "mesh" and peer not in peers:
+        reason = f"{peer} is this region" if peer == region else f"peer {peer!r} is no region that {region} knows"
+        raise ConfigError(f"{reason}: name one of {', '.join(peers)}")
     seconds = _number(document, "seconds", SECONDS_MIN, msg.SPAN_NS_MAX / NS_PER_S)
     warm_up = document.get("warm_up_seconds")
     if warm_up is not None:
@@ -105,7 +105,7 @@ def parse_request(
             "--alone"
         )
     warm_ns = None if warm_up is None else int(warm_up * NS_PER_S)
-    return MeasureRequest(what, peer, int(seconds * NS_PER_S), warm_ns, bytes_max, **flags, connections=connections)
+    return MeasureRequest(kind, peer, int(seconds * NS_PER_S), warm_ns, bytes_max, **flags, connections=connections)
 
 
 def _number(document: Mapping[str, Any], key: str, lower: float, upper: float) -> float:
@@ -123,10 +123,10 @@ class MeasureCommand:
         limits: of a daemon's links; None: there is no daemon.
     """
 
-    def __init__(self, region: str, peers: tuple[str, ...], linked: Linked, limits: Limits | None = None) -> None:
+    def __init__(self, region: str, peers: tuple[str, ...], dial: Linked, limits: Limits | None = None) -> None:
         self._region = region
         self._peers = peers
-        self._linked = linked
+        self._linked = dial
         self._limits = limits
         self._is_running = False
 
@@ -149,9 +149,9 @@ class MeasureCommand:
             raise DilocoError(f"{self._region} carries out another `measure` command: wait for it, or end it")
         self._is_running = True
         through = {"through": "daemon"} if is_daemon else {}
-        made = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[request.what]
+        measure = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[request.what]
         try:
-            return {**await made(request, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
+            return {**await measure(request, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
         finally:
             self._is_running = False
 
@@ -194,10 +194,10 @@ class MeasureCommand:
             # On a link of its own, where it can be made: after a test that failed nobody knows what still comes.
             async with self._linked((peer,), case.connections) as measuring:
                 flow = FlowRequest(peer, not request.reverse, case.body == "int4", times, request.bytes_max)
-                measured = await measuring.flow(flow)
+                flow_result = await measuring.flow(flow)
                 # As many as there were at the end: the warm-up may show that the link is worth more.
                 count = measuring.connections(peer)
-            return flow_document(replace(case, connections=count), measured)
+            return flow_document(replace(case, connections=count), flow_result)
 
         def document(results: dict[str, Any]) -> dict[str, Any]:
             if self._limits is None:

@@ -131,10 +131,10 @@ class Measuring:
 
     def congestion_control(self, peer: str) -> dict[str, str | None]:
         """By what the sockets of a link go at its round trip, "here" and "there"; None where nobody tells."""
-        counted = self.transport.tcp(peer)
-        rtt_min_ns = counted.rtt_min_ns if counted is not None else 0
+        counters = self.transport.tcp(peer)
+        rtt_min_ns = counters.rtt_min_ns if counters is not None else 0
         ends = {"here": own_congestion_controls(), "there": self.transport.peer_status()[peer].congestion}
-        return {end: one.at(rtt_min_ns) if one is not None else None for end, one in ends.items()}
+        return {end: controls.at(rtt_min_ns) if controls is not None else None for end, controls in ends.items()}
 
     def link_error(self, peer: str) -> str:
         """Why there is no link to a peer, for people; empty when there is one."""
@@ -171,9 +171,9 @@ class Measuring:
                     raise LinkLost(
                         f"{request.bytes_max} bytes were used up before the link was full: allow more with --most"
                     )
-                measured = await self._echoes.measure(request.peer, span_s, load=filling)
+                latency = await self._echoes.measure(request.peer, span_s, load=filling)
                 await filling  # had it failed on the way, these would not be times under load
-                return measured
+                return latency
             finally:
                 filling.cancel()
                 await asyncio.gather(filling, return_exceptions=True)
@@ -237,15 +237,15 @@ class Measuring:
     async def _remote_link_for_peer(self, request: msg.LinkTestRequested) -> tuple[msg.LinkMeasured, int]:
         """A peer requests the link to a third region; the gate has admitted it already. Raises DilocoError."""
         if self._dial is not None:
-            async with self._dial((request.region,), 1) as other:
-                return await other.link(request.region, request), 0
+            async with self._dial((request.region,), 1) as end:
+                return await end.link(request.region, request), 0
         if request.region not in self.peers:
             raise ConfigError(f"{request.region} is no peer of {self.region}")
         return await self._link(request.region, request, is_sending=True)
 
     @contextlib.contextmanager
-    def _exclusive(self, what: str) -> Iterator[None]:
-        reason = self._gate.begin(what, requester=None, bytes_max=0, now_ns=self._now_ns())
+    def _exclusive(self, purpose: str) -> Iterator[None]:
+        reason = self._gate.begin(purpose, requester=None, bytes_max=0, now_ns=self._now_ns())
         if reason:
             raise PeerError(f"{self.region} is {reason}")
         try:

@@ -94,10 +94,10 @@ def _int4_body() -> bytes:
     values = rng.standard_normal((_BASE_BYTES // (4 + _BLOCK_VALUES // 2), _BLOCK_VALUES), dtype=np.float32)
     scales = np.abs(values).max(axis=1, keepdims=True) / _INT4_MAX
     codes = np.rint(values / scales).astype(np.int8).view(np.uint8) & 15
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    encoded = np.concatenate([scales.view(np.uint8), packed], axis=1).tobytes()
+    bytes4 = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    blocks = np.concatenate([scales.view(np.uint8), bytes4], axis=1).tobytes()
     # Repeated further apart than a chunk is long, so zstd does not see it.
-    return (encoded * (BODY_BYTES_MAX // len(encoded) + 1))[:BODY_BYTES_MAX]
+    return (blocks * (BODY_BYTES_MAX // len(blocks) + 1))[:BODY_BYTES_MAX]
 
 
 def booked_bytes(transport: GrpcTransport, peer: str) -> int:
@@ -139,13 +139,18 @@ class ProbeSender:
     """
 
     def __init__(
-        self, bulk: Bulk, peer: str, request: MeasurementRequested, body: memoryview, booked: Callable[[], int]
+        self,
+        bulk: Bulk,
+        peer: str,
+        request: MeasurementRequested,
+        body: memoryview,
+        read_booked_bytes: Callable[[], int],
     ) -> None:
         self._bulk = bulk
         self._peer = peer
         self._request = request
         self._body = body
-        self._booked = booked
+        self._booked = read_booked_bytes
         self._left = request.bytes_max
         self._size = BODY_BYTES_MIN
         self._stop = asyncio.Event()
@@ -166,19 +171,19 @@ class ProbeSender:
             LinkLost: the link went down, or nobody said that it is enough.
         """
         tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(TRANSFERS_QUEUED)]
-        stopped = asyncio.create_task(self._stop.wait())
+        stop = asyncio.create_task(self._stop.wait())
         try:
             before = await self._count()
-            if not await self._stopped_within(tasks, stopped, self._request.warm_up_ns / NS_PER_S):
+            if not await self._stopped_within(tasks, stop, self._request.warm_up_ns / NS_PER_S):
                 before = await self._count()
-                await self._stopped_within(tasks, stopped, self._request.span_ns / NS_PER_S)
+                await self._stopped_within(tasks, stop, self._request.span_ns / NS_PER_S)
             after = await self._count()
-            if not await self._stopped_within(tasks, stopped, SENDER_GRACE_S + START_S):
+            if not await self._stopped_within(tasks, stop, SENDER_GRACE_S + START_S):
                 raise LinkLost(f"{self._peer}: it does not say what it received of a measurement")
         finally:
-            for task in (*tasks, stopped):
+            for task in (*tasks, stop):
                 task.cancel()
-            await asyncio.gather(*tasks, stopped, return_exceptions=True)
+            await asyncio.gather(*tasks, stop, return_exceptions=True)
         tcp = (-1, -1)
         if before.tcp is not None and after.tcp is not None:
             tcp = (
@@ -193,20 +198,18 @@ class ProbeSender:
             *tcp,
         )
 
-    async def _stopped_within(
-        self, tasks: list[asyncio.Task[None]], stopped: asyncio.Task[bool], limit_s: float
-    ) -> bool:
+    async def _stopped_within(self, tasks: list[asyncio.Task[None]], stop: asyncio.Task[bool], limit_s: float) -> bool:
         """Whether it was stopped. Raises what the sending raised; that the bytes are used up is no end."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
-        while not stopped.done() and (left_s := end_s - loop.time()) > 0:
-            waited = [task for task in tasks if not task.done()]
-            await asyncio.wait([*waited, stopped], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if not stopped.done():  # else the peer has enough, and a connection that ends with that is no failure
+        while not stop.done() and (left_s := end_s - loop.time()) > 0:
+            sending = [task for task in tasks if not task.done()]
+            await asyncio.wait([*sending, stop], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not stop.done():  # else the peer has enough, and a connection that ends with that is no failure
                 for task in tasks:
                     if task.done():
                         task.result()
-        return stopped.done()
+        return stop.done()
 
     async def _fill(self) -> None:
         loop = asyncio.get_running_loop()
@@ -298,7 +301,7 @@ class ProbeReceiver:
             raise LinkLost("nothing arrived whole: rounds and recovery go before a measurement")
         start_ns, span_ns = self._counted()
         rates = goodput(self._marks, start_ns=start_ns, span_ns=span_ns)
-        used, now = cpu[-1], self._cpu_now()
+        start, now = cpu[-1], self._cpu_now()
         return MeasurementReceived(
             self._request.measurement,
             rates.mean,
@@ -306,8 +309,8 @@ class ProbeReceiver:
             rates.p10,
             rates.p90,
             span_ns,
-            now[0] - used[0],
-            max(1, now[1] - used[1]),
+            now[0] - start[0],
+            max(1, now[1] - start[1]),
         )
 
     def _counted(self) -> tuple[int, int]:
@@ -346,9 +349,9 @@ class ProbeReceivers:
         """A receiver that gets what arrives, for as long as this lasts."""
         key = (peer, request.measurement)
         self._expected[peer].expect(request.measurement, request.bytes_max)
-        self._receivers[key] = made = ProbeReceiver(request, now_ns=self._now_ns)
+        self._receivers[key] = receiver = ProbeReceiver(request, now_ns=self._now_ns)
         try:
-            yield made
+            yield receiver
         finally:
             del self._receivers[key]
 

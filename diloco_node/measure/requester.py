@@ -131,29 +131,29 @@ class MeasurementRequester:
 
     async def _out(self, exchange: Exchange, sender: ProbeSender, limit_s: float) -> FlowMeasured:
         sending = asyncio.create_task(sender.run(), name=f"measurement to {exchange.peer}")
-        reported = asyncio.create_task(exchange.answer(msg.MeasurementReceived, limit_s))
-        async with ended(sending, reported):
-            await asyncio.wait([sending, reported], return_when=asyncio.FIRST_COMPLETED)
-            if not reported.done():
-                await asyncio.wait([reported], timeout=REASON_S)
-            if not reported.done():
+        report = asyncio.create_task(exchange.answer(msg.MeasurementReceived, limit_s))
+        async with ended(sending, report):
+            await asyncio.wait([sending, report], return_when=asyncio.FIRST_COMPLETED)
+            if not report.done():
+                await asyncio.wait([report], timeout=REASON_S)
+            if not report.done():
                 sending.result()  # it ends before only by failing
-            received = await reported
+            arrival = await report
             sender.stop()
-            return FlowMeasured(received, await sending, sender.used_bytes)
+            return FlowMeasured(arrival, await sending, sender.used_bytes)
 
     async def _in(self, exchange: Exchange, receiver: ProbeReceiver, limit_s: float) -> FlowMeasured:
         peer, measurement = exchange.peer, exchange.measurement
         receiving = asyncio.create_task(receiver.run(), name=f"measurement from {peer}")
-        reported = asyncio.create_task(exchange.answer(msg.MeasurementSent, limit_s))
-        async with ended(receiving, reported):
-            await asyncio.wait([receiving, reported], return_when=asyncio.FIRST_COMPLETED)
+        report = asyncio.create_task(exchange.answer(msg.MeasurementSent, limit_s))
+        async with ended(receiving, report):
+            await asyncio.wait([receiving, report], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
-                reported.result()  # the sender has failed, and says why
+                report.result()  # the sender has failed, and says why
                 raise LinkLost(f"{peer} ended a measurement by itself")
-            received = receiving.result()
+            arrival = receiving.result()
             self._transport.send(peer, msg.MeasurementStopped(measurement))
-            return FlowMeasured(received, await reported, receiver.used_bytes)
+            return FlowMeasured(arrival, await report, receiver.used_bytes)
 
 
 def new_measurement() -> int:

@@ -71,10 +71,10 @@ class MeasurementResponder:
         if key in self._serving:
             raise ProtocolViolation(f"{peer} asks twice for measurement {request.measurement}")
         if isinstance(request, msg.LinkTestRequested):
-            what = f"the link to {request.region}"
+            purpose = f"the link to {request.region}"
         else:
-            what = f"bandwidth {'from' if request.is_requester_sending else 'to'} {peer}"
-        reason = self._gate.begin(what, requester=peer, bytes_max=request.bytes_max, now_ns=self._now_ns())
+            purpose = f"bandwidth {'from' if request.is_requester_sending else 'to'} {peer}"
+        reason = self._gate.begin(purpose, requester=peer, bytes_max=request.bytes_max, now_ns=self._now_ns())
         if reason:
             self._transport.send(peer, msg.MeasurementDeclined(request.measurement, reason[:REASON_CHARS_MAX]))
             return

@@ -30,10 +30,10 @@ class DamagedFile(StorageError):
     """
 
 
-def disk_error(what: str, path: Path, error: OSError) -> DiskRefused:
+def disk_error(verb: str, path: Path, error: OSError) -> DiskRefused:
     """The error to raise for an OSError: what failed, where, why, and what to do."""
     remedy = _REMEDIES.get(error.errno or 0, f"{error.strerror or error}: look at the disk and its mount")
-    return DiskRefused(f"can't {what} {path}: {remedy}")
+    return DiskRefused(f"can't {verb} {path}: {remedy}")
 
 
 def make_folder(folder: Path) -> None:
@@ -48,14 +48,14 @@ def make_folder(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
-def replace_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+def replace_file(path: Path, data: Sequence[bytes | memoryview]) -> None:
     """Replace a file; durable when this returns. Its bytes are the parts, one after the other.
 
     Raises:
         StorageError: the disk refused; the old file, if any, is untouched.
     """
     try:
-        atomic_file.replace_file(path, parts, is_durable=True)
+        atomic_file.replace_file(path, data, is_durable=True)
     except OSError as error:
         raise disk_error("write", path, error) from error
 

@@ -68,7 +68,7 @@ def test_a_case_has_a_title(body: str, title: str) -> None:
 
 
 def test_round_trips_are_reported_in_seconds() -> None:
-    measured = LatencyMeasured(summarise_rtts([40_000_000, 44_000_000, 42_000_000], unanswered=2), 0.25, None)
+    measured = LatencyMeasured(summarise_rtts([40_000_000, 44_000_000, 42_000_000], lost_count=2), 0.25, None)
     document = latency_document("out", measured)
     assert (document["load"], document["answered"], document["unanswered"]) == ("out", 3, 2)
     assert [document[f"{name}_seconds"] for name in ("min", "p50", "p99", "max")] == [0.04, 0.042, 0.044, 0.044]

@@ -144,7 +144,7 @@ def as_it_travels(value: Any) -> Any:
 @pytest.mark.parametrize(("cls", "name"), FIELDS, ids=lambda part: part if isinstance(part, str) else part.__name__)
 def test_a_value_at_the_edge_passes_and_one_just_outside_is_refused_by_name(cls: type, name: str) -> None:
     parts = {tag: body for tag, body in ENTRY_BODIES.items() if body is not cls}
-    schema: Schema[Any] = Schema({1: cls}, bounds=BOUNDS, parts=parts, limits=LIMITS)
+    schema: Schema[Any] = Schema({1: cls}, bounds=BOUNDS, inner=parts, limits=LIMITS)
     bound = bound_of(BOUNDS, cls.__name__, name)
     inside, outside = edges(typing.get_type_hints(cls)[name], bound, name)
     example = an_example(cls)

@@ -42,18 +42,18 @@ def find_daemon(config: Path | None, region: str | None) -> Running | None:
         return None
     from diloco_node.cli.options import load
 
-    resolved = load(config, {}, None)
+    run_config = load(config, {}, None)
     if region is not None:
-        resolved.check_region(region)
-    names = [region] if region is not None else list(resolved.regions)
-    folders = {name: resolved.state_dir(name).resolve() for name in names}
-    found = [Running(name, folder) for name, folder in folders.items() if is_answering(folder, SILENT_S)]
-    if len(found) > 1:
+        run_config.check_region(region)
+    names = [region] if region is not None else list(run_config.regions)
+    folders = {name: run_config.state_dir(name).resolve() for name in names}
+    daemons = [Running(name, folder) for name, folder in folders.items() if is_answering(folder, SILENT_S)]
+    if len(daemons) > 1:
+        running = ", ".join(daemon.region for daemon in daemons)
         raise ConfigError(
-            f"{len(found)} regions run on this machine ({', '.join(one.region for one in found)}): say from which one "
-            "to measure, with --region NAME"
+            f"{len(daemons)} regions run on this machine ({running}): say from which one to measure, with --region NAME"
         )
-    return found[0] if found else None
+    return daemons[0] if daemons else None
 
 
 def measure(
@@ -96,15 +96,15 @@ def _follow(
 ) -> dict[str, Any]:
     """Read lines until the last one."""
     while line := answer.readline(LINE_BYTES_MAX):
-        told = json.loads(line)
-        if "document" in told:
-            return dict(told["document"])
-        if "error" in told:
-            raise _error(str(told["error"]), told.get("exit_code"))
-        if "so_far" in told:
-            on_partial(dict(told["so_far"]))
+        event = json.loads(line)
+        if "document" in event:
+            return dict(event["document"])
+        if "error" in event:
+            raise _error(str(event["error"]), event.get("exit_code"))
+        if "so_far" in event:
+            on_partial(dict(event["so_far"]))
         else:
-            on_progress(str(told.get("now", "")))
+            on_progress(str(event.get("now", "")))
     raise ConnectionError("it said nothing at the end")
 
 

@@ -112,30 +112,30 @@ class _Way:
         """Measure and show the document. Cut short, by Ctrl-C or an error that goes on, show the results so far."""
         so_far: deque[dict[str, Any]] = deque(maxlen=1)
         try:
-            found = self._measured(document, so_far.append)
+            result = self._measured(document, so_far.append)
         except (KeyboardInterrupt, DilocoError):
             if so_far:
                 self._show({**so_far.pop(), "ended_early": True})
             raise
-        self._show(found)
-        return found
+        self._show(result)
+        return result
 
     def _measured(self, document: dict[str, Any], on_partial: OnPartial) -> dict[str, Any]:
         from diloco_node.cli.measure import live_measurement as measure_daemon
         from diloco_node.cli.measure import own_links as measure_run
 
-        asked = {**document, "seconds": self.seconds, "warm_up_seconds": self.warm_up}
+        request = {**document, "seconds": self.seconds, "warm_up_seconds": self.warm_up}
         if self.most is not None:
-            asked["bytes_max"] = self.most * 2**20
+            request["bytes_max"] = self.most * 2**20
         daemon = None
         # The user may name a measuring end (HOST:PORT), a folder of keys, or say --alone: then no daemon is meant.
         if not self.alone and self.certs is None and ":" not in str(document.get("peer")):
             daemon = measure_daemon.find_daemon(self.config, self.region)
         if daemon is None:
             here = measure_run.Here.find(self.config, self.certs, self.region)
-            return measure_run.run(lambda: measure_run.measure(here, asked, on_partial))
+            return measure_run.run(lambda: measure_run.measure(here, request, on_partial))
         with measure_run.progress(f"asking the daemon of {daemon.region}") as on_progress:
-            return measure_daemon.measure(daemon, asked, on_progress, on_partial)
+            return measure_daemon.measure(daemon, request, on_progress, on_partial)
 
     def _show(self, document: dict[str, Any]) -> None:
         if self.as_json:

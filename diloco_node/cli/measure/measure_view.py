@@ -56,7 +56,7 @@ def bandwidth_table(document: Mapping[str, Any]) -> Any:
     table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans.")
     for row in document["tests"]:
         case = _case(row)
-        cpu, sent, retransmitted = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
+        cpu, sent_bytes, retransmitted_bytes = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
         table.add_row(
             case.title,
             str(case.connections),
@@ -66,7 +66,7 @@ def bandwidth_table(document: Mapping[str, Any]) -> Any:
             _mbit(row["bytes_per_second_p90"]),
             f"{cpu['sender']:.2f}",
             f"{cpu['receiver']:.2f}",
-            _share(retransmitted / sent if sent else None),
+            _share(retransmitted_bytes / sent_bytes if sent_bytes else None),
         )
     return table
 
@@ -114,8 +114,8 @@ def _lane_note(document: Mapping[str, Any]) -> str:
     if document.get("through") != "daemon":
         return ""
     limit = document["limit_bytes_per_second"]
-    limited = f"; limited to {_mbit(limit)} Mbit/s ({document['limited_by']})" if limit else ""
-    return f"\nthrough the running daemon, over the run's link, in its measurement lane{limited}: what rounds leave"
+    limit_note = f"; limited to {_mbit(limit)} Mbit/s ({document['limited_by']})" if limit else ""
+    return f"\nthrough the running daemon, over the run's link, in its measurement lane{limit_note}: what rounds leave"
 
 
 def mesh_table(document: Mapping[str, Any]) -> Any:

@@ -128,8 +128,8 @@ def source_of_size(text: str, config: NodeConfig, path: Path | None) -> Source:
 def _ceilings(config: NodeConfig) -> tuple[dict[str, int], dict[str, int]]:
     """(egress, ingress) by region, the least of the day."""
     limits = {region: config.budget_plan(region).least() for region in config.regions}
-    egress = {region: one.egress for region, one in limits.items() if one.egress is not None}
-    return egress, {region: one.ingress for region, one in limits.items() if one.ingress is not None}
+    egress = {region: rates.egress for region, rates in limits.items() if rates.egress is not None}
+    return egress, {region: rates.ingress for region, rates in limits.items() if rates.ingress is not None}
 
 
 def source_of_config(config: NodeConfig, path: Path | None) -> Source:
@@ -156,7 +156,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
             "give --parameters"
         )
     shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context))
-    manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], settings.fragments)
+    manifest = build_manifest([TensorSpec(*shape) for shape in shapes.items()], settings.fragments)
     is_set = any(key[0] == "model" for key in config.origins)
     origin = f"{name}, the built-in model" + ("" if is_set else "; --parameters for one of your own")
     return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
@@ -188,8 +188,8 @@ def source_of_state(folder: Path) -> Source:
         spec.regions,
         step_time_ns,
         rtt_ns,
-        egress={region: one.egress for region, one in limits.items() if one.egress is not None},
-        ingress={region: one.ingress for region, one in limits.items() if one.ingress is not None},
+        egress={region: rates.egress for region, rates in limits.items() if rates.egress is not None},
+        ingress={region: rates.ingress for region, rates in limits.items() if rates.ingress is not None},
     )
 
 
@@ -289,8 +289,8 @@ def read_mesh(path: Path) -> Mesh:
     try:
         return _mesh(document)
     except (KeyError, TypeError, ValueError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"--mesh {path}: {what}; it must be {MESH_SHAPE}") from error
+        fault = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"--mesh {path}: {fault}; it must be {MESH_SHAPE}") from error
 
 
 def _mesh(document: Any) -> Mesh:
@@ -324,12 +324,12 @@ def _mesh(document: Any) -> Mesh:
 def _failures(document: Mapping[str, Any], regions: Sequence[str]) -> dict[tuple[str, str], str]:
     """Why pairs were not measured, as far as `measure mesh` said so."""
     failures = document.get("failures")
-    found: dict[tuple[str, str], str] = {}
-    for one in failures if isinstance(failures, list) else ():
-        if isinstance(one, dict) and one.get("from") in regions and one.get("to") in regions:
-            reason = " ".join(str(one.get("error")).split())[:REASON_CHARS_MAX]
-            found[str(one["from"]), str(one["to"])] = escaped(reason)
-    return found
+    errors: dict[tuple[str, str], str] = {}
+    for failure in failures if isinstance(failures, list) else ():
+        if isinstance(failure, dict) and failure.get("from") in regions and failure.get("to") in regions:
+            reason = " ".join(str(failure.get("error")).split())[:REASON_CHARS_MAX]
+            errors[str(failure["from"]), str(failure["to"])] = escaped(reason)
+    return errors
 
 
 def _number(entry: Mapping[str, Any], key: str, pair: tuple[str, str], highest: float) -> float:

@@ -36,7 +36,7 @@ RUN_TOML = '[run]\nid = "try"\n' + "".join(
 )
 PAIR = LinkMeasured(1, 5_000_000, 6_000_000, 1000, 40, 0, 10**7, 10**7, 10**7, 10**8, 10**5)
 LATENCY = latency_document(
-    "none", LatencyMeasured(summarise_rtts([5_000_000, 6_000_000], unanswered=1), 0.01, 4_000_000)
+    "none", LatencyMeasured(summarise_rtts([5_000_000, 6_000_000], lost_count=1), 0.01, 4_000_000)
 )
 FLOW = flow_document(
     FlowCase("eu", "us", "random", 1),
