@@ -42,9 +42,8 @@ HUB: Final = "hf:"
 """Prefix of a data path that names a dataset for `datasets.load_dataset`: hf:NAME or hf:NAME#CONFIG."""
 
 KINDS: Final = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".arrow": "arrow"}
-HELD_OUT_EVERY: Final = 20
 LINES_AT_ONCE, ROWS_AT_ONCE = 10_000, 1_000  # packed together; less than a block is left over of each such batch
-STEPS_ENDLESS, STEPS_ALONE = 10**9, 1_000
+HELD_OUT_EVERY, STEPS_ENDLESS, STEPS_ALONE = 20, 10**9, 1_000
 
 
 def settings_from(sections: Mapping[str, Mapping[str, Any]]) -> Settings:
@@ -76,8 +75,7 @@ def training_arguments(settings: Settings) -> transformers.TrainingArguments:
         "lr_scheduler_type": "linear" if has_end else "constant_with_warmup",
         **settings.hf_args,
     }
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
-    words = [f"--{name}={text}" for name, text in texts.items()]
+    words = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
     parser = transformers.HfArgumentParser(transformers.TrainingArguments, allow_abbrev=False)
     parser.error = _refuse_arguments  # type: ignore[method-assign]
     try:
@@ -259,8 +257,7 @@ class RecipeCallback(DilocoCallback):
         values = {name: value.to(args.device) for name, value in parameters.items()}
         blocks, size, total = self._blocks.held_out, args.eval_batch_size, 0.0
         for start in range(0, len(blocks), size):
-            batch = collate(blocks[start : start + size])
-            inputs = {name: value.to(args.device) for name, value in batch.items()}
+            inputs = {name: value.to(args.device) for name, value in collate(blocks[start : start + size]).items()}
             with torch.no_grad():
                 total += functional_call(model, values, (), inputs).loss.item() * len(inputs["labels"])
         return total / len(blocks)
