@@ -50,10 +50,10 @@ def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
 def test_what_regions_compare_is_what_the_page_says_that_they_compare(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[run]\nid = "one"\n[regions.a]\naddress = "a:1"\n')
-    shared = load_config(path).shared_settings()
-    said = {key for key, field in settings() if key in FIXED_IN_A_RUN or changes(field) == "all"}
-    assert set(shared) == said
-    assert max(len(f"{key}={value}") for key, value in shared.items()) <= SETTING_BYTES // 2
+    shared_settings = load_config(path).shared_settings()
+    page_keys = {key for key, field in settings() if key in FIXED_IN_A_RUN or changes(field) == "all"}
+    assert set(shared_settings) == page_keys
+    assert max(len(f"{key}={value}") for key, value in shared_settings.items()) <= SETTING_BYTES // 2
 
 
 def test_what_is_fixed_in_a_run_is_a_setting_that_all_regions_share() -> None:

@@ -30,18 +30,18 @@ def test_values_of_a_large_permutation_are_in_range_and_differ(size: int, seed: 
 def test_a_place_has_the_same_value_whatever_it_is_asked_with():
     whole = shuffled(np.arange(1000), 1000, key(5))
     np.testing.assert_array_equal(whole[[3, 999, 0]], shuffled(np.array([3, 999, 0]), 1000, key(5)))
-    both = shuffled(np.array([3, 3]), 1000, np.array([5, 6], np.uint64))
-    np.testing.assert_array_equal(both, [whole[3], shuffled(np.array([3]), 1000, key(6))[0]])
+    pair = shuffled(np.array([3, 3]), 1000, np.array([5, 6], np.uint64))
+    np.testing.assert_array_equal(pair, [whole[3], shuffled(np.array([3]), 1000, key(6))[0]])
 
 
 @pytest.mark.parametrize("size", [2, 100, 4096, 5000])
 def test_places_and_keys_are_mixed(size: int):
     """Over 200 keys the value at a place is as often in each half as a coin would have it, and neighbours part."""
-    found = np.stack([shuffled(np.arange(min(size, 50)), size, key(seed)) for seed in range(200)])
-    upper = (found >= size // 2).mean(axis=0)
+    values = np.stack([shuffled(np.arange(min(size, 50)), size, key(seed)) for seed in range(200)])
+    upper = (values >= size // 2).mean(axis=0)
     assert ((upper > 0.33) & (upper < 0.67)).all()
     if size > 50:
-        steps = np.diff(found, axis=1)
+        steps = np.diff(values, axis=1)
         assert (np.abs(steps) == 1).mean() < 0.1
 
 
