@@ -133,6 +133,10 @@ def check_data(config: NodeConfig) -> None:
     from diloco_node.config.sources import HUB
 
     for path in config.data.paths:
+        if path.startswith(HUB) and config.model.hf is None:
+            raise ConfigError(
+                f"data.paths: {path} ({config.origin('data.paths')}) wants model.hf; the byte model reads files of text"
+            )
         if not path.startswith(HUB) and not Path(path).exists():
             raise ConfigError(
                 f"data.paths: {path} ({config.origin('data.paths')}) does not exist; give files or folders of text, "

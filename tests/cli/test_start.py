@@ -314,6 +314,8 @@ def test_a_missing_data_path(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "text.txt (run.toml:10) does not exist; give files or folders" in message
     code, message = refused(capsys, "--region", "eu", "--data", "nope")
     assert (code, "data.paths: nope (--data) does not exist" in message) == (2, True)
+    code, message = refused(capsys, "--region", "eu", "--data", "hf:owner/name")
+    assert (code, "data.paths: hf:owner/name (--data) wants model.hf" in message) == (2, True)
     for more in ([], ["--set", "model.hf=owner/name", "--set", "data.paths="]):
         code, message = refused(capsys, "--region", "eu", "--data", "run.toml", *more, "--set", "data.streaming=true")
         assert (code, "data.streaming (--set data.streaming) wants model.hf, and as data.paths" in message) == (2, True)
