@@ -5,6 +5,7 @@ After a change: `python -m diloco_node.config.reference > docs/settings.md`.
 
 from __future__ import annotations
 
+import re
 import sys
 import typing
 from collections.abc import Iterator
@@ -112,6 +113,18 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
         for name, field in section.model_fields.items():
             if not _is_table(section, name):
                 yield f"{prefix}.{name}", field
+
+
+def explanation(key: str) -> str:
+    """Words about one setting, such as "rounds.sync_every" or "regions.eu.address"."""
+    prefix, _, name = key.rpartition(".")
+    prefix = re.sub(r"^(regions|budget\.per_peer)\..*", r"\1.NAME", prefix)
+    field = dict(settings()).get(f"{prefix}.{name}")
+    if field is None:
+        return "docs/settings.md has a table of its parts."
+    allowed, default = _allowed(field).replace("`", ""), _default(field).strip("`")
+    words = f"Allowed: {allowed}. Default: {default}. Touch it when: {touch_when(field)}."
+    return f"{field.description}. {words}"
 
 
 def _is_table(section: type[BaseModel], name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from diloco_node.config import reference
-from diloco_node.config.reference import COMMAND, settings, settings_page
+from diloco_node.config.reference import COMMAND, explanation, settings, settings_page
 from diloco_node.config.resolve import load_config
 from diloco_node.config.schema import FIXED_IN_A_RUN, RoundsSection, Tree
 from diloco_node.config.setting import changes, touch_when
@@ -24,6 +24,14 @@ def test_every_setting_has_words_and_a_place_on_the_page() -> None:
     sections = {section for section, _, _ in reference._SECTIONS}
     assert {name for name in sections if "." not in name} == set(Tree.model_fields) - {"regions"}
     assert "regions.NAME" in sections
+
+
+def test_one_setting_is_explained_by_its_own_name() -> None:
+    assert explanation("rounds.sync_every").startswith(
+        "H: inner steps between two merges of one fragment. Allowed: 1 to"
+    )
+    assert "Touch it when: behind NAT." in explanation("regions.eu.listen")
+    assert explanation("budget.per_peer.eu.egress").startswith("ceiling of the traffic to that region. Allowed: a rate")
 
 
 def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
