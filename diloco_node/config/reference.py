@@ -24,7 +24,7 @@ from diloco_node.config.budget_settings import (
     WindowSection,
     parse_minute,
 )
-from diloco_node.config.resolve import shown
+from diloco_node.config.resolve import toml_text
 from diloco_node.config.schema import (
     NAME_PATTERN,
     DataSection,
@@ -142,7 +142,7 @@ def _rows(section: type[BaseModel]) -> Iterator[str]:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "must be set"
-    return "none" if field.default is None else f"`{shown(field.default)}`"
+    return "none" if field.default is None else f"`{toml_text(field.default)}`"
 
 
 def _allowed(field: FieldInfo) -> str:

@@ -176,9 +176,9 @@ class Blocks:
                 train_rows = rows.filter(lambda row: zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
                 eval_rows = rows.filter(lambda row: not zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
                 self._rows = split_dataset_by_node(train_rows, rank=region * ranks + rank, world_size=regions * ranks)
-                self.held_out = list(self._packed(eval_rows, is_text=False).take(settings.eval_windows))
+                self.held_out = list(self._pack(eval_rows, is_text=False).take(settings.eval_windows))
                 return
-            self._blocks = concatenate_datasets([self._packed(item, is_text) for item, is_text in sources])
+            self._blocks = concatenate_datasets([self._pack(item, is_text) for item, is_text in sources])
         except (OSError, ValueError, RuntimeError, LookupError, DatasetsError) as error:
             raise ConfigError(f"data.paths: {_one_line(error)}") from error
         numbers = np.arange(len(self._blocks))
@@ -187,7 +187,7 @@ class Blocks:
         if not len(self._own):
             raise ConfigError(f"data.paths: {len(numbers)} blocks of {settings.context} tokens: give more text")
 
-    def _packed(self, rows: Any, is_text: bool) -> Any:
+    def _pack(self, rows: Any, is_text: bool) -> Any:
         options = {"tokenizer": self._tokenizer, "context": self._settings.context, "is_text": is_text}
         size = LINES_AT_ONCE if is_text else ROWS_AT_ONCE
         return rows.map(pack, batched=True, batch_size=size, remove_columns=["text"], fn_kwargs=options)
@@ -195,7 +195,7 @@ class Blocks:
     def epoch(self, number: int) -> Any:
         """The blocks of an epoch, in an order drawn from seed and number; a stream keeps the order of its rows."""
         if self._settings.streaming:
-            return self._packed(self._rows, is_text=False)
+            return self._pack(self._rows, is_text=False)
         return self._blocks.select(np.random.default_rng([self._settings.seed, number]).permutation(self._own))
 
 

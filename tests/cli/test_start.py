@@ -251,8 +251,8 @@ def test_a_model_of_hugging_face_is_trained_by_its_recipe(tmp_path: Path) -> Non
     assert (settings["model"]["hf"], settings["model"]["hf_args"]) == (str(tmp_path / "model"), {"bf16": "true"})
     assert settings["data"]["paths"] == ["hf:owner/name", str(tmp_path / "text.txt")]
     assert start_cmd.trainer_command(config) == [sys.executable, "-m", start_cmd.RECIPE_MODULE]
-    assert start_cmd.preloaded(config, ()) == (start_cmd.RECIPE_MODULE, DYNAMO, WARM)
-    assert start_cmd.preloaded(config, ["python", "train.py"]) == ()
+    assert start_cmd.preload_modules(config, ()) == (start_cmd.RECIPE_MODULE, DYNAMO, WARM)
+    assert start_cmd.preload_modules(config, ["python", "train.py"]) == ()
     config = resolve(Flag("model.hf", "owner/name", "--set"), Flag("model.ranks", "2", "--set"))
     assert start_cmd.trainer_settings(config)["model"]["hf"] == "owner/name"
     assert start_cmd.trainer_command(config)[-2:] == ["-m", start_cmd.RECIPE_MODULE]
