@@ -31,7 +31,7 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
     if record is None:
         return "", []
     record.check(folder, run_id=config.run.id, regions=config.regions)
-    lines = _changed(config, folder / node_file)
+    lines = _changes(config, folder / node_file)
     if not is_complete(folder, record):
         return "", lines
     return f"run {config.run.id} is finished in {region}: {escaped(record.finished or '')}. {_final(folder)}", []
@@ -46,7 +46,7 @@ def _final(folder: Path) -> str:
     return f"{path} is gone. If nobody has moved it: start --serve, here and in another region, writes it again"
 
 
-def _changed(config: NodeConfig, node_file: Path) -> list[str]:
+def _changes(config: NodeConfig, node_file: Path) -> list[str]:
     """Settings that differ from those of the last start."""
     from diloco_node.config.schema import FIXED_IN_A_RUN
     from diloco_node.daemon.spec import NodeSpec

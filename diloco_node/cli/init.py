@@ -60,26 +60,26 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Rename what is there to NAME.old-1, and write anew.")] = False,
 ) -> None:
     """Write run.toml and a certificate for each region; ask for what no flag says."""
-    existing_paths = _taken(folder, (CONFIG_NAME, CERTS_NAME), force)
+    existing_paths = _find_existing(folder, (CONFIG_NAME, CERTS_NAME), force)
     new = NewRun(
-        run_id=_asked(run_id, "Name of the run", RUN_ID, yes),
-        regions=parse_regions(_asked(regions, "Regions, as us-east=203.0.113.10:7400,us-west=...", None, yes)),
-        script=_script(_asked(script, "Your training script (empty: the built-in trainer)", "", yes)),
-        steps=_steps(_asked(None if steps is None else str(steps), "Steps of the run (0: no end)", "0", yes)),
-        budget=_budget(_asked(budget, "Bandwidth of each region, as 2Gbit/s (empty: no ceiling)", "", yes)),
+        run_id=_answer(run_id, "Name of the run", RUN_ID, yes),
+        regions=parse_regions(_answer(regions, "Regions, as us-east=203.0.113.10:7400,us-west=...", None, yes)),
+        script=_script(_answer(script, "Your training script (empty: the built-in trainer)", "", yes)),
+        steps=_steps(_answer(None if steps is None else str(steps), "Steps of the run (0: no end)", "0", yes)),
+        budget=_budget(_answer(budget, "Bandwidth of each region, as 2Gbit/s (empty: no ceiling)", "", yes)),
     )
     text = run_toml(new)
     _check(text)
     if new.script is not None:
         there = folder / new.script.name
         if there.exists() and not filecmp.cmp(new.script, there, shallow=False):
-            existing_paths += _taken(folder, (there.name,), force)
+            existing_paths += _find_existing(folder, (there.name,), force)
     _write(folder, new, text, existing_paths)
     for line in next_commands(folder, new):
         typer.echo(line)
 
 
-def _taken(folder: Path, names: Sequence[str], is_forced: bool) -> list[Path]:
+def _find_existing(folder: Path, names: Sequence[str], is_forced: bool) -> list[Path]:
     """Paths that exist already. Raises ConfigError, unless they may be renamed."""
     try:
         paths = [path for path in (folder / name for name in names) if path.exists()]
@@ -94,7 +94,7 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{folder} can't be written ({error.strerror or error}): choose another --out")
 
 
-def _asked(flag: str | None, question: str, default: str | None, is_silent: bool) -> str:
+def _answer(flag: str | None, question: str, default: str | None, is_silent: bool) -> str:
     """The flag, else the answer, else the default."""
     if flag is not None:
         return flag
@@ -156,7 +156,7 @@ def run_toml(new: NewRun) -> str:
     lines = [
         "# Written by diloco-node init. The same file serves all regions; docs/run.md says what each setting does.",
         "[run]",
-        f"id = {_quoted(new.run_id)}",
+        f"id = {_quote(new.run_id)}",
         f"steps = {new.steps}  # of the median learner; 0: no end",
         "",
         "[rounds]",
@@ -164,10 +164,10 @@ def run_toml(new: NewRun) -> str:
         f"# sync_every = {usual.sync_every}  # inner steps between two merges of one part",
     ]
     if new.budget:
-        lines += ["", "[budget]", f"egress = {_quoted(new.budget)}", f"ingress = {_quoted(new.budget)}"]
+        lines += ["", "[budget]", f"egress = {_quote(new.budget)}", f"ingress = {_quote(new.budget)}"]
     ports = _admin_ports(new.regions)
     for name, address in new.regions.items():
-        where = "# no address: it dials the others" if address is None else f"address = {_quoted(address)}"
+        where = "# no address: it dials the others" if address is None else f"address = {_quote(address)}"
         admin = f"admin_port = {ports[name]}  # dashboard, status and metrics, on loopback only"
         lines += ["", f"[regions.{name}]", where, admin]
     return "\n".join(lines) + "\n"
@@ -184,7 +184,7 @@ def _admin_ports(regions: Mapping[str, str | None]) -> dict[str, int]:
     return ports
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """A string of TOML, whatever it holds: JSON's quotes and escapes are TOML's too."""
     return json.dumps(text)
 

@@ -118,7 +118,7 @@ def start(
     check_start(settings, region, command or ())
     spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
     if serve:
-        spec = serving(spec)
+        spec = serving_spec(spec)
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
     for line in (*warnings(settings), *changes):
         sys.stderr.write(f"diloco-node: {line}\n")
@@ -132,6 +132,10 @@ def check_data(config: NodeConfig) -> None:
     from diloco_node.config.sources import HUB
 
     for path in config.data.paths:
+        if path.startswith(HUB) and config.model.hf is None:
+            raise ConfigError(
+                f"data.paths: {path} ({config.origin('data.paths')}) wants model.hf; the byte model reads files of text"
+            )
         if not path.startswith(HUB) and not Path(path).exists():
             raise ConfigError(
                 f"data.paths: {path} ({config.origin('data.paths')}) does not exist; give files or folders of text, "
@@ -269,11 +273,11 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         },
         hang_s=config.learner.hang.ns / 1e9,
         log_format=config.log.format,
-        preload=preloaded(config, command),
+        preload=preload_modules(config, command),
     )
 
 
-def serving(spec: SupervisorSpec) -> SupervisorSpec:
+def serving_spec(spec: SupervisorSpec) -> SupervisorSpec:
     """The same region without a learner, and with a daemon that waits for regions that lack the end of the run."""
     from diloco_node.daemon.spec import NodeSpec
 
@@ -303,7 +307,7 @@ def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] 
     return [sys.executable, "-m", "diloco_node.daemon.trackers", *words]
 
 
-def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
+def preload_modules(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
     """Modules of the process that learners are forked from. None of them: learners start afresh.
 
     Where the learner is a launcher of ranks the supervisor says once that it can't be forked.

@@ -5,6 +5,7 @@ After a change: `python -m diloco_node.config.reference > docs/settings.md`.
 
 from __future__ import annotations
 
+import re
 import sys
 import typing
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from diloco_node.config.budget_settings import (
     WindowSection,
     parse_minute,
 )
-from diloco_node.config.resolve import shown
+from diloco_node.config.resolve import toml_text
 from diloco_node.config.schema import (
     NAME_PATTERN,
     DataSection,
@@ -114,6 +115,18 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
                 yield f"{prefix}.{name}", field
 
 
+def explanation(key: str) -> str:
+    """Words about one setting, such as "rounds.sync_every" or "regions.eu.address"."""
+    prefix, _, name = key.rpartition(".")
+    prefix = re.sub(r"^(regions|budget\.per_peer)\..*", r"\1.NAME", prefix)
+    field = dict(settings()).get(f"{prefix}.{name}")
+    if field is None:
+        return "docs/settings.md has a table of its parts."
+    allowed, default = _allowed(field).replace("`", ""), _default(field).strip("`")
+    words = f"Allowed: {allowed}. Default: {default}. Touch it when: {touch_when(field)}."
+    return f"{field.description}. {words}"
+
+
 def _is_table(section: type[BaseModel], name: str) -> bool:
     return section is BudgetSection and name in {"per_peer", "schedule"}
 
@@ -129,7 +142,7 @@ def _rows(section: type[BaseModel]) -> Iterator[str]:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "must be set"
-    return "none" if field.default is None else f"`{shown(field.default)}`"
+    return "none" if field.default is None else f"`{toml_text(field.default)}`"
 
 
 def _allowed(field: FieldInfo) -> str:

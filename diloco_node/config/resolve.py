@@ -150,7 +150,7 @@ class NodeConfig:
         }
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """(dotted key, value as text, origin) of every setting; what is left to the program is shown as it is used."""
+        """(dotted key, value as text, origin) of every setting; defaults that the program chooses are filled in."""
         settings = self.run_settings()
         values = {"outer_lr": settings.outer_lr, "outer_momentum": settings.outer_momentum}
         sections = {
@@ -165,14 +165,14 @@ class NodeConfig:
         for name, section in sections.items():
             yield from self._section_rows(name, section)
         for key, value in self.budget.rows():
-            yield f"budget.{key}", shown(value), self.origin(f"budget.{key}")
+            yield f"budget.{key}", toml_text(value), self.origin(f"budget.{key}")
         for name, region in self.regions.items():
             yield from self._section_rows(f"regions.{name}", region)
 
     def _section_rows(self, prefix: str, section: BaseModel) -> Iterator[tuple[str, str, str]]:
         for name in type(section).model_fields:
             key = f"{prefix}.{name}"
-            yield key, shown(getattr(section, name)), self.origin(key)
+            yield key, toml_text(getattr(section, name)), self.origin(key)
 
 
 def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
@@ -256,7 +256,7 @@ def _explain_one(detail: ErrorDetails, sources: Sources) -> str:
     field = _field_at(key)
     if detail["type"] == "missing":
         return f"{_dotted(key)} is not set: add {key[-1]} = {_example(field)} under [{_dotted(key[:-1])}] in run.toml"
-    value = shown(detail["input"])[:_SHOWN_CHARACTERS_MAX]
+    value = toml_text(detail["input"])[:_SHOWN_CHARACTERS_MAX]
     if detail["type"] in {"model_type", "dict_type"}:
         return f"{_dotted(key)} is {value} ({origin}): it must be a table, [{_dotted(key)}]"
     reason = re.sub(r"^(Value error, |Assertion failed, )", "", detail["msg"])
@@ -295,11 +295,11 @@ def _example(field: FieldInfo | None) -> str:
     if field is None:
         return '"..."'
     if field.examples:
-        return shown(field.examples[0])
-    return '"10.0.0.1:7400"' if field.default in (None, PydanticUndefined) else shown(field.default)
+        return toml_text(field.examples[0])
+    return '"10.0.0.1:7400"' if field.default in (None, PydanticUndefined) else toml_text(field.default)
 
 
-def shown(value: Any) -> str:
+def toml_text(value: Any) -> str:
     """A setting's value as it would be written in run.toml; None is `none`."""
     if value is None:
         return "none"
@@ -308,9 +308,9 @@ def shown(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, tuple | list):
-        return f"[{', '.join(shown(item) for item in value)}]"
+        return f"[{', '.join(toml_text(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name} = {shown(item)}' for name, item in value.items())}}}"
+        return f"{{{', '.join(f'{name} = {toml_text(item)}' for name, item in value.items())}}}"
     return json.dumps(str(value), ensure_ascii=False)
 
 
@@ -410,7 +410,7 @@ def _refuse(config: NodeConfig, key: str, reason: str) -> None:
     *path, name = _key(key)
     for key_part in path:
         value = value[key_part] if isinstance(value, Mapping) else getattr(value, key_part)
-    raise ConfigError(f"{key} is {shown(getattr(value, name))} ({config.origin(key)}): {reason}")
+    raise ConfigError(f"{key} is {toml_text(getattr(value, name))} ({config.origin(key)}): {reason}")
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

@@ -100,7 +100,7 @@ def read_merged(folder: Path) -> MergedModel:
         tensors = _final(folder, manifest)
     else:
         versions = tuple(version for version, _ in states)
-        tensors = _assembled(manifest, [theta for _, theta in states])
+        tensors = _assemble(manifest, [theta for _, theta in states])
     tokens = _tokens(*ledger, versions) if ledger and versions else None
     return MergedModel(folder, spec.run_id, spec.region, manifest, tensors, versions, tokens, is_final)
 
@@ -131,7 +131,7 @@ def _final(folder: Path, manifest: Manifest) -> dict[str, F32]:
     return tensors
 
 
-def _assembled(manifest: Manifest, thetas: Sequence[F32]) -> dict[str, F32]:
+def _assemble(manifest: Manifest, thetas: Sequence[F32]) -> dict[str, F32]:
     flat = [np.empty(spec.size, np.float32) for spec in manifest.tensors]
     for fragment, theta in zip(manifest.fragments, thetas, strict=True):
         if len(theta) != fragment.size:

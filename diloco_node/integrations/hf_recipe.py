@@ -42,9 +42,8 @@ HUB: Final = "hf:"
 """Prefix of a data path that names a dataset for `datasets.load_dataset`: hf:NAME or hf:NAME#CONFIG."""
 
 KINDS: Final = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".arrow": "arrow"}
-HELD_OUT_EVERY: Final = 20
 LINES_AT_ONCE, ROWS_AT_ONCE = 10_000, 1_000  # packed together; less than a block is left over of each such batch
-STEPS_ENDLESS, STEPS_ALONE = 10**9, 1_000
+HELD_OUT_EVERY, STEPS_ENDLESS, STEPS_ALONE = 20, 10**9, 1_000
 
 
 def settings_from(sections: Mapping[str, Mapping[str, Any]]) -> Settings:
@@ -76,8 +75,7 @@ def training_arguments(settings: Settings) -> transformers.TrainingArguments:
         "lr_scheduler_type": "linear" if has_end else "constant_with_warmup",
         **settings.hf_args,
     }
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
-    words = [f"--{name}={text}" for name, text in texts.items()]
+    words = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
     parser = transformers.HfArgumentParser(transformers.TrainingArguments, allow_abbrev=False)
     parser.error = _refuse_arguments  # type: ignore[method-assign]
     try:
@@ -178,9 +176,9 @@ class Blocks:
                 train_rows = rows.filter(lambda row: zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
                 eval_rows = rows.filter(lambda row: not zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
                 self._rows = split_dataset_by_node(train_rows, rank=region * ranks + rank, world_size=regions * ranks)
-                self.held_out = list(self._packed(eval_rows, is_text=False).take(settings.eval_windows))
+                self.held_out = list(self._pack(eval_rows, is_text=False).take(settings.eval_windows))
                 return
-            self._blocks = concatenate_datasets([self._packed(item, is_text) for item, is_text in sources])
+            self._blocks = concatenate_datasets([self._pack(item, is_text) for item, is_text in sources])
         except (OSError, ValueError, RuntimeError, LookupError, DatasetsError) as error:
             raise ConfigError(f"data.paths: {_one_line(error)}") from error
         numbers = np.arange(len(self._blocks))
@@ -189,7 +187,7 @@ class Blocks:
         if not len(self._own):
             raise ConfigError(f"data.paths: {len(numbers)} blocks of {settings.context} tokens: give more text")
 
-    def _packed(self, rows: Any, is_text: bool) -> Any:
+    def _pack(self, rows: Any, is_text: bool) -> Any:
         options = {"tokenizer": self._tokenizer, "context": self._settings.context, "is_text": is_text}
         size = LINES_AT_ONCE if is_text else ROWS_AT_ONCE
         return rows.map(pack, batched=True, batch_size=size, remove_columns=["text"], fn_kwargs=options)
@@ -197,7 +195,7 @@ class Blocks:
     def epoch(self, number: int) -> Any:
         """The blocks of an epoch, in an order drawn from seed and number; a stream keeps the order of its rows."""
         if self._settings.streaming:
-            return self._packed(self._rows, is_text=False)
+            return self._pack(self._rows, is_text=False)
         return self._blocks.select(np.random.default_rng([self._settings.seed, number]).permutation(self._own))
 
 
@@ -259,8 +257,7 @@ class RecipeCallback(DilocoCallback):
         values = {name: value.to(args.device) for name, value in parameters.items()}
         blocks, size, total = self._blocks.held_out, args.eval_batch_size, 0.0
         for start in range(0, len(blocks), size):
-            batch = collate(blocks[start : start + size])
-            inputs = {name: value.to(args.device) for name, value in batch.items()}
+            inputs = {name: value.to(args.device) for name, value in collate(blocks[start : start + size]).items()}
             with torch.no_grad():
                 total += functional_call(model, values, (), inputs).loss.item() * len(inputs["labels"])
         return total / len(blocks)

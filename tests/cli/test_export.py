@@ -29,7 +29,7 @@ from tests.kit.ledger_kit import a_round, chain
 from tests.kit.node_kit import contribution_of
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
-BUILTIN = build_manifest([TensorSpec(*one) for one in parameter_shapes(TINY).items()], 2)
+BUILTIN = build_manifest([TensorSpec(*entry) for entry in parameter_shapes(TINY).items()], 2)
 OWN = build_manifest([TensorSpec("net.embed.weight", (8, 4)), TensorSpec("net.up.weight", (6, 4))], 2)
 OWN_CONFIG = {"model_type": "mine", "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
 
@@ -40,12 +40,12 @@ def theta_of(manifest: Manifest, fragment: int, version: int) -> np.ndarray:
 
 
 def tensors_of(manifest: Manifest, *versions: int) -> dict[str, np.ndarray]:
-    found = {spec.name: np.empty(spec.size, np.float32) for spec in manifest.tensors}
+    values = {spec.name: np.empty(spec.size, np.float32) for spec in manifest.tensors}
     for fragment, version in zip(manifest.fragments, versions, strict=True):
         for piece in fragment.pieces:
-            part = theta_of(manifest, fragment.index, version)[piece.offset : piece.offset + piece.size]
-            found[piece.name][piece.value_start : piece.value_stop] = part
-    return {spec.name: found[spec.name].reshape(spec.shape) for spec in manifest.tensors}
+            theta = theta_of(manifest, fragment.index, version)[piece.offset : piece.offset + piece.size]
+            values[piece.name][piece.value_start : piece.value_stop] = theta
+    return {spec.name: values[spec.name].reshape(spec.shape) for spec in manifest.tensors}
 
 
 def a_region(folder: Path, manifest: Manifest = BUILTIN, *, versions: tuple[int, ...] = (4, 6)) -> Path:
@@ -59,15 +59,15 @@ def a_region(folder: Path, manifest: Manifest = BUILTIN, *, versions: tuple[int,
             store.store_state(fragment, version, theta, np.zeros_like(theta), b"d" * 32)
     member = Member(contribution_of("a"), 1.0)
     rounds = [(version, fragment) for fragment in (0, 1) for version in range(1, versions[fragment] + 2)]
-    bodies = [dataclasses.replace(a_round(*one), members=(member, member)) for one in rounds]
+    bodies = [dataclasses.replace(a_round(*field), members=(member, member)) for field in rounds]
     store.persist(1, "a", 0, chain(*(1 for _ in bodies), bodies=lambda index, _: bodies[index - 1]))
     store.close()
     save_manifest(folder, manifest)
     values: dict[str, Any] = {
-        one.name: folder / one.name
-        if one.name in ("state_dir", "identity_dir", "learner_socket", "supervisor_socket")
-        else one.default
-        for one in dataclasses.fields(NodeSpec)
+        field.name: folder / field.name
+        if field.name in ("state_dir", "identity_dir", "learner_socket", "supervisor_socket")
+        else field.default
+        for field in dataclasses.fields(NodeSpec)
     }
     values |= {"region": folder.name, "run_id": "try", "regions": ("a", "b"), "peers": {}, "settings": settings}
     values |= {"listen_host": "", "listen_port": 0, "is_advertised": False, "admin_port": 0, "settings_digest": "00"}
@@ -102,8 +102,8 @@ def held(out: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(out / "model.safetensors"))
 
 
-def is_equal(found: dict[str, torch.Tensor], expected: dict[str, np.ndarray]) -> bool:
-    return set(found) == set(expected) and all(np.array_equal(found[name], expected[name]) for name in expected)
+def is_equal(tensors: dict[str, torch.Tensor], arrays: dict[str, np.ndarray]) -> bool:
+    return set(tensors) == set(arrays) and all(np.array_equal(tensors[name], arrays[name]) for name in arrays)
 
 
 def test_in_mid_run_it_takes_the_newest_state_of_each_fragment(
@@ -111,9 +111,9 @@ def test_in_mid_run_it_takes_the_newest_state_of_each_fragment(
 ) -> None:
     folder, out = a_region(tmp_path / "a"), tmp_path / "out"
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    code, said = exported(capsys, folder, out)
-    assert code == 0, said
-    assert "run try (in mid-run, versions 4 to 6, 4,000 tokens), 12 merged tensors" in said
+    code, message = exported(capsys, folder, out)
+    assert code == 0, message
+    assert "run try (in mid-run, versions 4 to 6, 4,000 tokens), 12 merged tensors" in message
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     assert is_equal(held(out), tensors_of(BUILTIN, 4, 6))
     config = json.loads((out / "config.json").read_text())
@@ -155,9 +155,9 @@ def test_a_damaged_state_falls_back_to_the_one_before(tmp_path: Path, capsys: py
     assert is_equal(held(tmp_path / "out"), tensors_of(BUILTIN, 4, 4))
     assert path.exists(), "it is not set aside: a daemon may run here"
     (folder / "state" / "f001-v00000004.bin").unlink()
-    code, said = exported(capsys, folder, tmp_path / "other")
+    code, message = exported(capsys, folder, tmp_path / "other")
     assert code == 6
-    assert "no whole state of fragment 1" in said
+    assert "no whole state of fragment 1" in message
 
 
 def test_a_ledger_that_cannot_be_read_costs_the_tokens_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,22 +183,22 @@ def test_folders_that_are_no_regions_or_not_empty_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = a_region(tmp_path / "a")
-    code, said = exported(capsys, tmp_path / "a" / "state", tmp_path / "out")
+    code, message = exported(capsys, tmp_path / "a" / "state", tmp_path / "out")
     assert code == 2
-    assert "no manifest.json there" in said
-    code, said = exported(capsys, folder, tmp_path / "a")
+    assert "no manifest.json there" in message
+    code, message = exported(capsys, folder, tmp_path / "a")
     assert code == 2
-    assert "--force" in said
-    code, said = exported(capsys, folder, folder, "--force")
+    assert "--force" in message
+    code, message = exported(capsys, folder, folder, "--force")
     assert code == 2
-    assert "has no export.json: --force replaces earlier exports only" in said
+    assert "has no export.json: --force replaces earlier exports only" in message
     assert (folder / "ledger.log").exists()
     tensors = finish(folder)
     tensors["model.norm.weight"] = np.ones(3, np.float32)
     write_final(folder, tensors)
-    code, said = exported(capsys, folder, tmp_path / "out")
+    code, message = exported(capsys, folder, tmp_path / "out")
     assert code == 6
-    assert FINAL_NAME in said
+    assert FINAL_NAME in message
 
 
 def test_what_was_written_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,10 +213,10 @@ def test_what_the_run_lacks_of_the_model_is_named(tmp_path: Path, capsys: pytest
     pytest.importorskip("transformers")
     folder, out = a_region(tmp_path / "a"), tmp_path / "out"
     (tmp_path / "config.json").write_text(json.dumps(hf_config(TINY) | {"num_hidden_layers": 2}))
-    code, said = exported(capsys, folder, out, "--config", tmp_path / "config.json")
+    code, message = exported(capsys, folder, out, "--config", tmp_path / "config.json")
     assert code == 1
-    assert "model.layers.1.input_layernorm.weight" in said
-    assert ", ...: not in the run, so they are random. Give --base" in said
+    assert "model.layers.1.input_layernorm.weight" in message
+    assert ", ...: not in the run, so they are random. Give --base" in message
     assert len(json.loads((out / "export.json").read_text())["kept"]) == 9
 
 
@@ -225,9 +225,9 @@ def test_a_model_that_transformers_does_not_know_is_plain_tensors_and_its_config
 ) -> None:
     folder, out = a_region(tmp_path / "a", OWN), tmp_path / "out"
     (tmp_path / "config.json").write_text(json.dumps(OWN_CONFIG))
-    code, said = exported(capsys, folder, out, "--config", tmp_path / "config.json")
-    assert code == 0, said
-    assert "plain tensors and config.json" in said
+    code, message = exported(capsys, folder, out, "--config", tmp_path / "config.json")
+    assert code == 0, message
+    assert "plain tensors and config.json" in message
     assert is_equal(held(out), tensors_of(OWN, 4, 6))
     config = json.loads((out / "config.json").read_text())
     assert config == {"model_type": "mine", "tie_word_embeddings": True, "dtype": "float32"}
@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_named_with_what_to_do(tmp_path: Path, capsys: pyte
     (tmp_path / "nothing").mkdir()
     (tmp_path / "unsaved").mkdir()
     (tmp_path / "unsaved" / "config.json").write_text(json.dumps(hf_config(TINY)))
-    for place, words, named in (
+    for place, words, phrase in (
         (folder, [], "add --config FILE, or --base FOLDER"),
         (folder, ["--base", tmp_path / "nothing"], "config.json can't be read"),
         (folder, ["--config", tmp_path / "list.json"], "is no JSON object"),
@@ -268,10 +268,10 @@ def test_what_does_not_fit_is_named_with_what_to_do(tmp_path: Path, capsys: pyte
         (builtin, ["--config", tmp_path / "wide.json"], "the run's tensors do not fit config.json"),
         (builtin, ["--base", tmp_path / "unsaved"], "unsaved makes no model"),
     ):
-        code, said = exported(capsys, place, tmp_path / "out", *words)
+        code, message = exported(capsys, place, tmp_path / "out", *words)
         assert code == 2
-        assert named in said
-        assert said.count("\n") == 1
+        assert phrase in message
+        assert message.count("\n") == 1
         assert not (tmp_path / "out").exists()
 
 
@@ -280,28 +280,28 @@ def test_with_a_frozen_weight_and_a_buffer_the_loaded_model_is_the_regions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    saved, out, frozen = tmp_path / "saved", tmp_path / "out", "model.layers.1.self_attn.o_proj.weight"
-    write_hf_folder(saved)
-    (saved / "config.json").write_text(json.dumps(DEEPSEEK))
-    config = transformers.AutoConfig.from_pretrained(saved)
+    base, out, frozen = tmp_path / "saved", tmp_path / "out", "model.layers.1.self_attn.o_proj.weight"
+    write_hf_folder(base)
+    (base / "config.json").write_text(json.dumps(DEEPSEEK))
+    config = transformers.AutoConfig.from_pretrained(base)
     module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    expected = {name: value.numpy().copy() for name, value in module.state_dict().items()}
-    buffer = next(name for name in expected if name.endswith("e_score_correction_bias"))
-    expected[buffer] = np.arange(1, 5, dtype=np.float32)
-    module.get_buffer(buffer).copy_(torch.from_numpy(expected[buffer]))
-    module.save_pretrained(saved)
-    assert "model.layers.1.mlp.experts.down_proj" not in load_file(saved / "model.safetensors")
+    values = {name: value.numpy().copy() for name, value in module.state_dict().items()}
+    buffer = next(name for name in values if name.endswith("e_score_correction_bias"))
+    values[buffer] = np.arange(1, 5, dtype=np.float32)
+    module.get_buffer(buffer).copy_(torch.from_numpy(values[buffer]))
+    module.save_pretrained(base)
+    assert "model.layers.1.mlp.experts.down_proj" not in load_file(base / "model.safetensors")
     shapes = {name: tuple(value.shape) for name, value in module.named_parameters() if name != frozen}
     manifest = build_manifest([TensorSpec(*shape) for shape in shapes.items()], 2)
     folder = a_region(tmp_path / "a", manifest)
-    (folder / "trainer.json").write_text(json.dumps({"model": {"hf": str(saved)}}))
+    (folder / "trainer.json").write_text(json.dumps({"model": {"hf": str(base)}}))
     if way == "base":
         (folder / "trainer.json").unlink()
-    expected |= finish(folder, manifest) if way == "weights" else tensors_of(manifest, 4, 6)
-    code, said = exported(capsys, folder, out, *(["--base", saved] if way == "base" else []))
-    assert code == 0, said
-    assert "2 tensors that are not merged" in said
+    values |= finish(folder, manifest) if way == "weights" else tensors_of(manifest, 4, 6)
+    code, message = exported(capsys, folder, out, *(["--base", base] if way == "base" else []))
+    assert code == 0, message
+    assert "2 tensors that are not merged" in message
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert is_equal(dict(model.state_dict()), expected)
+    assert is_equal(dict(model.state_dict()), values)
     assert json.loads((out / "export.json").read_text())["kept"] == sorted([frozen, buffer])
     assert transformers.AutoTokenizer.from_pretrained(out).eos_token == END

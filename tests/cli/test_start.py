@@ -60,23 +60,23 @@ def resolve(*flags: Flag) -> NodeConfig:
 
 
 @pytest.fixture
-def supervised(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
+def specs(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
     """What start would supervise; the supervisor itself has its own tests."""
-    seen: list[SupervisorSpec] = []
+    calls: list[SupervisorSpec] = []
 
     def fake(spec: SupervisorSpec) -> int:
-        seen.append(spec)
+        calls.append(spec)
         return 6
 
     monkeypatch.setattr("diloco_node.supervisor.supervisor.run_supervisor", fake)
-    return seen
+    return calls
 
 
 def test_start_writes_what_daemon_and_trainer_read(
-    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["start", "--region", "eu", "--set", "rounds.sync_every=8"]) == 6  # the supervisor's
-    (spec,) = supervised
+    (spec,) = specs
     folder = tmp_path / "state" / "eu"
     assert (spec.region, spec.state_dir) == ("eu", folder)
     assert spec.daemon_command == [sys.executable, "-m", "diloco_node.daemon", str(folder / "node.json")]
@@ -122,14 +122,14 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
         (["--", *TORCHRUN, "train.py"], ()),
     ],
 )
-def test_what_is_preloaded(supervised: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:
+def test_what_is_preloaded(specs: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:
     assert main(["start", "--region", "eu", *arguments]) == 6
-    assert supervised[0].preload == preload
+    assert specs[0].preload == preload
 
 
-def test_several_ranks_of_the_built_in_trainer_are_started_by_torchrun(supervised: list[SupervisorSpec]) -> None:
+def test_several_ranks_of_the_built_in_trainer_are_started_by_torchrun(specs: list[SupervisorSpec]) -> None:
     assert main(["start", "--region", "eu", "--set", "model.ranks=2", "--set", "model.shard=fsdp"]) == 6  # as above
-    spec = supervised[0]
+    spec = specs[0]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert spec.learner_command == [sys.executable, *launcher, "-m", "diloco_node.learner"]
     assert spec.learner_command is not None
@@ -148,48 +148,48 @@ def test_what_is_no_module_is_not_preloaded(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_follows_a_spike_and_when_a_learner_hangs_can_be_set(
-    supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["start", "--region", "eu", "--on-spike", "rollback", "--set", "learner.hang=0s"]) == 6
-    assert (supervised[0].env["DILOCO_ON_SPIKE"], supervised[0].hang_s) == ("rollback", 0.0)
+    assert (specs[0].env["DILOCO_ON_SPIKE"], specs[0].hang_s) == ("rollback", 0.0)
     assert main(["start", "--region", "eu", "--on-spike", "panic"]) == 2
     assert "learner.on_spike" in capsys.readouterr().err
 
 
-def test_the_log_is_set_by_flags_and_the_terminal_is_quiet_unless_asked(supervised: list[SupervisorSpec]) -> None:
+def test_the_log_is_set_by_flags_and_the_terminal_is_quiet_unless_asked(specs: list[SupervisorSpec]) -> None:
     assert main(["start", "--region", "eu", "--log-format", "json", "--log-level", "warning", "-v"]) == 6
-    (spec,) = supervised
+    (spec,) = specs
     assert (spec.log_format, spec.is_verbose, spec.is_echoing) == ("json", True, True)
     node = NodeSpec.load(spec.state_dir / "node.json")
     assert (node.log_format, node.log_level, node.history_every_s) == ("json", "warning", 2.0)
     assert main(["start", "--region", "eu", "--set", "history.every=5s"]) == 6
-    assert not supervised[1].is_verbose
+    assert not specs[1].is_verbose
     assert NodeSpec.load(spec.state_dir / "node.json").history_every_s == 5.0
     assert main(["start", "--region", "eu", "--log-level", "loud"]) == 2
 
 
 def test_a_tracker_is_started_where_it_is_installed_and_else_refused(
-    supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["start", "--region", "eu"]) == 6
-    assert supervised[0].tracker_command is None
+    assert specs[0].tracker_command is None
     there = {"wandb"}
     monkeypatch.setattr(start_cmd.importlib.util, "find_spec", lambda name: name if name in there else None)
     assert main(["start", "--region", "eu", "--set", "history.to=wandb"]) == 6
-    command = supervised[1].tracker_command
+    command = specs[1].tracker_command
     assert command is not None
-    assert command[1:] == ["-m", "diloco_node.daemon.trackers", str(supervised[1].state_dir), "eu", "try", "wandb"]
+    assert command[1:] == ["-m", "diloco_node.daemon.trackers", str(specs[1].state_dir), "eu", "try", "wandb"]
     assert main(["start", "--region", "eu", "--set", "history.to=wandb,trackio"]) == 2
     assert "needs trackio: pip install 'diloco-node[trackio]'" in capsys.readouterr().err
 
 
-def test_a_command_of_the_users_takes_the_trainers_place(supervised: list[SupervisorSpec], tmp_path: Path) -> None:
+def test_a_command_of_the_users_takes_the_trainers_place(specs: list[SupervisorSpec], tmp_path: Path) -> None:
     (tmp_path / "text.txt").unlink()  # the built-in trainer's data does not matter then
     assert main(["start", "--region", "eu", "--", sys.executable, "train.py", "--config", "x", "--debug"]) == 6
-    assert supervised[0].learner_command == [sys.executable, "train.py", "--config", "x", "--debug"]
+    assert specs[0].learner_command == [sys.executable, "train.py", "--config", "x", "--debug"]
 
 
-def test_flags_of_start_become_settings_of_its_region(supervised: list[SupervisorSpec], tmp_path: Path) -> None:
+def test_flags_of_start_become_settings_of_its_region(specs: list[SupervisorSpec], tmp_path: Path) -> None:
     port, admin = free_port(), free_port()
     init_run(tmp_path / "c2", "try", ["us-west"])
     arguments = ["--state-dir", "s2", "--certs", "c2", "--admin-port", str(admin), "--listen", f"127.0.0.1:{port}"]
@@ -202,7 +202,7 @@ def test_flags_of_start_become_settings_of_its_region(supervised: list[Superviso
 
 
 def test_two_regions_are_warned(
-    supervised: list[SupervisorSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    specs: list[SupervisorSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.toml").write_text(
         f'run.id = "try"\n[regions.eu]\naddress = "127.0.0.1:{free_port()}"\n[regions.us-east]\naddress = "b:1"\n'
@@ -251,8 +251,8 @@ def test_a_model_of_hugging_face_is_trained_by_its_recipe(tmp_path: Path) -> Non
     assert (settings["model"]["hf"], settings["model"]["hf_args"]) == (str(tmp_path / "model"), {"bf16": "true"})
     assert settings["data"]["paths"] == ["hf:owner/name", str(tmp_path / "text.txt")]
     assert start_cmd.trainer_command(config) == [sys.executable, "-m", start_cmd.RECIPE_MODULE]
-    assert start_cmd.preloaded(config, ()) == (start_cmd.RECIPE_MODULE, DYNAMO, WARM)
-    assert start_cmd.preloaded(config, ["python", "train.py"]) == ()
+    assert start_cmd.preload_modules(config, ()) == (start_cmd.RECIPE_MODULE, DYNAMO, WARM)
+    assert start_cmd.preload_modules(config, ["python", "train.py"]) == ()
     config = resolve(Flag("model.hf", "owner/name", "--set"), Flag("model.ranks", "2", "--set"))
     assert start_cmd.trainer_settings(config)["model"]["hf"] == "owner/name"
     assert start_cmd.trainer_command(config)[-2:] == ["-m", start_cmd.RECIPE_MODULE]
@@ -271,7 +271,7 @@ def test_a_model_that_is_not_there_is_refused_at_once(tmp_path: Path, monkeypatc
 
 @pytest.mark.e2e  # a process that imports transformers
 def test_an_unknown_argument_of_the_model_is_named_before_anything_is_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[SupervisorSpec]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], specs: list[SupervisorSpec]
 ) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "model").mkdir()
@@ -283,11 +283,11 @@ def test_an_unknown_argument_of_the_model_is_named_before_anything_is_started(
         ("max_steps=3", "max_steps can't be set"),
     ):
         assert main(["start", *arguments, f"model.hf_args.{argument}"]) == 2
-        said = capsys.readouterr().err
-        assert message in said
-        assert said.count("\n") == 1
+        output = capsys.readouterr().err
+        assert message in output
+        assert output.count("\n") == 1
     assert main(["start", *arguments, "model.hf_args.learning_rate=1e-4"]) == 6
-    assert len(supervised) == 1
+    assert len(specs) == 1
 
 
 # ---- what is refused, and with which exit code -----------------------------------------------------------------------
@@ -314,6 +314,8 @@ def test_a_missing_data_path(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "text.txt (run.toml:10) does not exist; give files or folders" in message
     code, message = refused(capsys, "--region", "eu", "--data", "nope")
     assert (code, "data.paths: nope (--data) does not exist" in message) == (2, True)
+    code, message = refused(capsys, "--region", "eu", "--data", "hf:owner/name")
+    assert (code, "data.paths: hf:owner/name (--data) wants model.hf" in message) == (2, True)
     for more in ([], ["--set", "model.hf=owner/name", "--set", "data.paths="]):
         code, message = refused(capsys, "--region", "eu", "--data", "run.toml", *more, "--set", "data.streaming=true")
         assert (code, "data.streaming (--set data.streaming) wants model.hf, and as data.paths" in message) == (2, True)
@@ -337,7 +339,7 @@ def test_a_wrong_or_missing_certificate(tmp_path: Path, capsys: pytest.CaptureFi
     assert (code, "us-east" in message) == (4, True)
 
 
-def test_a_taken_port(capsys: pytest.CaptureFixture[str], supervised: list[SupervisorSpec]) -> None:
+def test_a_taken_port(capsys: pytest.CaptureFixture[str], specs: list[SupervisorSpec]) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -348,7 +350,7 @@ def test_a_taken_port(capsys: pytest.CaptureFixture[str], supervised: list[Super
         assert "regions.eu.listen or --listen" in message
         code, message = refused(capsys, "--region", "eu", "--admin-port", str(port))
         assert (code, "--admin-port" in message) == (3, True)
-    assert supervised == []
+    assert specs == []
 
 
 def test_a_port_that_another_process_would_share_is_taken() -> None:
@@ -373,13 +375,13 @@ def test_a_state_folder_that_can_not_be_written(tmp_path: Path, capsys: pytest.C
 
 
 def test_start_in_a_process_of_its_own_ends_with_one_line() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "diloco_node.main", "start", "--region", "eu", "--certs", "elsewhere"],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == 4
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("diloco-node: ")
+    assert process.returncode == 4
+    assert process.stderr.count("\n") == 1
+    assert process.stderr.startswith("diloco-node: ")

@@ -50,7 +50,7 @@ def run_toml(tmp_path: Path) -> Path:
 
 
 def load(path: Path, *assignments: str) -> NodeConfig:
-    return load_config(path, [Flag(*one.split("=", 1), f"--set {one}") for one in assignments])
+    return load_config(path, [Flag(*assignment.split("=", 1), f"--set {assignment}") for assignment in assignments])
 
 
 # ---- units -----------------------------------------------------------------------------------------------------------
@@ -161,8 +161,8 @@ def test_a_model_of_ones_own_is_named_from_the_folder_of_the_file(run_toml: Path
     config = load(run_toml, "model.hf_args.optim=sgd")
     assert config.model.hf == str(run_toml.parent / "model")
     assert config.model.hf_args == {"learning_rate": 1e-4, "bf16": True, "optim": "sgd"}
-    shown = {key: value for key, value, _ in config.rows()}
-    assert shown["model.hf_args"] == '{learning_rate = 0.0001, bf16 = true, optim = "sgd"}'
+    rows = {key: value for key, value, _ in config.rows()}
+    assert rows["model.hf_args"] == '{learning_rate = 0.0001, bf16 = true, optim = "sgd"}'
     run_toml.write_text(plain + '\n[model]\nhf = "./gone"\n')
     assert load(run_toml).model.hf == str(run_toml.parent / "gone")
 
@@ -288,9 +288,9 @@ def test_the_config_can_not_be_changed(run_toml: Path) -> None:
         ("10.1.2.3:7400", "[::1]:7405", ("::1", 7405)),
     ],
 )
-def test_what_a_region_binds(run_toml: Path, address: str, listen: str | None, expected: tuple[str, int]) -> None:
+def test_what_a_region_binds(run_toml: Path, address: str, listen: str | None, place: tuple[str, int]) -> None:
     more = [f"regions.eu.listen={listen}"] if listen else []
-    assert load(run_toml, f"regions.eu.address={address}", *more).listen("eu") == expected
+    assert load(run_toml, f"regions.eu.address={address}", *more).listen("eu") == place
 
 
 def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> None:
@@ -347,15 +347,15 @@ def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> 
         ("rounds=4", ['rounds is "4"', "must be a table, [rounds]"]),
     ],
 )
-def test_a_bad_value_is_one_clear_error(run_toml: Path, assignment: str, parts: list[str]) -> None:
+def test_a_bad_value_is_one_clear_error(run_toml: Path, assignment: str, phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load(run_toml, assignment)
     message = str(caught.value)
     assert caught.value.exit_code == 2
     assert "\n" not in message
     assert "--set" in message or "us-east.address" in message
-    for part in parts:
-        assert part in message
+    for phrase in phrases:
+        assert phrase in message
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_a_bad_value_is_one_clear_error(run_toml: Path, assignment: str, parts: 
     ],
 )
 def test_a_port_that_a_region_needs_twice_is_refused(run_toml: Path, assignments: list[str], message: str) -> None:
-    keys = [f"regions.eu.{one}" for one in assignments]
+    keys = [f"regions.eu.{name}" for name in assignments]
     with pytest.raises(ConfigError) as caught:
         load(run_toml, *keys)
     begins = message.format(*keys, file=run_toml)
@@ -408,7 +408,7 @@ def test_a_port_wanted_twice_is_found_across_sources(run_toml: Path, monkeypatch
     ],
 )
 def test_a_port_that_is_bound_once_at_each_place_is_taken(run_toml: Path, assignments: list[str]) -> None:
-    load(run_toml, *(f"regions.eu.{one}" for one in assignments))
+    load(run_toml, *(f"regions.eu.{assignment}" for assignment in assignments))
 
 
 def test_an_error_in_the_file_names_its_line(run_toml: Path) -> None:

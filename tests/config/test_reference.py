@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from diloco_node.config import reference
-from diloco_node.config.reference import COMMAND, settings, settings_page
+from diloco_node.config.reference import COMMAND, explanation, settings, settings_page
 from diloco_node.config.resolve import load_config
 from diloco_node.config.schema import FIXED_IN_A_RUN, RoundsSection, Tree
 from diloco_node.config.setting import changes, touch_when
@@ -24,6 +24,14 @@ def test_every_setting_has_words_and_a_place_on_the_page() -> None:
     sections = {section for section, _, _ in reference._SECTIONS}
     assert {name for name in sections if "." not in name} == set(Tree.model_fields) - {"regions"}
     assert "regions.NAME" in sections
+
+
+def test_one_setting_is_explained_by_its_own_name() -> None:
+    words = "H: inner steps between two merges of one fragment. Allowed: 1 to 100,000. Default: 24. Touch it when: "
+    assert explanation("rounds.sync_every").startswith(words)
+    assert "table" in explanation("budget.schedule")
+    assert "Touch it when: behind NAT." in explanation("regions.eu.listen")
+    assert explanation("budget.per_peer.eu.egress").startswith("ceiling of the traffic to that region. Allowed: a rate")
 
 
 def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
@@ -50,10 +58,10 @@ def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
 def test_what_regions_compare_is_what_the_page_says_that_they_compare(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[run]\nid = "one"\n[regions.a]\naddress = "a:1"\n')
-    shared = load_config(path).shared_settings()
-    said = {key for key, field in settings() if key in FIXED_IN_A_RUN or changes(field) == "all"}
-    assert set(shared) == said
-    assert max(len(f"{key}={value}") for key, value in shared.items()) <= SETTING_BYTES // 2
+    shared_settings = load_config(path).shared_settings()
+    page_keys = {key for key, field in settings() if key in FIXED_IN_A_RUN or changes(field) == "all"}
+    assert set(shared_settings) == page_keys
+    assert max(len(f"{key}={value}") for key, value in shared_settings.items()) <= SETTING_BYTES // 2
 
 
 def test_what_is_fixed_in_a_run_is_a_setting_that_all_regions_share() -> None:

@@ -62,12 +62,12 @@ def test_every_block_is_of_one_rank_of_one_region_or_held_out(tmp_path: Path) ->
     everybody = [blocks_of(settings, 0, 2), *(blocks_of(settings, 1, 2, rank, 2) for rank in range(2))]
     epochs = [[ids_of(blocks.epoch(number)) for blocks in everybody] for number in range(2)]
     for epoch in epochs:
-        trained = [block for part in epoch for block in part]
-        assert len(trained) == len(set(trained))
-        assert not set(trained) & set(ids_of(everybody[0].held_out))
-        assert len(trained) + len(everybody[0].held_out) == 1000 * 13 // 16
-        assert all(len(block) == 16 for block in trained)
-    assert [sorted(part) for part in epochs[0]] == [sorted(part) for part in epochs[1]]
+        train_blocks = [block for blocks_ in epoch for block in blocks_]
+        assert len(train_blocks) == len(set(train_blocks))
+        assert not set(train_blocks) & set(ids_of(everybody[0].held_out))
+        assert len(train_blocks) + len(everybody[0].held_out) == 1000 * 13 // 16
+        assert all(len(block) == 16 for block in train_blocks)
+    assert [sorted(blocks_) for blocks_ in epochs[0]] == [sorted(blocks_) for blocks_ in epochs[1]]
     assert epochs[0] != epochs[1], "in another order"
     assert len({tuple(ids_of(blocks.held_out)) for blocks in everybody}) == 1
     assert len(everybody[0].held_out) == pytest.approx(1000 * 13 / 16 / 20, abs=1)
@@ -93,13 +93,13 @@ def test_rows_end_with_the_end_of_text_and_lines_of_text_do_not(tmp_path: Path) 
 def test_a_stream_is_dealt_by_rows_and_holds_rows_out(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", rows_of(900), "body")
     settings = settings_of(tmp_path, path, streaming=True, text_field="body")
-    parts = [blocks_of(settings, region, 3) for region in range(3)]
-    own = [{token for block in ids_of(blocks.epoch(0)) for token in block if token > 51} for blocks in parts]
-    held_out = {token for block in ids_of(parts[0].held_out) for token in block if token > 51}
-    assert sum(map(len, own)) == len(set.union(*own))
-    assert not held_out & set.union(*own)
-    assert min(map(len, own)) > 250
-    assert [len(blocks.held_out) for blocks in parts] == [8, 8, 8]
+    regions = [blocks_of(settings, region, 3) for region in range(3)]
+    numbers = [{token for block in ids_of(blocks.epoch(0)) for token in block if token > 51} for blocks in regions]
+    held_out = {token for block in ids_of(regions[0].held_out) for token in block if token > 51}
+    assert sum(map(len, numbers)) == len(set.union(*numbers))
+    assert not held_out & set.union(*numbers)
+    assert min(map(len, numbers)) > 250
+    assert [len(blocks.held_out) for blocks in regions] == [8, 8, 8]
 
 
 def test_the_data_go_on_where_the_checkpoint_stood(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def test_the_data_go_on_where_the_checkpoint_stood(tmp_path: Path) -> None:
     state = first.state_dict()
     assert state["epoch"] == 1
     second.load_state_dict(state)
-    expected = [batch["input_ids"] for batch, _ in zip(whole, range(34), strict=False)][31:]
+    later_batches = [batch["input_ids"] for batch, _ in zip(whole, range(34), strict=False)][31:]
     again = [batch["input_ids"] for batch, _ in zip(second, range(3), strict=False)]
-    assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
+    assert all(torch.equal(batch_, later_batch) for batch_, later_batch in zip(again, later_batches, strict=True))
 
 
 def test_it_learns_from_every_kind_of_file_and_evaluates(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_random_weights_are_the_same_in_all_regions_and_those_in_the_folder_go_f
     assert not torch.equal(model.state_dict()["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
     model.save_pretrained(settings.hf)
     settings.seed = 1
-    loaded = recipe.load_model(settings)[0].state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    state = recipe.load_model(settings)[0].state_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_data_that_can_not_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_arguments_are_those_of_the_library(tmp_path: Path) -> None:
-    known = {"learning_rate": 1e-4, "bf16": True, "lr_scheduler_kwargs": {"num_cycles": 2}, "optim": "sgd"}
-    known |= {"lr_scheduler_type": "cosine", "gradient_accumulation_steps": "4"}
-    args = recipe.training_arguments(settings_of(tmp_path, hf_args=known))
+    values = {"learning_rate": 1e-4, "bf16": True, "lr_scheduler_kwargs": {"num_cycles": 2}, "optim": "sgd"}
+    values |= {"lr_scheduler_type": "cosine", "gradient_accumulation_steps": "4"}
+    args = recipe.training_arguments(settings_of(tmp_path, hf_args=values))
     assert (args.learning_rate, args.bf16, args.gradient_accumulation_steps, args.optim) == (1e-4, True, 4, "sgd")
     assert args.lr_scheduler_kwargs == {"num_cycles": 2}
     assert (args.output_dir, args.seed) == (str(tmp_path / "hf"), 1)

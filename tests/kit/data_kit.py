@@ -41,12 +41,12 @@ def write_tokenizer(folder: Path, words: int = 300, *, end: str = END) -> Path:
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `hf`")
     names = ["[UNK]", end, *(f"w{n}" for n in range(50)), *(f"n{n}" for n in range(words))]
     model = tokenizers.models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
-    found = tokenizers.Tokenizer(model)
-    found.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    found.add_special_tokens([end])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([end])
     # What a fine-tuned model keeps in its file.
-    found.enable_truncation(max_length=4)
-    found.enable_padding(length=20)
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.enable_padding(length=20)
     folder.mkdir(parents=True, exist_ok=True)
-    found.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"

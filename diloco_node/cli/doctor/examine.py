@@ -220,7 +220,7 @@ def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[F
 def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Finding]:
     """Check what the learner's process needs. command: the user's own; empty: the built-in trainer."""
     config = patient.config
-    modules = start.preloaded(config, command)
+    modules = start.preload_modules(config, command)
     yield membership.preload(modules, probes.missing_modules(modules))
     errors = []
     if command and shutil.which(command[0]) is None:

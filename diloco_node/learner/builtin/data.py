@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco_node.errors import ConfigError
-from diloco_node.learner.builtin.permutation import U64, mixed, shuffled
+from diloco_node.learner.builtin.permutation import U64, mix, permute
 from diloco_node.learner.builtin.text_files import HELD_OUT_PERCENT, standard_library, text_files
 
 Windows = NDArray[np.uint8]
@@ -173,11 +173,11 @@ class RegionSampler:
     def batch_at(self, position: int) -> Windows:
         """The batch of this position, shape (batch, context + 1); the position stays as it is."""
         numbers = position * self._batch + np.arange(self._batch, dtype=np.int64)
-        epoch_keys = mixed(self._key ^ mixed((numbers // self.samples).astype(np.uint64)))
-        sample = shuffled(numbers % self.samples, self.samples, epoch_keys)
+        epoch_keys = mix(self._key ^ mix((numbers // self.samples).astype(np.uint64)))
+        sample = permute(numbers % self.samples, self.samples, epoch_keys)
         dealt = self._first + self._step * (sample // self._windows)
-        shard = shuffled(dealt, self._shards, self._deal_key)
-        shift = (mixed(~epoch_keys) % np.uint64(self._slack + 1)).astype(np.int64)
+        shard = permute(dealt, self._shards, self._deal_key)
+        shift = (mix(~epoch_keys) % np.uint64(self._slack + 1)).astype(np.int64)
         start = shard * self._shard_bytes + shift + sample % self._windows * self._context
         return windows_at(self._text, start, self._context)
 

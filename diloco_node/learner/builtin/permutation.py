@@ -22,7 +22,7 @@ _FIRST: Final = np.uint64(0xBF58_476D_1CE4_E5B9)
 _SECOND: Final = np.uint64(0x94D0_49BB_1331_11EB)
 
 
-def mixed(values: U64) -> U64:
+def mix(values: U64) -> U64:
     """Each value hashed to 64 bits that look drawn; a bijection.
 
     Args:
@@ -36,7 +36,7 @@ def mixed(values: U64) -> U64:
     return values ^ (values >> np.uint64(31))
 
 
-def shuffled(places: NDArray[np.int64], size: int, keys: U64) -> NDArray[np.int64]:
+def permute(places: NDArray[np.int64], size: int, keys: U64) -> NDArray[np.int64]:
     """Values at these places of a permutation of 0..size-1.
 
     Args:
@@ -50,7 +50,7 @@ def shuffled(places: NDArray[np.int64], size: int, keys: U64) -> NDArray[np.int6
     bits = max(2, (size - 1).bit_length())
     low = np.uint64(bits // 2)
     masks = (np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1))
-    round_keys = [mixed(keys)]
+    round_keys = [mix(keys)]
     while len(round_keys) < ROUNDS:
         round_keys.append(round_keys[-1] + _GOLDEN)
     values = _feistel(places.astype(np.uint64), round_keys, low, masks)

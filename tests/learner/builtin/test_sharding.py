@@ -37,9 +37,9 @@ def test_a_norm_of_a_whole_model_is_itself() -> None:
 def test_a_model_that_is_cut_trains_and_is_evaluated_like_copies_of_it(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("alpha beta gamma delta\n" * 40_000)
     shape = {"layers": 2, "dim": 16, "heads": 2, "context": 16}
-    shared = {**shape, "batch": 4, "schedule_steps": 5, "warmup_steps": 0, "eval_windows": 8, "eval_every": 2}
-    shared |= {"paths": [str(tmp_path / "words.txt")]}
-    copies, parts = outcomes(2, [shared | {"shard": shard} for shard in ("ddp", "fsdp")])
+    settings = {**shape, "batch": 4, "schedule_steps": 5, "warmup_steps": 0, "eval_windows": 8, "eval_every": 2}
+    settings |= {"paths": [str(tmp_path / "words.txt")]}
+    copies, cut = outcomes(2, [settings | {"shard": shard} for shard in ("ddp", "fsdp")])
     assert copies["val_loss"] < copies["loss_first"] - 0.2
-    assert parts["val_loss"] == pytest.approx(copies["val_loss"], abs=1e-4)
-    assert [line.split()[0] for line in parts["said"]] == ["step=2", "step=4", "step=5"]
+    assert cut["val_loss"] == pytest.approx(copies["val_loss"], abs=1e-4)
+    assert [line.split()[0] for line in cut["said"]] == ["step=2", "step=4", "step=5"]

@@ -41,9 +41,9 @@ def corpus_of_words(seed: int = 11) -> Corpus:
     return Corpus(train=whole[: 3 * SHARD_BYTES], held_out=whole[3 * SHARD_BYTES :], files=1, skipped=0)
 
 
-def settings_with(**changed: object) -> TrainerSettings:
+def settings_with(**changes: object) -> TrainerSettings:
     shape = asdict(TINY)
-    return TrainerSettings(**{**shape, "batch": 4, "schedule_steps": 30, "warmup_steps": 5, "eval_every": 0, **changed})
+    return TrainerSettings(**{**shape, "batch": 4, "schedule_steps": 30, "warmup_steps": 5, "eval_every": 0, **changes})
 
 
 class FakeRun:
@@ -140,14 +140,14 @@ def test_the_schedule_follows_the_global_step():
 
 
 def test_the_second_life_trains_the_batches_that_the_first_did_not(monkeypatch: pytest.MonkeyPatch):
-    drawn: list[int] = []
+    positions: list[int] = []
     plain = RegionSampler.batch_at
-    monkeypatch.setattr(RegionSampler, "batch_at", lambda self, at: (drawn.append(at), plain(self, at))[1])
+    monkeypatch.setattr(RegionSampler, "batch_at", lambda self, at: (positions.append(at), plain(self, at))[1])
     first, second = FakeRun(5, region_index=1, regions=3), FakeRun(4, region_index=1, regions=3)
     trained(settings_with(), first)
-    second.kept = {name: part.state_dict() for name, part in first.stateful.items()}
+    second.kept = {name: state.state_dict() for name, state in first.stateful.items()}
     trained(settings_with(), second)
-    assert drawn == list(range(9))
+    assert positions == list(range(9))
     assert second.stateful["data"].state_dict()["position"] == 9
 
 
@@ -155,35 +155,35 @@ def test_no_window_is_trained_twice_in_an_epoch_of_all_regions_even_over_a_resta
     """Each region trains its part to the last window, in two lives, and the batch after that begins the next epoch."""
     text = np.arange(3 * SHARD_BYTES // 4, dtype="<u4").view(np.uint8)
     corpus = Corpus(train=text, held_out=text[:4000], files=1, skipped=0)
-    trained: list[bytes] = []
+    windows_: list[bytes] = []
     plain = Trainer._inner_step
     monkeypatch.setattr(
         Trainer,
         "_inner_step",
-        lambda self, windows, **more: (trained.extend(map(bytes, windows)), plain(self, windows, **more))[1],
+        lambda self, windows, **more: (windows_.extend(map(bytes, windows)), plain(self, windows, **more))[1],
     )
     settings = settings_with(context=500, batch=8, eval_windows=1)
     whole = 3 * ((SHARD_BYTES - 1) // 500)
-    found: list[bytes] = []
+    all_windows: list[bytes] = []
     for region in range(2):
-        kept: dict[str, dict[str, int]] = {}
+        states: dict[str, dict[str, int]] = {}
         samples = (2, 1)[region] * ((SHARD_BYTES - 1) // 500)
         for steps in (3, -(-samples // 8) - 3):
             run = FakeRun(steps, region_index=region, regions=2)
-            run.kept = kept
+            run.kept = states
             Trainer(settings, corpus=corpus, say=lambda line: None).run(run.attach)
-            kept = {name: part.state_dict() for name, part in run.stateful.items()}
-        found += trained[:samples]
-        trained.clear()
-    assert len(found) == len(set(found)) == whole
+            states = {name: state.state_dict() for name, state in run.stateful.items()}
+        all_windows += windows_[:samples]
+        windows_.clear()
+    assert len(all_windows) == len(set(all_windows)) == whole
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_advice():
-    one = Trainer(settings_with(), corpus=corpus_of_words(), say=lambda line: None)
+    trainer = Trainer(settings_with(), corpus=corpus_of_words(), say=lambda line: None)
     with torch.no_grad():
-        next(one.model.parameters()).fill_(math.nan)
+        next(trainer.model.parameters()).fill_(math.nan)
     with pytest.raises(LearnerError, match=r"nan at step 1.*model\.lr"):
-        one.run(FakeRun(5).attach)
+        trainer.run(FakeRun(5).attach)
 
 
 def test_a_step_is_stretched_to_its_least_time(monkeypatch: pytest.MonkeyPatch):
@@ -211,8 +211,8 @@ def test_a_region_that_starts_does_not_import_the_compiler() -> None:
         "run.optimizer.load_state_dict(run.optimizer.state_dict()); "
         "sys.exit(1 if 'torch._dynamo' in sys.modules else 0)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_the_schedule_is_as_long_as_a_run_that_says_how_far_it_is_and_ends_at_zero():
@@ -263,9 +263,9 @@ def test_settings_come_from_the_file_that_the_environment_names(tmp_path: Path, 
     }
     path.write_text(json.dumps(sections))
     monkeypatch.setenv("DILOCO_TRAINER", str(path))
-    expected = TrainerSettings(dim=32, lr=0.01, paths=("x.txt",), seed=3)
-    assert settings_from(read_settings_file()) == expected
-    assert expected.shape == ModelSettings(dim=32)
+    settings = TrainerSettings(dim=32, lr=0.01, paths=("x.txt",), seed=3)
+    assert settings_from(read_settings_file()) == settings
+    assert settings.shape == ModelSettings(dim=32)
     monkeypatch.delenv("DILOCO_TRAINER")
     assert settings_from(read_settings_file()) == TrainerSettings()
 
