@@ -46,8 +46,8 @@ def test_the_median_learner_says_where_the_run_is() -> None:
 
 @pytest.mark.parametrize("lie", [2**40, 0])
 def test_one_learner_does_not_move_the_run_beyond_the_others(lie: int) -> None:
-    found = progress_of(near_with(a=lie, b=100, c=110), settings=BY_STEPS).position(now_ns=0)
-    assert 100 <= found.steps <= 110
+    result = progress_of(near_with(a=lie, b=100, c=110), settings=BY_STEPS).position(now_ns=0)
+    assert 100 <= result.steps <= 110
 
 
 def test_steps_of_earlier_incarnations_count() -> None:
