@@ -28,7 +28,7 @@ Change = Callable[[msg.Message], msg.Message | None]
 
 
 def said(small: Small, name: str, change: Change) -> Restore:
-    """A region says something else than it should; None: nothing. What it says to itself stays true."""
+    """A region says something else than it should; None: nothing. Its messages to itself stay true."""
     handlers = small.hosts[name].effects.handlers
     send = handlers[ev.Send]
 

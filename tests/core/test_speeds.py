@@ -74,7 +74,7 @@ def test_a_slow_region_can_lead(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_restart_of_a_slow_learner_does_not_end_the_run(patch: pytest.MonkeyPatch) -> None:
-    """Of the learners that are left the median is a fast one, which has made all the run's steps long ago."""
+    """The median of the remaining learners is a fast one, which has made all the run's steps long ago."""
     small = Small(patch, slower=SPEEDS["mixed"], steps_max=100)
     small.go(25)
     slow = small.hosts[sorted(small.hosts)[0]]

@@ -1,4 +1,4 @@
-"""Which folders count: a run is founded once, by all; a folder that was lost is replaced by two entries."""
+"""The folders that count: a run is founded once, by all; a folder that was lost is replaced by two entries."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_plan_without_sense_is_a_bug(steps: int, limit: int, included: int, ve
 
 
 def test_a_constant_gradient_by_hand() -> None:
-    """One learner, -1 a step, outer lr 1, momentum 0: carry-over loses nothing, overwrite tau of H steps."""
+    """A single learner, -1 a step, outer lr 1, momentum 0: carry-over loses nothing, overwrite tau of H steps."""
     for mode, expected in ((CARRY, [0, -4, -8, -12]), (OVERWRITE, [0, -4, -6, -8])):
         theta, base, snapshot = f32(0), f32(0), f32(0)
         global_theta, records = f32(0), [0.0]
@@ -84,7 +84,7 @@ def test_not_included_keeps_half_of_what_was_done_since_the_base() -> None:
 
 
 def test_work_in_every_second_round_adds_up_to_one_and_a_half_cycles() -> None:
-    """One learner, -1 a step, H = 4: in rounds 2, 4, ..., it brings its last cycle and half of the other."""
+    """A single learner, -1 a step, H = 4: in rounds 2, 4, ..., it brings its last cycle and half of the other."""
     theta, base, global_theta = f32(0), f32(0), f32(100)
     theta = theta + global_theta
     base, records = global_theta.copy(), []

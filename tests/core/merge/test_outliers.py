@@ -31,7 +31,7 @@ def of(name: str, *norms: float, steps: int = 16) -> Contribution:
 def clipped(
     *contributions: Contribution, sizes: tuple[int, ...] = ONE, recent: RecentRounds | None = None
 ) -> list[float]:
-    """Of each contribution the part of its first piece."""
+    """Return the part that counts of each contribution's first piece."""
     return [row[0] for row in clips(contributions, sizes, recent or RecentRounds())]
 
 

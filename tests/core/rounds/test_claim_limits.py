@@ -1,4 +1,4 @@
-"""What one learner may claim of itself: honest regions of any size pass, one wrong number does not."""
+"""Limits of a learner's claims about itself: honest regions of any size pass, one wrong number does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who failed a ballot: found from what the regions report, never from the word of one of them."""
+"""Culprits of a failed ballot: found from what the regions report, never from the word of one of them."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_payload_of_an_abandoned_ballot_counts_for_nothing() -> None:
 
 
 def commit_with(office: Office, names: str, version: int, start: dict[str, int], step: int) -> RoundBody:
-    """One round of fragment 0 with these members, carried to its commit."""
+    """Carry a round of fragment 0 with these members to its commit."""
     office.now_ns += SECOND
     office.report(status(step, f0=position(base=version - 1, mark=step - 9), f1=position(mark=step)))
     announcement = next(announcement for announcement in ballots(office.go()) if announcement.fragment == 0)
@@ -478,7 +478,7 @@ def test_lie_in_a_header_raises_an_alarm_and_the_round_goes_on_without_it() -> N
 
 
 def norms_of(announcement: BallotOpened, index: int, *, lie: Iterable[str] = ()) -> ReductionReported:
-    """What a reducer says of three equal contributions; of some of them it lies."""
+    """Return a reducer's report of three equal contributions; about some of them it lies."""
     rows = tuple(((9.0 if name in lie else 4.0 / 3),) * pieces(0) for name in REGIONS)
     return ReductionReported(announcement.ballot, index, (1.0,) * pieces(0), rows, bytes([index]) * 32)
 

@@ -67,7 +67,7 @@ TAKE = TakeSnapshot(0, 1, 0)
 
 
 LACKS_ALL = Send("a", MergedReceived(FIRST, (b"",) * len(STRIPES)))
-"""What a region adds when it is asked again: no merged stripe is here."""
+"""The answer that a region adds when it is asked again: no merged stripe is here."""
 
 
 class Place:

@@ -58,7 +58,7 @@ def test_steps_of_earlier_incarnations_count() -> None:
 
 
 def test_a_learner_that_is_away_counts_with_what_the_ledger_has_of_it() -> None:
-    """Of 50, 60 and 240 steps the median is 60; without the slow one for a moment it would be 240, or 60 of two."""
+    """The median of 50, 60 and 240 steps is 60; without the slow one for a moment it would be 240, or 60 of two."""
     rounds = [committed_round(0, 1, [contribution("a", steps=(0, 50)), contribution("b", steps=(0, 58))])]
     near = near_with(a=50, b=60, c=240)
     progress = progress_of(near, *rounds, settings=BY_STEPS)
