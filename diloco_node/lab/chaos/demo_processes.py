@@ -66,12 +66,12 @@ class HeldProcess:
 @contextlib.contextmanager
 def held(processes: list[Process]) -> Iterator[list[HeldProcess]]:
     """Those of them that are still there."""
-    found = [one for process in processes if (one := HeldProcess.hold(process)) is not None]
+    handles = [handle for process in processes if (handle := HeldProcess.hold(process)) is not None]
     try:
-        yield found
+        yield handles
     finally:
-        for one in found:
-            one.close()
+        for handle in handles:
+            handle.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,8 @@ class DemoFile:
             if document["format"] != _FORMAT:
                 raise ValueError(f"format {document['format']!r}, not {_FORMAT}")
             supervisors = {
-                str(name): None if one is None else _process(one) for name, one in document["regions"].items()
+                str(name): None if document is None else _process(document)
+                for name, document in document["regions"].items()
             }
             return cls(folder, _process(document["demo"]), supervisors)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -138,11 +139,11 @@ class DemoFile:
         """Where the daemons of this demo look for faults."""
         return self.folder / FAULTS_FOLDER
 
-    def find(self, target: FaultTarget, *, attached: int | None = None) -> list[Process]:
+    def find(self, target: FaultTarget, *, learner_pid: int | None = None) -> list[Process]:
         """The processes of a target that are there now, the supervisor first.
 
         Args:
-            attached: the number of the process that the daemon names as its learner, if it does. Only that number
+            learner_pid: the number of the process that the daemon names as its learner, if it does. Only that number
                 among the region's own learner processes counts.
 
         Raises:
@@ -154,12 +155,16 @@ class DemoFile:
         if supervisor is None or not is_alive(supervisor):
             return []
         state = f"DILOCO_STATE={(self.folder / target.region).resolve()}"
-        parts = {
+        processes = {
             "supervisor": [supervisor],
             "daemon": marked(state, f"DILOCO_CHILD=daemon-{supervisor.pid}"),
-            "learner": _learner(marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}"), attached),
+            "learner": _learner(marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}"), learner_pid),
         }
-        return [one for part in parts.values() for one in part] if target.part == REGION else parts[target.part]
+        return (
+            [process for group in processes.values() for process in group]
+            if target.part == REGION
+            else processes[target.part]
+        )
 
 
 def is_alive(process: Process) -> bool:
@@ -195,29 +200,33 @@ def running_demo() -> Path:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    found = []
+    folders = []
     for path in sorted(Path("runs").glob(f"*/{DEMO_FILE}")):
         with contextlib.suppress(ConfigError):
             if DemoFile.load(path.parent).is_running:
-                found.append(path.parent)
-    if len(found) != 1:
-        here = "no demo runs" if not found else f"{len(found)} demos run ({', '.join(map(str, found))})"
+                folders.append(path.parent)
+    if len(folders) != 1:
+        here = "no demo runs" if not folders else f"{len(folders)} demos run ({', '.join(map(str, folders))})"
         raise ConfigError(f"{here} in runs/ here: name its folder with --folder")
-    return found[0]
+    return folders[0]
 
 
 def marked(*settings: str) -> list[Process]:
     """Processes, the oldest first, whose environment holds all of these settings; never this one."""
-    wanted, found = [one.encode() for one in settings], []
+    settings_wanted, processes = [setting.encode() for setting in settings], []
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal() or int(path.name) == os.getpid():
             continue
         process = process_of(int(path.name))
         environment = _words(int(path.name), "environ")
         # Looked at before and after: else the environment may be that of an earlier process of this number.
-        if all(one in environment for one in wanted) and process is not None and process_of(process.pid) == process:
-            found.append(process)
-    return sorted(found, key=lambda one: (one.start_ticks, one.pid))
+        if (
+            all(setting in environment for setting in settings_wanted)
+            and process is not None
+            and process_of(process.pid) == process
+        ):
+            processes.append(process)
+    return sorted(processes, key=lambda process: (process.start_ticks, process.pid))
 
 
 def _words(pid: int, file: str) -> list[bytes]:
@@ -227,15 +236,15 @@ def _words(pid: int, file: str) -> list[bytes]:
     return []
 
 
-def _learner(family: list[Process], attached: int | None) -> list[Process]:
+def _learner(family: list[Process], learner_pid: int | None) -> list[Process]:
     """Of a learner, what launched it, and what it is forked from: what trains.
 
     The one that is attached; if none is, the newest of those that have no child among them and are no fork server.
     """
-    if known := [process for process in family if process.pid == attached]:
-        return known
+    if named := [process for process in family if process.pid == learner_pid]:
+        return named
     parents = {_stat(process.pid)[1] for process in family}
-    return [one for one in family if str(one.pid) not in parents and not _is_fork_server(one.pid)][-1:]
+    return [process for process in family if str(process.pid) not in parents and not _is_fork_server(process.pid)][-1:]
 
 
 def _is_fork_server(pid: int) -> bool:

@@ -51,14 +51,14 @@ def up(
     if choice.backend == "none":
         raise ConfigError(f"no WAN can be emulated here: {choice.why}")
     state = emulation.up(file, run=run_name(name or file.stem), choice=choice, seed=seed)
-    measured = _measure(state) if probe else None
+    pairs = _measure(state) if probe else None
     if as_json:
-        typer.echo(json.dumps({**_document(state), "pairs": measured}))
+        typer.echo(json.dumps({**_document(state), "pairs": pairs}))
         return
     typer.echo(f"{state.run}: back-end {choice.backend}, {choice.why}")
     for place in state.places():
         typer.echo(f"  {place.region:<14} {place.address:<12} ip netns exec {place.namespace} COMMAND")
-    _echo_pairs(measured)
+    _echo_pairs(pairs)
     typer.echo(f"end it with: diloco-node wan down {state.run}")
 
 
@@ -74,18 +74,18 @@ def down(
     from diloco_node.lab.wan.namespaces import PROBE, named
 
     _need_root()
-    known = state.runs()
+    run_names = state.runs()
     if everything:
-        wanted = known
+        chosen_names = run_names
     elif name is not None:
-        wanted = [named(name, known) or name]
-    elif len(lasting := [run for run in known if not run.startswith(PROBE)]) <= 1:
-        wanted = lasting
+        chosen_names = [named(name, run_names) or name]
+    elif len(lasting := [run for run in run_names if not run.startswith(PROBE)]) <= 1:
+        chosen_names = lasting
     else:
-        raise ConfigError(f"several emulations are there: {', '.join(known)}; name one, or give --all")
-    if not wanted:
+        raise ConfigError(f"several emulations are there: {', '.join(run_names)}; name one, or give --all")
+    if not chosen_names:
         typer.echo("no emulation is there")
-    for run in wanted:
+    for run in chosen_names:
         for line in emulation.down(run):
             typer.echo(line)
 
@@ -94,29 +94,29 @@ def down(
 def cut(
     *,
     region: Annotated[str, typer.Argument(metavar="REGION")],
-    other: OtherOption = "",
+    peer: OtherOption = "",
     one_way: OneWayOption = "",
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Cut a region off: from everyone or from one, both ways or one way. `heal` with the same words takes it back."""
-    _send("cut", region, other, one_way, name=name, as_json=as_json)
+    _send("cut", region, peer, one_way, name=name, as_json=as_json)
 
 
 @app.command()
 def heal(
     *,
     region: Annotated[str | None, typer.Argument(metavar="[REGION]", help="Default: all of them.")] = None,
-    other: OtherOption = "",
+    peer: OtherOption = "",
     one_way: OneWayOption = "",
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Take back cuts and changes: without options all that names the region, without a region all there are."""
     if region is not None:
-        _send("heal", region, other, one_way, name=name, as_json=as_json)
+        _send("heal", region, peer, one_way, name=name, as_json=as_json)
         return
-    if other or one_way:
+    if peer or one_way:
         raise ConfigError("--from and --one-way say which path of a region: name the region, or leave them out")
     from diloco_node.lab.wan import emulation
 
@@ -133,7 +133,7 @@ def heal(
 def set_path(
     *,
     region: Annotated[str, typer.Argument(metavar="REGION")],
-    other: OtherOption = "",
+    peer: OtherOption = "",
     one_way: OneWayOption = "",
     delay: Annotated[str | None, typer.Option("--delay", help="One way, such as 80ms.")] = None,
     jitter: Annotated[str | None, typer.Option("--jitter", help="Such as 5ms.")] = None,
@@ -149,7 +149,7 @@ def set_path(
     _send(
         "set",
         region,
-        other,
+        peer,
         one_way,
         name=name,
         as_json=as_json,
@@ -167,21 +167,21 @@ def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
 
     _need_root()
     state = emulation.find(name)
-    told = emulation.command(state, {"do": "status"})
+    answer = emulation.command(state, {"do": "status"})
     if as_json:
-        typer.echo(json.dumps({**_document(state), **told}))
+        typer.echo(json.dumps({**_document(state), **answer}))
         return
     typer.echo(f"{state.run}: back-end {state.backend}, {state.why}")
-    typer.echo(f"in force: {', '.join(told['conditions']) or 'nothing, all links are as in the file'}")
-    for line in told["log"]:
+    typer.echo(f"in force: {', '.join(answer['conditions']) or 'nothing, all links are as in the file'}")
+    for line in answer["log"]:
         typer.echo(f"  {line}")
-    for pair in told.get("pairs", []):
+    for pair in answer.get("pairs", []):
         typer.echo(
             f"  {pair['from']:>14} -> {pair['to']:<14} {pair['bytes_passed']:>14,} bytes, "
             f"{pair['packets_lost']} packets lost, {pair['packets_overflowed']} overflowed, {pair['packets_cut']} cut"
         )
-    if "qdiscs" in told:
-        typer.echo(told["qdiscs"])
+    if "qdiscs" in answer:
+        typer.echo(answer["qdiscs"])
 
 
 @app.command()
@@ -197,14 +197,14 @@ def measure(*, name: NameOption = None, as_json: JsonOption = False) -> None:
         _echo_pairs(pairs)
 
 
-def _send(what: str, region: str, other: str, one_way: str, *, name: str | None, as_json: bool, **values: Any) -> None:
+def _send(verb: str, region: str, peer: str, one_way: str, *, name: str | None, as_json: bool, **values: Any) -> None:
     from diloco_node.lab.wan import emulation
 
     _need_root()
     if one_way not in ("", "out", "in"):
         raise ConfigError(f"--one-way is {one_way!r}: use out or in")
     state = emulation.find(name)
-    command = {"do": what, "region": region, "other": other, "direction": one_way or "both", **values}
+    command = {"do": verb, "region": region, "other": peer, "direction": one_way or "both", **values}
     _show_answer(emulation.command(state, command), as_json=as_json)
 
 

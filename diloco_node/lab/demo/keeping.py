@@ -97,8 +97,8 @@ class RegionKeeper:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
-        ended = await asyncio.gather(*(self._end(region) for region in self.regions), return_exceptions=True)
-        for error in ended:
+        results = await asyncio.gather(*(self._end(region) for region in self.regions), return_exceptions=True)
+        for error in results:
             if error is not None:
                 raise error
 
@@ -151,11 +151,11 @@ class RegionKeeper:
 
     async def _kill_left(self, region: RegionProcess) -> None:
         until_s = time.monotonic() + GONE_S
-        while found := await asyncio.to_thread(left_behind, region.state_dir):
+        while processes := await asyncio.to_thread(left_behind, region.state_dir):
             if time.monotonic() > until_s:
-                pids = ", ".join(str(one.pid) for one in found)
+                pids = ", ".join(str(process.pid) for process in processes)
                 raise DilocoError(f"region {region.name}: processes {pids} do not end; look at what holds them up")
-            with held(found) as children:
+            with held(processes) as children:
                 for child in children:
                     child.send(signal.SIGKILL)
             await asyncio.sleep(GONE_POLL_S)

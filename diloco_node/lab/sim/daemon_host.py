@@ -52,8 +52,8 @@ class LinkedLearner(FakeLearner):
         port.check_lent(offer)
         super()._apply(replace(offer, theta=offer.theta.copy()))
         position = self.parts[offer.fragment].position
-        applied = learner_link.OfferApplied(offer.fragment, position.base_version, position, 1.0, 0)
-        port.say(applied)
+        answer = learner_link.OfferApplied(offer.fragment, position.base_version, position, 1.0, 0)
+        port.say(answer)
 
 
 class ObservedCore:
@@ -121,8 +121,8 @@ class DaemonHost(Host):
     hands: Effects
     transport: FakeTransport
 
-    def __init__(self, name: str, **given: Any) -> None:
-        super().__init__(name, **given)
+    def __init__(self, name: str, **arguments: Any) -> None:
+        super().__init__(name, **arguments)
         self.disk = self.folder_disk = FolderDisk(id=self.disk.id)
         self.break_chance = self.drop_chance = 0.0
         self.spoil_effects: Callable[[Effects], None] = lambda _: None
@@ -172,10 +172,10 @@ class DaemonHost(Host):
             background=threads(1, BACKGROUND_NS_MAX),
             disk=threads(1, MS // 10),
         )
-        recovered = store.load(len(self.setup.layouts))
+        recovery = store.load(len(self.setup.layouts))
         parameters = Parameters(manifest, settings, store, pools.pool, files=pools.files, background=pools.background)
         self.plane = cast(Any, RealPlane(parameters))
-        self.core = self.make_core(self.name, self.setup, recovered, self.world.rng.getrandbits(63), self.world.now_ns)
+        self.core = self.make_core(self.name, self.setup, recovery, self.world.rng.getrandbits(63), self.world.now_ns)
         self.transport = FakeTransport(self, life, self._lives)
         self._proxy = LearnerProxy(
             region=self.name,
@@ -206,8 +206,8 @@ class DaemonHost(Host):
             save_counter_file=lambda incarnation, _: store.save_counters(incarnation, self._counted(incarnation)),
         )
         self.spoil_effects(self.hands)
-        observed = cast(RegionCore, ObservedCore(self.core, self))
-        self._pump = Pump(observed, self.hands.perform, self._now_ns, on_fault=partial(self._broke, life))
+        core = cast(RegionCore, ObservedCore(self.core, self))
+        self._pump = Pump(core, self.hands.perform, self._now_ns, on_fault=partial(self._broke, life))
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
         self._observer.daemon_started(self)
         self.network.daemon_changed(self.name)
@@ -317,10 +317,10 @@ class DaemonHost(Host):
         self.world.note(self.name, "learner started", b"learner")
         self._attach_learner()
 
-    def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:
+    def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
         """See LearnerPort. A process that was not welcomed has no counters."""
         if incarnation != learner_link.NEW_PROCESS:
-            super().persist_counters(incarnation, steps, tokens, done)
+            super().persist_counters(incarnation, steps, tokens, on_done)
 
     async def _save_counters(self, incarnation: int) -> None:
         await self.hands.disk.save_counters(incarnation, self._proxy.counters)

@@ -105,7 +105,7 @@ class FolderDisk(Disk):
 
     def versions(self, fragment: int) -> list[int]:
         """Of the states of a fragment, sorted."""
-        return sorted(version for one, version in self.older_states if one == fragment)
+        return sorted(version for number, version in self.older_states if number == fragment)
 
     def find_newest(self, fragment: int) -> None:
         """Keep `states` true."""
@@ -157,20 +157,20 @@ class FakeStore:
         self._term = disk.term
         self._vote = disk.voted_for
 
-    def wait_for_disk(self, what: str) -> int:
+    def wait_for_disk(self, operation: str) -> int:
         """One fsync; its time is added. Raises StorageError if the disk refuses."""
         ns = self._fsync_ns()
         self._time.add(ns)
         if self._disk.is_full:
-            raise StorageError(f"can't {what}: No space left on device")
+            raise StorageError(f"can't {operation}: No space left on device")
         if self._disk.fsync_failures:
             self._disk.fsync_failures -= 1
-            raise StorageError(f"can't {what}: Input/output error")
+            raise StorageError(f"can't {operation}: Input/output error")
         return ns
 
-    def _write_file(self, what: str, write: Callable[[], None]) -> None:
+    def _write_file(self, operation: str, write: Callable[[], None]) -> None:
         """A whole file, renamed when it is complete: there or not."""
-        self.wait_for_disk(what)
+        self.wait_for_disk(operation)
         self._disk.late_writes.append(write)
         self._durable(partial(self._disk.fsync_write, write))
 
@@ -252,11 +252,11 @@ class FakeStore:
     def read_payload(self, fragment: int, version: int, digest: bytes) -> U8:
         """See RegionStore."""
         key = (fragment, version, digest)
-        stored = self._disk.payloads.get(key)
-        if stored is None or key in self._disk.damaged:
+        payload = self._disk.payloads.get(key)
+        if payload is None or key in self._disk.damaged:
             self._disk.set_aside_payload(key)
             raise DamagedFile(f"payload {fragment}.{version}: fetch it from a peer")
-        return np.frombuffer(stored.data, np.uint8).copy()
+        return np.frombuffer(payload.data, np.uint8).copy()
 
     def store_state(self, fragment: int, version: int, theta: F32, momentum: F32, digest: bytes) -> None:
         """See RegionStore."""
@@ -299,18 +299,18 @@ class FakeStore:
             if key[1] < keep_from_version and key[1] <= oldest_kept:
                 self._disk.drop_payload(key)
 
-    def save_counters(self, incarnation: int, counted: tuple[int, int]) -> None:
+    def save_counters(self, incarnation: int, counters: tuple[int, int]) -> None:
         """What an incarnation of the learner has trained; it never goes back."""
 
         def write() -> None:
-            held = self._disk.counters.get(incarnation, (0, 0))
-            self._disk.counters[incarnation] = max(held, counted)
+            counters_before = self._disk.counters.get(incarnation, (0, 0))
+            self._disk.counters[incarnation] = max(counters_before, counters)
 
         self._write_file("save counters", write)
 
-    def write_final(self, done: Callable[[], None]) -> None:
-        """The final model; `done` is called when it is durable."""
-        self._write_file("write the final model", done)
+    def write_final(self, on_done: Callable[[], None]) -> None:
+        """The final model; `on_done` is called when it is durable."""
+        self._write_file("write the final model", on_done)
 
     def close(self) -> None:
         """Nothing is open."""

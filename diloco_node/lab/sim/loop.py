@@ -227,8 +227,8 @@ class VirtualThreads(Executor):
         self._disk.begin()
         try:
             result = call(*args)
-        except Exception as raised:  # noqa: BLE001 - as a thread does
-            error = raised
+        except Exception as failure:  # noqa: BLE001 - as a thread does
+            error = failure
         work = self._disk.take()
         if work is None:
             self._done(future, result, error)

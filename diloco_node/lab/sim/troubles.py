@@ -90,9 +90,9 @@ class Troubles:
         """Bytes of a payload or state change; found when they are read. Every region but this one has it whole."""
         here = self._pick()
         disk = here.folder_disk
-        others = [host.folder_disk for host in self._hosts.values() if host is not here]
-        payloads = [key for key in sorted(disk.payloads) if _is_safe(others, key)]
-        states = [key for key in sorted(disk.older_states) if _is_safe(others, key)]
+        disks = [host.folder_disk for host in self._hosts.values() if host is not here]
+        payloads = [key for key in sorted(disk.payloads) if _is_safe(disks, key)]
+        states = [key for key in sorted(disk.older_states) if _is_safe(disks, key)]
         if disk.damaged or not payloads + states:
             return None
         keys: list[RottenKey] = [*payloads, *states]
@@ -138,10 +138,10 @@ class Troubles:
         return partial(setattr, host, "drop_chance", 0.0)
 
 
-def _is_safe(others: list[FolderDisk], key: RottenKey) -> bool:
+def _is_safe(disks: list[FolderDisk], key: RottenKey) -> bool:
     """The others can stand in for it: nothing of this fragment is damaged there, and they have a state of it."""
     fragment = key[0]
-    return all(fragment in disk.states and not any(one[0] == fragment for one in disk.damaged) for disk in others)
+    return all(fragment in disk.states and not any(key[0] == fragment for key in disk.damaged) for disk in disks)
 
 
 def _nothing() -> None:

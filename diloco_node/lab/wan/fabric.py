@@ -88,16 +88,16 @@ class Fabric:
         loss_log = self._paths[source * self._count + target].loss_log
         if loss_log == 0.0:
             return []
-        lost: list[int] = []
+        numbers: list[int] = []
         at = -1
         while True:
             # The gap to the next loss is geometric: one random number per loss instead of one per packet.
             at += 1 + (int(math.log(1.0 - self._random.random()) / loss_log) if loss_log > -math.inf else 0)
             if at >= packets:
                 break
-            lost.append(at)
-        self.counters[source * self._count + target].packets_lost += len(lost)
-        return lost
+            numbers.append(at)
+        self.counters[source * self._count + target].packets_lost += len(numbers)
+        return numbers
 
     def admit(self, source: int, target: int, size: int, packets: int, *, now_ns: int) -> tuple[int, int] | None:
         """A packet left its region.

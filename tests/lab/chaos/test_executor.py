@@ -106,11 +106,11 @@ def test_the_learner_that_is_attached_is_struck_and_not_what_it_was_forked_from(
     demo.start_child("a", "learner", demo.pid("a.supervisor"))
     file, target = DemoFile.load(demo.folder), FaultTarget("a", "learner")
     assert [one.pid for one in file.find(target)] == [demo.pid("a.learner")]
-    assert [one.pid for one in file.find(target, attached=attached)] == [attached]
+    assert [one.pid for one in file.find(target, learner_pid=attached)] == [attached]
     # What the daemon names is no learner of this region: an old number, or nonsense.
     for other in (demo.pid("b.learner"), demo.pid("a.daemon"), os.getpid(), 0, -1):
-        assert [one.pid for one in file.find(target, attached=other)] == [demo.pid("a.learner")]
-    made = FaultExecutor(lambda: file, now_ns=lambda: 0, attached={"a": attached}.get, sleep=no_wait)
+        assert [one.pid for one in file.find(target, learner_pid=other)] == [demo.pid("a.learner")]
+    made = FaultExecutor(lambda: file, now_ns=lambda: 0, learner_pid={"a": attached}.get, sleep=no_wait)
     assert asyncio.run(made.strike(PlannedFault(0, "kill", target))).pids == (attached,)
     demo.until_ended("a.attached")
     assert demo.ended() == {"a.attached": signal.SIGKILL}
@@ -248,7 +248,10 @@ def test_a_plan_strikes_at_its_times_and_what_lasts_holds_nothing_up(demo: MadeU
 
     async def run() -> None:
         made = FaultExecutor(
-            lambda: DemoFile.load(demo.folder), now_ns=lambda: int(now[0] * NS_PER_S), told=told.append, sleep=sleep
+            lambda: DemoFile.load(demo.folder),
+            now_ns=lambda: int(now[0] * NS_PER_S),
+            on_strike=told.append,
+            sleep=sleep,
         )
         target, at_s = FaultTarget("a", "daemon"), (1.0, 2.0, 3.0)
         plan = FaultPlan(
