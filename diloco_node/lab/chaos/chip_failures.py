@@ -27,7 +27,7 @@ RETURNS_BEFORE: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class FailureModel:
-    """What the paper leaves open.
+    """Values that the paper leaves open.
 
     Attributes:
         step_s: of an inner step.

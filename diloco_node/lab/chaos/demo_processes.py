@@ -31,15 +31,15 @@ _FORKED_NO_EXEC: Final = 0x40
 """Where the kernel's flags stand in /proc/PID/stat behind the name, and the one of a fork that runs no new program."""
 
 
-class HeldProcess:
-    """One process by a descriptor: whatever happens to its number, a signal reaches this one or nobody."""
+class ProcessHandle:
+    """Handle of a process: a signal reaches this process or nobody, whatever happens to its number."""
 
     def __init__(self, process: Process, descriptor: int) -> None:
         self.process = process
         self._descriptor = descriptor
 
     @classmethod
-    def hold(cls, process: Process) -> HeldProcess | None:
+    def hold(cls, process: Process) -> ProcessHandle | None:
         """None if it has ended."""
         try:
             descriptor = os.pidfd_open(process.pid)
@@ -64,9 +64,9 @@ class HeldProcess:
 
 
 @contextlib.contextmanager
-def held(processes: list[Process]) -> Iterator[list[HeldProcess]]:
-    """Those of them that are still there."""
-    handles = [handle for process in processes if (handle := HeldProcess.hold(process)) is not None]
+def hold_all(processes: list[Process]) -> Iterator[list[ProcessHandle]]:
+    """Hold those processes that are still there, until the end of the block."""
+    handles = [handle for process in processes if (handle := ProcessHandle.hold(process)) is not None]
     try:
         yield handles
     finally:
@@ -76,7 +76,7 @@ def held(processes: list[Process]) -> Iterator[list[HeldProcess]]:
 
 @dataclass(frozen=True, slots=True)
 class DemoFile:
-    """What `demo.json` says.
+    """Contents of `demo.json`.
 
     Attributes:
         folder: of the demo, with a folder for each region. demo: the process of the demo.
@@ -157,8 +157,8 @@ class DemoFile:
         state = f"DILOCO_STATE={(self.folder / target.region).resolve()}"
         processes = {
             "supervisor": [supervisor],
-            "daemon": marked(state, f"DILOCO_CHILD=daemon-{supervisor.pid}"),
-            "learner": _learner(marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}"), learner_pid),
+            "daemon": find_marked(state, f"DILOCO_CHILD=daemon-{supervisor.pid}"),
+            "learner": _learner(find_marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}"), learner_pid),
         }
         return (
             [process for group in processes.values() for process in group]
@@ -183,15 +183,15 @@ def _state(process: Process) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What stands in /proc/PID/stat behind the name; nothing but empty texts if it is gone."""
+    """Return the fields of /proc/PID/stat behind the name; empty texts for a process that is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     return [""] * (_FLAGS + 1)
 
 
-def left_behind(state_dir: Path) -> list[Process]:
+def find_left_behind(state_dir: Path) -> list[Process]:
     """Processes that a dead supervisor of this folder has left."""
-    return marked(f"DILOCO_STATE={state_dir.resolve()}")
+    return find_marked(f"DILOCO_STATE={state_dir.resolve()}")
 
 
 def running_demo() -> Path:
@@ -211,7 +211,7 @@ def running_demo() -> Path:
     return folders[0]
 
 
-def marked(*settings: str) -> list[Process]:
+def find_marked(*settings: str) -> list[Process]:
     """Processes, the oldest first, whose environment holds all of these settings; never this one."""
     settings_wanted, processes = [setting.encode() for setting in settings], []
     for path in Path("/proc").iterdir():
@@ -237,7 +237,7 @@ def _words(pid: int, file: str) -> list[bytes]:
 
 
 def _learner(family: list[Process], learner_pid: int | None) -> list[Process]:
-    """Of a learner, what launched it, and what it is forked from: what trains.
+    """Return the process that trains: neither a learner's launcher nor the process that it was forked from.
 
     The one that is attached; if none is, the newest of those that have no child among them and are no fork server.
     """
@@ -248,7 +248,7 @@ def _learner(family: list[Process], learner_pid: int | None) -> list[Process]:
 
 
 def _is_fork_server(pid: int) -> bool:
-    """Whether it was started as one. What was forked from it has the same command line, but has started no program."""
+    """Whether it was started as a fork server. Its forks have the same command line, but started no program."""
     return os.fsencode(FORK_SERVER) in _words(pid, "cmdline") and not int(_stat(pid)[_FLAGS] or "0") & _FORKED_NO_EXEC
 
 

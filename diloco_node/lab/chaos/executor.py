@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.lab.chaos.demo_processes import DemoFile, HeldProcess, held
+from diloco_node.lab.chaos.demo_processes import DemoFile, ProcessHandle, hold_all
 from diloco_node.lab.chaos.fault_files import fault_file, switch_off, switch_on
 from diloco_node.lab.chaos.fault_plan import DAEMON_ONLY, REGION, FaultPlan, FaultTarget, PlannedFault, check_fault
 from diloco_node.numeric import NS_PER_S
@@ -28,7 +28,7 @@ Sleep = Callable[[float], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class StruckFault:
-    """What became of a fault.
+    """Outcome of a fault.
 
     Attributes:
         at_ns: when it was carried out, on the plan's clock.
@@ -78,10 +78,10 @@ class FaultExecutor:
         learner_pid: Callable[[str], int | None] = lambda _: None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.struck: list[StruckFault] = []
+        self.strikes: list[StruckFault] = []
         self._load = load
         self._now_ns = now_ns
-        self._told = on_strike
+        self._on_strike = on_strike
         self._attached = learner_pid
         self._sleep = sleep
         self._stops: Counter[Process] = Counter()
@@ -104,8 +104,8 @@ class FaultExecutor:
         check_fault(fault)
         demo = await asyncio.to_thread(self._load)
         learner_pid = await asyncio.to_thread(self._attached, fault.target.region)
-        processes = await asyncio.to_thread(demo.find, _whom(fault), attached=learner_pid)
-        with held(processes) as handles:
+        processes = await asyncio.to_thread(demo.find, _struck_target(fault), learner_pid=learner_pid)
+        with hold_all(processes) as handles:
             number = SIGNALS.get(fault.kind)
             victims = [handle for handle in handles if number is None or handle.send(number)]
             strike = self._note(fault, tuple(victim.process.pid for victim in victims))
@@ -122,7 +122,7 @@ class FaultExecutor:
         finally:
             switch_off(file, until_ns)
 
-    async def _hold_up(self, handles: Sequence[HeldProcess], fault: PlannedFault) -> None:
+    async def _hold_up(self, handles: Sequence[ProcessHandle], fault: PlannedFault) -> None:
         """Stop and continue them: once, or in turns that leave a slow one a part of its time."""
         turns, stop_s, run_s = 1, fault.lasts_ns / NS_PER_S, 0.0
         if fault.kind == "slow":
@@ -133,7 +133,7 @@ class FaultExecutor:
             await self._sleep(run_s)
 
     @contextlib.contextmanager
-    def _stopped(self, handles: Sequence[HeldProcess]) -> Iterator[None]:
+    def _stopped(self, handles: Sequence[ProcessHandle]) -> Iterator[None]:
         """SIGSTOP, and SIGCONT at the end: of a process that several faults stop, at the end of the last one."""
         for handle in handles:
             self._stops[handle.process] += 1
@@ -148,13 +148,13 @@ class FaultExecutor:
 
     def _note(self, fault: PlannedFault, pids: tuple[int, ...]) -> StruckFault:
         strike = StruckFault(self._now_ns(), fault, pids)
-        self.struck.append(strike)
-        self._told(strike)
+        self.strikes.append(strike)
+        self._on_strike(strike)
         return strike
 
 
-def _whom(fault: PlannedFault) -> FaultTarget:
-    """Whose processes are looked for."""
+def _struck_target(fault: PlannedFault) -> FaultTarget:
+    """Return the processes to look for."""
     region = fault.target.region
     if fault.kind in DAEMON_ONLY:
         return FaultTarget(region, "daemon")

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, order=True)
 class FaultTarget:
-    """Whom a fault strikes: a region's daemon, learner or supervisor, or all three (`part` is REGION)."""
+    """Target of a fault: a region's daemon, learner or supervisor, or all three (`part` is REGION)."""
 
     region: str
     part: str = REGION
@@ -49,7 +49,7 @@ class FaultTarget:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """One fault.
+    """A fault at its time.
 
     Attributes:
         at_ns: from the beginning of the training.
@@ -70,7 +70,7 @@ class FaultPlan:
     faults: tuple[PlannedFault, ...]
 
     def until(self, end_ns: int) -> FaultPlan:
-        """Those that begin before `end_ns`; none of them lasts longer than that."""
+        """Return the faults that begin before `end_ns`, cut there."""
         return FaultPlan(
             tuple(
                 PlannedFault(fault.at_ns, fault.kind, fault.target, min(fault.lasts_ns, end_ns - fault.at_ns))
@@ -86,7 +86,7 @@ def draw_gap(rng: random.Random, mean: float) -> float:
 
 
 def draw_one(rng: random.Random, odds: Mapping[T, int]) -> T:
-    """One of them, as often as its odds say. Iterates in the mapping's order."""
+    """Draw an item as often as its odds say. Iterates in the mapping's order."""
     return rng.choices(list(odds), list(odds.values()))[0]
 
 

@@ -1,4 +1,4 @@
-"""A picture of a run: each region's life over time, its merges, and what struck it. One SVG, no script. Pure."""
+"""Picture of a run: each region's life, its merges, and what struck it. A single SVG without scripts. Pure."""
 
 from __future__ import annotations
 

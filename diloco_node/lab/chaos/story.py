@@ -1,4 +1,4 @@
-"""What a run did over its time, from samples of its regions and from its ledger: the figures of a report. Pure.
+"""Story of a run, from samples of its regions and from its ledger: the figures of a report. Pure.
 
 All times are nanoseconds from the beginning of the training; before it they are negative. The window is the training:
 from 0 to its end, without the order to finish and what follows it.
@@ -24,7 +24,7 @@ MINUTE_NS: Final = 60 * NS_PER_S
 
 @dataclass(frozen=True, slots=True)
 class RegionSample:
-    """One region at one moment.
+    """State of a region at one moment.
 
     Attributes:
         has_daemon: its daemon answers, and a learner is attached to it.
@@ -71,7 +71,7 @@ class RunSample:
 
 @dataclass(frozen=True, slots=True)
 class MergeMember:
-    """What one learner brought to a merge; `tokens` are weighted with the fragment's part of the model."""
+    """Share of a learner in a merge; `tokens` are weighted with the fragment's part of the model."""
 
     incarnation: int
     step_to: int
@@ -87,7 +87,7 @@ class TimedMerge:
 
 
 class LifeState(StrEnum):
-    """What a region's learner is doing."""
+    """States of a region's learner."""
 
     TRAINING = "training"
     ALONE = "training without its daemon"
@@ -98,7 +98,7 @@ class LifeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LifeSpan:
-    """One state of a region, from when to when."""
+    """Span of time in which a region was in one state."""
 
     from_ns: int
     to_ns: int
@@ -139,7 +139,7 @@ def training(
     end_ns: int,
     final: tuple[int, float | None],
 ) -> dict[str, Any]:
-    """The report's field `training`: what was done within the window. Of any demo, so that two can be compared.
+    """Build the report's field `training`: the work within the window. Two demos are compared by it.
 
     Args:
         merges: all of them; None: not all are known any more, so figures of single regions are None.
@@ -220,13 +220,13 @@ def loss_at(points: Sequence[Sequence[float]], tokens: float) -> float | None:
     return None
 
 
-def reached_ns(samples: Sequence[RunSample], tokens: int) -> int:
+def merged_at_ns(samples: Sequence[RunSample], tokens: int) -> int:
     """When so many tokens were merged, as far as the samples tell; if they never were, the time of the last one."""
     last_ns = samples[-1].at_ns if samples else 0
     return next((sample.at_ns for sample in samples if sample.at_ns > 0 and sample.tokens_merged >= tokens), last_ns)
 
 
-def compared(training: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tokens: bool) -> dict[str, Any]:
+def compare(training: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tokens: bool) -> dict[str, Any]:
     """A run beside an undisturbed one, both as `training` has them: goodput, and the losses at equal tokens.
 
     The final model's loss stands beside the other run's at as many tokens: that of its final model where both runs end
@@ -262,7 +262,7 @@ def compared(training: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_b
 
 
 def loss_on_the_way(training: Mapping[str, Any], tokens: int) -> float | None:
-    """What a run measured when so many tokens were merged.
+    """Return the loss that a run measured on its way, at so many merged tokens.
 
     No last round came before that, and the learning rate was not at its end. Such a loss may be a percent worse than
     that of a final model (D-Q4, D-108).
@@ -277,9 +277,9 @@ def _ratio(amount: float, whole: float) -> float | None:
 
 
 def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence[TimedMerge]) -> int | None:
-    """From a death until a merge has steps that the region's learner made after it; None: there was none.
+    """Return the time from a death until a merge has steps that the region's learner made later; None: there is none.
 
-    What the learner had sent before it died may be merged after that, and does not count.
+    Steps that the learner had sent before it died may be merged after that, and do not count.
     """
     region = fault.fault.target.region
     samples_before = bisect_right(samples, fault.at_ns, key=lambda sample: sample.at_ns)
@@ -297,9 +297,9 @@ def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence
 
 
 def _step_before(fault: StruckFault, before: RegionSample | None, after: Sequence[RunSample]) -> int | None:
-    """The last step of the learner's incarnation that was made before a death; None: none was made after it.
+    """Return the last step before a death, of the learner's incarnation; None: it made none after the death.
 
-    One whose daemon died goes on. One that died goes on where another process of its incarnation attached.
+    A learner whose daemon died goes on. A learner that died goes on where another process of its incarnation attached.
     """
     if before is None:
         return None
@@ -353,7 +353,7 @@ def rejoins(
 
 
 def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, end_ns: int) -> list[LifeSpan]:
-    """What a region did within the window: spans without gaps, no two neighbours alike.
+    """Return a region's states within the window: spans without gaps, no two neighbours alike.
 
     After each time without learner or daemon, or at a standstill, it is catching up until a merge has steps that its
     learner made from then on.

@@ -71,14 +71,14 @@ def down(
     """Remove an emulation: its keeper, namespaces and files, also after a crash. Nothing else is touched."""
     from diloco_node.lab.wan import emulation
     from diloco_node.lab.wan import emulation_state as state
-    from diloco_node.lab.wan.namespaces import PROBE, named
+    from diloco_node.lab.wan.namespaces import PROBE, match_run
 
     _need_root()
     run_names = state.runs()
     if everything:
         chosen_names = run_names
     elif name is not None:
-        chosen_names = [named(name, run_names) or name]
+        chosen_names = [match_run(name, run_names) or name]
     elif len(lasting := [run for run in run_names if not run.startswith(PROBE)]) <= 1:
         chosen_names = lasting
     else:
@@ -162,7 +162,7 @@ def set_path(
 
 @app.command()
 def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
-    """What is emulated, what is cut, and what each pair has carried, lost and dropped."""
+    """Show what is emulated and cut, and how much each pair has carried, lost and dropped."""
     from diloco_node.lab.wan import emulation
 
     _need_root()

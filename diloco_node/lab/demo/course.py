@@ -1,4 +1,4 @@
-"""What a demo records while it runs: who lives, what is merged, what is lost; for the report at its end."""
+"""Samples of a demo while it runs, for its report: processes that live, tokens merged, losses."""
 
 from __future__ import annotations
 

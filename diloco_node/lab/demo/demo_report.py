@@ -35,7 +35,7 @@ REGION_FIELDS = (
 
 
 def read_region_report(state_dir: Path) -> dict[str, Any]:
-    """What a region's daemon left at its end.
+    """Read the report that a region's daemon left at its end.
 
     Raises:
         StorageError: there is none: the daemon did not end in order.
@@ -166,7 +166,7 @@ def build_report(
 
 
 def _budget(reports: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Of each region: its ceilings at the end, and how much of egress it used while something waited to be sent.
+    """Return each region's ceilings at the end, and the share of egress that it used while something waited.
 
     None when no region has a ceiling.
     """

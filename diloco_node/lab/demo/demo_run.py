@@ -46,7 +46,7 @@ NAMES: Final = (
 REGIONS_DEFAULT: Final = 4
 
 WAN_PORTS: Final = (7400, 7401)
-"""Of every region in its own network: for the others, and its admin port."""
+"""Ports of every region in its own network: for the others, and its admin port."""
 
 SYNC_EVERY: Final = 16
 """Inner steps between two rounds of a fragment."""
@@ -125,7 +125,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 class Demo:
-    """One demo: prepare, start, watch, finish, report."""
+    """A demo's steps: prepare, start, watch, finish, report."""
 
     def __init__(self, options: DemoOptions, folder: Path) -> None:
         self.options = options
@@ -194,9 +194,9 @@ class Demo:
         return 0 if report["equal_digests"] and report["tokens"]["balanced"] else 1
 
     def _add_course(self, report: dict[str, Any]) -> None:
-        """What was done within the time asked for, or that it took, and what a storm did to it."""
+        """Add the work within the time asked for, or that it took, and the storm's part."""
         samples, tokens = self.course.samples, self.options.tokens
-        end_ns = story.reached_ns(samples, tokens) if tokens else int(self.options.seconds * NS_PER_S)
+        end_ns = story.merged_at_ns(samples, tokens) if tokens else int(self.options.seconds * NS_PER_S)
         merges = read_merges(self.folder, self.names, samples)
         final = report["tokens"]["merged"], report["val_loss_global"]
         training = story.training(samples, merges, regions=self.names, end_ns=end_ns, final=final)
@@ -286,7 +286,7 @@ class Demo:
         )
 
     def _is_given_up(self) -> bool:
-        return self._interrupted.is_set() or (self.keeper is not None and bool(self.keeper.over))
+        return self._interrupted.is_set() or (self.keeper is not None and bool(self.keeper.end_reasons))
 
     @contextlib.asynccontextmanager
     async def _outages(self, view: LiveView) -> AsyncIterator[None]:

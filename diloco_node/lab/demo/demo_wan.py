@@ -197,7 +197,7 @@ class LossWatch:
 
 @dataclass(slots=True)
 class DemoOutage:
-    """One region cut off in the middle of a demo, and what happened. Run `run` beside the training.
+    """Outage of a region in the middle of a demo, and its effects. Run `run` beside the training.
 
     Attributes:
         cycle_steps: inner steps between two rounds of a fragment.

@@ -38,17 +38,17 @@ class LearnerMix:
         return fastest_s * max(self.speeds) / self.speeds[index] if self.speeds else fastest_s
 
     def median_step_seconds(self, fastest_s: float) -> float:
-        """Of the learner that says where the run is: of an even number the slower one of the middle two."""
+        """Return the step time of the middle learner; of an even number, the slower one of the middle two."""
         times = sorted(self.step_seconds(fastest_s, index) for index in range(len(self.speeds)))
         return times[len(times) // 2] if times else fastest_s
 
     def tokens_per_second(self, fastest_s: float, regions: int, *, batch: int, context: int) -> float:
-        """Of all regions together, where nothing holds them up. `batch`: of those whose batches are not given."""
+        """Return the rate of all regions if nothing holds them up. `batch`: for learners without a batch of their own."""
         batches = self.batches or (batch,) * regions
         return sum(batch * context / self.step_seconds(fastest_s, index) for index, batch in enumerate(batches))
 
     def settings(self, fastest_s: float, index: int) -> tuple[str, ...]:
-        """What `start --set` gets in a region."""
+        """Return a region's settings for `start --set`."""
         settings = [f"model.step_time_min={round(1000 * self.step_seconds(fastest_s, index))}ms"] if self.speeds else []
         for name, values in (("batch", self.batches), ("ranks", self.ranks), ("shard", self.shards)):
             settings += [f"model.{name}={values[index]}"] if values else []

@@ -31,7 +31,7 @@ PORT_MIN: Final = 12_000
 
 @dataclass(slots=True)
 class RegionProcess:
-    """One `diloco-node start`.
+    """A `diloco-node start` as a child process.
 
     Attributes:
         name: the region. admin_port: of its daemon. state_dir: its folder.

@@ -74,7 +74,7 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         report = json.loads(file.read_text())
         training, is_storm = dict(report["training"]), report["chaos"] is not None
         baseline_settings = dict(training["settings"])
-        story.compared(training, training, ends_by_tokens=False)  # all that is compared is there
+        story.compare(training, training, ends_by_tokens=False)  # all that is compared is there
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None
     if is_storm:
@@ -89,7 +89,7 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DemoStorm:
-    """What strikes a demo.
+    """Storm over a demo.
 
     Args:
         options: of the demo. names: its regions. folder: of the demo.
@@ -138,7 +138,7 @@ class DemoStorm:
                 self._names, seed=options.seed, mtbf_ns=self._mtbf.ns, end_ns=end_ns, victims=self._victims
             )
         self._baseline = read_baseline(options.baseline, settings) if options.baseline is not None else None
-        self._struck: Sequence[StruckFault] = ()
+        self._strikes: Sequence[StruckFault] = ()
 
     async def run(
         self, regions: Sequence[RegionProcess], now_ns: Callable[[], int], say: Callable[[str], None]
@@ -157,7 +157,7 @@ class DemoStorm:
             on_strike=told,
             learner_pid=lambda name: attached_learner(statuses[name].status),
         )
-        self._struck = executor.struck
+        self._strikes = executor.strikes
         try:
             await executor.run(self.plan)
         except* DilocoError as errors:
@@ -167,16 +167,16 @@ class DemoStorm:
         self, samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, training: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
-        counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in self._struck if not fault.is_missed)
+        counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in self._strikes if not fault.is_missed)
         end_ns = int(training["seconds"] * NS_PER_S)
         lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "picture"))
         if merges is not None:
             spans = {name: story.life(name, samples, merges, end_ns=end_ns) for name in self._names}
             title = f"{len(self._names)} regions, {sum(counts.values())} faults in {training['seconds']:.0f} s"
             picture = self._folder / PICTURE_NAME
-            picture.write_text(draw_life(title, spans, merges, self._struck, end_ns=end_ns))
+            picture.write_text(draw_life(title, spans, merges, self._strikes, end_ns=end_ns))
             lives = {
-                "rejoin": story.rejoins(self._struck, samples, merges),
+                "rejoin": story.rejoins(self._strikes, samples, merges),
                 "seconds_of": {name: _seconds_of(spans_of_region) for name, spans_of_region in spans.items()},
                 "picture": str(picture.resolve()),
             }
@@ -193,10 +193,10 @@ class DemoStorm:
                 for kind in KINDS
                 if any(counts[kind, victim] for victim in VICTIMS)
             },
-            "missed": sum(fault.is_missed for fault in self._struck),
-            "faults": [fault.document() for fault in self._struck],
+            "missed": sum(fault.is_missed for fault in self._strikes),
+            "faults": [fault.document() for fault in self._strikes],
             "baseline": str(self._options.baseline) if self._options.baseline is not None else None,
-            "compared": story.compared(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
+            "compared": story.compare(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
             if self._baseline is not None
             else None,
             **lives,
@@ -230,8 +230,8 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
         median, most = rejoin["seconds_median"], rejoin["seconds_most"]
         times = "-" if median is None else f"median {median:.1f} s, at most {most:.1f} s"
         lines.append(
-            f"in merges again    {victim}: {times}, of {rejoin['count']}; {rejoin['struck_again']} struck again before, "
-            f"{rejoin['never']} not in time"
+            f"in merges again    {victim}: {times}, of {rejoin['count']}; {rejoin['struck_again']} struck again before "
+            f"that, {rejoin['never']} not in time"
         )
     comparison = chaos["compared"]
     for name, seconds_of in (chaos["seconds_of"] or {}).items():

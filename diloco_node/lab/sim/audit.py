@@ -24,7 +24,7 @@ Identity = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Line:
-    """One learner incarnation's account of one fragment.
+    """Account of a fragment for a learner's incarnation.
 
     Attributes:
         end: the last step that was merged or discarded; the next interval must begin there.

@@ -1,4 +1,4 @@
-"""What must always hold, watched while a simulated run goes on.
+"""Promises that must always hold, checked while a simulated run goes on.
 
 `Checkers` looks at the world from above: at every core's committed entries, at what each core sends, at the disks. It
 keeps one committed history for all regions and lets independent witnesses follow it: the token account (`audit.py`)
@@ -30,12 +30,12 @@ VIOLATIONS_MAX = 20
 
 
 _REFUSED = ("does not append what can't be", "follows it no more")
-"""What a core says of an entry that it refuses, its own or its leader's."""
+"""Words of a core about an entry that it refuses, its own or its leader's."""
 
 
 @dataclass(slots=True)
 class Watched:
-    """What is remembered of one region.
+    """Memory of a region.
 
     Attributes:
         commit_index: the highest that its current daemon has shown.
@@ -181,7 +181,7 @@ class Checkers:
         watch.commit_index = commit_index
 
     def _check_own_term(self, host: Host, watch: Watched) -> None:
-        """What a leader finds committed by counting disks must be of its own term."""
+        """An entry that a leader commits by counting disks must be of its own term."""
         index, term = view.cluster_commit_index(host.core), view.term(host.core)
         if index > watch.counted_index and watch.led_term == term:
             entry = view.entry(host.core, index)
@@ -190,7 +190,7 @@ class Checkers:
         watch.counted_index, watch.led_term = index, term
 
     def _check_known(self, host: Host, watch: Watched, index: int) -> None:
-        """What a core takes as committed must be in its log as it was committed, on its own disk or not yet.
+        """An entry that a core takes as committed must be in its log as it was committed, on its own disk or not yet.
 
         The last such entry is enough: the hashes of all before are in its own.
         """
@@ -385,7 +385,7 @@ class Checkers:
         return disk.lost is not None and self._keeps(disk.lost, entry)
 
     def _unproducible(self, disk: Disk, index: int) -> str:
-        """What is missing on this disk to produce parameters and momentum at entry `index` (or later ones) from it
+        """Say what this disk lacks to produce parameters and momentum at entry `index` (or later ones) from it
         alone; empty if nothing is."""
         digests: dict[int, dict[int, bytes]] = {}
         summed_up = self.history[: disk.base.index]

@@ -65,7 +65,7 @@ def term(core: Any) -> int:
 
 
 def rounds(core: Any) -> RoundLeader:
-    """What it decides about rounds while it leads."""
+    """The part of a core that decides about rounds while it leads."""
     leader: RoundLeader = core.leader
     return leader
 

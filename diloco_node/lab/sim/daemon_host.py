@@ -1,6 +1,6 @@
 """A region of the fake world whose daemon is the real one: pump, effects, fetches and parameters of `daemon`.
 
-What is fake is what lies around it: the event loop (`sim.loop`), the folder (`lab.sim.fake_store`), the links
+Its surroundings are fakes: the event loop (`lab.sim.loop`), the folder (`lab.sim.fake_store`), the links
 (`lab.sim.fake_transport`) and the learner, which speaks `wire.learner_link` here.
 """
 
@@ -92,7 +92,7 @@ class ObservedCore:
 
 
 class RealPlane:
-    """What checkers ask of the daemon's parameters."""
+    """View of the daemon's parameters for checkers."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
@@ -103,12 +103,12 @@ class RealPlane:
         return self._parameters.versions
 
     def digest(self, fragment: int) -> bytes:
-        """Of parameters and momentum in memory."""
+        """Digest of parameters and momentum in memory."""
         return fragment_digest(self._parameters._theta[fragment], self._parameters._momentum[fragment])
 
 
 class DaemonHost(Host):
-    """One region with the real effects.
+    """A region with the real effects.
 
     Attributes:
         loop, hands, transport: of the daemon's current life.
@@ -406,7 +406,7 @@ class DaemonHost(Host):
                 raise AssertionError(message)
 
     def tell_daemon(self, event: ev.Event) -> None:
-        """What the fake learner says to its daemon, in the words of the link."""
+        """Carry the fake learner's words to its daemon, in the messages of the link."""
         match event:
             case ev.LearnerReported(status=status) if status.incarnation == learner_link.NEW_PROCESS:
                 return

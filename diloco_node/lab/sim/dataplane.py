@@ -45,7 +45,7 @@ class MergedBlocks(NamedTuple):
 
 
 class ResidualKey(NamedTuple):
-    """Whose residual it is: a reducer uses one only with the ballot that the core names, over the same blocks."""
+    """Key of a residual: a reducer uses one only with the ballot that the core names, over the same blocks."""
 
     ballot: Ballot
     fragment: int
@@ -229,7 +229,7 @@ class DataPlane:
         return DiskState(self.versions[fragment], self.theta[fragment], self.momentum[fragment])
 
     def digest(self, fragment: int) -> bytes:
-        """Of parameters and momentum in memory."""
+        """Digest of parameters and momentum in memory."""
         return tensors.state_digest(self.theta[fragment], self.momentum[fragment])
 
     def _residual(self, effect: ReduceStripe) -> F32 | None:

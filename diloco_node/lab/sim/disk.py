@@ -39,7 +39,7 @@ class DiskState:
 
 @dataclass(frozen=True, slots=True)
 class LedgerWrite:
-    """One `PersistLedger`: hard state first, then the cut, then the entries one by one."""
+    """A `PersistLedger`: hard state first, then the cut, then the entries in order."""
 
     term: int
     voted_for: str
@@ -50,7 +50,7 @@ class LedgerWrite:
 
 @dataclass(slots=True)
 class Disk:
-    """What is fsynced in one region, and what is on its way.
+    """Disk of a region: fsynced contents, and writes on their way.
 
     Attributes:
         term, voted_for, base, entries: the ledger file; the entries follow the base.
@@ -98,7 +98,7 @@ class Disk:
         write()
 
     def crash(self, rng: random.Random, *, is_power_cut: bool) -> None:
-        """The process dies. What was not fsynced is lost, or torn: a prefix of it may have reached the disk.
+        """The process dies. Writes without an fsync are lost, or torn: a prefix of them may have reached the disk.
 
         After a power cut mostly nothing of it is there; after a killed process mostly everything, for the kernel
         lives on. Whole files are there or not (they are renamed when they are complete).
@@ -117,7 +117,7 @@ class Disk:
         self.late_writes.clear()
 
     def recovered(self, fragments: int) -> Recovered:
-        """What a starting daemon finds."""
+        """Return what a starting daemon reads."""
         return Recovered(
             term=self.term,
             voted_for=self.voted_for,

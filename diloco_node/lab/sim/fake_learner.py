@@ -58,7 +58,7 @@ class FakeSnapshot:
 
 @dataclass(slots=True)
 class Part:
-    """One fragment in the learner.
+    """A fragment in the learner.
 
     Attributes:
         theta, base: shape (n,), float32.
@@ -88,7 +88,7 @@ class Offer:
 
 
 class LearnerPort(Protocol):
-    """What a learner sees of its region."""
+    """A learner's view of its region."""
 
     def tell_daemon(self, event: Event) -> None:
         """Send a fact to the daemon, if there is one."""
@@ -108,7 +108,7 @@ class LearnerPort(Protocol):
 
 
 class FakeLearner:
-    """One incarnation of a region's learner.
+    """An incarnation of a region's learner.
 
     Attributes:
         life: over when the process is dead.
@@ -147,7 +147,7 @@ class FakeLearner:
         return not self.finished and all(local.position.base_version >= 0 for local in self.parts)
 
     def status(self) -> LearnerStatus:
-        """What it reports."""
+        """Report as the learner sends it."""
         return LearnerStatus(
             incarnation=self.incarnation,
             step=self.step,
@@ -158,7 +158,7 @@ class FakeLearner:
         )
 
     def attached(self, trained_before: tuple[tuple[int, int, int], ...]) -> LearnerAttached:
-        """What it tells a new daemon."""
+        """Return the words of a learner to a new daemon."""
         numbers = tuple(local.snapshot.contribution.snapshot if local.snapshot else -1 for local in self.parts)
         return LearnerAttached(status=self.status(), snapshots=numbers, trained_before=trained_before)
 

@@ -27,7 +27,7 @@ STATES_KEPT = 2
 
 @dataclass(slots=True)
 class DiskWork:
-    """What one call has the disk do: the time that takes, and what is durable after it."""
+    """A call's work on the disk: the time it takes, and what is durable after it."""
 
     ns: int = 0
     writes: list[Callable[[], None]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class DiskTime:
         self._work = DiskWork()
 
     def take(self) -> DiskWork | None:
-        """What it had the disk do; None if it did not wait for it."""
+        """Return the disk's work; None if the call did not wait for it."""
         return self._work if self._work.ns else None
 
     def add(self, ns: int, write: Callable[[], None] | None = None) -> None:
@@ -104,7 +104,7 @@ class FolderDisk(Disk):
         self.damaged.discard(key)
 
     def versions(self, fragment: int) -> list[int]:
-        """Of the states of a fragment, sorted."""
+        """Return the versions of a fragment's states, sorted."""
         return sorted(version for number, version in self.older_states if number == fragment)
 
     def find_newest(self, fragment: int) -> None:
@@ -133,7 +133,7 @@ class FakeDraft:
 
 
 class FakeStore:
-    """What one process has open of a region's folder.
+    """A region's folder as a process has it open.
 
     Args:
         disk: what survives the process.
@@ -158,7 +158,7 @@ class FakeStore:
         self._vote = disk.voted_for
 
     def wait_for_disk(self, operation: str) -> int:
-        """One fsync; its time is added. Raises StorageError if the disk refuses."""
+        """Wait for an fsync; its time is added. Raises StorageError if the disk refuses."""
         ns = self._fsync_ns()
         self._time.add(ns)
         if self._disk.is_full:
@@ -300,7 +300,7 @@ class FakeStore:
                 self._disk.drop_payload(key)
 
     def save_counters(self, incarnation: int, counters: tuple[int, int]) -> None:
-        """What an incarnation of the learner has trained; it never goes back."""
+        """Save the steps and tokens of a learner's incarnation; they never go back."""
 
         def write() -> None:
             counters_before = self._disk.counters.get(incarnation, (0, 0))

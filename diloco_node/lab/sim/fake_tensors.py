@@ -68,7 +68,7 @@ class FragmentLayout:
         return value_bytes * self.block_starts[block_start], value_bytes * self.block_starts[block_stop]
 
     def spread(self, per_piece: Sequence[float], block_start: int, block_stop: int) -> F32:
-        """One factor per piece as one factor per value of the block range, float32."""
+        """Spread factors of pieces to the values of the block range, float32."""
         low, high = self.block_starts[block_start], self.block_starts[block_stop]
         whole = np.repeat(np.array(per_piece, np.float32), self.pieces)
         return whole[low:high]
@@ -113,7 +113,7 @@ def reduce_stripe(vectors: Sequence[F32], coefficients: Sequence[F32], residual:
 
 
 def state_digest(theta: F32, momentum: F32) -> bytes:
-    """What regions compare: the codec's digest of a fragment."""
+    """Return the codec's digest of a fragment, by which regions compare."""
     return digest.fragment_digest(theta, momentum)
 
 

@@ -32,7 +32,7 @@ RETRY_NS = 100 * MS
 
 @dataclass(slots=True, eq=False)
 class OutgoingBody:
-    """One body on its way.
+    """A body on its way.
 
     Attributes:
         gate: done when the last byte has left, or the link is lost.
@@ -57,7 +57,7 @@ class Incoming:
 
 
 class FakeTransport:
-    """One daemon's links."""
+    """Links of a daemon."""
 
     def __init__(self, host: DaemonHost, life: Life, lives: int) -> None:
         self._host = host
@@ -82,7 +82,7 @@ class FakeTransport:
         return True
 
     async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
-        """See Transport. One at a time of each lane: rounds, and recovery."""
+        """See Transport. Each lane has a single transfer at a time: rounds, and recovery."""
         lane = (peer, isinstance(header, (Payload, State)))
         async with self._turns.setdefault(lane, asyncio.Lock()):
             if peer not in self._up:

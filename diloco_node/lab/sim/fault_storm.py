@@ -1,4 +1,4 @@
-"""What goes wrong in phase one of a simulated run, and how it is healed for phase two."""
+"""Faults of phase one of a simulated run, and how they are healed for phase two."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "slow disk": 1,
     },
 }
-"""What goes wrong how often in each kind of run."""
+"""Odds of each fault, by schedule."""
 
 ODDS = {"usual": 5, "elections": 3, "gray": 2, "away": 1}
 """How often a seed draws each schedule."""
@@ -266,7 +266,7 @@ class Chaos:
         return self._cut([*pairs, *((b, a) for a, b in pairs)])
 
     def _one_way(self) -> Callable[[], None] | None:
-        """One region is not heard by some others, but hears them; or the other way round."""
+        """Let some others not hear a region, though it hears them; or the other way round."""
         region = self._pick().name
         peers = [name for name in self._names if name != region]
         if not peers:

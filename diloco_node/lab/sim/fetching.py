@@ -1,4 +1,4 @@
-"""What a region lacks: the fake shell's part of asking peers for payloads and states, and of serving them."""
+"""Fetches of a region: the fake shell's part of asking peers for payloads and states, and of serving them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FETCH_SILENCE_NS = 4 * SECOND
 
 @dataclass(slots=True)
 class FakeFetch:
-    """What was asked of a peer and has not come."""
+    """A request to a peer that is not answered yet."""
 
     order: ev.FetchPayload | ev.FetchState
     number: int

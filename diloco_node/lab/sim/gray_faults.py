@@ -15,10 +15,10 @@ CRAWL_BYTES_PER_S = 100
 """A link on which nothing of any size arrives in time."""
 
 BLACK_HOLE_BYTES = 300
-"""What is larger is lost on its way; payloads of the simulator have one to three thousand bytes."""
+"""Larger transfers are lost on their way; payloads of the simulator have one to three thousand bytes."""
 
 OTHER_BYTES = ("other bytes than its digest",)
-"""What a fake says of a transfer that was corrupted on its way."""
+"""Words of a fake about a transfer that was corrupted on its way."""
 
 
 class GrayFaults:

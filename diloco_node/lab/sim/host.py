@@ -1,4 +1,4 @@
-"""One region of the fake world: a disk, a daemon that comes and goes, a learner that comes and goes.
+"""A region of the fake world: a disk, a daemon that comes and goes, a learner that comes and goes.
 
 `Host` is to the simulator what `daemon/node.py` is to the real daemon: it feeds facts to the region core, carries its
 effects out in virtual time, and answers each effect once unless the daemon dies first.
@@ -35,7 +35,7 @@ CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
 
 
 class Observer(Protocol):
-    """Who watches a host; see `checkers`. Called synchronously, changes nothing."""
+    """Observer of a host; see `checkers`. Called synchronously, changes nothing."""
 
     def daemon_started(self, host: Host) -> None:
         """A new core recovered from the disk."""
@@ -63,7 +63,7 @@ class Observer(Protocol):
 
 
 class Host:
-    """One region.
+    """A region.
 
     Attributes:
         name, setup, world, network, disk.
@@ -377,7 +377,7 @@ class Host:
         self.world.after(delay_ns, self._life, call, *args)
 
     def fsync_ns(self) -> int:
-        """What the next fsync takes, drawn."""
+        """Draw the time of the next fsync."""
         return self.disk_factor * self.world.draw_ns(self.setup.fsync_ns_min, self.setup.fsync_ns_max)
 
     def write_ledger(self, write: LedgerWrite, on_done: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class Hunt:
-    """What to run.
+    """Seeds to run, and how.
 
     Attributes:
         first, last: seeds, both counted.

@@ -1,10 +1,10 @@
-"""One region that lies: some of what it sends says something else than its core said, in one field at a time.
+"""A region that lies: some of its messages differ from its core's, in one field at a time.
 
 A lie is of the field's type and passes the schema, so only a check of its meaning can find it. Control messages, bodies
 that it proposes as leader, and the headers and bytes of bulk transfers are changed.
 
-What a majority is counted by is left as it is (`COUNTED`), unless `breaks_majorities`: no Raft stands a voter that
-votes twice, acknowledges what it does not have, or leads a term for which nobody elected it.
+Fields by which majorities are counted (`COUNTED`) stay as they are, unless `breaks_majorities`: no Raft stands a voter
+that votes twice, acknowledges what it does not have, or leads a term for which nobody elected it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REMEMBERED_MAX = 16
 HUGE = (2**31, 2**40, 2**50, 2**62, 2**63 - 1)
 
 TOLERATED = ("other bytes than its digest", "stripe of")
-"""What a fake says of bytes that do not fit their header."""
+"""Words of a fake about bytes that do not fit their header."""
 
 
 class Liar:

@@ -2,7 +2,7 @@
 
 It knows the encoded bytes of every contribution that a learner ever offered, takes weights, share and stripes from the
 ledger's entries and works out coefficients, sums, residuals, payload digest, factors and the outer step itself, in the
-order of learner names. What regions hold must be these very bits.
+order of learner names. Regions must hold these very bits.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Oracle:
         self._residual_of[effect.ballot, effect.stripe] = effect.residual_of
 
     def genesis(self, body: GenesisBody, candidates: Sequence[Sequence[F32]]) -> None:
-        """Theta_0 of each fragment is what some region's learner proposed.
+        """Theta_0 of each fragment must be what some region's learner proposed.
 
-        Of different regions, perhaps: one that had begun to fetch a leader's Theta_0 when that leader was lost may come
-        to lead itself, and proposes what it then has.
+        Fragments may come from different regions. A region that was fetching a leader's Theta_0 when the leader was lost
+        may come to lead itself, and proposes what it has by then.
         """
         parameters = {
             (fragment, tensors.state_digest(values, np.zeros_like(values))): values
@@ -126,7 +126,7 @@ class Oracle:
         return tuple(tensors.state_digest(values, np.zeros_like(values)) for values in theta)
 
     def digest_of(self, fragment: int, version: int) -> bytes | None:
-        """What the history makes of this version."""
+        """Return what the history makes of this version."""
         return self._digests.get((fragment, version))
 
     def versions(self) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Oracle:
             self._violate(f"share: {body.fragment}/{body.version} has {body.share}, expected {share}")
 
     def _recent_rounds(self, fragment: int) -> Iterator[outliers.RecentRounds]:
-        """What the leader may know of the rounds before: all that count, or fewer if its ledger began with a base."""
+        """Check the leader's knowledge of earlier rounds: all that count, or fewer if its ledger began with a base."""
         rounds = list(self._recent[fragment])
         for first in range(len(rounds) + 1):
             recent = outliers.RecentRounds()

@@ -37,7 +37,7 @@ def _keep(setup: Setup) -> Setup:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One rule to break in every region of a run, to show that some checker notices.
+    """A rule to break in every region of a run, to show that some checker notices.
 
     Attributes:
         name: for reports.

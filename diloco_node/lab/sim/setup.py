@@ -1,4 +1,4 @@
-"""What a seed stands for before anything happens: regions, run settings, model, link speeds, disk speeds."""
+"""Setup that a seed stands for: regions, run settings, model, link speeds, disk speeds."""
 
 from __future__ import annotations
 

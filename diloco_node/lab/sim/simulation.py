@@ -1,4 +1,4 @@
-"""One simulated run: N real region cores in the fake world, first under faults, then healed.
+"""A simulated run: N real region cores in the fake world, first under faults, then healed.
 
 Phase one checks safety while things go wrong. Phase two heals everything and demands progress: new rounds on every
 fragment, all regions at equal versions with equal bytes, and a complete token account, within a virtual deadline. Then
@@ -52,12 +52,12 @@ COMMITS_AFTER_HEALING = 2
 
 FAST = "fast"
 HOSTS: dict[str, type[Host]] = {FAST: Host, "daemon": DaemonHost}
-"""Who carries out what the cores want: fakes that are quick, or the daemon's own effects over a fake disk and links."""
+"""Hosts that carry out effects: fakes that are quick, or the daemon's own effects over a fake disk and links."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimReport:
-    """What one seed did.
+    """Outcome of a seed.
 
     Attributes:
         seed, regions, events_wanted, fault, effects: what was run; `fault` is the planted one, or empty.
@@ -192,7 +192,7 @@ class Simulation:
             self.checkers.violate(f"crash: {type(error).__name__}: {error} in {place.name}, {place.filename}")
 
     def begin_lies(self, *, breaks_majorities: bool = False) -> Liar:
-        """One region, drawn, lies from now on; the checks are about the others."""
+        """Draw a region that lies from now on; the checks are about the others."""
         rng = self.world.rng
         region = rng.choice(self.setup.regions)
         liars = frozenset({region})

@@ -1,4 +1,4 @@
-"""What may go wrong around the daemon's own effects besides crashes and cuts: disks, loops that stand still, links.
+"""Troubles of the daemon's own effects besides crashes and cuts: disks, loops that stand still, links.
 
 Each fault keeps to what the protocol promises to survive: rot never takes the last good copy of anything, and what a
 disk refuses, or a link loses, comes through when it is over.
@@ -25,7 +25,7 @@ BREAK_CHANCE = 0.5
 DROP_CHANCE = 0.6
 
 MAJORITY_NEEDS = 3
-"""Of fewer regions none may lose its folder."""
+"""Least number of regions of which one may lose its folder."""
 
 TROUBLES: dict[str, dict[str, int]] = {
     "usual": {
@@ -100,7 +100,7 @@ class Troubles:
         return _nothing
 
     def _lose_disk(self) -> Undo | None:
-        """One folder at a time: all the others hold what is committed, and every region's present folder is named."""
+        """Lose a folder, if all the others hold what is committed, and every region's present folder is named."""
         hosts = list(self._hosts.values())
         if len(hosts) < MAJORITY_NEEDS or any(host.core is None for host in hosts):
             return None

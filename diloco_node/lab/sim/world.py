@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 MS: int = 1_000_000
-"""One millisecond in nanoseconds."""
+"""A millisecond in nanoseconds."""
 
 SECOND: int = 1_000_000_000
-"""One second in nanoseconds."""
+"""A second in nanoseconds."""
 
 LOCAL_NS: int = 100_000
 """Between daemon and learner over their Unix socket; first in, first out."""
@@ -28,11 +28,11 @@ TRACE_TAIL = 200
 """Lines of the trace that are kept for a report."""
 
 NOTED_BYTES_MAX = 65_536
-"""What is noted goes into the digest in pieces of about this size: many small updates take longer."""
+"""Notes go into the digest in pieces of about this size: many small updates take longer."""
 
 
 class Life:
-    """One life of a process: what was scheduled for it does not happen once it is over."""
+    """A life of a process: what was scheduled for it does not happen once it is over."""
 
     __slots__ = ("is_over",)
 
@@ -117,7 +117,7 @@ def _shorten(subject: object, limit: int = 240) -> str:
 
 @dataclass(slots=True)
 class FakeLink:
-    """One direction between two places.
+    """A direction between two places.
 
     Attributes:
         delay_ns, jitter_ns: a frame takes delay + [0, jitter].
@@ -141,7 +141,7 @@ class FakeLink:
 
 
 class NetworkEnd(Protocol):
-    """What the network delivers to."""
+    """Receiver of the network's messages."""
 
     @property
     def daemon_life(self) -> Life | None:

@@ -1,4 +1,4 @@
-"""What the links are like just now: the topology, with cuts and changes on top. Pure; both back-ends obey it."""
+"""Present state of the links: the topology, with cuts and changes on top. Pure; both back-ends obey it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Conditions:
             self._changes.pop(scope, None)
 
     def path(self, source: str, destination: str) -> Path | None:
-        """What the path is like; None: cut. Later changes come on top of earlier ones."""
+        """Return the path as it is now; None: cut. Later changes come on top of earlier ones."""
         pair = (source, destination)
         if any(pair in scope.pairs(self.topology.names) for scope in self._cuts):
             return None
@@ -84,7 +84,7 @@ class Conditions:
         return {pair: self.path(*pair) for pair in self.topology.paths}
 
     def lines(self) -> list[str]:
-        """What is in force, in words, for `wan status`."""
+        """Return cuts and changes in force, in words, for `wan status`."""
         return [f"cut {scope}" for scope in self._cuts] + [f"changed {scope}" for scope in self._changes]
 
     def _check(self, scope: Scope) -> None:

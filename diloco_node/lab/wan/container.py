@@ -59,7 +59,7 @@ class Attachment:
 
 
 def load_attachment(environment: Mapping[str, str]) -> Attachment:
-    """What the environment names.
+    """Read what the environment names.
 
     Raises:
         ConfigError: a name or file is missing or wrong, a region is not in the topology, or an address is no number.

@@ -50,7 +50,7 @@ class ControlServer:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """What to wait for."""
+        """Return the sockets to wait for."""
         return [self._listener, *self._received]
 
     def serve(self, sock: socket.socket) -> None:

@@ -20,7 +20,7 @@ from diloco_node.lab.wan.namespaces import (
     PROBE,
     create,
     end_processes,
-    named,
+    match_run,
     namespaces_of,
     processes_in,
     remove,
@@ -36,7 +36,7 @@ NEED_ROOT: Final = "network namespaces need root: run it with sudo"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which back-end, and why: one line for the operator."""
+    """A back-end, and the reason for it: one line for the operator."""
 
     backend: str
     why: str
@@ -208,7 +208,7 @@ def find(run: str | None) -> EmulationState:
             hint = "name one with --name" if run_names else "start one: diloco-node wan up netem/us-4.toml"
             raise ConfigError(f"emulations on this machine: {there}; {hint}")
         run = run_names[0]
-    match = named(run, run_names)
+    match = match_run(run, run_names)
     if match is None:
         raise ConfigError(f"no emulation {run}; there are: {', '.join(run_names) or 'none'}")
     return EmulationState.load(state_file(match))

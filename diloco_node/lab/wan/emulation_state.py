@@ -1,4 +1,4 @@
-"""What is known of an emulation on this machine: one file per run in /run/diloco-wan, and how everything is removed."""
+"""State of an emulation on this machine: one file per run in /run/diloco-wan, and how everything is removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOP_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class EmulationState:
-    """One emulation, as its file says.
+    """An emulation, as its file says.
 
     Attributes:
         run: its name. topology_name, topology_text: the file. regions: how many of its regions, from the first.
@@ -58,7 +58,7 @@ class EmulationState:
 
     @property
     def log(self) -> Path:
-        """What the keeper says."""
+        """Path of the keeper's log."""
         return STATE_FOLDER / f"{self.run}.log"
 
     def topology(self) -> Topology:

@@ -51,14 +51,14 @@ class Plane(Protocol):
         """The conditions changed."""
 
     def status(self) -> dict[str, Any]:
-        """What it counts."""
+        """Return the plane's counters."""
 
     def close(self) -> None:
         """Let go of everything."""
 
 
 class Keeper:
-    """One emulation's loop.
+    """Loop of an emulation.
 
     Args:
         state: what was written for it. plane: the back-end. conditions: the same that the plane reads.

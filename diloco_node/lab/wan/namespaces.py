@@ -1,4 +1,4 @@
-"""One network namespace per region, named diloco-RUN-REGION; made, furnished and removed with `ip`.
+"""Network namespaces, one per region, named diloco-RUN-REGION; made, furnished and removed with `ip`.
 
 Only names of that form are ever touched. RUN has no dash, so a name tells its run.
 """
@@ -65,8 +65,8 @@ def run_name(text: str) -> str:
     return name
 
 
-def named(text: str, run_names: Sequence[str]) -> str | None:
-    """Which of these runs is meant: by its own name, or by one that it was made from (`us-4`); None: none of them."""
+def match_run(text: str, run_names: Sequence[str]) -> str | None:
+    """Find the run of this name, or of one that it was made from (`us-4`); None: there is none."""
     return next((run for run in (text, _shortened(text)) if run in run_names), None)
 
 

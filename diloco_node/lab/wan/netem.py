@@ -90,7 +90,7 @@ class NetemPlane:
             run_ip("-n", place.namespace, "link", "set", DEVICE, "gso_max_segs", str(segments))
 
     def status(self) -> dict[str, Any]:
-        """What tc counts, as it prints it."""
+        """Return tc's counters, as it prints them."""
         return {"qdiscs": run_tool("tc", "-n", self._core, "-s", "qdisc", "show")}
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ _PARTS: Final = (
     ("bfifo", "qdisc add dev wan1 parent 10:1 bfifo limit 1000000"),
     ("u32", "filter add dev wan1 parent 1: protocol ip prio 1 u32 match ip src 10.77.0.1/32 flowid 1:1"),
 )
-"""What the back-end needs of the kernel, each with a command that tries it; netem first, for it is what most lack."""
+"""Parts of the kernel that the back-end needs, each with a command that tries it; most kernels lack netem."""
 
 
 def _lines(commands: Sequence[str]) -> str:
@@ -229,7 +229,7 @@ def root_lines(device: str, rate: int) -> list[str]:
 
 
 def class_line(verb: str, device: str, minor: str, *, share: int, ceiling: int) -> str:
-    """One path's class: `share` bytes per second for sure, `ceiling` at the most."""
+    """Class of a path: `share` bytes per second for sure, `ceiling` at the most."""
     return (
         f"class {verb} dev {device} parent 1:1 classid 1:{minor} htb rate {8 * share}bit ceil {8 * ceiling}bit "
         f"burst {burst_bytes(share)} cburst {burst_bytes(ceiling)} quantum 65536"

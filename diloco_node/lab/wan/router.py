@@ -1,6 +1,6 @@
 """The user-space router: packets from the regions' tun devices, delayed, paced and dropped as the fabric says.
 
-One thread, one heap of packets by time. Everything about *when* is in `fabric`; this is only the IO.
+A single thread keeps a heap of packets by time. Everything about *when* is in `fabric`; this is only the IO.
 """
 
 from __future__ import annotations

@@ -58,13 +58,13 @@ def header_bytes(packet: bytes) -> int:
 
 
 def without(packet: bytes, numbers: Sequence[int]) -> list[bytes]:
-    """What is left of a segmented TCP packet when some of its packets are lost.
+    """Cut a segmented TCP packet down to what is left when some of its packets are lost.
 
     Args:
         packet: as `wire_size` counts it. numbers: numbers of lost packets, from 0, rising; not empty.
 
     Returns:
-        One packet per run of survivors, in order; each with its own length, sequence number and checksums.
+        Packets, one per run of survivors, in order; each with its own length, sequence number and checksums.
     """
     _, count = wire_size(packet)
     runs, start = [], 0

@@ -78,7 +78,7 @@ class RegionLink:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One direction between two regions.
+    """A direction between two regions.
 
     Attributes:
         delay_ns: one way. jitter_ns: the delay is spread evenly over delay_ns +- jitter_ns; packets stay in order.
@@ -94,7 +94,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class PathChange:
-    """What is different while a path is degraded; None: as it was."""
+    """Changes of a path while it is degraded; None: as it was."""
 
     delay_ns: int | None = None
     jitter_ns: int | None = None
@@ -112,7 +112,7 @@ _FIELDS: Final = ("delay_ns", "jitter_ns", "loss_ppm", "rate")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Scope:
-    """Which paths a cut or a change concerns.
+    """Paths that a cut or a change concerns.
 
     Attributes:
         region: one end. other: the other end; "" for all others.
@@ -140,7 +140,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """One line of the timetable: from `at_ns` for `for_ns` the scope is cut (`change` None) or degraded."""
+    """Line of the timetable: from `at_ns` for `for_ns` the scope is cut (`change` None) or degraded."""
 
     at_ns: int
     for_ns: int
@@ -184,7 +184,7 @@ class Topology:
         return self.paths[source, target].delay_ns + self.paths[target, source].delay_ns
 
     def rate(self, source: str, destination: str) -> Rate:
-        """What one region can send to another when nothing else is sent: the slowest part of the way."""
+        """Return the rate of a pair when nothing else is sent: the slowest part of the way."""
         rates = [self.region(source).egress, self.region(destination).ingress, self.paths[source, destination].rate]
         return min(rate for rate in rates if rate is not None)
 
@@ -352,7 +352,7 @@ class _Reader:
 
 
 def _without_delay(default: dict[str, Any], link: dict[str, Any]) -> dict[str, Any]:
-    """What a link takes over from the default: not its delay when the link has one of its own, in whatever form."""
+    """Return what a link takes over from the default: not its delay when the link has its own, in whatever form."""
     hidden = {"rtt", "delay"} if "rtt" in link or "delay" in link else set()
     return {key: value for key, value in default.items() if key not in hidden}
 
