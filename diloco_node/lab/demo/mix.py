@@ -43,7 +43,7 @@ class LearnerMix:
         return times[len(times) // 2] if times else fastest_s
 
     def tokens_per_second(self, fastest_s: float, regions: int, *, batch: int, context: int) -> float:
-        """Return the rate of all regions if nothing holds them up. `batch`: for learners without a batch of their own."""
+        """Return the rate of all regions if nothing holds them up. `batch`: for learners without one of their own."""
         batches = self.batches or (batch,) * regions
         return sum(batch * context / self.step_seconds(fastest_s, index) for index, batch in enumerate(batches))
 

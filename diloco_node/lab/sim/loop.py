@@ -1,6 +1,6 @@
 """An asyncio event loop in virtual time: what the daemon awaits happens when the world says so.
 
-A loop stands for a process, and ends with its life. There is no selector and no thread. A call that the daemon hands to a
+A loop stands for a process, and ends with its life. It has no selector and no thread. A call that the daemon hands a
 thread is made after a drawn while, and its outcome comes back later still if the call waited for the disk. A loop can
 be stalled: what should run on it waits, while threads, links and disks go on.
 """

@@ -70,7 +70,7 @@ class Oracle:
     def genesis(self, body: GenesisBody, candidates: Sequence[Sequence[F32]]) -> None:
         """Theta_0 of each fragment must be what some region's learner proposed.
 
-        Fragments may come from different regions. A region that was fetching a leader's Theta_0 when the leader was lost
+        Fragments may come from different regions. A region that was fetching a leader's Theta_0 when that was lost
         may come to lead itself, and proposes what it has by then.
         """
         parameters = {
