@@ -22,17 +22,16 @@ EXAMPLES: Final = {
     "plan": (
         "diloco-node plan --parameters 5e9 --regions 4 --step-time 1s --budget 2Gbit/s\n"
         "diloco-node plan --config run.toml --mesh mesh.json\n"
-        "diloco-node plan --state state/us-east --budget 500Mbit/s"
+        "diloco-node plan us-east --budget 500Mbit/s"
     ),
-    "ledger": "diloco-node ledger state/us-east --follow --from 1000",
-    "replay": "diloco-node replay state/us-east --json",
+    "ledger": "diloco-node ledger us-east --follow --from 1000",
+    "replay": "diloco-node replay us-east --json",
     "export": "diloco-node export state/us-east exported",
-    "log-level": "diloco-node log-level rounds warning --region us-east",
+    "log-level": "diloco-node log-level rounds warning us-east",
     "budget show": "diloco-node budget show us-east",
     "budget set": "diloco-node budget set us-east --egress 2Gbit/s --ingress none",
-    "quarantine lift": "diloco-node quarantine lift us-west --region us-east",
+    "quarantine lift": "diloco-node quarantine lift us-west us-east",
     "learner start": "diloco-node learner start us-east",
-    "deploy ssh": "diloco-node deploy ssh hosts.toml --dry-run",
     "certs init": "diloco-node certs init us-east us-west eu-west --run-id my-run --out certs",
     "config show": "diloco-node config show --origin --set rounds.sync_every=16",
     "simulate run": "diloco-node simulate run --seed 7",

@@ -113,7 +113,7 @@ def test_settings_of_the_run_fit_a_container(config: NodeConfig) -> None:
         assert (spec.listen_host, spec.listen_port) == ("0.0.0.0", 7400)
         assert spec.state_dir == Path("/state") / name
         assert spec.identity_dir == Path("/certs") / name
-    assert trainer_settings(config)["data"] == []
+    assert trainer_settings(config)["data"]["paths"] == []
 
 
 def test_nothing_in_it_is_newer_than_docker_compose_1_29() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from diloco_node.cli import status
-from diloco_node.cli.status import ask_all, find_targets
+from diloco_node.cli.admin_client import ask_all
+from diloco_node.cli.places import targets_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -52,7 +53,7 @@ async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 async def documents(folder: Path) -> dict[str, dict[str, Any]]:
     """As `status --json` has them. Asked every second, so not by a command: each process would cost half a core."""
-    found = await asyncio.to_thread(lambda: ask_all(find_targets(str(folder))))
+    found = await asyncio.to_thread(lambda: ask_all(targets_in(str(folder))))
     return {one["region"]: one for one in found}
 
 
@@ -89,7 +90,7 @@ def has_merged(regions: dict[str, dict[str, Any]]) -> bool:
 
 
 async def why(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    found = json.loads(await said("why", "--at", str(folder), "--json"))
+    found = json.loads(await said("why", str(folder), "--json"))
     return found["line"], found["findings"]
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_node.atomic_file import replace_file
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.lab.chaos.fault_plan import REGION, FaultTarget
 from diloco_node.supervisor.preload import FORK_SERVER
@@ -102,10 +103,8 @@ class DemoFile:
             },
         }
         path = self.folder / DEMO_FILE
-        temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(document, indent=1) + "\n")
-            temporary.replace(path)
+            replace_file(path, (json.dumps(document, indent=1) + "\n").encode(), is_durable=False)
         except OSError as error:
             raise StorageError(f"{path} can't be written ({error.strerror}): make room, or give --folder") from error
 

@@ -284,36 +284,16 @@ def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence
     region = fault.fault.target.region
     samples_before = bisect_right(samples, fault.at_ns, key=lambda sample: sample.at_ns)
     before = samples[samples_before - 1].regions[region] if samples_before else None
-    incarnation = before.incarnation if before is not None else 0
-    mark = _step_before(fault, before, samples[samples_before:])
+    incarnation, step = (before.incarnation, before.step) if before is not None else (0, 0)
+    lives_on = fault.fault.target.part == "daemon"
     for merge in islice(merges, bisect_right(merges, fault.at_ns, key=lambda merge: merge.at_ns), None):
         member = merge.members.get(region)
         if member is None:
             continue
-        is_later = member.incarnation == incarnation and mark is not None and member.step_to > mark
+        is_later = lives_on and member.incarnation == incarnation and member.step_to > step
         if member.incarnation > incarnation or is_later:
             return merge.at_ns - fault.at_ns
     return None
-
-
-def _step_before(fault: StruckFault, before: RegionSample | None, after: Sequence[RunSample]) -> int | None:
-    """Return the last step before a death, of the learner's incarnation; None: it made none after the death.
-
-    A learner whose daemon died goes on. A learner that died goes on where another process of its incarnation attached.
-    """
-    if before is None:
-        return None
-    if fault.fault.target.part == "daemon":
-        return before.step
-    later = (region.regions[fault.fault.target.region] for region in after)
-    return next(
-        (
-            region.attached_step
-            for region in later
-            if region.incarnation == before.incarnation and region.attached_step > before.attached_step
-        ),
-        None,
-    )
 
 
 def rejoins(

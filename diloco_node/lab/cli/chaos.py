@@ -116,11 +116,7 @@ async def _strike(kind: str, target: str, lasts_ns: int, folder: Path | None) ->
 
 def _attached_learner(state_dir: Path) -> int | None:
     """Process id of the learner, as its daemon names it; None if the daemon does not answer."""
-    from diloco_node.cli.status import ask, find_targets
-    from diloco_node.errors import ConfigError
+    from diloco_node.cli.admin_client import ask_in
     from diloco_node.lab.demo.region_processes import attached_learner
 
-    try:
-        return attached_learner(ask(find_targets(str(state_dir))[0]))
-    except ConfigError:
-        return None
+    return attached_learner(ask_in(state_dir))

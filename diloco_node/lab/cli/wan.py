@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco_node.cli.options import parsed
+from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError
 
 app = typer.Typer(
@@ -56,8 +57,9 @@ def up(
         typer.echo(json.dumps({**_document(state), "pairs": pairs}))
         return
     typer.echo(f"{state.run}: back-end {choice.backend}, {choice.why}")
-    for place in state.places():
-        typer.echo(f"  {place.region:<14} {place.address:<12} ip netns exec {place.namespace} COMMAND")
+    places = [(place.region, place.address, f"ip netns exec {place.namespace} COMMAND") for place in state.places()]
+    for line in table_lines([("region", "left"), ("address", "left"), ("run there", "left")], places):
+        typer.echo(line)
     _echo_pairs(pairs)
     typer.echo(f"end it with: diloco-node wan down {state.run}")
 
@@ -175,11 +177,12 @@ def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
     typer.echo(f"in force: {', '.join(answer['conditions']) or 'nothing, all links are as in the file'}")
     for line in answer["log"]:
         typer.echo(f"  {line}")
-    for pair in answer.get("pairs", []):
-        typer.echo(
-            f"  {pair['from']:>14} -> {pair['to']:<14} {pair['bytes_passed']:>14,} bytes, "
-            f"{pair['packets_lost']} packets lost, {pair['packets_overflowed']} overflowed, {pair['packets_cut']} cut"
-        )
+    figures = ("bytes_passed", "packets_lost", "packets_overflowed", "packets_cut")
+    pairs = [(pair["from"], pair["to"], *(f"{pair[key]:,}" for key in figures)) for pair in answer.get("pairs", [])]
+    headings = ("bytes", "packets lost", "overflowed", "cut")
+    if pairs:
+        for line in table_lines([("from", "left"), ("to", "left"), *((name, "right") for name in headings)], pairs):
+            typer.echo(line)
     if "qdiscs" in answer:
         typer.echo(answer["qdiscs"])
 

@@ -1,4 +1,4 @@
-"""Effects of the fake daemon when its core wants something done: the simulator's `daemon/effects.py`."""
+"""Effects of the fake daemon when its core wants something done: the simulator's `daemon/effects/effects.py`."""
 
 from __future__ import annotations
 

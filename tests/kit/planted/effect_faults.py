@@ -6,7 +6,7 @@ import contextlib
 from typing import Any, cast
 
 from diloco_node.core.types import Ballot
-from diloco_node.daemon.effects import Effects
+from diloco_node.daemon.effects.effects import Effects
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.errors import StorageError
 from diloco_node.lab.sim.daemon_host import DaemonHost

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diloco_node.cli.status import ask, find_targets
+from diloco_node.cli.admin_client import ask_in
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError
 from diloco_node.lab.demo.demo_options import DemoOptions
@@ -210,10 +210,9 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
     await server.start()
     # Where that port is, this process is not: nothing listens on the one in the file.
     (folder / "admin.port").write_text("1\n")
-    (target,) = find_targets(str(tmp_path))
-    assert await asyncio.to_thread(ask, target) == {"region": "us-east", "step": 3}
+    assert await asyncio.to_thread(ask_in, folder) == {"region": "us-east", "step": 3}
     await server.stop()
-    answer = await asyncio.to_thread(ask, target)
+    answer = await asyncio.to_thread(ask_in, folder)
     assert (answer["region"], "no status from" in answer["error"]) == ("us-east", True)
 
 
