@@ -54,7 +54,7 @@ class Echoes:
         self._arrived = asyncio.Event()
 
     def received(self, answer: EchoReply, *, now_ns: int) -> None:
-        """One came back."""
+        """Take an echo that came back."""
         if answer.sequence in self.sent_ns and answer.sequence not in self.back_ns:
             self.back_ns[answer.sequence] = now_ns
             self.answers[1:] = [answer]

@@ -131,7 +131,7 @@ class Dialer:
 
     @contextlib.asynccontextmanager
     async def __call__(self, peers: tuple[str, ...], connections: int) -> AsyncIterator[Measuring]:
-        """See `Linked`. Of several peers some may lack a link: the measurement says why."""
+        """See `Linked`. Some of several peers may lack a link: the measurement says why."""
         where = {peer: self._addresses.get(peer) for peer in peers}
         if len(peers) == 1 and where[peers[0]] is None:
             raise PeersUnreachable(f"{self._identity.region} has no address of {peers[0]} in run.toml")
@@ -170,7 +170,7 @@ def _explained(error: str) -> DilocoError:
 
 
 async def region_at(address: str, folder: Path) -> str:
-    """Which region of our run answers at an address, as its certificate says.
+    """Return the region of our run that answers at an address, as its certificate says.
 
     Args:
         folder: ours, with `ca.pem`, `node.pem`, `node.key`.

@@ -16,7 +16,7 @@ ANSWERS_MAX: Final = 8
 
 
 class Exchange:
-    """What a peer answers to one request of ours."""
+    """A peer's answers to one request of ours."""
 
     def __init__(self, peer: str, measurement: int) -> None:
         self.peer = peer
@@ -53,7 +53,7 @@ class Exchange:
 
 
 def printable(text: str) -> str:
-    """What a peer says in its own words, for a terminal: on one line, and without what a terminal would obey."""
+    """Make a peer's own words safe for a terminal: one line, without control characters."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

@@ -1,4 +1,4 @@
-"""One measuring end: measures the links of a transport, and answers the requests of peers.
+"""A measuring end: measures the links of a transport, and answers the requests of peers.
 
 A daemon has one beside its core, on the links that its rounds use; `measure serve` and the command line have one on
 links of their own (`measure.ends`). It registers with the transport for its messages and probes. Nothing here touches
@@ -108,7 +108,7 @@ class Measuring:
                 self._requester.received(peer, message.measurement, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
-        """What went on over a link that is down is over."""
+        """End the measurements over a link that is down."""
         if not is_up:
             self._requester.link_lost(peer)
             self._responder.link_lost(peer)
@@ -194,7 +194,7 @@ class Measuring:
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
     async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
-        """One way between here and a peer: round trips, and a flow.
+        """Measure one way between here and a peer: round trips, and a flow.
 
         Args:
             request: its times; the region in it does not matter. is_sending: the flow goes from here to the peer.

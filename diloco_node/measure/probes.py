@@ -101,12 +101,12 @@ def _int4_body() -> bytes:
 
 
 def booked_bytes(transport: GrpcTransport, peer: str) -> int:
-    """What the budget has booked in the measurement lane to a peer until now."""
+    """Return what the budget has booked in the measurement lane to a peer until now."""
     return int(transport.budget_status()["peers"][peer]["lanes"]["measurement"]["used_bytes"])
 
 
 class Bulk(Protocol):
-    """What a sender needs of `GrpcTransport`, which carries its probes."""
+    """The part of `GrpcTransport` that a sender of probes needs."""
 
     async def transfer(self, peer: str, header: ProbeHeader, body: memoryview) -> None:
         """Stream a body; raises LinkLost."""
@@ -117,7 +117,7 @@ class Bulk(Protocol):
         ...
 
     async def tcp_now(self, peer: str) -> TcpCounters | None:
-        """What TCP did there."""
+        """Return TCP's counters of the link to a peer."""
         ...
 
 

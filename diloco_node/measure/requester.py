@@ -1,4 +1,4 @@
-"""What this end requests peers to measure: flows from here or to here, and links from there to a third region."""
+"""Requests to peers to measure: flows from here or to here, and links from there to a third region."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REASON_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class FlowRequest:
-    """One flow between here and a peer; see `MeasurementRequested`. `is_sending`: from here to there."""
+    """A flow between here and a peer; see `MeasurementRequested`. `is_sending`: from here to there."""
 
     peer: str
     is_sending: bool
@@ -50,7 +50,7 @@ class FlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class FlowMeasured:
-    """What both ends found. `used_bytes`: that flowed, the warm-up included."""
+    """The results of both ends. `used_bytes`: that flowed, the warm-up included."""
 
     received: msg.MeasurementReceived
     sent: msg.MeasurementSent

@@ -76,7 +76,7 @@ def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[E
         fragments: P.
 
     Returns:
-        What the first entry follows, and all entries.
+        The base that the first entry follows, and all entries.
 
     Raises:
         StorageError: a ledger is damaged or missing, or a kept one is of another run.

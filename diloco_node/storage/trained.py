@@ -1,10 +1,10 @@
 """Trained counters: what each life of a region's learner trained, in shared memory and in a file of 20 bytes.
 
-The learner writes steps and tokens of its incarnation into an area of the supervisor's memory at each step. That never
-waits for a disk, and a SIGKILL of the learner does not undo it. `learner/trained-<incarnation>` in the region's state
-folder holds the same, two little-endian u64 and their CRC-32, for when the memory is gone. The learner saves it before
-a contribution is announced, the daemon before it tells what died, and every few seconds. What is booked must not be
-forgotten by a power cut, so a file is durable before its counts are told.
+The learner writes steps and tokens of its incarnation into an area of the supervisor's memory at each step. The write
+never waits for a disk, and a SIGKILL of the learner does not undo it. `learner/trained-<incarnation>` in the region's
+state folder holds the same, two little-endian u64 and their CRC-32, for when the memory is gone. The learner saves it
+before a contribution is announced, the daemon before it tells what died, and every few seconds. Counts that are booked
+must survive a power cut, so a file is durable before its counts are told.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COUNTERS: Final = struct.Struct("<QQ")
 _CHECKSUM: Final = struct.Struct("<I")
 _FILE_BYTES: Final = _COUNTERS.size + _CHECKSUM.size
 _DAMAGED_BYTES_MAX: Final = 4096
-"""Of a damaged file so much is set aside."""
+"""Bytes of a damaged file that are set aside."""
 _SLOT: Final = struct.Struct("<QQQ")
 
 _SLOTS: Final = 16
@@ -67,7 +67,7 @@ class TrainedCounter:
             ) from error
 
     def write(self, steps: int, tokens: int) -> None:
-        """Set both. One copy of 24 bytes in memory, so a kill leaves the old or the new ones."""
+        """Set both. It is a copy of 24 bytes in memory, so a kill leaves the old or the new ones."""
         start = _slot_start(self._incarnation)
         self._area[start : start + _SLOT.size] = _SLOT.pack(self._incarnation, steps, tokens)
 
@@ -87,7 +87,7 @@ class TrainedCounter:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What one incarnation of a region's learner trained in its life, as its counter says."""
+    """Steps and tokens of one incarnation of a region's learner in its life, as its counter says."""
 
     incarnation: int
     steps: int
@@ -111,8 +111,8 @@ def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Traine
 def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
     """Replace counters that are damaged by empty ones, each time before a learner attaches. Returns their names.
 
-    Their numbers stay used. What a dead life trained beyond the ledger is not known then; a living one's count is still
-    in the shared memory.
+    Their numbers stay used. Steps of a dead learner beyond the ledger are not known then; the count of a living one is
+    still in the shared memory.
 
     Raises:
         StorageError: the disk refused.
@@ -136,7 +136,8 @@ def _checked(steps: int, tokens: int) -> bytes:
 
 
 def _counted(raw: bytes) -> tuple[int, int] | None:
-    """What `_checked` made of a count that a learner can reach; None: damage. The ledger would refuse more for ever."""
+    """Decode a count that `_checked` encoded and a learner can reach; None: damage. The ledger would refuse more for
+    ever."""
     if len(raw) != _FILE_BYTES:
         return None
     steps, tokens = _COUNTERS.unpack_from(raw)
@@ -147,7 +148,7 @@ def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> T
     """Bring an incarnation's file up to what the shared memory says, durably, also while it counts on.
 
     Returns:
-        What the file says now.
+        Return the bytes of the file now.
 
     Raises:
         StorageError: as for `read_trained`.

@@ -39,7 +39,7 @@ _NODE_KEY: Final = "node.key"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a node shows to its peers, checked by `load_identity`.
+    """A node's key and certificates, checked by `load_identity`.
 
     Attributes:
         region, run_id: as the certificate names them.

@@ -1,10 +1,10 @@
 """How many TCP connections carry the bulk between two regions.
 
-What a connection has on its way stands in its socket's buffers, at both ends, until it is acknowledged: with a long
-round trip these bound its rate, whatever the line has. So there are as many connections as the bandwidth-delay product
-needs, one where the buffers are large enough. More than that don't help: they start up against each other, a chunk on
-the slowest holds up all that follows, and the work is the same. Where congestion control goes by loss, a connection's
-share of a lossy line is small whatever its buffers hold, and there are as many as there may be.
+Bytes on their way stay in the socket's buffers at both ends until they are acknowledged. With a long round trip these
+buffers bound a connection's rate, whatever the line has. So there are as many connections as the bandwidth-delay
+product needs, one where the buffers are large enough. More than that don't help: they start up against each other, a
+chunk on the slowest holds up all that follows, and the work is the same. Where congestion control goes by loss, a
+connection's share of a lossy line is small whatever its buffers hold, and there are as many as there may be.
 """
 
 from __future__ import annotations

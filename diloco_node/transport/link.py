@@ -4,7 +4,7 @@ A **session** is one pair of streams (control and bulk), made by one dial of one
 that this side opens while it lasts. A **link** is what stays: it has at most one session at a time, and dials again
 when there is none.
 
-Who dials: the side with the smaller name, if it knows an address; else the other. When there has been no session for
+The side with the smaller name dials, if it knows an address; else the other. When there has been no session for
 `fallback_s`, the other side tries as well. A process that has just started dials once whatever its name is: the peer
 has dialled in vain while it was away, and its next dial may be seconds ahead (D-099). Two dials that cross are resolved
 the same way on both sides: once the smaller name's hello is on its way its session wins; until then an incoming one
@@ -12,7 +12,8 @@ does, and its own dial is given up. In all other cases the newer session replace
 session makes another one.
 
 Two processes with one certificate: while the one that was started last is linked and alive, the other one is
-refused. Who is refused so by most of its peers for longer than a dead link is taken for alive ends (`SupersededError`).
+refused. A process that most of its peers refuse so, for longer than a dead link is taken for alive, ends
+(`SupersededError`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _log = structlog.get_logger(part="transport")
 
 
 class LinkState(StrEnum):
-    """What a link is doing, for `status`."""
+    """The state of a link, for `status`."""
 
     WAITING = "waiting"
     DIALING = "dialing"
@@ -73,7 +74,7 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """One link for people.
+    """A link, for people.
 
     Attributes:
         address: where we would dial, None if only the peer can.
@@ -143,7 +144,7 @@ class PeerLink:
         return self._session.outbound
 
     def status(self) -> PeerStatus:
-        """What the link is doing."""
+        """Return the state of the link."""
         since_s = asyncio.get_running_loop().time() - self._since_s
         connections = self._session.connections if self._session is not None else 0
         return PeerStatus(
@@ -156,7 +157,8 @@ class PeerLink:
             self._session.drop(reason)
 
     def turned_away(self, error: PeerIncompatible) -> None:
-        """The peer called, and does not belong here. That is why there is no link, where it is the one that dials."""
+        """The peer called, and does not belong here. It is the reason why there is no link, where the peer is the one
+        that dials."""
         if self._session is None:
             self._error = str(error)
 
@@ -188,7 +190,7 @@ class PeerLink:
             backoff_s = min(2 * backoff_s, times.backoff_max_s)
 
     async def _dial_once(self) -> PeerError | None:
-        """One dial and the life of its session. Returns why it failed or ended; None when it was superfluous."""
+        """Dial once, and live through the session. Returns why it failed or ended; None when it was superfluous."""
         self._set_state(LinkState.DIALING)
         self._dials += 1
         dialing = self._dialing = asyncio.create_task(self._connect(self._dials), name=f"dial {self.peer}")
@@ -359,7 +361,7 @@ class PeerLink:
         return await stream.until_closed()
 
     def _resolve(self, hello: Hello) -> None:
-        """Which of two crossing dials goes on, and which of two processes; see the module's docstring."""
+        """Decide which of two crossing dials goes on, and which of two processes; see the module's docstring."""
         session = self._session
         if session is not None and session.is_alive and hello.instance_id < session.instance:
             raise DuplicateInstance(
@@ -452,7 +454,7 @@ class PeerLink:
 
 
 def _metadata(lane: Lane) -> Metadata:
-    """What we send with the call of a lane."""
+    """Return the metadata of the call of a lane."""
     ours = own_congestion_controls() if lane is Lane.CONTROL else None
     return ((METADATA_KEY, ours.encode()),) if ours is not None else ()
 

@@ -32,10 +32,10 @@ from diloco_node.wire.message_tables import BULK_LANES, BudgetLane, TransferHead
 
 CONTROL_FRAMES_MAX: Final = 1024
 CONTROL_BYTES_MAX: Final = 16 * 2**20
-"""What a peer that does not read may cost: further control frames are dropped."""
+"""Frames that wait for a peer that does not read; further control frames are dropped."""
 
 TRANSFERS_WAITING_MAX: Final = 64
-"""Of one lane; who asks for one more waits for a place."""
+"""Transfers of one lane; the caller of one more waits for a place."""
 
 INLINE_BYTES_MAX: Final = 64 * 2**10
 """Chunks up to this size are compressed on the loop: under 0.1 ms."""
@@ -99,7 +99,7 @@ class _LaneQueue:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One transfer that was requested. `encoding` is the thread's work on the body, while there is some."""
+    """A transfer that was requested. `encoding` is the thread's work on the body, while there is some."""
 
     header: TransferHeader
     body: memoryview

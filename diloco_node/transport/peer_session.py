@@ -70,7 +70,7 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True)
 class LinkEnvironment:
-    """What all links of a transport share.
+    """The objects that all links of a transport share.
 
     Attributes:
         hello: ours, apart from lane, dial and connection. is_advertised: the others know where to dial us.

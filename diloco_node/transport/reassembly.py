@@ -1,4 +1,4 @@
-"""Which bytes of one transfer have come, when its chunks come over several connections in any order.
+"""The bytes of one transfer that have come, when its chunks come over several connections in any order.
 
 Each connection keeps its own order, so on each of them the offsets of one transfer grow. The end of a transfer says how
 many chunks went over each connection: when all of these have come the transfer is over, and has every byte or never

@@ -1,8 +1,8 @@
 """Links to all other regions over HTTP/2 (grpc.aio), mutual TLS, one port.
 
 Per pair of regions there is one connection for control (small messages, never behind bulk) and one or more for bulk
-(transfers), with one bidirectional call each. Who is at the other end is what the certificate says. `streams` knows
-gRPC, `links` keeps a pair connected, `outbound`, `bundle` and `inbound` carry the bytes, `sockets` counts them.
+(transfers), with one bidirectional call each. The certificate says which region is at the other end. `streams` knows
+gRPC, `link` keeps a pair connected, `outbound`, `bundle` and `inbound` carry the bytes, `kernel/` counts them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from diloco_node.wire.message_tables import BULK_LANES, PROTOCOL_VERSION, Budget
 _log = structlog.get_logger(part="transport")
 
 GIVE_WAY_S: Final = 2.0
-"""What a measurement waits for rounds and recovery on other links, each time."""
+"""How long a measurement waits for rounds and recovery on other links, each time."""
 
 HANDSHAKES_MAX: Final = 32
 """Accepted calls that have not said hello yet."""
@@ -181,7 +181,7 @@ class GrpcTransport:
         self._urgent = 0
         self._quiet = asyncio.Event()
         self.rejections: Counter[tuple[str, str]] = Counter()
-        """What was refused, by (peer, reason)."""
+        """Return the number of refusals by (peer, reason)."""
 
     @property
     def port(self) -> int:
@@ -279,7 +279,7 @@ class GrpcTransport:
                     await self._quiet.wait()
 
     def tcp(self, peer: str) -> TcpCounters | None:
-        """What TCP did on the link to a peer, as of a second ago at most; None where the kernel does not count it."""
+        """Return TCP's counters of the link to a peer, as of a second ago at most; None where the kernel has none."""
         return self._meter.tcp(peer)
 
     async def tcp_now(self, peer: str) -> TcpCounters | None:
@@ -288,11 +288,11 @@ class GrpcTransport:
         return self._meter.tcp(peer)
 
     def budget_status(self) -> dict[str, Any]:
-        """What the budget allows, and demand and use, per peer and lane; see `Pacer.status`."""
+        """Return ceilings, demand and use, per peer and lane; see `Pacer.status`."""
         return self._pacer.status()
 
     def peer_status(self) -> dict[str, PeerStatus]:
-        """What each link is doing, and why it is down if it is."""
+        """Return the state of each link, and why it is down if it is."""
         return {peer: link.status() for peer, link in self._links.items()}
 
     def reject(self, peer: str, error: PeerError) -> None:
@@ -334,7 +334,8 @@ class GrpcTransport:
             _log.error("listener closed", peer=UNKNOWN_PEER, reason=reason, count=self.rejections[key])
 
     def _link_superseded(self, peer: str, error: PeerError | None) -> None:
-        """One peer's word is not enough: it could be broken, or captured. With one peer only, nobody can confirm it."""
+        """The word of one peer is not enough: it could be broken, or captured. With one peer only, nobody can confirm
+        it."""
         if error is None:
             self._superseded_by.discard(peer)
             return
@@ -373,7 +374,7 @@ class GrpcTransport:
                 await refuse(context, why)
 
     async def _greet(self, lane: Lane, peer_caller: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
-        """Who calls, and whether we belong together. Raises PeerError."""
+        """Find the link of the caller, and check that we belong together. Raises PeerError."""
         link = self._links.get(peer_caller.region)
         if link is None or peer_caller.tls_name != tls_name(peer_caller.region, self._hello.run_id):
             raise PeerIncompatible(
@@ -451,7 +452,8 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def new_instance_id(now_ns: int) -> bytes:
-    """16 bytes that no other process has. One that was started later has a greater one, as far as clocks agree."""
+    """16 bytes that no other process has. A process that was started later has a greater one, as far as clocks
+    agree."""
     return now_ns.to_bytes(8, "big") + secrets.token_bytes(8)
 
 

@@ -1,4 +1,4 @@
-"""What the kernel counted of one peer's connections, and what follows from it: rates, how many bulk connections the
+"""The kernel's counts of one peer's connections, and what follows from them: rates, how many bulk connections the
 link is worth, and the pace at which the kernel lets them send.
 
 No clock and no timer: `pacing` says when something was counted.
@@ -21,7 +21,7 @@ LOSS_BYTES_MIN: Final = 4 * 2**20
 
 
 class LinkWatch:
-    """One peer. Call `taken` for each sample, then `pace`; `lost` at the end of a session.
+    """The counters of one peer. Call `taken` for each sample, then `pace`; `lost` at the end of a session.
 
     Args:
         peer: its name. meter: the kernel's counters.
@@ -97,8 +97,8 @@ class LinkWatch:
     def pace(self, ceiling_bytes_per_s: int | None) -> None:
         """Have the kernel pace the bulk connections at what may be sent at most, on a long round trip; None: no limit.
 
-        BBR nearly stops for 0.2 s every ten seconds to measure the least round trip. What the socket held back
-        meanwhile would leave at the line's rate. The kernel counts payload, so the pace is a little above the ceiling,
+        BBR nearly stops for 0.2 s every ten seconds to measure the least round trip. The socket would send at the
+        line's rate what it held back meanwhile. The kernel counts payload, so the pace is a little above the ceiling,
         and what was held back gets away.
         """
         rate = ceiling_bytes_per_s if self.rtt_min_ns >= LONG_RTT_NS else None

@@ -59,7 +59,7 @@ PIECE_FREE_BYTES_MIN: Final = 64 * 2**10
 
 @dataclass(slots=True)
 class _PeerState:
-    """What the shell knows of one peer.
+    """The shell's facts about one peer.
 
     Attributes:
         link: what the kernel counted, and what follows from it.
@@ -119,7 +119,7 @@ class Pacer:
 
     @property
     def plan(self) -> BudgetPlan:
-        """What holds now."""
+        """The budget that holds now."""
         return self._plan
 
     def set_plan(self, plan: BudgetPlan) -> None:
@@ -147,7 +147,7 @@ class Pacer:
             _log.info("budget", ingress_bytes_per_s=limits.ingress)
 
     def _ceiling_out(self, peer: str) -> int | None:
-        """What may be sent to a peer at most, by our own budget; None: no limit."""
+        """Return the most that may be sent to a peer, by our own budget; None: no limit."""
         return _least(self._egress.region_rate_bytes_per_s, self._plan.peer_limits(peer).egress)
 
     # ---- sending -----------------------------------------------------------------------------------------------------
@@ -240,8 +240,9 @@ class Pacer:
         self._release()
 
     def _follow_lateness(self, *, at_ns: int | None = None) -> None:
-        """Let what late timers miss follow at once, from a moment on (None: now). What is gathered is no burst on the
-        link.
+        """Let the buckets catch up on time lost to late timers since `at_ns` (None: now).
+
+        Coalesced pieces do not burst: the kernel spreads them out.
         """
         is_spread = all(state.link.is_spread for state in self._peers.values() if state.transfers)
         self._coalesce_ns = COALESCE_NS if is_spread else 0
