@@ -22,11 +22,11 @@ from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.envelope import LinkRole
 
-DIAL_S: Final = 5.0
+NAME_LOOKUP_S: Final = 5.0
 LINK_S: Final = 15.0
 """A link has come up by then, with all of its connections."""
 
-LOOK_S: Final = 0.02
+LINK_LOOK_S: Final = 0.02
 THREADS: Final = 4
 ANYWHERE: Final = ("127.0.0.1", 0)
 """Where an end that only dials listens: a transport has a port."""
@@ -157,7 +157,7 @@ async def _link_up(end: Measuring, peer: str, connections: int) -> str:
             return ""
         if status.error:
             return status.error
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(LINK_LOOK_S)
     return f"{peer}: {status.connections} of {connections} connections in {LINK_S:.0f} s"
 
 
@@ -185,7 +185,7 @@ async def region_at(address: str, folder: Path) -> str:
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
     try:
-        async with asyncio.timeout(DIAL_S):
+        async with asyncio.timeout(NAME_LOOKUP_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context, server_hostname="")
     except ssl.SSLCertVerificationError as error:
         raise IdentityError(

@@ -25,8 +25,6 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage, ProbeHeader
 
-RTT_PROBE_S: Final = 0.5
-
 KINDS: Final = frozenset((*get_args(MeasureMessage), *get_args(ProbeHeader)))
 """Messages and headers of transfers that are for measuring."""
 
@@ -190,7 +188,7 @@ class Measuring:
 
     async def times(self, peer: str, span_ns: int, warm_ns: int | None) -> tuple[FlowTimes, int]:
         """How long flows to a peer are to be, and the round trip (ns) that this was taken from."""
-        rtt_ns = (await self.latency(peer, RTT_PROBE_S)).latency.p50_ns
+        rtt_ns = (await self.latency(peer, 0.5)).latency.p50_ns
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
     async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:

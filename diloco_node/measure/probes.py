@@ -52,9 +52,6 @@ START_S: Final = 10.0
 LATE_S: Final = 10.0
 """The receiver waits so long for the first bytes, and for the last after their time: rounds go before them."""
 
-WARM_UP_RTTS: Final = 25
-WARM_UP_NS_LEAST: Final = NS_PER_S
-WARM_UP_NS_MOST: Final = 5 * NS_PER_S
 
 _BLOCK_VALUES: Final = 256
 _INT4_MAX: Final = 7
@@ -76,7 +73,7 @@ class FlowTimes:
 
 def warm_up_ns(rtt_ns: int) -> int:
     """How long until a flow is at full speed: 25 round trips, 1 to 5 s. Slow start takes 11 of them to 25 MB."""
-    return min(max(WARM_UP_RTTS * rtt_ns, WARM_UP_NS_LEAST), WARM_UP_NS_MOST)
+    return min(max(25 * rtt_ns, NS_PER_S), 5 * NS_PER_S)
 
 
 async def make_body(executor: Executor, *, is_compressible: bool) -> memoryview:

@@ -29,7 +29,7 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage
 
-ANSWER_S: Final = 10.0
+REPLY_S: Final = 10.0
 BODY_MADE_S: Final = 10.0
 """A busy machine takes so long to make what is sent."""
 
@@ -97,7 +97,7 @@ class MeasurementRequester:
     async def remote_link(self, source: str, request: msg.LinkTestRequested) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises PeerError."""
         measured_s = (request.probes_ns + msg.WARM_UP_NS_MAX + request.span_ns) / NS_PER_S
-        limit_s = measured_s + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S
+        limit_s = measured_s + START_S + LATE_S + SENDER_GRACE_S + 2 * REPLY_S
         async with self._exchange(source, request.measurement) as exchange:
             self._transport.send(source, request)
             return await exchange.answer(msg.LinkMeasured, limit_s)
@@ -113,7 +113,7 @@ class MeasurementRequester:
             times.span_ns,
             flow.bytes_max,
         )
-        limit_s = times.total_s + START_S + LATE_S + ANSWER_S
+        limit_s = times.total_s + START_S + LATE_S + REPLY_S
         async with contextlib.AsyncExitStack() as stack:
             exchange = await stack.enter_async_context(self._exchange(peer, request.measurement))
             if flow.is_sending:
@@ -127,7 +127,7 @@ class MeasurementRequester:
 
     async def _until_ready(self, exchange: Exchange, request: msg.MeasurementRequested) -> None:
         self._transport.send(exchange.peer, request)
-        await exchange.answer(msg.MeasurementReady, ANSWER_S + BODY_MADE_S)
+        await exchange.answer(msg.MeasurementReady, REPLY_S + BODY_MADE_S)
 
     async def _out(self, exchange: Exchange, sender: ProbeSender, limit_s: float) -> FlowMeasured:
         sending = asyncio.create_task(sender.run(), name=f"measurement to {exchange.peer}")

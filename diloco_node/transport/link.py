@@ -106,24 +106,38 @@ class PeerLink:
         self.peer = peer
         self._address = address
         self._env = env
+        # Outlives sessions: a peer gets no fresh allowance by dialing again.
         self._intake = Intake(env.messages_per_s, now_ns=time.monotonic_ns())
         self._random = random.Random(seed)
+        # Decides which of two crossing dials goes on; never changes.
         self._is_smaller = env.hello.region < peer
+        # Number of the last dial of this process; all streams of one session carry the dialer's.
         self._dials = 0
+        # True from the hello of the dial under way on: from then on it wins, if ours is the smaller name.
         self._is_hello_sent = False
         self._dialing: asyncio.Task[Session] | None = None
+        # Streams that came in, by the peer's process and dial, until both lanes of a session are there.
         self._accepted: dict[tuple[bytes, int], dict[Lane, AcceptedStream]] = {}
+        # (instance id, dial) of the newest dial of the peer that was let in; an older one of that process is turned away.
         self._newest = (b"", 0)
+        # The session that carries messages; None exactly while `_down` is set.
         self._session: Session | None = None
+        # The session that was made last; it may wait for the lock while the one before ends.
         self._latest: Session | None = None
         self._session_lock = asyncio.Lock()
+        # One of the two is set at any time.
         self._up, self._down = asyncio.Event(), asyncio.Event()
         self._down.set()
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Control frames that found no session or a full queue, since start.
         self._dropped = 0
+        # The peer's, from the metadata of its last call or answer; None until then.
         self._congestion: CongestionControls | None = None
+        # The reason why there is no session, for people; empty while there is one.
         self._error = ""
+        # When the peer began to refuse us because of a newer process of ours; None while it does not.
         self._refused_since_s: float | None = None
+        # The state, and since when it holds.
         self._state = LinkState.WAITING
         self._since_s = asyncio.get_running_loop().time()
 

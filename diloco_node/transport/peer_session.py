@@ -138,21 +138,29 @@ class Session:
         self._peer = peer
         self._env = env
         self._intake = intake
+        # Control first, then bulk in the order of their numbers. The session closes them all.
         self._streams = [control, bulk]
+        # Dials a further bulk connection; None where the peer dialed.
         self._more = more
+        # Control frames that wait for the writer.
         self.queue = ControlQueue()
         self.outbound = BulkOutbound(peer, bulk, env.executor, env.pacer)
         self._inbound = BulkInbound(peer, env.handler, env.executor)
+        # When the last frame came, of any lane and of bulk; the second is moved on while the peer owes no bulk.
         self._received_s = 0.0
         self._bulk_received_s = 0.0
-        self._unread = 0  # bulk connections that are not read at this moment
+        # Bulk connections that are not read at this moment.
+        self._unread = 0
+        # True from the start of `run` on, and never false again.
         self._has_run = False
         self.instance = instance
         self.accepted_dial = accepted_dial
+        # True while a further connection is greeted: one at a time.
         self.is_joining = False
-        """A further connection is being greeted: one at a time."""
         self._tasks: list[asyncio.Task[None]] = []
+        # Set when one of the tasks has ended, or `drop` was called: then `run` ends them all.
         self._over = asyncio.Event()
+        # The reason that `drop` was called with; None when it was not.
         self._dropped: LinkLost | None = None
 
     @property

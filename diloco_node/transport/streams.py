@@ -29,7 +29,7 @@ METHOD_PREFIX: Final = "/diloco.Region/"
 _STREAMS_PER_CONNECTION: Final = 2
 """A connection carries one call. Further calls of a peer have to wait."""
 
-CONNECTIONS_MAX: Final = 1024
+ACCEPTED_CONNECTIONS_MAX: Final = 1024
 """Accepted at once, whoever makes them: all connections of 64 regions, and hundreds in the middle of a handshake. A
 further one is closed."""
 
@@ -289,7 +289,7 @@ def connections_max() -> int:
     """How many connections may come in: at most half of this process's descriptors. The rest is for its own files,
     dials and the admin port: a flood of connections must not keep a payload from the disk.
     """
-    return min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    return min(ACCEPTED_CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]

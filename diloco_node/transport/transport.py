@@ -146,7 +146,9 @@ class GrpcTransport:
             settings=settings,
         )
         self._identity = identity
+        # What to bind; `_port` is the port that was bound, 0 before.
         self._listen = listen
+        # Address of each peer, or None; in the order of names.
         self._peers = dict(sorted(peers.items()))
         self._times = times or LinkTimes()
         self._seed = seed
@@ -171,13 +173,18 @@ class GrpcTransport:
         )
         self._quarantine = Quarantine(self._peers)
         self._superseded = on_superseded
+        # Peers that refuse us because of a newer process of ours; a link that comes up takes its peer out.
         self._superseded_by: set[str] = set()
+        # A link for each peer, and a listener: from `start` on.
         self._links: dict[str, PeerLink] = {}
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        # Incoming calls whose hello has not come yet, at most HANDSHAKES_MAX.
         self._handshakes = 0
+        # When a rejection of a peer was logged last, by reason: once in REJECTION_LOG_S.
         self._logged_s: dict[tuple[str, str], float] = {}
         self._port = 0
+        # Transfers of rounds and recovery under way; `_quiet` is set when the last one ends.
         self._urgent = 0
         self._quiet = asyncio.Event()
         self.rejections: Counter[tuple[str, str]] = Counter()

@@ -162,7 +162,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patience with a machine that stands still: an echo or an end that comes late is none that stays away."""
     for module, name in (
         (echoes, "UNANSWERED_AFTER_S"),
-        (requester, "ANSWER_S"),
+        (requester, "REPLY_S"),
         (requester, "START_S"),
         (requester, "LATE_S"),
         (probes, "START_S"),

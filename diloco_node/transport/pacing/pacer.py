@@ -100,19 +100,28 @@ class Pacer:
         self._send = send
         self._now_ns = now_ns
         self._minute_of_day = minute_of_day or _local_minute
+        # The budget as set; the ceilings of this minute are in `_egress` and `_grants`.
         self._plan = BudgetPlan()
         self._egress = EgressBudget(names, now_ns=now_ns())
         self._grants = IngressGrants(names, now_ns=now_ns())
         self._peers = {name: _PeerState(LinkWatch(name, meter)) for name in names}
+        # A future for each piece that waits in `_egress`; it is done when the piece counts as sent.
         self._waiting: dict[tuple[str, BudgetLane], asyncio.Future[None]] = {}
+        # At most one of each is armed: for the next piece that may go, and for the next grant that may grow.
         self._release_timer: asyncio.TimerHandle | None = None
         self._grant_timer: asyncio.TimerHandle | None = None
+        # Set when `run` has to look before its time.
         self._woken = asyncio.Event()
+        # True while a transfer to any peer is under way.
         self._is_busy = False
+        # Bytes while transfers were under way: that went out, and that the ceiling would have let through.
         self._allowed_bytes = 0
         self._used_bytes = 0
+        # The counters as they were when those two were brought up to date.
         self._used_before = self._lost_before = 0
+        # How late timers have been, at least LATE_NS; it fades.
         self._late_ns = LATE_NS
+        # How long pieces may be gathered: 0 unless the kernel spreads them out on all busy links.
         self._coalesce_ns = 0
 
     # ---- the plan ----------------------------------------------------------------------------------------------------

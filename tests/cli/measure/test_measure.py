@@ -85,7 +85,7 @@ def ends_of_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]
     # Patience with a machine that stands still: of a probe that comes back late, and of ends that come late.
     for module, name in (
         (ends, "LINK_S"),
-        (requester, "ANSWER_S"),
+        (requester, "REPLY_S"),
         (echoes, "UNANSWERED_AFTER_S"),
         (probes, "START_S"),
     ):
