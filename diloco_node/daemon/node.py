@@ -148,7 +148,7 @@ class Node:
             now_ns=now_ns,
         )
         self.measure = MeasureCommand(
-            spec.region, self._measuring.peers, lambda _peers, _connections: self._measuring.linked(), self._limit_to
+            spec.region, self._measuring.peers, lambda _peers, _connections: self._measuring.own_links(), self._limit_to
         ).run
         self.effects = build_effects(
             region=spec.region,

@@ -143,7 +143,7 @@ class Dialer:
                     continue
                 error = await _link_up(measuring, peer, connections)
                 if error and len(peers) == 1:
-                    raise _explained(error)
+                    raise _explain(error)
             yield measuring
 
 
@@ -161,7 +161,7 @@ async def _link_up(end: Measuring, peer: str, connections: int) -> str:
     return f"{peer}: {status.connections} of {connections} connections in {LINK_S:.0f} s"
 
 
-def _explained(error: str) -> DilocoError:
+def _explain(error: str) -> DilocoError:
     if "superseded" not in error and "certificate" in error:
         return IdentityError(f"{error}; both must be of the same `diloco-node certs init`")
     if "training daemon" in error or "protocol_version" in error:

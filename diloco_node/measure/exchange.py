@@ -23,7 +23,7 @@ class Exchange:
         self.measurement = measurement
         self._answers: asyncio.Queue[MeasureMessage | DilocoError] = asyncio.Queue(ANSWERS_MAX)
 
-    def received(self, message: MeasureMessage) -> None:
+    def take(self, message: MeasureMessage) -> None:
         """The peer answered. Raises ProtocolViolation: more than was requested."""
         try:
             self._answers.put_nowait(message)
@@ -58,7 +58,7 @@ def printable(text: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def ended(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
+async def ending(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
     """Tasks that are over when this is."""
     try:
         yield

@@ -79,7 +79,7 @@ class Measuring:
         transport.register(self, KINDS)
 
     @contextlib.asynccontextmanager
-    async def linked(self) -> AsyncIterator[Measuring]:
+    async def own_links(self) -> AsyncIterator[Measuring]:
         """This end with the links that it has, as a `Linked` gives it."""
         yield self
 
@@ -95,15 +95,15 @@ class Measuring:
         """
         match message:
             case msg.EchoRequest():
-                self._echoes.requested(peer, message)
+                self._echoes.answer_request(peer, message)
             case msg.EchoReply():
-                self._echoes.answered(peer, message)
+                self._echoes.take_reply(peer, message)
             case msg.MeasurementRequested() | msg.LinkTestRequested():
                 self._responder.begin(peer, message)
             case msg.MeasurementStopped():
                 self._responder.stop(peer, message.measurement)
             case _:
-                self._requester.received(peer, message.measurement, message)
+                self._requester.take_answer(peer, message.measurement, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """End the measurements over a link that is down."""
@@ -113,11 +113,11 @@ class Measuring:
 
     def transfer_opened(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
         """Where probes go. Raises ProtocolViolation for those nobody agreed to."""
-        return self._receivers.opened(peer, header, raw_bytes)
+        return self._receivers.open_transfer(peer, header, raw_bytes)
 
     def transfer_closed(self, peer: str, header: ProbeHeader, buffer: memoryview, *, is_whole: bool) -> None:
         """Probes arrived, or broke off."""
-        self._receivers.closed(peer, header, buffer.nbytes, is_whole=is_whole)
+        self._receivers.close_transfer(peer, header, buffer.nbytes, is_whole=is_whole)
 
     def address(self, peer: str) -> str | None:
         """Where we would dial a peer; None if only it can dial us."""

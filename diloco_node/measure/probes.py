@@ -230,7 +230,7 @@ class ProbeSender:
 
 
 class ProbeReceiver:
-    """Counts the probes of one measurement as they arrive. `run` once; `opened` and `closed` from the transport.
+    """Counts the probes of one measurement as they arrive. `run` once.
 
     Args:
         request: how much, how long. now_ns: monotonic.
@@ -250,7 +250,7 @@ class ProbeReceiver:
         """Raw bytes that arrived."""
         return self._marks[-1][1] if self._marks else 0
 
-    def opened(self, raw_bytes: int) -> memoryview:
+    def open_transfer(self, raw_bytes: int) -> memoryview:
         """A transfer begins, after the one before has ended: where its bytes go, over and over."""
         self._begin()
         if self._buffer is None or self._buffer.nbytes < raw_bytes:
@@ -262,7 +262,7 @@ class ProbeReceiver:
             self._marks.append((self._now_ns(), 0))
             self._begun.set()
 
-    def closed(self, raw_bytes: int) -> None:
+    def close_transfer(self, raw_bytes: int) -> None:
         """A transfer has arrived whole; it may have begun before this receiver was there."""
         self._begin()
         at_ns, total = self._now_ns(), self._marks[-1][1] + raw_bytes
@@ -296,7 +296,7 @@ class ProbeReceiver:
         await _is_set_within(self._enough, left_s + LATE_S)
         if self.used_bytes == 0:
             raise LinkLost("nothing arrived whole: rounds and recovery go before a measurement")
-        start_ns, span_ns = self._counted()
+        start_ns, span_ns = self._counted_span()
         rates = goodput(self._marks, start_ns=start_ns, span_ns=span_ns)
         start, now = cpu[-1], self._cpu_now()
         return MeasurementReceived(
@@ -310,7 +310,7 @@ class ProbeReceiver:
             max(1, now[1] - start[1]),
         )
 
-    def _counted(self) -> tuple[int, int]:
+    def _counted_span(self) -> tuple[int, int]:
         """Where what counts begins, and how long it is. Bytes used up too early: the second half of the time."""
         first_ns, last_ns = self._marks[0][0], self._marks[-1][0]
         end_ns = min(last_ns, self._end_ns) if self.used_bytes >= self._request.bytes_max else self._end_ns
@@ -352,14 +352,14 @@ class ProbeReceivers:
         finally:
             del self._receivers[key]
 
-    def opened(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
+    def open_transfer(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
         """Where probes go; None for those that come late. Raises ProtocolViolation for those nobody agreed to."""
         self._expected[peer].arrive(header.measurement, raw_bytes)
         receiver = self._receivers.get((peer, header.measurement))
-        return None if receiver is None else receiver.opened(raw_bytes)
+        return None if receiver is None else receiver.open_transfer(raw_bytes)
 
-    def closed(self, peer: str, header: ProbeHeader, raw_bytes: int, *, is_whole: bool) -> None:
+    def close_transfer(self, peer: str, header: ProbeHeader, raw_bytes: int, *, is_whole: bool) -> None:
         """Probes arrived, or broke off."""
         receiver = self._receivers.get((peer, header.measurement))
         if receiver is not None and is_whole:
-            receiver.closed(raw_bytes)
+            receiver.close_transfer(raw_bytes)

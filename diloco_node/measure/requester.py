@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from diloco_node.errors import LinkLost
-from diloco_node.measure.exchange import Exchange, ended
+from diloco_node.measure.exchange import Exchange, ending
 from diloco_node.measure.probes import (
     LATE_S,
     SENDER_GRACE_S,
@@ -82,11 +82,11 @@ class MeasurementRequester:
         finally:
             del self._exchanges[peer, measurement]
 
-    def received(self, peer: str, measurement: int, message: MeasureMessage) -> None:
+    def take_answer(self, peer: str, measurement: int, message: MeasureMessage) -> None:
         """A peer answered. Raises ProtocolViolation: more answers than were requested."""
         exchange = self._exchanges.get((peer, measurement))
         if exchange is not None:  # else it is late: nobody waits any more
-            exchange.received(message)
+            exchange.take(message)
 
     def link_lost(self, peer: str) -> None:
         """The link is down: exchanges over it are over."""
@@ -132,7 +132,7 @@ class MeasurementRequester:
     async def _out(self, exchange: Exchange, sender: ProbeSender, limit_s: float) -> FlowMeasured:
         sending = asyncio.create_task(sender.run(), name=f"measurement to {exchange.peer}")
         report = asyncio.create_task(exchange.answer(msg.MeasurementReceived, limit_s))
-        async with ended(sending, report):
+        async with ending(sending, report):
             await asyncio.wait([sending, report], return_when=asyncio.FIRST_COMPLETED)
             if not report.done():
                 await asyncio.wait([report], timeout=REASON_S)
@@ -146,7 +146,7 @@ class MeasurementRequester:
         peer, measurement = exchange.peer, exchange.measurement
         receiving = asyncio.create_task(receiver.run(), name=f"measurement from {peer}")
         report = asyncio.create_task(exchange.answer(msg.MeasurementSent, limit_s))
-        async with ended(receiving, report):
+        async with ending(receiving, report):
             await asyncio.wait([receiving, report], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
                 report.result()  # the sender has failed, and says why

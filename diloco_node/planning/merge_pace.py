@@ -28,7 +28,7 @@ class MergePace:
         self._sync_every = sync_every
         self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS_MAX)  # (steps, rounds), both never falling
 
-    def reported(self, steps: int, rounds: int) -> None:
+    def report(self, steps: int, rounds: int) -> None:
         """Take what a learner has done and the ledger holds now. Less than before is another learner: it begins
         anew."""
         if self._marks and (steps < self._marks[-1][0] or rounds < self._marks[-1][1]):

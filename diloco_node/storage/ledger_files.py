@@ -169,7 +169,7 @@ class LedgerFile:
             os.fsync(self._descriptor)
         except OSError as error:
             raise disk_error("open", self._path, error) from error
-        entries = self.decoded(bodies, previous_index=self.base.index, previous_hash=self.base.hash)
+        entries = self.decode(bodies, previous_index=self.base.index, previous_hash=self.base.hash)
         self.last_index = self.base.index + len(entries)
         return entries
 
@@ -194,7 +194,7 @@ class LedgerFile:
             self._check_count(durable)
         return bodies
 
-    def decoded(self, bodies: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
+    def decode(self, bodies: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
         """The entries that follow that one, their hash chain checked. Raises StorageError."""
         try:
             entries = tuple(decode_entry(body) for body in bodies)

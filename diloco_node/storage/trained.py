@@ -119,29 +119,29 @@ def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
     """
     damaged_names = []
     for _, path in _counter_files(state_dir):
-        with _locked(path) as descriptor:
+        with _lock(path) as descriptor:
             raw = os.pread(descriptor, _DAMAGED_BYTES_MAX, 0)
-            if _counted(raw) is not None:
+            if _decode(raw) is not None:
                 continue
             # A copy, so that the name is there at each moment: without it the number would be given to another life.
             replace_file(path.with_name(path.name + ".damaged"), [raw])
-            replace_file(path, [_checked(0, 0)])
+            replace_file(path, [_encode(0, 0)])
             damaged_names.append(path.name)
     return tuple(damaged_names)
 
 
-def _checked(steps: int, tokens: int) -> bytes:
+def _encode(steps: int, tokens: int) -> bytes:
     counters = _COUNTERS.pack(steps, tokens)
     return counters + _CHECKSUM.pack(zlib.crc32(counters))
 
 
-def _counted(raw: bytes) -> tuple[int, int] | None:
-    """Decode a count that `_checked` encoded and a learner can reach; None: damage. The ledger would refuse more for
+def _decode(raw: bytes) -> tuple[int, int] | None:
+    """Decode a count that `_encode` encoded and a learner can reach; None: damage. The ledger would refuse more for
     ever."""
     if len(raw) != _FILE_BYTES:
         return None
     steps, tokens = _COUNTERS.unpack_from(raw)
-    return (steps, tokens) if raw == _checked(steps, tokens) and _can_be(steps, tokens) else None
+    return (steps, tokens) if raw == _encode(steps, tokens) and _can_be(steps, tokens) else None
 
 
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:
@@ -154,21 +154,21 @@ def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> T
         StorageError: as for `read_trained`.
     """
     path = _counter_path(state_dir, incarnation)
-    with _locked(path) as descriptor:
+    with _lock(path) as descriptor:
         raw = os.pread(descriptor, _FILE_BYTES + 1, 0)
-        counters = _counted(raw)
+        counters = _decode(raw)
         if counters is None:
             raise StorageError(f"trained counter {path} is damaged ({len(raw)} B: {raw.hex()}); look at the disk")
         newer = None if area is None else _read_slot(area, incarnation)
         if newer is not None and newer > counters:
-            os.pwrite(descriptor, _checked(*newer), 0)
+            os.pwrite(descriptor, _encode(*newer), 0)
             counters = newer
         os.fdatasync(descriptor)
     return Trained(incarnation, *counters)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def _lock(path: Path) -> Iterator[int]:
     """The file, for this process alone: learner and daemon both save, and the older count must not come last."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -216,7 +216,7 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     try:
         make_folder(path.parent)
         with path.open("xb") as file:
-            file.write(_checked(0, 0))
+            file.write(_encode(0, 0))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(path.parent)

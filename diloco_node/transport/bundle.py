@@ -123,9 +123,9 @@ class Bundle:
     def _spawn(self, write: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(write, name=f"bulk write {self._peer}")
         self._writes.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_end)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         self._writes.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)

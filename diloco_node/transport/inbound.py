@@ -179,7 +179,7 @@ class BulkInbound:
         current.decoding.add(future)
         future.add_done_callback(partial(self._decoded, current))
 
-    def _decoded(self, current: _Open, future: asyncio.Future[None]) -> None:
+    def _on_decoded(self, current: _Open, future: asyncio.Future[None]) -> None:
         current.decoding.discard(future)
         self._failure = self._failure or future.exception()  # the next frame of any connection, or the end, raises it
         self._written(current)

@@ -118,7 +118,7 @@ class PeerLink:
         self._dialing: asyncio.Task[Session] | None = None
         # Streams that came in, by the peer's process and dial, until both lanes of a session are there.
         self._accepted: dict[tuple[bytes, int], dict[Lane, AcceptedStream]] = {}
-        # (instance id, dial) of the newest dial of the peer that was let in; an older one of that process is turned away.
+        # (instance id, dial) of the newest dial of the peer that was let in; an older one is turned away.
         self._newest = (b"", 0)
         # The session that carries messages; None exactly while `_down` is set.
         self._session: Session | None = None
@@ -219,7 +219,7 @@ class PeerLink:
         except RedundantDial:
             return None
         except PeerError as error:
-            self._failed(error)
+            self._note_failure(error)
             if isinstance(error, DuplicateInstance):
                 # For longer than a dead one would be taken for alive: the newer process lives.
                 now_s = asyncio.get_running_loop().time()
@@ -237,7 +237,7 @@ class PeerLink:
     async def _connect(self, dial_number: int) -> Session:
         assert self._address is not None
         env = self._env
-        if why := env.quarantined(self.peer):
+        if why := env.quarantine_reason(self.peer):
             raise LinkLost(f"{self.peer} is {why}")
         streams: dict[Lane, DialedStream] = {}
         try:
@@ -424,7 +424,7 @@ class PeerLink:
         try:
             self._env.handler.link_changed(self.peer, is_up=True)
             why = await session.run()
-            self._failed(why)
+            self._note_failure(why)
             return why
         except Exception as error:  # noqa: BLE001 - the link task is one of the places that catch broadly
             self._error = f"internal error: {error!r}"
@@ -439,7 +439,7 @@ class PeerLink:
             self._set_state(LinkState.WAITING)
             self._env.handler.link_changed(self.peer, is_up=False)
 
-    def _failed(self, error: PeerError) -> None:
+    def _note_failure(self, error: PeerError) -> None:
         if str(error) != self._error:
             _log.warning("no link", peer=self.peer, reason=str(error))
         self._error = str(error)

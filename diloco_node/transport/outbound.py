@@ -220,11 +220,11 @@ class BulkOutbound:
         counts: list[int] = []
         if await self._send_chunks(lane, item, transfer, counts):
             self._ending.add(item)
-            self._bundle.write_first(encode_end(transfer, counts)).add_done_callback(partial(self._ended, item))
+            self._bundle.write_first(encode_end(transfer, counts)).add_done_callback(partial(self._on_end, item))
         else:
             self._bundle.write_first(encode_abort(transfer, "the sender no longer wants it", counts))
 
-    def _ended(self, item: _Transfer, _: asyncio.Future[None]) -> None:
+    def _on_end(self, item: _Transfer, _: asyncio.Future[None]) -> None:
         """The end of a transfer was written. If it is not, `close` tells who waits."""
         self._ending.discard(item)
         if not item.done.done():

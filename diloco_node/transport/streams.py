@@ -124,9 +124,9 @@ class DialedStream:
         try:
             frame = await self._call.read()
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
-            raise await self._lost(error) from None
+            raise await self._link_lost(error) from None
         if frame is aio.EOF:
-            raise await self._lost(None)
+            raise await self._link_lost(None)
         return frame
 
     async def write(self, frame: bytes) -> None:
@@ -134,13 +134,13 @@ class DialedStream:
         try:
             await self._call.write(frame)
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
-            raise await self._lost(error) from None
+            raise await self._link_lost(error) from None
 
     async def peer_metadata(self, key: str) -> str:
         """A value of the accepting side's metadata, or ""; call it when a frame has come, for it comes before."""
         return _metadata_value(await self._call.initial_metadata(), key)
 
-    async def _lost(self, error: BaseException | None) -> LinkLost:
+    async def _link_lost(self, error: BaseException | None) -> LinkLost:
         raise_if_cancelled()
         if isinstance(error, aio.AioRpcError):
             code, details = error.code(), error.details() or ""

@@ -168,7 +168,7 @@ class GrpcTransport:
             self._pacer.target_connections if connections is None else lambda _peer: connections,
             self.reject,
             self._link_superseded,
-            self.quarantined,
+            self.quarantine_reason,
             messages_per_s,
         )
         self._quarantine = Quarantine(self._peers)
@@ -312,9 +312,9 @@ class GrpcTransport:
         # No honest peer of this version sends that. Another run or version is a mistake of people, and no strike.
         is_strike = isinstance(error, (ProtocolViolation, PayloadCorrupt))
         if is_strike and self._quarantine.strike(peer, str(error), now_ns=time.monotonic_ns()):
-            _log.error("quarantined", peer=peer, reason=self.quarantined(peer))
+            _log.error("quarantined", peer=peer, reason=self.quarantine_reason(peer))
             if peer in self._links:
-                self._links[peer].drop(self.quarantined(peer))
+                self._links[peer].drop(self.quarantine_reason(peer))
 
     def _count(self, key: tuple[str, str]) -> bool:
         """Count a rejection by (peer, reason). Returns whether it is time for a log line about it."""
@@ -325,7 +325,7 @@ class GrpcTransport:
         self._logged_s[key] = now_s
         return True
 
-    def quarantined(self, peer: str) -> str:
+    def quarantine_reason(self, peer: str) -> str:
         """Why a peer is shut out now, and for how long; empty when it is not."""
         return self._quarantine.describe(peer, now_ns=time.monotonic_ns())
 
@@ -387,7 +387,7 @@ class GrpcTransport:
             raise PeerIncompatible(
                 f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
             )
-        if why := self.quarantined(peer_caller.region):
+        if why := self.quarantine_reason(peer_caller.region):
             raise LinkLost(f"{peer_caller.region} is {why} by {self._hello.region}; its operator can lift that")
         if self._handshakes >= HANDSHAKES_MAX:
             raise LinkLost(f"{HANDSHAKES_MAX} calls wait for a hello already")

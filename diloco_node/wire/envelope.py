@@ -298,12 +298,12 @@ def encode_chunk(transfer: int, offset: int, raw_bytes: int, data: bytes | memor
 
 def encode_end(transfer: int, chunks: Sequence[int] = ()) -> bytes:
     """An END frame; `chunks` is how many went over each connection."""
-    return _END.pack(KIND_END, transfer) + _packed(chunks)
+    return _END.pack(KIND_END, transfer) + _pack(chunks)
 
 
 def encode_abort(transfer: int, reason: str, chunks: Sequence[int] = ()) -> bytes:
     """An ABORT frame; a long reason is cut."""
-    head = _ABORT.pack(KIND_ABORT, transfer, len(chunks)) + _packed(chunks)
+    head = _ABORT.pack(KIND_ABORT, transfer, len(chunks)) + _pack(chunks)
     return head + reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
 
 
@@ -319,7 +319,7 @@ def check_joined(frame: bytes) -> None:
         raise ProtocolViolation("a further bulk connection must begin with joined")
 
 
-def _packed(chunks: Sequence[int]) -> bytes:
+def _pack(chunks: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(chunks)}I", *chunks)
 
 

@@ -12,7 +12,7 @@ Convert = Callable[[Any], Any]
 Field = tuple[str, Convert]
 
 
-def unrolled(
+def unroll(
     cls: type,
     encoders: Sequence[Field],
     decoders: Sequence[Field],

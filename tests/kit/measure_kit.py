@@ -85,7 +85,7 @@ class Region:
     def command(self) -> MeasureCommand:
         """As a daemon's."""
         measuring = self.measuring
-        return MeasureCommand(self.name, measuring.peers, lambda *_: measuring.linked(), lambda _: (None, ""))
+        return MeasureCommand(self.name, measuring.peers, lambda *_: measuring.own_links(), lambda _: (None, ""))
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

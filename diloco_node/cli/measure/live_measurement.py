@@ -96,7 +96,7 @@ def measure(
             connection.request("POST", "/api/v1/measure", json.dumps(document), headers)
             answer = connection.getresponse()
             if answer.status != http.client.OK:
-                raise _refused(daemon, answer)
+                raise _refusal(daemon, answer)
             return _follow(answer, on_progress, on_partial)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeersUnreachable(
@@ -105,7 +105,7 @@ def measure(
         ) from None
 
 
-def _refused(daemon: Running, answer: http.client.HTTPResponse) -> DilocoError:
+def _refusal(daemon: Running, answer: http.client.HTTPResponse) -> DilocoError:
     text = answer.read(LINE_BYTES_MAX)
     if answer.status == http.client.NOT_FOUND:
         return ConfigError(

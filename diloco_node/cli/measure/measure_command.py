@@ -112,7 +112,7 @@ class _Way:
         """Measure and show the document. Cut short, by Ctrl-C or an error that goes on, show the results so far."""
         so_far: deque[dict[str, Any]] = deque(maxlen=1)
         try:
-            result = self._measured(document, so_far.append)
+            result = self._run(document, so_far.append)
         except (KeyboardInterrupt, DilocoError):
             if so_far:
                 self._show({**so_far.pop(), "ended_early": True})
@@ -120,7 +120,7 @@ class _Way:
         self._show(result)
         return result
 
-    def _measured(self, document: dict[str, Any], on_partial: OnPartial) -> dict[str, Any]:
+    def _run(self, document: dict[str, Any], on_partial: OnPartial) -> dict[str, Any]:
         from diloco_node.cli.measure import live_measurement as measure_daemon
         from diloco_node.cli.measure import own_links as measure_run
 

@@ -118,9 +118,9 @@ class WireMeter:
         """
         async with self._dials[peer]:
             yield
-            self.opened(peer, is_bulk=is_bulk)
+            self.assign_lane(peer, is_bulk=is_bulk)
 
-    def opened(self, peer: str, *, is_bulk: bool) -> None:
+    def assign_lane(self, peer: str, *, is_bulk: bool) -> None:
         """Connections that were opened to a peer since the last call are of this lane; see `opening`."""
         self.sample()
         for cookie, (owner, counters) in self._live.items():

@@ -288,7 +288,7 @@ class EgressBudget:
         entry = self._peers[peer]
         entry.lanes[lane].demand_bytes += entry.overhead.wire_bytes(handed_bytes)
 
-    def measured(self, peer: str, *, data_bytes: int, other_bytes: int, now_ns: int) -> None:
+    def learn_overhead(self, peer: str, *, data_bytes: int, other_bytes: int, now_ns: int) -> None:
         """Take the kernel's count of bytes to a peer since start: learn the overhead, charge the unforeseen.
 
         Args:

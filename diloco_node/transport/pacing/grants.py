@@ -100,12 +100,12 @@ class IngressGrants:
         """Take a peer's report of what it could send now: 0 nothing, DEMAND_MAX as much as it gets."""
         self._peers[peer].demand_bytes_per_s = min(max(0, bytes_per_s), DEMAND_MAX)
 
-    def connected(self, peer: str) -> None:
+    def link_up(self, peer: str) -> None:
         """A link came up: the peer must get its share."""
         entry = self._peers[peer]
         entry.is_connected, entry.granted = True, None
 
-    def lost(self, peer: str, *, now_ns: int) -> None:
+    def link_down(self, peer: str, *, now_ns: int) -> None:
         """The link went down: nothing more comes from there."""
         entry = self._peers[peer]
         entry.before, entry.until_ns = entry.in_use(now_ns), now_ns + SETTLE_NS
@@ -149,7 +149,7 @@ class IngressGrants:
         shares = max_min(free - idle_share * len(idle), caps) | dict.fromkeys(idle, idle_share)
         return {peer: max(1, share) for peer, share in sorted(shares.items())}
 
-    def granted(self, peer: str) -> int | None:
+    def last_grant(self, peer: str) -> int | None:
         """Return the last grant of a peer; UNLIMITED: no limit; None: nothing yet on this link."""
         return self._peers[peer].granted
 
@@ -177,7 +177,7 @@ class IngressGrants:
         entry.bucket.set_rate(target or None, now_ns=now_ns)
         return target
 
-    def arrived(self, peer: str, frame_bytes: int, *, now_ns: int) -> None:
+    def count_arrival(self, peer: str, frame_bytes: int, *, now_ns: int) -> None:
         """A frame of bulk was read."""
         entry = self._peers[peer]
         entry.unlearnt_bytes += frame_bytes
@@ -192,7 +192,7 @@ class IngressGrants:
         over = bucket.debt_bytes(now_ns=now_ns) - ALLOWANCE_BYTES - rate * ALLOWANCE_NS // NS_PER_S
         return now_ns if over <= 0 else now_ns + -(-over * NS_PER_S // rate)
 
-    def measured(self, peer: str, wire_bytes: int, *, now_ns: int) -> None:
+    def count_on_wire(self, peer: str, wire_bytes: int, *, now_ns: int) -> None:
         """Take the kernel's count of bytes from a peer since start, headers and acknowledgements included."""
         entry = self._peers[peer]
         new = max(0, wire_bytes - entry.measured_bytes)

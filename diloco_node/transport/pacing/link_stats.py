@@ -43,13 +43,13 @@ class LinkWatch:
         self.busiest_bytes_per_s = 0
         self.rtt_min_ns = 0
 
-    def lost(self) -> None:
+    def reset(self) -> None:
         """The session has ended; the next one may take another way."""
         self.connections = 1
         self._is_paced = False
         self.busiest_bytes_per_s = self.rtt_min_ns = 0
 
-    def taken(self, link: LinkCounters, *, is_busy: bool, now_ns: int) -> None:
+    def take(self, link: LinkCounters, *, is_busy: bool, now_ns: int) -> None:
         """Take what was counted until now; `is_busy`: something is on its way."""
         self.rtt_min_ns = link.rtt_min_ns
         before, elapsed_ns = self._before, now_ns - self._sampled_ns

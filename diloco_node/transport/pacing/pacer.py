@@ -270,13 +270,13 @@ class Pacer:
         """A frame was read."""
         self._peers[peer].read_bytes += frame_bytes
         if is_bulk:
-            self._grants.arrived(peer, frame_bytes, now_ns=self._now_ns())
+            self._grants.count_arrival(peer, frame_bytes, now_ns=self._now_ns())
 
     # ---- links and grants --------------------------------------------------------------------------------------------
 
-    def connected(self, peer: str) -> None:
+    def link_up(self, peer: str) -> None:
         """A session begins: the peer must hear of its share before it sends."""
-        self._grants.connected(peer)
+        self._grants.link_up(peer)
         self._sample()  # the handshakes have told the round trip, by which the kernel paces from the first byte on
 
     def has_connections(self, peer: str, count: int) -> None:
@@ -289,17 +289,17 @@ class Pacer:
         ceiling = None if out is None or into is None else max(out, into)
         return self._peers[peer].link.target_connections(ceiling_bytes_per_s=ceiling)
 
-    def lost(self, peer: str) -> None:
+    def link_down(self, peer: str) -> None:
         """A session has ended."""
         state, now_ns = self._peers[peer], self._now_ns()
         state.reported_demand, state.is_granted = 0, False
-        state.link.lost()
+        state.link.reset()
         self._egress.set_limit(peer, LimitSource.GRANT, None, now_ns=now_ns)
-        self._grants.lost(peer, now_ns=now_ns)
+        self._grants.link_down(peer, now_ns=now_ns)
         self._release()
         self._grant()
 
-    def received(self, peer: str, message: ControlMessage) -> bool:
+    def take_message(self, peer: str, message: ControlMessage) -> bool:
         """Take a control message if it is about the budget; whether it was."""
         if isinstance(message, IngressGranted):
             self._peers[peer].is_granted = message.bytes_per_s != UNLIMITED
@@ -369,12 +369,14 @@ class Pacer:
         link = self._meter.link(peer)
         if link is None:
             acks = state.read_bytes * UNMEASURED_ACKS_PPM // PPM
-            self._egress.measured(peer, data_bytes=0, other_bytes=acks, now_ns=now_ns)
-            self._grants.measured(peer, state.read_bytes * OVERHEAD_PPM_FIRST // PPM, now_ns=now_ns)
+            self._egress.learn_overhead(peer, data_bytes=0, other_bytes=acks, now_ns=now_ns)
+            self._grants.count_on_wire(peer, state.read_bytes * OVERHEAD_PPM_FIRST // PPM, now_ns=now_ns)
             return
-        self._egress.measured(peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns)
-        self._grants.measured(peer, link.bytes_in, now_ns=now_ns)
-        state.link.taken(link, is_busy=state.transfers > 0, now_ns=now_ns)
+        self._egress.learn_overhead(
+            peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns
+        )
+        self._grants.count_on_wire(peer, link.bytes_in, now_ns=now_ns)
+        state.link.take(link, is_busy=state.transfers > 0, now_ns=now_ns)
         state.link.pace(self._ceiling_out(peer))
 
     def close(self) -> None:
@@ -432,7 +434,7 @@ class Pacer:
         return {
             "egress_bytes_per_s": use.rate_bytes_per_s,
             "limited_by": use.limited_by,
-            "granted_bytes_per_s": self._grants.granted(peer) or None,
+            "granted_bytes_per_s": self._grants.last_grant(peer) or None,
             "overhead": use.overhead_ppm / PPM,
             "correction_bytes": use.correction_bytes,
             "waiting_bytes": self._peers[peer].waiting_bytes,
