@@ -189,7 +189,8 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
     """Measure on links of our own to `measure serve` of the peers.
 
     Args:
-        document: see `measure.command.parse_request`; its peer as it was written. keep: gets what there is so far.
+        document: see `measure.measurement.parse_request`; its peer as it was written.
+        on_partial: called with the results so far.
 
     Raises:
         ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured.
