@@ -1,9 +1,12 @@
 # Python 3.11 and make are all it needs: `make demo` shows a run, `make test-fast` and `make test` check the code.
+# The demo installs the program only; checks and tests install what they need on top.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?= --regions 4 --seconds 90
+PROGRAM := $(VENV)/.program
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 # A file's tests share what is costly, so they stay with one worker. The order of files is that of tests/conftest.py.
 PARALLEL := --dist loadfile --no-loadscope-reorder --numprocesses
 # Bytecode is kept, also where the environment forbids it: pytest rewrites 38,000 lines of tests.
@@ -11,7 +14,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .PHONY: demo test-fast test test-all test-system check bench format clean
 
-demo: $(STAMP)
+demo: $(PROGRAM)
 	$(BIN)/diloco-node demo $(DEMO_ARGS)
 
 # Everything below the end-to-end tier: four minutes. Half of it is waiting, so three workers share two cores.
@@ -43,7 +46,7 @@ check: $(STAMP) docs
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codec.py
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(PIP) --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/round.py
 
 # The site in site/. Strict: a broken link, a missing anchor or a page outside the navigation fails.
@@ -55,12 +58,15 @@ format: $(STAMP)
 	$(BIN)/ruff format diloco_node tests benchmarks examples
 	$(BIN)/ruff check --fix diloco_node tests benchmarks examples
 
-# torch is named with its version here too: without it pip would look at newer builds that bring gigabytes of CUDA.
-$(STAMP): pyproject.toml constraints.txt
+# torch is named with its version: without it pip would look at newer builds that bring gigabytes of CUDA. pip shows its
+# progress: the first time takes a minute or two.
+$(PROGRAM): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable \
-		'.[dev,docs,hf,lightning,titan,data,adamw8bit,tensorboard,trackio,wandb]'
+	$(PIP) torch==2.13.0 --editable .
+	touch $(PROGRAM)
+
+$(STAMP): $(PROGRAM)
+	$(PIP) --quiet --editable '.[dev,docs,hf,lightning,titan,data,adamw8bit,tensorboard,trackio,wandb]'
 	touch $(STAMP)
 
 # Wheel and sdist in dist/. tests/deploy/test_release.py builds them the same way, installs the wheel in a clean environment and

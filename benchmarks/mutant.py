@@ -19,7 +19,7 @@ from typing import Any
 
 from mutations import Mutation, completed, sample
 
-from diloco_node.cli.orders import order
+from diloco_node.cli.admin_client import order
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
 from diloco_node.core.ledger.entries import seal

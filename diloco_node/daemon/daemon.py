@@ -30,7 +30,8 @@ from diloco_node.daemon.learner.admission import Admission
 from diloco_node.daemon.learner.learner_server import LearnerServer
 from diloco_node.daemon.logs import PartLevels
 from diloco_node.daemon.manifest_file import recover_manifest, save_manifest
-from diloco_node.daemon.node import Node, NodeRuntime
+from diloco_node.daemon.node import Node
+from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.region_budget import changed_plan, plan_of_file
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import has_final_report, is_complete, run_record
@@ -224,7 +225,7 @@ class Daemon:
         self._node = node
         attach, self._waiting_attach = self._waiting_attach, None
         if attach is not None:
-            node.on_learner_message(attach)
+            node.reception.on_message(attach)
 
     def _note_damage(self, store: RegionStore, counters: tuple[str, ...]) -> None:
         """What recovery has found on the disk and worked around: a disk that does that once may do it again."""
@@ -243,8 +244,8 @@ class Daemon:
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""
         node = self._node
-        known = 0 if node is None else node.known_incarnation
-        reason = "" if node is None else node.rejection_reason(attach)
+        known = 0 if node is None else node.reception.known_incarnation
+        reason = "" if node is None else node.reception.rejection_reason(attach)
         reason = reason or self._admission.rejection_reason(attach, process, known_incarnation=known)
         if reason:
             self.notes.add(Note("learner", f"refused process {attach.pid}: {reason}", is_alarm=True))
@@ -257,7 +258,7 @@ class Daemon:
         if isinstance(message, Attach):
             log.info("learner attached", region=self.spec.region, pid=message.pid)
         if self._node is not None:
-            self._node.on_learner_message(message)
+            self._node.reception.on_message(message)
         elif not isinstance(message, Attach):
             self.notes.add(Note("learner", f"before its welcome: {message}", is_alarm=True))
         else:
@@ -281,7 +282,7 @@ class Daemon:
         self._waiting_attach = None
         if self._node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
-            self._node.learner_detached()
+            self._node.reception.detached()
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""
@@ -293,7 +294,7 @@ class Daemon:
         # What a note's time (`at_ns`) is for people, who may read it on another machine.
         clock = {"unix": time.time(), "monotonic_ns": time.monotonic_ns()}  # noqa: TID251 - shown, decides nothing
         if self._node is not None:
-            return {**self._node.status(), "learner_process": process, "clock": clock}
+            return {**self._node.status.document(), "learner_process": process, "clock": clock}
         return {
             "region": self.spec.region,
             "run_id": self.spec.run_id,
@@ -318,7 +319,7 @@ class Daemon:
             document: of the status, where there is one of this moment.
         """
         fault = learner_fault(self._facts() if document is None else document)
-        reason = WAITS_FOR_TENSORS if self._node is None else self._node.not_ready_reason()
+        reason = WAITS_FOR_TENSORS if self._node is None else self._node.status.not_ready_reason()
         if fault is None or fault[1] == reason:
             return reason
         return f"{fault[1]}; {reason}" if reason else fault[1]

@@ -16,8 +16,8 @@ from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.recovery.replay_plan import FragmentReplay, find_genesis, plan_replay
 from diloco_node.core.types import Entry, FinishedBody, RoundBody
+from diloco_node.daemon.effects.open_stripes import cut_payload
 from diloco_node.daemon.manifest_file import load_manifest
-from diloco_node.daemon.open_stripes import cut_payload
 from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NodeSpec

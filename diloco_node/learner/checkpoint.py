@@ -73,10 +73,6 @@ class TrainingProgress:
     step: int
     tokens: int
 
-    def step_of(self, incarnation: int) -> int:
-        """Up to which step of this incarnation it goes; 0 if it is of another one."""
-        return self.step if incarnation == self.incarnation else 0
-
 
 NO_PROGRESS: Final = TrainingProgress("", incarnation=0, global_step=0, step=0, tokens=0)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-FORK_SERVER: Final = Path(__file__).resolve().parent.parent / "learner" / "fork_server.py"
+FORK_SERVER: Final = Path(__file__).resolve().with_name("fork_server.py")
 
 ANSWER_BYTES_MAX: Final = 65_536
 ANSWER_S: Final = 5.0

@@ -39,12 +39,11 @@ import re
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from types import FrameType
 from typing import Final
 
 from diloco_node.errors import StorageError
-from diloco_node.shared_memory import MemoryStore, boundary_file
+from diloco_node.shared_memory import MemoryStore
 from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
 from diloco_node.supervisor.child import Child, ChildExited, ChildLog, show
 from diloco_node.supervisor.learner_watch import COUNTERS_AREA, FROM_OUTSIDE, Action, LearnerWatch
@@ -379,6 +378,3 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             finally:
                 for number, handler in before:
                     signal.signal(number, handler)
-                # Of a learner that was interrupted: who stops a region wants nothing left in memory.
-                with suppress(OSError):
-                    boundary_file(spec.state_dir).unlink()

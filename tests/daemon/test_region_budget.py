@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemon.admin.test_status import view_of
 
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
@@ -16,6 +15,7 @@ from diloco_node.core.types import RateLimits, RunSettings
 from diloco_node.core.view import PeerView
 from diloco_node.daemon.region_budget import BudgetWatch, changed_plan, plan_of_file
 from diloco_node.errors import ConfigError
+from tests.daemon.admin.test_status_document import view_of
 
 PLAN = BudgetPlan(RateLimits(1000, 2000), (("b", RateLimits(7, None)),))
 PEERS = ("b", "c")

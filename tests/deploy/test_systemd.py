@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.cli.status import ask, find_targets
+from diloco_node.cli.admin_client import ask_in
 from diloco_node.errors import ConfigError
 from diloco_node.transport.certificates import init_run
 from tests.kit import service_host
@@ -126,7 +126,7 @@ def shown(region: str) -> dict[str, str]:
 def status(place: Path, region: str) -> dict[str, Any]:
     """Of a region that answers, or {}. Asked often, so not by a command: a process takes longer than the answer."""
     try:
-        document = ask(find_targets(str(place / "state" / region))[0])
+        document = ask_in(place / "state" / region)
     except ConfigError:  # it has not started yet
         return {}
     return {} if "error" in document else document

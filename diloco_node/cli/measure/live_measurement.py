@@ -5,7 +5,6 @@ A daemon measures over the links that it has, inside its measurement lane and it
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 from collections.abc import Callable
@@ -13,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.cli.status import UnixConnection
+from diloco_node.cli.admin_client import is_answering, post
 from diloco_node.config.resolve import DEFAULT_NAME
 from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
-from diloco_node.state_names import ADMIN_PORT_NAME, ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
-from diloco_node.unix_sockets import socket_path
 
 if TYPE_CHECKING:
     from diloco_node.measure.documents import OnPartial
@@ -49,29 +46,14 @@ def find_daemon(config: Path | None, region: str | None) -> Running | None:
     if region is not None:
         run_config.check_region(region)
     names = [region] if region is not None else list(run_config.regions)
-    daemons = [
-        Running(name, run_config.state_dir(name).resolve()) for name in names if _answers(run_config.state_dir(name))
-    ]
+    folders = {name: run_config.state_dir(name).resolve() for name in names}
+    daemons = [Running(name, folder) for name, folder in folders.items() if is_answering(folder, SILENT_S)]
     if len(daemons) > 1:
         running = ", ".join(daemon.region for daemon in daemons)
         raise ConfigError(
             f"{len(daemons)} regions run on this machine ({running}): say from which one to measure, with --region NAME"
         )
     return daemons[0] if daemons else None
-
-
-def _answers(folder: Path) -> bool:
-    """Whether somebody listens at a region's admin socket; one that died leaves its files behind."""
-    if not (folder / ADMIN_PORT_NAME).exists():
-        return False
-    try:
-        with contextlib.closing(UnixConnection(socket_path(folder, ADMIN_SOCKET_NAME))) as connection:
-            connection.connect()
-            connection.sock.settimeout(SILENT_S)
-            connection.request("GET", "/livez")
-            return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
 
 
 def measure(
@@ -88,13 +70,7 @@ def measure(
         DilocoError: the measurement failed.
     """
     try:
-        token = (daemon.folder / ADMIN_TOKEN_NAME).read_text().strip()
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        with contextlib.closing(UnixConnection(socket_path(daemon.folder, ADMIN_SOCKET_NAME))) as connection:
-            connection.connect()
-            connection.sock.settimeout(SILENT_S)
-            connection.request("POST", "/api/v1/measure", json.dumps(document), headers)
-            answer = connection.getresponse()
+        with post(daemon.folder, "measure", document, timeout_s=SILENT_S) as answer:
             if answer.status != http.client.OK:
                 raise _refusal(daemon, answer)
             return _follow(answer, on_progress, on_partial)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diloco_node.measure.documents import OnPartial
 
 app = typer.Typer(
-    help="Round trips and goodput between regions, by the path that a run would take.",
+    help="Measure round trips and goodput between regions.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

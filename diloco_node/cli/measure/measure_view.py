@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from diloco_node.cli.tables import table_console
+from diloco_node.cli.tables import plain_table, table_console
 from diloco_node.measure.documents import FlowCase
 
 LOSS_NOTE: Final = (
@@ -137,13 +137,8 @@ def mesh_table(document: Mapping[str, Any]) -> Any:
 
 
 def _table(*columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        is_text = column in {"load", "what", "way", "from", "to"}
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
-    return table
+    text = {"load", "what", "way", "from", "to"}
+    return plain_table(*((name, "left" if name in text else "right") for name in columns), is_wrapping=False)
 
 
 def _ms(seconds: float) -> str:

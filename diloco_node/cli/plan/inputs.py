@@ -16,7 +16,7 @@ from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped
 from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.planning.plan import FragmentSize, Network
-from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -155,7 +155,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
             f"[model] hf in {name} has as many parameters as {model.hf} says, and no region has made the model yet: "
             "give --parameters"
         )
-    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context, model.vocabulary))
+    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context))
     manifest = build_manifest([TensorSpec(*shape) for shape in shapes.items()], settings.fragments)
     is_set = any(key[0] == "model" for key in config.origins)
     origin = f"{name}, the built-in model" + ("" if is_set else "; --parameters for one of your own")
@@ -166,14 +166,11 @@ def source_of_state(folder: Path) -> Source:
     """Read a region's folder, and ask its daemon if that answers.
 
     Raises:
-        ConfigError: it is no region's folder.
         StorageError: the region has not seen its model yet, or a file is damaged.
     """
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
 
-    if not (folder / NODE_NAME).exists():
-        raise ConfigError(f"--state {folder}: no {NODE_NAME} in it; give the folder of one region, as state/us-east")
     spec = NodeSpec.load(folder / NODE_NAME)
     manifest = load_manifest(folder)
     if manifest is None:
@@ -213,11 +210,9 @@ def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
 
 def _live_times(folder: Path) -> tuple[int, int]:
     """Step time and largest round trip as the region's daemon tells them; 0 for what is not known."""
-    from diloco_node.cli.status import ask, find_targets
+    from diloco_node.cli.admin_client import ask_in
 
-    if not (folder / ADMIN_PORT_NAME).exists():
-        return 0, 0
-    document = ask(find_targets(str(folder))[0])
+    document = ask_in(folder)
     learner = document.get("learner") or {}
     rtts = [peer.get("rtt_seconds") or 0.0 for peer in document.get("peers") or []]
     return int(1e9 * (learner.get("step_seconds") or 0.0)), int(1e9 * max(rtts, default=0.0))

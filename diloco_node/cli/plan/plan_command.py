@@ -12,6 +12,7 @@ import typer
 
 from diloco_node.cli.options import parsed
 from diloco_node.errors import ConfigError
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.cli.plan.inputs import Mesh, Source
@@ -28,15 +29,18 @@ ASSUMED: Final = "assumed"
 
 def plan(
     *,
+    place: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="REGION|STATE-FOLDER", help="The model of this region, also while it runs. [default: run.toml's]"
+        ),
+    ] = None,
     parameters: Annotated[
         str | None, typer.Option("--parameters", "-n", metavar="N", help="Size of the model: 5e9, 5B, 350M.")
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", help="Model, schedule, regions, budget of this run.toml."),
-    ] = None,
-    state: Annotated[
-        Path | None, typer.Option("--state", metavar="FOLDER", help="Those of a region, also while it runs.")
     ] = None,
     regions: Annotated[
         int | None, typer.Option("--regions", "-m", min=1, max=REGIONS_MAX, help="How many. [default: 4]")
@@ -86,7 +90,7 @@ def plan(
     """
     from diloco_node.cli.plan.inputs import read_mesh
 
-    source = _source(parameters, config, state, is_counted=regions is not None)
+    source = _source(parameters, config, place, is_counted=regions is not None)
     flags = {
         "fragments": fragments,
         "sync_every": sync_every,
@@ -175,17 +179,17 @@ class _Request:
         return Network(rtt_ns=self.rtt[0], egress=egress, ingress=ingress)
 
 
-def _source(parameters: str | None, config: Path | None, state: Path | None, *, is_counted: bool) -> Source:
+def _source(parameters: str | None, config: Path | None, place: str | None, *, is_counted: bool) -> Source:
     """Where the numbers come from. A run.toml that nobody named says nothing of regions that were counted."""
     from diloco_node.cli.options import load
+    from diloco_node.cli.places import region_folder
     from diloco_node.cli.plan import inputs
     from diloco_node.config.resolve import DEFAULT_NAME
 
-    if state is not None:
-        option = "--parameters" if parameters is not None else "--config"
-        if parameters is not None or config is not None:
-            raise ConfigError(f"{option} and --state both name a model: give one of them")
-        return inputs.source_of_state(state)
+    if place is not None:
+        if parameters is not None:
+            raise ConfigError(f"--parameters and {place!r} both name a model: give one of them")
+        return inputs.source_of_state(region_folder(place, config, file=NODE_NAME))
     if config is not None or Path(DEFAULT_NAME).exists():
         run_config = load(config, {}, None)
         if parameters is None:
@@ -195,8 +199,8 @@ def _source(parameters: str | None, config: Path | None, state: Path | None, *, 
         return source if is_named else replace(source, regions=(), egress={}, ingress={})
     if parameters is None:
         raise ConfigError(
-            "which model? give its size (--parameters 5e9), a run (--config run.toml) or a region's folder "
-            "(--state state/us-east)"
+            "which model? give its size (--parameters 5e9), a run (--config run.toml) or a region's state folder "
+            "(plan state/us-east)"
         )
     return inputs.source_of_parameters(parameters)
 

@@ -11,12 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from tests.daemon.admin.test_status import learner_of, status_of, view_of
 
 from diloco_node import __version__
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.health.health_summary import health_of
 from diloco_node.health.phase_times import PhaseTimes
+from tests.daemon.admin.test_status_document import learner_of, status_of, view_of
 from tests.kit.repository import ROOT
 
 

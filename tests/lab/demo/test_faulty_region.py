@@ -6,8 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import typer
 
-from diloco_node import main as main_module
+from diloco_node.cli import program as commands
 from diloco_node.cli import start
 from diloco_node.lab.demo import faulty_region as region
 
@@ -18,12 +19,12 @@ from diloco_node.lab.demo import faulty_region as region
 def test_only_what_runs_as_the_daemon_is_another(monkeypatch: pytest.MonkeyPatch, program: tuple[str, ...]) -> None:
     spec = SimpleNamespace(daemon_command=[sys.executable, "-m", "diloco_node.daemon", "node.json"])
 
-    def run_command(arguments: list[str]) -> int:
+    def run_command(_: typer.Typer, arguments: list[str]) -> int:
         assert arguments == ["start", "--region", "a"]
         assert start.prepare(None, "a", ()) is spec  # type: ignore[arg-type, comparison-overlap]
         return 7
 
     monkeypatch.setattr(start, "prepare", lambda *_: spec)
-    monkeypatch.setattr(main_module, "main", run_command)
+    monkeypatch.setattr(commands, "run", run_command)
     assert region.run_start(["start", "--region", "a"], program) == 7
     assert spec.daemon_command == [sys.executable, *program, "node.json"]
