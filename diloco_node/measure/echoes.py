@@ -89,7 +89,7 @@ class EchoProbe:
     def take_reply(self, peer: str, message: EchoReply) -> None:
         """An echo came back; those that nobody waits for are nothing."""
         if self._echoes is not None and self._echoes.peer == peer:
-            self._echoes.received(message, now_ns=self._now_ns())
+            self._echoes.take(message, now_ns=self._now_ns())
 
     async def measure(self, peer: str, span_s: float, *, load: asyncio.Task[Any] | None = None) -> LatencyMeasured:
         """Send echoes for so long, or until the load ends. Raises LinkLost: none came back."""

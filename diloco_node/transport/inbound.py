@@ -177,7 +177,7 @@ class BulkInbound:
             return
         future = asyncio.get_running_loop().run_in_executor(self._executor, decompress_chunk, data, target)
         current.decoding.add(future)
-        future.add_done_callback(partial(self._decoded, current))
+        future.add_done_callback(partial(self._on_decoded, current))
 
     def _on_decoded(self, current: _Open, future: asyncio.Future[None]) -> None:
         current.decoding.discard(future)
