@@ -49,7 +49,7 @@ EXAMPLES: Final = {
     "measure latency": "diloco-node measure latency us-west --load",
     "measure bandwidth": (
         "diloco-node measure bandwidth us-west\n"
-        "diloco-node measure bandwidth us-west --reverse --connections 1,4 --seconds 10"
+        "diloco-node measure bandwidth us-west --reverse --connections 4 --seconds 10"
     ),
     "measure mesh": "diloco-node measure mesh --out mesh.json\ndiloco-node plan --mesh mesh.json",
 }
