@@ -25,7 +25,7 @@ from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifes
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.status_document import NoteBook, write_report
-from diloco_node.daemon.console import LOOK_S, Console, console_line
+from diloco_node.daemon.console import LINES_POLL_S, Console, console_line
 from diloco_node.daemon.learner.admission import Admission
 from diloco_node.daemon.learner.learner_server import LearnerServer
 from diloco_node.daemon.logs import PartLevels
@@ -52,7 +52,7 @@ from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 
 ADMIN_PORT_NAME: Final = "admin.port"
-PROCESS_LOOK_S: Final = 1.0
+LEARNER_PROCESS_POLL_S: Final = 1.0
 """Between two looks at what the supervisor says of the learner's process."""
 
 WAITS_FOR_TENSORS: Final = "waits for the learner to list its tensors"
@@ -337,13 +337,13 @@ class Daemon:
                 verb = "is stopped" if is_stopped else "has ended"
                 self.notes.add(Note("learner", f"the learner's process {verb}: {fault[0]}", is_alarm=True))
             told = fault
-            await asyncio.sleep(PROCESS_LOOK_S)
+            await asyncio.sleep(LEARNER_PROCESS_POLL_S)
 
     async def _watch_run(self) -> None:
         """What is shown and kept of the run while it goes on."""
         while True:
             self._look_at_run()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LINES_POLL_S)
 
     def _look_at_run(self) -> None:
         document = self.status()

@@ -24,7 +24,7 @@ from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.pump import Pump
-from diloco_node.daemon.region_budget import BUDGET_LOOK_S, BudgetWatch
+from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import StorageError
 from diloco_node.measure.measurement import MeasureCommand
@@ -213,7 +213,7 @@ class Node:
 
     async def _watch_budget(self) -> None:
         while True:
-            await asyncio.sleep(BUDGET_LOOK_S)
+            await asyncio.sleep(BUDGET_POLL_S)
             self._post_limits()
             self._facts.mark()
             await in_thread(self._runtime.threads.background, self._facts.look)

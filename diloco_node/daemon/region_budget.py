@@ -26,7 +26,7 @@ from diloco_node.planning.sizes import fragment_sizes
 
 _KEYS = frozenset({"egress", "ingress", "peer"})
 
-BUDGET_LOOK_S: Final = 2.0
+BUDGET_POLL_S: Final = 2.0
 """Between two looks at whether the schedule fits the budget."""
 
 PPM: Final = 1_000_000
@@ -80,7 +80,7 @@ def plan_of_file(path: Path, region: str) -> BudgetPlan:
 
 
 class BudgetWatch:
-    """Call `look` every BUDGET_LOOK_S, never twice at once.
+    """Call `look` every BUDGET_POLL_S, never twice at once.
 
     Args:
         manifest, settings: of the run.

@@ -22,7 +22,8 @@ from typing import Final, Protocol
 from diloco_node.daemon.run_history import ALL_COLUMNS, HISTORY_NAME, read_history
 
 TRACKED_NAME: Final = "history.tracked.json"
-LOOK_S: Final = 2.0
+HISTORY_POLL_S: Final = 2.0
+"""Between two looks at whether the history has grown."""
 
 KEYS: Final = {
     "loss": "train/loss",
@@ -223,7 +224,7 @@ def main(arguments: list[str]) -> int:
         # After the libraries, which may have handlers of their own.
         signal.signal(signal.SIGTERM, lambda number, frame: over.set())
         follower = HistoryFollower(Path(folder), trackers)
-        while not over.wait(LOOK_S) and len(trackers) == len(names):
+        while not over.wait(HISTORY_POLL_S) and len(trackers) == len(names):
             follower.look()
         follower.look()
     return 0
