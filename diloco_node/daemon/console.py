@@ -1,6 +1,6 @@
-"""What a person reads who started a region in a terminal: joined, the pace now and then, alarms, where the model is.
+"""The lines on a region's terminal: joined, the pace now and then, alarms, where the model is.
 
-One short line each on standard output, which the supervisor shows; everything else is in the log.
+Each is short and goes to standard output, which the supervisor shows; everything else is in the log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One region, wired: core, pump, effects, links and learner, once the model is known."""
+"""The wiring of a region: core, pump, effects, links and learner, once the model is known."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COUNTERS_EVERY_S: Final = 5.0
 
 
 class Node:
-    """One region, assembled. All methods run on the event loop.
+    """A region, assembled. All methods run on the event loop.
 
     Attributes:
         parameters: the model and its momentum. core: decides.
@@ -56,7 +56,7 @@ class Node:
         measure: measures links, for an operator. status: what the region shows.
     """
 
-    def __init__(self, runtime: NodeRuntime, manifest: Manifest, recovered: Recovered) -> None:
+    def __init__(self, runtime: NodeRuntime, manifest: Manifest, recovery: Recovered) -> None:
         spec, threads, now_ns, spawn = runtime.spec, runtime.threads, runtime.now_ns, runtime.spawn
         note = runtime.notes.add
         self._runtime = runtime
@@ -76,7 +76,7 @@ class Node:
             settings_digest=spec.settings_digest,
             manifest=manifest,
             settings=spec.settings,
-            recovered=recovered,
+            recovered=recovery,
             seed=spec.seed,
             now_ns=now_ns(),
         )

@@ -247,7 +247,9 @@ class _Supervisor:
             self._manager.alive()
         looks = [now_s + every_s] if every_s else []
         if not self._is_ready:
-            looks.append(now_s + (READY_POLL_S if now_s < self._began_s + self._spec.daemon_first_s else COUNTERS_POLL_S))
+            looks.append(
+                now_s + (READY_POLL_S if now_s < self._began_s + self._spec.daemon_first_s else COUNTERS_POLL_S)
+            )
         return looks
 
     def _look_at(self, learner: Child) -> None:

@@ -24,9 +24,9 @@ from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import FinishedBody, LeaderBody, Recovered, RunSettings
 from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
-from diloco_node.daemon.learner import reception as reception_module
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
+from diloco_node.daemon.learner import reception as reception_module
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_history import HISTORY_NAME
 from diloco_node.daemon.run_record import REPORT_NAME

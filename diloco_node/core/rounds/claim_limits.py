@@ -1,4 +1,6 @@
-"""What a learner may claim of itself where nobody else can count: tokens, steps, and the number of its incarnation.
+"""Limits, in every region, on the claims of any region's learner: tokens, steps, the number of its incarnation.
+
+`daemon.learner.counter_check` is for the own learner's counters, beside its process.
 
 The limits are far beyond what regions of different size do. They keep one wrong number from weighing more than all
 others together, and from being booked for good.
