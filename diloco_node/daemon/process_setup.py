@@ -1,8 +1,9 @@
 """Set-up of a daemon process, once and before anything else: garbage collector, memory of the C library, open files.
 
 Memory that a round frees stays in the process for the next round. A round takes and frees tens of megabytes: stripes,
-frames of 1 MiB, gRPC's slices. By default glibc gives blocks of that size back to the kernel, which clears every page again
-when the next round asks. In a transfer over TLS that was a seventh of the CPU time; page faults fell to a seventh.
+frames of 1 MiB, gRPC's slices. By default glibc gives blocks of that size back to the kernel, which clears every page
+again when the next round asks. In a transfer over TLS that was a seventh of the CPU time; page faults fell to a
+seventh.
 """
 
 from __future__ import annotations

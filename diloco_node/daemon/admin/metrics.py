@@ -1,6 +1,6 @@
 """Prometheus metrics, made from the status document.
 
-Names: `diloco_`, base units last, counters end in `_total`, ratios in `_ratio`. A fact that is unknown has no sample. Labels
+Names: `diloco_`, base units last, counters end in `_total`, ratios in `_ratio`. Unknown facts have no sample. Labels
 are peers, fragments, lanes, phases and such: bounded by the run. A sum over regions makes sense, but where HELP says
 that every region has the same.
 """
