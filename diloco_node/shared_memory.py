@@ -8,8 +8,7 @@ are worthless. Who still maps the old area keeps it until he unmaps it. Areas ar
 a mapping never faults.
 
 `multiprocessing.shared_memory` is not used: on Python 3.11 a process that merely attached unlinks the segment when it
-exits, and /dev/shm has 64 MiB in a container. What is worth having also after the supervisor's death, but can be done
-without, lies there all the same (`boundary_file`).
+exits, and /dev/shm has 64 MiB in a container.
 
 Standard library only: the supervisor imports this.
 """
@@ -17,7 +16,6 @@ Standard library only: the supervisor imports this.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import mmap
 import os
@@ -29,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.errors import BindError, LearnerError
-from diloco_node.unix_sockets import BOOT_ID, peer_uid
+from diloco_node.unix_sockets import peer_uid
 
 AREAS_MAX: Final = 16
 """Areas one store keeps; daemon and learner use two."""
@@ -47,20 +45,6 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 class _Area:
     fd: int
     size_bytes: int
-
-
-def boundary_file(state_dir: Path) -> Path:
-    """Where a region's learner keeps its last step boundary: in memory that outlives all processes, but no reboot.
-
-    Named after the folder itself, not its path alone: a folder that was made anew has nothing to go on with. And after
-    the boot, for /dev/shm may lie on a disk: what was there in memory only, a power cut has mixed with what was not.
-
-    Raises:
-        OSError: there is no such folder.
-    """
-    info, boot = state_dir.stat(), BOOT_ID.read_text().strip()
-    name = f"{state_dir.resolve()}\0{info.st_dev}\0{info.st_ino}\0{boot}"
-    return Path("/dev/shm") / f"diloco-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 class MemoryStore:

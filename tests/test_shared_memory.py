@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.errors import BindError, LearnerError
-from diloco_node.shared_memory import CONTENTS_BYTES_MAX, MemoryStore, boundary_file, request_area
+from diloco_node.shared_memory import CONTENTS_BYTES_MAX, MemoryStore, request_area
 
 SIZE = 3 * mmap.PAGESIZE + 17
 
@@ -114,17 +114,3 @@ def test_the_store_shows_what_a_small_area_holds(tmp_path: Path) -> None:
         with request_area(store.path, "counters", 5000) as area:
             area[:3] = b"abc"
             assert store.contents("counters") == b"abc" + bytes(CONTENTS_BYTES_MAX - 3)
-
-
-def test_a_boundary_belongs_to_the_folder_itself_and_not_to_its_path(tmp_path: Path) -> None:
-    folder = tmp_path / "us-east"
-    folder.mkdir()
-    before = boundary_file(folder)
-    (tmp_path / "link").symlink_to(folder)
-    assert boundary_file(tmp_path / "link") == before
-    assert before.parent == Path("/dev/shm")
-    folder.rename(tmp_path / "lost")
-    folder.mkdir()
-    assert boundary_file(folder) != before
-    with pytest.raises(FileNotFoundError):
-        boundary_file(tmp_path / "none")

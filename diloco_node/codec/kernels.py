@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.codec.machine_code import loops
+from diloco_node.codec.kernel_cache import loops
 from diloco_node.errors import PayloadCorrupt
 from diloco_node.numeric import F32, F64, U8
 
@@ -94,7 +94,7 @@ def squared_norms(blocks: FragmentBlocks, encoded: Buffer, block_start: int = 0,
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
-    refused = loops()["norms"](*span.place, span.encoded(encoded), norms, *_scratch())
+    refused = loops().norms_span(*span.place, span.encoded(encoded), norms, *_scratch())
     span.raise_if_corrupt(refused)
     return norms
 
@@ -109,7 +109,7 @@ def decode(
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
     source, target = span.encoded(encoded), span.writable(out, np.float32, "out")
-    span.raise_if_corrupt(loops()["decode"](*span.place, source, target, norms, *_scratch()))
+    span.raise_if_corrupt(loops().decode_span(*span.place, source, target, norms, *_scratch()))
     return norms
 
 
@@ -139,7 +139,7 @@ def accumulate(
     norms = np.zeros(blocks.pieces, dtype=np.float64)
     source, target = span.encoded(encoded), span.writable(acc, np.float32, "acc")
     factors = span.per_piece(coefficients, "coefficients")
-    span.raise_if_corrupt(loops()["accumulate"](*span.place, source, factors, target, norms, *_scratch()))
+    span.raise_if_corrupt(loops().accumulate_span(*span.place, source, factors, target, norms, *_scratch()))
     return norms
 
 
@@ -188,13 +188,12 @@ def outer_step(
     copy = None if out_theta is None else span.writable(out_theta, np.float32, "out_theta")
     if not is_checked:
         unused = np.zeros(blocks.pieces, dtype=np.float64)
-        span.raise_if_corrupt(loops()["norms"](*span.place, source, unused, *_scratch()))
-    loop = loops()["outer" if copy is None else "outer_copy"]
-    loop(*span.place, source, scale, np.float32(lr), np.float32(mu), *arrays, copy, *_scratch())
+        span.raise_if_corrupt(loops().norms_span(*span.place, source, unused, *_scratch()))
+    loops().outer_span(*span.place, source, scale, np.float32(lr), np.float32(mu), *arrays, copy, *_scratch())
 
 
 def warm_up() -> None:
-    """Load every loop, or compile it first: some seconds the first time on a machine, else milliseconds.
+    """Load every loop, or compile it first: some eight seconds the first time, else less than one.
 
     Without it the first round of a run would pay for the compiler.
     """
@@ -210,8 +209,7 @@ def _encode(
     other = None if minus is None else span.read_only(minus, np.float32, "theta")
     target = span.writable(_as_bytes(out), np.uint8, "out", span.bytes_count)
     difference = np.empty(256, np.float32)
-    loop = loops()["encode" if other is None else "encode_delta"]
-    refused = loop(*span.place, source, other, target, norms, difference, *_scratch())
+    refused = loops().encode_span(*span.place, source, other, target, norms, difference, *_scratch())
     if refused >= 0:
         piece = blocks.piece_of(refused)
         raise PayloadCorrupt(

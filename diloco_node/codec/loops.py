@@ -1,9 +1,9 @@
 """The inner loops of the codec, for numba to compile. Call them through `kernels`, which checks sizes and raises the
-errors; `machine_code` compiles and keeps them, and is the only one to import this.
+errors; `kernel_cache` says where numba keeps the machine code, and is the only one to import this.
 
 What keeps the bytes equal on every machine: no fast-math, no contraction of `a * b + c` into one rounding, reductions
 over integers where the order would matter, and a fixed order where they are floats. All loops are in this one file,
-by whose content the machine code is found.
+for numba's cache notices only changes of the file that the called function is in.
 
 Written so that LLVM vectorises them: unsigned indices (signed ones are checked for negative values), integer maximum
 over the bit patterns instead of a float maximum, codes in a small scratch array between quantising and packing.
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
-from numba import njit
+from numba import config, from_dtype, njit, types
 from numpy.typing import NDArray
 
 from diloco_node.numeric import F32, F64, U8
@@ -57,18 +57,38 @@ fragment."""
 _njit: Any = njit  # its types don't know `_nrt`
 
 
-def compiler(**options: bool) -> Callable[[F], F]:
-    """numba's decorator with the options of all loops, and with these.
+def _array(dtype: type[np.generic], *, is_writable: bool = False, dimensions: int = 1) -> Any:
+    return types.Array(from_dtype(np.dtype(dtype)), dimensions, "C", readonly=not is_writable)
+
+
+_BYTES, _VALUES, _FACTOR = _array(np.uint8), _array(np.float32), types.float32
+_BYTES_OUT, _VALUES_OUT = _array(np.uint8, is_writable=True), _array(np.float32, is_writable=True)
+_NORMS = _array(np.float64, is_writable=True)
+_PLACE = (_array(np.int64, dimensions=2), _array(np.int64, is_writable=True))
+_SCRATCH = (_BYTES_OUT, _VALUES_OUT, _NORMS)
+
+
+def compiler(*signatures: tuple[Any, ...], is_cached: bool = False) -> Callable[[F], F]:
+    """numba's decorator with the options of all loops.
 
     _nrt: without reference counts, for their atomic additions per block and view cost half of the speed. So the loops
     can't allocate: scratch memory comes from the caller. (inline="always" would give another fifth, and takes 14
     instead of 8 CPU-seconds to compile.)
+
+    Args:
+        signatures: what a loop takes; compiled at once and for nothing else. None: for what it is called with.
     """
-    return cast(Callable[[F], F], _njit(nogil=True, fastmath=False, boundscheck=False, _nrt=False, **options))
+    options = {"nogil": True, "fastmath": False, "boundscheck": False, "_nrt": False, "cache": is_cached}
+    return cast(Callable[[F], F], _njit(list(signatures) or None, **options))
 
 
 def _compiled(function: F) -> F:
     return compiler()(function)
+
+
+def _callable(*signatures: tuple[Any, ...]) -> Callable[[F], F]:
+    """Compile what Python calls. Only these are cached, with the loops that they call: no cached part can be stale."""
+    return compiler(*signatures, is_cached=bool(config.CACHE_DIR))
 
 
 @_compiled
@@ -284,6 +304,10 @@ def _scale_up(kind: int, scale_bits: np.uint32, n: int, codes: U8, decoded: F32)
 # ---- what is called --------------------------------------------------------------------------------------------------
 
 
+@_callable(
+    (*_PLACE, _VALUES, types.none, _BYTES_OUT, _NORMS, _VALUES_OUT, *_SCRATCH),
+    (*_PLACE, _VALUES, _VALUES, _BYTES_OUT, _NORMS, _VALUES_OUT, *_SCRATCH),
+)
 def encode_span(
     layout: I64,
     span: I64,
@@ -321,6 +345,7 @@ def encode_span(
     return -1
 
 
+@_callable((*_PLACE, _BYTES, _NORMS, *_SCRATCH))
 def norms_span(layout: I64, span: I64, encoded: U8, norms: F64, codes: U8, decoded: F32, sums: F64) -> int:
     """Check every block and add the squared norms per piece to `norms`."""
     piece = span[PIECE]
@@ -336,6 +361,7 @@ def norms_span(layout: I64, span: I64, encoded: U8, norms: F64, codes: U8, decod
     return -1
 
 
+@_callable((*_PLACE, _BYTES, _VALUES_OUT, _NORMS, *_SCRATCH))
 def decode_span(layout: I64, span: I64, encoded: U8, out: F32, norms: F64, codes: U8, decoded: F32, sums: F64) -> int:
     """Write the decoded values to `out`, and add their squared norms per piece to `norms`."""
     piece = span[PIECE]
@@ -356,6 +382,7 @@ def decode_span(layout: I64, span: I64, encoded: U8, out: F32, norms: F64, codes
     return -1
 
 
+@_callable((*_PLACE, _BYTES, _VALUES, _VALUES_OUT, _NORMS, *_SCRATCH))
 def accumulate_span(
     layout: I64, span: I64, encoded: U8, coefficients: F32, acc: F32, norms: F64, codes: U8, decoded: F32, sums: F64
 ) -> int:
@@ -379,6 +406,10 @@ def accumulate_span(
     return -1
 
 
+@_callable(
+    (*_PLACE, _BYTES, _VALUES, _FACTOR, _FACTOR, _VALUES_OUT, _VALUES_OUT, types.none, *_SCRATCH),
+    (*_PLACE, _BYTES, _VALUES, _FACTOR, _FACTOR, _VALUES_OUT, _VALUES_OUT, _VALUES_OUT, *_SCRATCH),
+)
 def outer_span(
     layout: I64,
     span: I64,

@@ -35,7 +35,7 @@ from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.region_budget import changed_plan, plan_of_file
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import has_final_report, is_complete, run_record
-from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.stopping import StopDeadline
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
@@ -43,6 +43,7 @@ from diloco_node.escaping import escaped_document
 from diloco_node.health.alerts import learner_fault
 from diloco_node.health.health_summary import health_of
 from diloco_node.measure.documents import OnPartial
+from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import set_damaged_aside
@@ -51,7 +52,6 @@ from diloco_node.transport.certificates import load_identity
 from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 
-ADMIN_PORT_NAME: Final = "admin.port"
 LEARNER_PROCESS_POLL_S: Final = 1.0
 """Between two looks at what the supervisor says of the learner's process."""
 
@@ -393,7 +393,7 @@ class Daemon:
     def _follow_budget(self, plan: BudgetPlan, why: str) -> None:
         self.spec = dataclasses.replace(self.spec, budget=plan)
         # A daemon that dies and starts again must not go back to an older, perhaps larger budget.
-        self.spec.save(self.spec.state_dir / NODE_FILE)
+        self.spec.save(self.spec.state_dir / NODE_NAME)
         if self._node is not None:
             self._node.transport.set_budget(plan)
         self.notes.add(Note("budget", f"set by {why}: {plan}"))

@@ -111,7 +111,7 @@ class Node:
             is_advertised=spec.is_advertised,
             seed=spec.seed,
             budget=spec.budget,
-            superseded=runtime.end,
+            on_superseded=runtime.end,
             settings=spec.shared_settings,
             messages_per_s=messages_per_s(
                 len(spec.regions),

@@ -124,7 +124,6 @@ class Diloco:
         should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
         stop_reason: why, in words.
         steps, tokens: made by this process, over all ranks.
-        unsaved_steps: of a killed process, in the parameters but not in its checkpoint: `stateful` is so far behind.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Diloco:
         self.should_stop = False
         self.stop_reason = ""
         self.steps = 0
-        self.tokens = self.unsaved_steps = 0
+        self.tokens = 0
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
         self._blocked_ns = 0
@@ -267,7 +266,6 @@ class Diloco:
                     f"step {step}: {fault}, {count} times in a row. The next start takes the merged "
                     "parameters; if it comes back, lower the learning rate or look at the data"
                 )
-        session.is_suspect = any(watch.towards_end for _, watch in self._watched)
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:
@@ -460,7 +458,6 @@ class Diloco:
         resumed = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
-        self.unsaved_steps = self._fragments.step - resumed.step_of(welcome.incarnation)
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, resumed.global_step)
         if self._session is not None:

@@ -61,8 +61,7 @@ class StepBoundaries:
                 fragments.tokens += agreed.tokens
             answers = self._carry_out(agreed, orders)
             if session is not None:
-                # Whatever is told of this boundary, also by the encoder, is told after it is saved and counted.
-                session.save()
+                # The daemon hears of this boundary, also from the encoder, only after its step was counted.
                 if is_step:
                     session.count()
                 for answer in answers:

@@ -29,10 +29,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
-from diloco_node.storage.durable import make_folder, sync_folder
+from diloco_node.storage.durable import make_folder
 
 FORMAT: Final = 2
 KEPT: Final = 2
@@ -71,10 +72,6 @@ class TrainingProgress:
     global_step: int
     step: int
     tokens: int
-
-    def step_of(self, incarnation: int) -> int:
-        """Up to which step of this incarnation it goes; 0 if it is of another one."""
-        return self.step if incarnation == self.incarnation else 0
 
 
 NO_PROGRESS: Final = TrainingProgress("", incarnation=0, global_step=0, step=0, tokens=0)

@@ -16,7 +16,6 @@ from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifes
 from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError, StorageError
 from diloco_node.learner.daemon_link import LearnerLink
-from diloco_node.learner.last_boundary import last_boundary_of
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
@@ -85,7 +84,6 @@ class LearnerSession:
         stop_reason: why the daemon wants the learner to stop; None while it does not.
         timer: of inner steps.
         run_clock: where the run is on its schedule.
-        is_suspect: its newest losses are such that it may soon be ended, for the merged parameters.
     """
 
     def __init__(
@@ -107,8 +105,6 @@ class LearnerSession:
         self._specs = specs
         self._shards = shards
         self._ranks = ranks
-        self.is_suspect = False
-        self._last_boundary = last_boundary_of(tensors, ranks)
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
         self._wants_initial_state = False
@@ -166,9 +162,7 @@ class LearnerSession:
         """In the link's thread, with its lock held."""
         fragments, welcome = self._fragments, self.welcome
         if fragments is None or welcome is None:
-            found = None if self._last_boundary is None else self._last_boundary.found
-            new = Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), ())
-            return new if found is None else found.attach(new)
+            return Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), ())
         return Attach(
             protocol=LINK_PROTOCOL,
             pid=os.getpid(),
@@ -186,9 +180,6 @@ class LearnerSession:
         if self.welcome is None or self._fragments is None:
             self._fragments = self._build(welcome)
             self.welcome = welcome
-            if self._last_boundary is not None and self._last_boundary.begin(self._fragments, welcome):
-                log.info("going on at step %d of incarnation %d", self._fragments.step, welcome.incarnation)
-                self.count()
             self.run_clock.resume(welcome.global_step)
         elif _identity(welcome) != _identity(self.welcome):
             raise LearnerError(
@@ -228,21 +219,6 @@ class LearnerSession:
     def resumed(self, global_step: int) -> None:
         """The checkpoint was read, and the run was there."""
         self.run_clock.resume(global_step)
-        if self._last_boundary is not None:
-            self._last_boundary.write_parameters(self.fragments)
-
-    def save(self) -> None:
-        """This boundary is done, but nobody has heard of it."""
-        last, welcome = self._last_boundary, self.welcome
-        if last is None or welcome is None:
-            return
-        if self.fragments.has_last_version:
-            last.forget()  # what the own parameters were before the last merges is not in it
-            self._last_boundary = None
-        elif self.is_suspect:
-            last.blank()
-        elif self.fragments.is_placed:
-            last.save(self.fragments, welcome, step_ns=self.timer.average_ns)
 
     def count(self) -> None:
         """A step was made: count it, durably against a kill, before anybody hears of it."""
@@ -350,17 +326,12 @@ class LearnerSession:
     def close(self, last: Done | Failed | None) -> None:
         """Say the last word, and let go of everything."""
         if last is not None:
-            # Who failed or is done leaves nothing, also if it is killed now. Who was interrupted goes on here.
-            if self._last_boundary is not None:
-                self._last_boundary.forget()
             self._link.send(last)
         self._link.close(FLUSH_S)
         if self._fragments is not None:
             self._fragments.close()
         if self._counter is not None:
             self._counter.close()
-        if self._last_boundary is not None:
-            self._last_boundary.close()
 
 
 def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:

@@ -16,7 +16,7 @@ snapshot of the fragment replaces it. Asked again for the same version and base 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -31,7 +31,6 @@ from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
-from diloco_node.learner.last_boundary import BoundaryFacts
 from diloco_node.learner.layouts.shard_map import ShardMap, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, host_values
 from diloco_node.learner.rank_exchange import RankExchange
@@ -207,52 +206,8 @@ class LearnerFragments:
     def vector(self, index: int) -> Tensor:
         """What this rank owns of fragment `index` as the model holds it now: shape (n,), float32, CPU; a copy."""
         values = host_values(self._owned[index].size)
-        self.read(index, values)
+        self.tensors.read(self._owned[index], values)
         return values
-
-    @property
-    def has_last_version(self) -> bool:
-        """Whether the run's last merges have begun here."""
-        return self._own is not None
-
-    def facts(self) -> BoundaryFacts:
-        """Where this learner stands."""
-        return BoundaryFacts(
-            step=self.step,
-            tokens=self.tokens,
-            next_snapshot=self._next_snapshot,
-            positions=tuple(self.positions),
-            last_included=tuple(self._last_included.get(index, NO_SNAPSHOT) for index in range(len(self.positions))),
-            unresolved=tuple(self._snapshots[index].facts for index in sorted(self._snapshots)),
-        )
-
-    def read(self, index: int, out: Tensor) -> None:
-        """Copy what the model holds of a fragment now: shape (n,), float32, CPU."""
-        self.tensors.read(self._owned[index], out)
-
-    def write(self, index: int, values: Tensor) -> None:
-        """Overwrite what the model holds of a fragment: shape (n,), float32, CPU."""
-        self.tensors.write(self._owned[index], values)
-
-    def snapshot_values(self, index: int) -> Tensor:
-        """The values of the unresolved snapshot of a fragment: shape (n,), float32, CPU. Not a copy."""
-        return self._snapshots[index].values
-
-    def begin_at(self, facts: BoundaryFacts, *, bases: Sequence[Tensor], snapshots: Sequence[Tensor]) -> None:
-        """Stand where a dead process stood. Before the first boundary; vectors, shape (n,), float32, CPU, are copied.
-
-        `write` has still to put the parameters there. Unresolved snapshots are encoded again, to the same bytes.
-        """
-        self.step, self.tokens, self._next_snapshot = facts.step, facts.tokens, facts.next_snapshot
-        self.positions = list(facts.positions)
-        self._last_included = {index: number for index, number in enumerate(facts.last_included) if number >= 0}
-        for base, values in zip(bases, self._base, strict=True):
-            values.copy_(base)
-        for one in facts.unresolved:
-            buffer = self._rooms.take()
-            values = buffer[: self._owned[one.fragment].size].copy_(snapshots[one.fragment])
-            self._snapshots[one.fragment] = HeldSnapshot(one, values, buffer)
-            self._taken.append(self._snapshots[one.fragment])
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 

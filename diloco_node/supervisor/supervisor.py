@@ -39,12 +39,12 @@ import re
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from types import FrameType
 from typing import Final
 
 from diloco_node.errors import StorageError
-from diloco_node.shared_memory import MemoryStore, boundary_file
+from diloco_node.shared_memory import MemoryStore
+from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
 from diloco_node.supervisor.child import Child, ChildExited, ChildLog, show
 from diloco_node.supervisor.learner_watch import COUNTERS_AREA, FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
@@ -69,15 +69,6 @@ COUNTERS_POLL_S: Final = 1.0
 
 READY_POLL_S: Final = 0.05
 """Between two looks whether the daemon is up, until it is."""
-
-ADMIN_PORT_NAME: Final = "admin.port"
-"""The daemon writes it when its admin port is bound; as `daemon.daemon` calls it."""
-
-LEDGER_NAME: Final = "ledger.log"
-"""As `storage.ledger_files` calls it, which needs more than the standard library."""
-
-DAEMON_SOCKET: Final = "learner.sock"
-MEMORY_SOCKET: Final = "memory.sock"
 
 
 def logfmt(fact: Mapping[str, str]) -> str:
@@ -369,11 +360,11 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             raise StorageError(
                 f"region {spec.region} already runs on {spec.state_dir}: stop it first, or choose another state folder"
             ) from error
-        memory_path = socket_path(spec.state_dir, MEMORY_SOCKET)
+        memory_path = socket_path(spec.state_dir, MEMORY_SOCKET_NAME)
         env = {
             **{name: value for name, value in os.environ.items() if name not in NOTIFY_VARIABLES},
             **spec.env,
-            "DILOCO_SOCKET": str(socket_path(spec.state_dir, DAEMON_SOCKET)),
+            "DILOCO_SOCKET": str(socket_path(spec.state_dir, DAEMON_SOCKET_NAME)),
             "DILOCO_SUPERVISOR": str(memory_path),
             "DILOCO_SUPERVISOR_PID": str(os.getpid()),
             "DILOCO_STATE": str(spec.state_dir.resolve()),
@@ -389,6 +380,3 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             finally:
                 for number, handler in before:
                     signal.signal(number, handler)
-                # Of a learner that was interrupted: who stops a region wants nothing left in memory.
-                with suppress(OSError):
-                    boundary_file(spec.state_dir).unlink()

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from diloco_node.lab.demo.demo_report import build_report, learner_status, longe
 from diloco_node.lab.demo.demo_run import Demo
 from diloco_node.lab.demo.live import LiveView
 from diloco_node.lab.demo.region_processes import order_finish
-from diloco_node.shared_memory import boundary_file
 from diloco_node.storage.trained import read_trained
 
 WAIT_S = 300.0
@@ -97,7 +95,6 @@ class Cluster:
         taken = self.folder.parent / "lost" / f"{name}-{len(self.lost[name])}"
         taken.parent.mkdir(exist_ok=True)
         folder = self.regions[name].state_dir
-        boundary_file(folder).unlink(missing_ok=True)  # nobody will find it: it is named after the folder
         folder.rename(taken)
         folder.mkdir()
         self.lost[name].append(taken)
@@ -265,11 +262,8 @@ class Cluster:
         assert len({hashlib.sha256(final).hexdigest() for final in finals}) == 1
 
     async def clear(self) -> None:
-        """Stop all that runs, and remove the lost folders, and what killed learners have left in memory."""
+        """Stop all that runs, and remove the lost folders."""
         await self.stop(*self.running())
-        for region in self.regions.values():
-            with suppress(OSError):
-                boundary_file(region.state_dir).unlink()
         shutil.rmtree(self.folder.parent / "lost", ignore_errors=True)
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from diloco_node.errors import StorageError
-from diloco_node.shared_memory import boundary_file, request_area
-from diloco_node.storage import ledger_files
+from diloco_node.shared_memory import request_area
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.supervisor import child
 from diloco_node.supervisor import learner_watch as watch
 from diloco_node.supervisor.process_file import read_process, write_process
-from diloco_node.supervisor.supervisor import DISK_CODE, LEDGER_NAME, logfmt, run_supervisor
+from diloco_node.supervisor.supervisor import DISK_CODE, logfmt, run_supervisor
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
 PATIENCE_S = 180.0
@@ -138,7 +138,6 @@ def test_a_disk_that_refuses_at_the_first_start_ends_the_region(tmp_path: Path) 
 
 
 def test_a_disk_that_refuses_at_the_start_of_a_region_that_has_run_is_tried_again(tmp_path: Path) -> None:
-    assert LEDGER_NAME == ledger_files.LEDGER_NAME
     (tmp_path / LEDGER_NAME).touch()
     daemon = NOTE + f"sys.exit({DISK_CODE} if note('daemon') < 3 else 0)"
     assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, WAIT), finish_s=0.0)) == 0
@@ -232,11 +231,9 @@ def ordered(name: str) -> str:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_stops_learner_then_daemon_and_exits_zero(tmp_path: Path, number: int) -> None:
     process = start(tmp_path, ordered("daemon"), ordered("learner"))
-    boundary_file(tmp_path).write_bytes(b"of an interrupted learner")
     process.send_signal(number)
     assert process.wait(PATIENCE_S) == 0
     assert (tmp_path / "order").read_text() == "learner daemon "
-    assert not boundary_file(tmp_path).exists()
 
 
 def test_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
@@ -250,12 +247,10 @@ def test_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
 def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
     wait = "import signal\nnote('{}')\nsignal.pause()"
     process = start(tmp_path, NOTE + wait.format("daemon"), NOTE + wait.format("learner"))
-    boundary_file(tmp_path).write_bytes(b"of a killed learner")
     process.kill()
     process.wait(PATIENCE_S)
     assert is_gone(lives(tmp_path, "daemon")[0])
     assert is_gone(lives(tmp_path, "learner")[0])
-    boundary_file(tmp_path).unlink()  # it is there: the next one goes on from it
 
 
 def test_second_supervisor_on_the_same_folder_is_refused(tmp_path: Path) -> None:

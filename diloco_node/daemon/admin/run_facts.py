@@ -131,10 +131,10 @@ class RunFacts:
         """Tokens of this region's learner, and of the run as the ledger has them; means over the fragments."""
         account, fragments = self._core.history.account, len(self._core.history.versions)
         run_merged, run_discarded = (sum(tokens) // fragments for tokens in account.totals(fragments))
-        covered = account.covered_tokens(self._spec.region, fragments)
+        ledger_tokens = account.covered_tokens(self._spec.region, fragments)
         return {
             "trained": learner.tokens_total,
-            "carried": max(0, learner.tokens_total - covered),
+            "carried": max(0, learner.tokens_total - ledger_tokens),
             "run_merged": run_merged,
             "run_discarded": run_discarded,
         }

@@ -69,9 +69,7 @@ class StripeEffects:
         self.table.ballot_known(order.ballot, fragment, order.version, order.stripes)
         self.sending.contributed_again(fragment, order.ballot)
         missing = [(index, stripe) for index, stripe in enumerate(order.stripes) if index not in order.skip]
-        missing.sort(
-            key=lambda numbered: (numbered[1].reducer == self.region, numbered[0])
-        )  # those that have a way to go first
+        missing.sort(key=lambda pair: (pair[1].reducer == self.region, pair[0]))  # those that have a way to go first
 
         def copy(stripe: Stripe) -> U8:
             # The learner's next snapshot of the fragment, and the first one of a restarted learner, overwrite the

@@ -162,7 +162,7 @@ class LearnerProxy:
         self.version_area.attached(writes_initial=writes_initial)
         self.done = None
         if (attach.pid, incarnation) != (self.pid, self._incarnation):
-            # Another process, maybe of the same incarnation (`learner.last_boundary`): it has blocked for no time yet.
+            # Another process: it has blocked for no time yet.
             self.pid = attach.pid
             self._blocked_before_ns = self.facts.blocked_ns
         self.facts.attached_step = attach.step

@@ -274,36 +274,15 @@ def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence
     region = fault.fault.target.region
     known = bisect_right(samples, fault.at_ns, key=lambda one: one.at_ns)
     before = samples[known - 1].regions[region] if known else None
-    incarnation = before.incarnation if before is not None else 0
-    mark = _step_before(fault, before, samples[known:])
+    incarnation, step = (before.incarnation, before.step) if before is not None else (0, 0)
+    lives_on = fault.fault.target.part == "daemon"
     for merge in islice(merges, bisect_right(merges, fault.at_ns, key=lambda one: one.at_ns), None):
         part = merge.members.get(region)
         if part is None:
             continue
-        is_later = part.incarnation == incarnation and mark is not None and part.step_to > mark
-        if part.incarnation > incarnation or is_later:
+        if part.incarnation > incarnation or (lives_on and part.incarnation == incarnation and part.step_to > step):
             return merge.at_ns - fault.at_ns
     return None
-
-
-def _step_before(fault: StruckFault, before: RegionSample | None, after: Sequence[RunSample]) -> int | None:
-    """The last step of the learner's incarnation that was made before a death; None: none was made after it.
-
-    One whose daemon died goes on. One that died goes on where another process of its incarnation attached.
-    """
-    if before is None:
-        return None
-    if fault.fault.target.part == "daemon":
-        return before.step
-    later = (one.regions[fault.fault.target.region] for one in after)
-    return next(
-        (
-            one.attached_step
-            for one in later
-            if one.incarnation == before.incarnation and one.attached_step > before.attached_step
-        ),
-        None,
-    )
 
 
 def rejoins(

@@ -311,7 +311,7 @@ class DaemonHost(Host):
 
     def start_learner(self) -> None:
         """A new process, which is told by the daemon which incarnation it is."""
-        if self.learner is not None or self.resume_learner():
+        if self.learner is not None:
             return
         self.learner = LinkedLearner(
             self.world, self.setup, self, region=self.name, incarnation=learner_link.NEW_PROCESS, pool=self._pool

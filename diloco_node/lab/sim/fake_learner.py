@@ -179,15 +179,6 @@ class FakeLearner:
         """The run is finished."""
         self._stop_reason = reason
 
-    def resume(self) -> None:
-        """Another process goes on at the last boundary of this one, which is dead: see `learner.last_boundary`."""
-        self.life = Life()
-        self.forget_daemon()
-        for part in self.parts:
-            if part.snapshot is not None:
-                self._port.offer_contribution(part.snapshot)
-        self._boundary(is_first=True)
-
     def forget_daemon(self) -> None:
         """The daemon died: what it asked for is void, what it offered was in its memory."""
         self._asked.clear()

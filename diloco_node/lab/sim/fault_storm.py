@@ -242,7 +242,7 @@ class Chaos:
         host = self._pick()
         if host.learner is None:
             return None
-        host.kill_learner(leaves_boundary=not self._world.rng.getrandbits(1))
+        host.kill_learner()
         return host.start_learner
 
     def _cut_power(self) -> Callable[[], None] | None:

@@ -98,7 +98,6 @@ class Host:
         self.core: Any = None
         self.plane = DataPlane(setup, self.disk, self.complain)
         self.learner: FakeLearner | None = None
-        self._left: FakeLearner | None = None
         self.disk_factor = 1
         self.fsync_is_late = False
         self.is_residual_loose = False
@@ -176,8 +175,8 @@ class Host:
         self.after(self.world.draw_ns(50 * MS, 600 * MS), self.kill_daemon)
 
     def start_learner(self) -> None:
-        """Start the learner: where a dead process left a boundary behind it goes on, else as a new incarnation."""
-        if self.learner is not None or self.resume_learner():
+        """Start a new incarnation of the learner."""
+        if self.learner is not None:
             return
         incarnation = max(self.disk.counters, default=0) + 1
         self.disk.counters[incarnation] = (0, 0)
@@ -187,28 +186,12 @@ class Host:
             self.world.after(self.fsync_ns(), self.learner.life, self._store_initial)
         self._attach_learner()
 
-    def resume_learner(self) -> bool:
-        """Go on at the last boundary of the dead process, if it is there."""
-        learner, self._left = self._left, None
-        if learner is None:
-            return False
-        self.learner = learner
-        learner.resume()
-        self.world.note(self.name, f"learner {learner.incarnation} goes on", b"learner")
-        self._attach_learner()
-        return True
-
     def make_learner(self, incarnation: int) -> FakeLearner:
         """A learner process of this region."""
         return FakeLearner(self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool)
 
-    def kill_learner(self, *, is_power_cut: bool = False, leaves_boundary: bool = False) -> None:
-        """The learner process dies; its counters live in the supervisor's memory unless the power is cut.
-
-        Args:
-            leaves_boundary: the next process goes on at its last boundary (`learner.last_boundary`).
-        """
-        self._left = None if is_power_cut else self._left
+    def kill_learner(self, *, is_power_cut: bool = False) -> None:
+        """The learner process dies; its counters live in the supervisor's memory unless the power is cut."""
         if self.learner is None:
             return
         learner, self.learner = self.learner, None
@@ -217,8 +200,6 @@ class Host:
             self.contribution_area.clear()
         elif learner.incarnation:
             self.disk.counters[learner.incarnation] = (learner.step, learner.tokens)
-            if learner.is_training and leaves_boundary:
-                self._left = learner
         self.world.note(self.name, "learner died", b"learner-kill")
         self.tell_daemon(ev.LearnerDetached())
 

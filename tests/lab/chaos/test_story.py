@@ -231,23 +231,6 @@ def test_who_died_is_back_with_the_first_merge_of_its_next_incarnation() -> None
     assert rejoin_ns(death(10), samples, merges[:3]) is None
 
 
-def test_who_goes_on_as_the_same_incarnation_is_back_with_steps_from_where_it_attached() -> None:
-    def up(step: int, attached_step: int) -> RegionSample:
-        return RegionSample(True, True, incarnation=1, step=step, attached_step=attached_step)
-
-    samples = [sample(0, a=up(40, 12)), sample(9.75, a=up(60, 12)), sample(10.25, a=up(61, 12))]
-    merges = [
-        merge(10.5, a=(1, 61, 1.0)),  # on its way when it died, and not known of before
-        merge(11, b=(1, 80, 1.0)),
-        merge(12, a=(1, 63, 1.0)),
-    ]
-    assert rejoin_ns(death(10), samples, merges) is None
-    samples += [sample(11.75, a=up(62, 62))]
-    for part in ("learner", "supervisor", "region"):
-        assert rejoin_ns(death(10, part), samples, merges) == 2 * S
-    assert rejoin_ns(death(10), samples, merges[:2]) is None
-
-
 def test_a_learner_that_outlives_its_daemon_is_back_with_later_steps() -> None:
     samples = [sample(0, a=UP), sample(9.75, a=RegionSample(True, True, incarnation=1, step=60))]
     merges = [merge(10.5, a=(1, 60, 1.0)), merge(13, a=(1, 61, 1.0))]
