@@ -26,7 +26,7 @@ NAME_LOOKUP_S: Final = 5.0
 LINK_S: Final = 15.0
 """A link has come up by then, with all of its connections."""
 
-LINK_LOOK_S: Final = 0.02
+LINK_POLL_S: Final = 0.02
 THREADS: Final = 4
 ANYWHERE: Final = ("127.0.0.1", 0)
 """Where an end that only dials listens: a transport has a port."""
@@ -157,7 +157,7 @@ async def _link_up(end: Measuring, peer: str, connections: int) -> str:
             return ""
         if status.error:
             return status.error
-        await asyncio.sleep(LINK_LOOK_S)
+        await asyncio.sleep(LINK_POLL_S)
     return f"{peer}: {status.connections} of {connections} connections in {LINK_S:.0f} s"
 
 

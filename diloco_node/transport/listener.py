@@ -22,7 +22,7 @@ from diloco_node.wire.envelope import Lane
 
 _log = structlog.get_logger(part="transport")
 
-LISTENER_LOOK_S: Final = 0.2
+LISTENER_POLL_S: Final = 0.2
 """For so long, and the making of a server, no new link can be accepted; it costs microseconds."""
 
 
@@ -87,7 +87,7 @@ class Listener:
         """Look after the port. Ends only by cancellation."""
         is_told = False
         while True:
-            await asyncio.sleep(LISTENER_LOOK_S)
+            await asyncio.sleep(LISTENER_POLL_S)
             await self._stop_unused()
             current = self._current
             if current is not None:
