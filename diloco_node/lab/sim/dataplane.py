@@ -165,8 +165,8 @@ class DataPlane:
         for key, (version, _) in list(self._contributions.items()):
             if key.fragment == effect.fragment and version <= effect.version:
                 del self._contributions[key]
-        for key in [key for key in self._installed if key.fragment == effect.fragment]:
-            del self._installed[key]
+        for residual in [residual for residual in self._installed if residual.fragment == effect.fragment]:
+            del self._installed[residual]
         self._installed.update(residuals)
 
     def assemble(self, effect: StorePayload) -> DiskPayload | None:

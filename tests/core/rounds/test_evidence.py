@@ -17,7 +17,7 @@ from diloco_node.core.rounds.evidence import (
     find_culprits,
     judge_absences,
 )
-from diloco_node.core.rounds.open_round import Deadline, OpenRound, Questioned
+from diloco_node.core.rounds.open_round import Deadline, OpenRound, QuestionedBallot
 from diloco_node.core.rounds.suspicion import BallotPart
 from diloco_node.core.types import Ballot, Stripe
 from tests.kit.rounds_kit import contribution
@@ -194,7 +194,7 @@ def question(one: OpenRound, reports: dict[str, dict[str, float]]) -> set[tuple[
         )
         for index, stripe in enumerate(one.stripes)
     )
-    before = Questioned(one.stripes, told_by, named)
+    before = QuestionedBallot(one.stripes, told_by, named)
     trial = ballot(tuple(replace(stripe, reducer="a") for stripe in one.stripes))
     merge(trial)
     return differing_norms(before, trial)
