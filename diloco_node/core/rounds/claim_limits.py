@@ -1,4 +1,6 @@
-"""Limits of a learner's claims about itself that nobody else can count: tokens, steps, its incarnation's number.
+"""Limits, in every region, on the claims of any region's learner: tokens, steps, the number of its incarnation.
+
+`daemon.learner.counter_check` is for the own learner's counters, beside its process.
 
 The limits are far beyond the differences between regions. They keep one wrong number from outweighing all others, and
 from being booked for good.
