@@ -187,7 +187,7 @@ class FakeNetwork:
         self.frame_spoilers: dict[str, FrameSpoiler] = {}
         self.bulk_spoilers: dict[str, BulkSpoiler] = {}
         self.dropped = 0
-        self._told: dict[tuple[str, str], bool] = {}
+        self._announced_state: dict[tuple[str, str], bool] = {}
 
     def join(self, name: str, place: NetworkEnd) -> None:
         """Add a place."""
@@ -243,7 +243,7 @@ class FakeNetwork:
         """The daemon at this place started or died: the others notice."""
         for peer in sorted(self.places):
             if peer != name:
-                self._told.pop((name, peer), None)
+                self._announced_state.pop((name, peer), None)
                 self._detect(name, peer)
 
     def is_up(self, first: str, second: str) -> bool:
@@ -272,9 +272,9 @@ class FakeNetwork:
             self.world.after(self.world.draw_ns(low_ns, high_ns), None, self._tell, place, peer, is_up)
 
     def _tell(self, place: str, peer: str, is_up: bool) -> None:
-        if self.is_up(place, peer) != is_up or self._told.get((place, peer), False) == is_up:
+        if self.is_up(place, peer) != is_up or self._announced_state.get((place, peer), False) == is_up:
             return
         if self.places[place].daemon_life is None:
             return
-        self._told[place, peer] = is_up
+        self._announced_state[place, peer] = is_up
         self.places[place].link_changed(peer, is_up=is_up)
