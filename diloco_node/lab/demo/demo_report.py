@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco_node.core.ledger.account_check import AccountReport, check_account
 from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
@@ -15,6 +14,7 @@ from diloco_node.core.types import DiskNamedBody, Entry, FragmentPosition, Learn
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.errors import StorageError
+from diloco_node.lab.account_check import AccountReport, check_account
 from diloco_node.lab.chaos.story import RunSample, TimedMerge, timed_merges
 from diloco_node.planning.rates import format_rate
 from diloco_node.storage.store import RegionStore

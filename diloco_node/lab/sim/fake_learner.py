@@ -311,7 +311,7 @@ class FakeLearner:
         base_version = local.position.base_version
         plan = carry_plan(
             mode,
-            included=counters is not None,
+            is_included=counters is not None,
             # Planted faults include a snapshot again under a later version: that is for the checkers to find.
             versions_missed=max(0, offer.version - (snapshot.version if counters and snapshot else base_version)),
             steps_since_inclusion=self.step - since,
@@ -325,7 +325,7 @@ class FakeLearner:
         local.base = offer.theta
         local.position = position_after(
             local.position,
-            included=counters,
+            inclusion=counters,
             step=self.step,
             tokens=self.tokens,
             version=offer.version,

@@ -154,7 +154,7 @@ class Oracle:
         for first in range(len(rounds) + 1):
             recent = outliers.RecentRounds()
             for contributions in rounds[first:]:
-                recent.took(contributions)
+                recent.observe(contributions)
             yield recent
 
     def _versions_missed(self, contribution: Contribution, version: int) -> int:
