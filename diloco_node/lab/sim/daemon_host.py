@@ -148,8 +148,6 @@ class DaemonHost(Host):
             self._memory[name] = mmap.mmap(-1, size_bytes)
         return self._memory[name]
 
-    # ---- lives -------------------------------------------------------------------------------------------------------
-
     def start_daemon(self) -> None:
         """Start a daemon from what the disk holds."""
         if self._life is not None:
@@ -267,8 +265,6 @@ class DaemonHost(Host):
         if life is not None and not task.cancelled() and task.exception() is not None:
             self._end_broken(life, task.exception())
 
-    # ---- facts in ----------------------------------------------------------------------------------------------------
-
     def post(self, event: ev.Event) -> None:
         """A fact from outside the daemon."""
         if self._life is not None:
@@ -306,8 +302,6 @@ class DaemonHost(Host):
 
     def _noted(self, note: ev.Note) -> None:
         self.world.note(self.name, note, note.kind.encode())
-
-    # ---- the learner -------------------------------------------------------------------------------------------------
 
     def start_learner(self) -> None:
         """A new process, which is told by the daemon which incarnation it is."""

@@ -128,8 +128,6 @@ class Host:
         self.fetches = FakeFetches(self)
         self.effects = FakeEffects(self)
 
-    # ---- lives -------------------------------------------------------------------------------------------------------
-
     @property
     def daemon_life(self) -> Life | None:
         """The current life of the daemon."""
@@ -215,8 +213,6 @@ class Host:
     def complain(self, text: str) -> None:
         """A rule of the seam was broken."""
         self._observer.complaint(self.name, text)
-
-    # ---- facts in ----------------------------------------------------------------------------------------------------
 
     def post(self, event: ev.Event) -> None:
         """Hand a fact to the core, now or right after the one it is busy with."""
@@ -310,8 +306,6 @@ class Host:
             self.complain(f"the core asks for its timer again and again at {self.core.wake_at_ns} ns")
         self.post(ev.TimerFired())
 
-    # ---- what a learner sees -----------------------------------------------------------------------------------------
-
     def tell_daemon(self, event: ev.Event) -> None:
         """A fact from the learner, over the Unix socket."""
         if self._life is not None:
@@ -359,8 +353,6 @@ class Host:
         if len(genesis) == len(states):
             digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in genesis)
             self.post(ev.InitialStateStored(self.setup.manifest.digest, digests))
-
-    # ---- disk, network and time of this life -------------------------------------------------------------------------
 
     def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
         """Call it in `delay_ns`, if this daemon still lives then."""

@@ -1,8 +1,8 @@
 """Virtual time and a network that does what it likes: the ground the simulator stands on.
 
 Nothing here knows the protocol. `World` is a clock, an event heap ordered by (time, sequence), one seeded source of
-randomness and a trace; `FakeNetwork` carries encoded control frames and bulk transfers between named places with delay,
-jitter (so frames overtake each other), loss, duplication, cuts in one direction and limited rates.
+randomness and a trace. `FakeNetwork` carries encoded control frames and bulk transfers between named places. Its links
+have delay, jitter (so frames overtake each other), loss, duplication, cuts in one direction and limited rates.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ BulkSpoiler = Callable[[str, bytes, bytes], tuple[bytes, bytes]]
 class FakeNetwork:
     """Links between all pairs of places.
 
-    A connection between two places counts as up when both daemons live and neither direction is cut; a change is
-    told to both after a detection delay, if it has not been undone by then.
+    A connection between two places is up when both daemons live and neither direction is cut. Both hear of a change
+    after a detection delay, if it has not been undone by then.
 
     Attributes:
         links: by (from, to).
