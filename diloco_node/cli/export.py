@@ -98,7 +98,7 @@ def _model_source(
     trainer = read_object(folder / TRAINER_NAME).get("model", {}) if (folder / TRAINER_NAME).is_file() else {}
     name = trainer.get("hf")
     if base is None and name and (not Path(name).is_dir() or any(Path(name).glob("*.safetensors"))):
-        source = str(name)
+        source: str | None = str(name)
     else:
         source = None if base is None else str(base)
     if config is not None or base is not None:
