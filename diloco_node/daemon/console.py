@@ -1,6 +1,6 @@
-"""What a person reads who started a region in a terminal: joined, the pace now and then, alarms, where the model is.
+"""The lines on a region's terminal: joined, the pace now and then, alarms, where the model is.
 
-One short line each on standard output, which the supervisor shows; everything else is in the log.
+Each is short and goes to standard output, which the supervisor shows; everything else is in the log.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.escaping import escaped
 
 LINE_CHARS_MAX: Final = 200
-LOOK_S: Final = 1.0
+LINES_POLL_S: Final = 1.0
+"""Between two looks at whether there is a line to show."""
+
 PACE_S: Final = 60.0
 """Between two lines that say how far the run is."""
 

@@ -1,4 +1,4 @@
-"""One region's daemon: builds the parts, joins them, runs until the run is finished or it is told to stop.
+"""The daemon of a region: builds the parts, joins them, runs until the run is finished or it is told to stop.
 
 Before the model is known (first start: until the learner lists its tensors) there is only the learner's socket and the
 admin port. Then `Node` is built: ledger, rounds, parameters, links.
@@ -25,7 +25,7 @@ from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifes
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.status_document import NoteBook, write_report
-from diloco_node.daemon.console import LOOK_S, Console, console_line
+from diloco_node.daemon.console import LINES_POLL_S, Console, console_line
 from diloco_node.daemon.learner.admission import Admission
 from diloco_node.daemon.learner.learner_server import LearnerServer
 from diloco_node.daemon.logs import PartLevels
@@ -52,7 +52,7 @@ from diloco_node.transport.certificates import load_identity
 from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 
-PROCESS_LOOK_S: Final = 1.0
+LEARNER_PROCESS_POLL_S: Final = 1.0
 """Between two looks at what the supervisor says of the learner's process."""
 
 WAITS_FOR_TENSORS: Final = "waits for the learner to list its tensors"
@@ -195,7 +195,7 @@ class Daemon:
         # A learner that attaches from now on waits until the node is there: it must not build a second one.
         self._is_building = True
         # In a thread: recovery reads and checks whole states.
-        recovered = await in_thread(self._threads.files, self._store.load, len(manifest.fragments))
+        recovery = await in_thread(self._threads.files, self._store.load, len(manifest.fragments))
         counters = await in_thread(self._threads.files, set_damaged_aside, self.spec.state_dir)
         self._note_damage(self._store, counters)
         runtime = NodeRuntime(
@@ -209,15 +209,15 @@ class Daemon:
             self.end,
         )
         try:
-            record = run_record(recovered.base, recovered.entries, len(manifest.fragments))
+            record = run_record(recovery.base, recovery.entries, len(manifest.fragments))
             if record is not None:  # before the node, for which another run's ledger would be a damaged one
                 record.check(self.spec.state_dir, run_id=self.spec.run_id, regions=self.spec.regions)
             self._was_finished = is_complete(self.spec.state_dir, record)
-            node = Node(runtime, manifest, recovered)
+            node = Node(runtime, manifest, recovery)
         except (StorageError, ProtocolViolation) as error:  # whole frames, but what they say can't be
             begin_again = self._store.begin_again
-            recovered = await in_thread(self._threads.files, begin_again, str(error), len(manifest.fragments))
-            node = Node(runtime, manifest, recovered)
+            recovery = await in_thread(self._threads.files, begin_again, str(error), len(manifest.fragments))
+            node = Node(runtime, manifest, recovery)
         if self._store.lost:
             text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
             self.notes.add(Note("disk", text, is_alarm=True))
@@ -228,7 +228,7 @@ class Daemon:
             node.reception.on_message(attach)
 
     def _note_damage(self, store: RegionStore, counters: tuple[str, ...]) -> None:
-        """What recovery has found on the disk and worked around: a disk that does that once may do it again."""
+        """Note the damage that recovery has worked around: a disk that loses data once may do it again."""
         for name in store.set_aside:
             text = (
                 f"{name} was damaged: it is set aside as {name}.damaged, and fetched if it is needed. Look at the disk"
@@ -244,9 +244,9 @@ class Daemon:
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""
         node = self._node
-        known = 0 if node is None else node.reception.known_incarnation
+        known_incarnation = 0 if node is None else node.reception.known_incarnation
         reason = "" if node is None else node.reception.rejection_reason(attach)
-        reason = reason or self._admission.rejection_reason(attach, process, known_incarnation=known)
+        reason = reason or self._admission.rejection_reason(attach, process, known_incarnation=known_incarnation)
         if reason:
             self.notes.add(Note("learner", f"refused process {attach.pid}: {reason}", is_alarm=True))
         else:
@@ -325,25 +325,25 @@ class Daemon:
         return f"{fault[1]}; {reason}" if reason else fault[1]
 
     async def _watch_learner_process(self) -> None:
-        """What the supervisor finds wrong with the learner's process is told here, and shown."""
-        told: tuple[Any, ...] | None = None
+        """Follow the supervisor's file about the learner's process: note each new fault, and show it."""
+        last_fault: tuple[Any, ...] | None = None
         while True:
             now = await in_thread(self._threads.background, read_process, self.spec.state_dir)
             self._learner_process = now
             is_stopped = now.get("state") == "stopped"
             fault = (now.get("reason", ""), now.get("crashes"), now.get("hangs"), is_stopped)
             # What was there when this daemon began was told by the one before, but for what still holds.
-            if fault != told and fault[0] and (told is not None or is_stopped):
+            if fault != last_fault and fault[0] and (last_fault is not None or is_stopped):
                 verb = "is stopped" if is_stopped else "has ended"
                 self.notes.add(Note("learner", f"the learner's process {verb}: {fault[0]}", is_alarm=True))
-            told = fault
-            await asyncio.sleep(PROCESS_LOOK_S)
+            last_fault = fault
+            await asyncio.sleep(LEARNER_PROCESS_POLL_S)
 
     async def _watch_run(self) -> None:
-        """What is shown and kept of the run while it goes on."""
+        """Show lines about the run while it goes on."""
         while True:
             self._look_at_run()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LINES_POLL_S)
 
     def _look_at_run(self) -> None:
         document = self.status()
@@ -356,9 +356,9 @@ class Daemon:
             if self._history.take(self.status()):
                 await in_thread(self._threads.background, self._history.save)
 
-    def _set_log_level(self, part: str, level: str) -> Mapping[str, str]:
+    def _set_log_level(self, log_part: str, level: str) -> Mapping[str, str]:
         """Log lines of a part from this level on, until the daemon starts again. Raises ConfigError."""
-        self._log_levels.change(part, level)
+        self._log_levels.change(log_part, level)
         return self._log_levels.shown()
 
     def _start_learner(self) -> str:

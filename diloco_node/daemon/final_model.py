@@ -60,20 +60,20 @@ class Linger:
         self._progress_s = now_s
         self._seen: tuple[object, ...] = ()
 
-    def is_over(self, applied: Iterable[int], *, learner_is_done: bool, serves: int, now_s: float) -> bool:
+    def is_over(self, applied_indexes: Iterable[int], *, learner_is_done: bool, serves: int, now_s: float) -> bool:
         """Whether to go.
 
         Args:
-            applied: per other region the last ledger entry that it said it has applied.
+            applied_indexes: per other region the last ledger entry that it said it has applied.
             learner_is_done: it has reported its last figures, or is gone.
             serves: transfers to regions that fetch what they lack.
         """
-        lacking = tuple(index for index in applied if index < self._needed_index)
+        lacking = tuple(index for index in applied_indexes if index < self._needed_index)
         if learner_is_done and not lacking:
             return True
         if self._is_patient:
             return False
-        seen = (learner_is_done, lacking)
-        if serves or seen != self._seen:
-            self._seen, self._progress_s = seen, now_s
+        progress = (learner_is_done, lacking)
+        if serves or progress != self._seen:
+            self._seen, self._progress_s = progress, now_s
         return now_s - self._progress_s >= LINGER_S or now_s - self._started_s >= LINGER_MAX_S

@@ -1,7 +1,7 @@
 """The daemon's log: one fact a line, as key=value or JSON, on standard error; the supervisor keeps it in logs/.
 
 Every line has a part (`LOG_PARTS`), and each part a level of its own, which can be changed while the daemon runs. Lines
-about a peer that repeat themselves are counted instead (`Repeats`). What people read at a terminal is short and goes to
+about a peer that repeat themselves are counted instead (`Repeats`). Lines for people at a terminal are short and go to
 standard output (`Console`).
 """
 
@@ -51,7 +51,7 @@ def part_of(kind: str) -> str:
 
 
 class PartLevels:
-    """What is logged of each part; a processor of structlog. The part of a line without one is `daemon`.
+    """The log level of each part; a processor of structlog. The part of a line without one is `daemon`.
 
     Args:
         level: of all parts; a key of LOG_LEVELS.
@@ -61,17 +61,17 @@ class PartLevels:
         self._levels: dict[str, str] = {}
         self.change(ALL_PARTS, level)
 
-    def change(self, part: str, level: str) -> None:
+    def change(self, log_part: str, level: str) -> None:
         """Log lines of this part, or of all, from this level on.
 
         Raises:
             ConfigError: there is no such part or level.
         """
-        if part != ALL_PARTS and part not in LOG_PARTS:
-            raise ConfigError(f"the log has no part {part!r}: name one of {', '.join((ALL_PARTS, *LOG_PARTS))}")
+        if log_part != ALL_PARTS and log_part not in LOG_PARTS:
+            raise ConfigError(f"the log has no part {log_part!r}: name one of {', '.join((ALL_PARTS, *LOG_PARTS))}")
         if level not in LOG_LEVELS:
             raise ConfigError(f"there is no level {level!r}: name one of {', '.join(LOG_LEVELS)}")
-        self._levels |= dict.fromkeys(LOG_PARTS if part == ALL_PARTS else (part,), level)
+        self._levels |= dict.fromkeys(LOG_PARTS if log_part == ALL_PARTS else (log_part,), level)
 
     def shown(self) -> dict[str, str]:
         """The level of each part."""
@@ -85,7 +85,7 @@ class PartLevels:
 
 
 def set_up_logs(level: str = "info", form: LogFormat = "logfmt") -> PartLevels:
-    """Configure structlog for this process. What is not printable is escaped (names and reasons come from outside).
+    """Configure structlog for this process. Characters that can't be printed are escaped: names come from outside.
 
     Returns:
         The levels, to be changed while the process runs.
@@ -138,11 +138,11 @@ class PeerLines:
             if len(self._repeats) >= PEERS_MAX:
                 self._repeats.clear()
             repeats = self._repeats[peer] = Repeats(time.monotonic_ns, causes_max=PEER_CAUSES_MAX)
-        held = repeats.ended()
+        count = repeats.ended()
         if not repeats.is_new(event["event"], numberless(str(event.get("reason", event.get("error", ""))))):
             raise structlog.DropEvent
-        if held:
-            event["held_back"] = ",".join(f"{kind}:{count}" for kind, count in held)
+        if count:
+            event["held_back"] = ",".join(f"{kind}:{count}" for kind, count in count)
         return event
 
 

@@ -27,7 +27,7 @@ def save_manifest(state_dir: Path, manifest: Manifest) -> None:
 
 
 def load_manifest(state_dir: Path) -> Manifest | None:
-    """What `save_manifest` wrote, laid out again; None on a fresh folder.
+    """Return the manifest of `save_manifest`, laid out again; None on a fresh folder.
 
     Raises:
         DamagedFile: the file is not what was written, or lays out to another digest than it names.
@@ -44,12 +44,12 @@ def load_manifest(state_dir: Path) -> Manifest | None:
         document = json.loads(data)
         tensors = [TensorSpec(name, tuple(shape), MergeRule(merge)) for name, shape, merge in document["tensors"]]
         manifest = build_manifest(tensors, document["fragments"])
-        expected = document["digest"]
+        digest = document["digest"]
     except (DilocoError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DamagedFile(f"{path} is damaged ({error!r}); the learner lists its tensors again") from error
-    if manifest.digest != expected:
+    if manifest.digest != digest:
         raise DamagedFile(
-            f"{path} names digest {str(expected)[:16]}, its tensors give {manifest.digest[:16]}; the learner lists its "
+            f"{path} names digest {str(digest)[:16]}, its tensors give {manifest.digest[:16]}; the learner lists its "
             "tensors again"
         )
     return manifest
@@ -70,19 +70,21 @@ def recover_manifest(state_dir: Path) -> tuple[Manifest | None, str]:
         path = state_dir / MANIFEST_NAME
         try:
             return None, f"{error}. The damaged one is set aside as {set_aside(path)}"
-        except OSError as refused:
-            raise disk_error("set aside", path, refused) from refused
+        except OSError as refusal:
+            raise disk_error("set aside", path, refusal) from refusal
 
 
 def describe_difference(ours: Manifest, tensors: Sequence[TensorSpec]) -> str:
     """The first tensor in which a learner's model differs from the run's, in words; "" if none does."""
-    known = {spec.name: spec for spec in ours.tensors}
+    by_name = {spec.name: spec for spec in ours.tensors}
     for spec in sorted(tensors, key=lambda spec: spec.name):
-        mine = known.pop(spec.name, None)
-        if mine is None:
+        own_spec = by_name.pop(spec.name, None)
+        if own_spec is None:
             return f"tensor {spec.name} is not in the run's model"
-        if mine != spec:
-            return f"tensor {spec.name} is {spec.shape} ({spec.merge}), the run's is {mine.shape} ({mine.merge})"
-    if known:
-        return f"tensor {min(known)} of the run's model is missing"
+        if own_spec != spec:
+            return (
+                f"tensor {spec.name} is {spec.shape} ({spec.merge}), the run's is {own_spec.shape} ({own_spec.merge})"
+            )
+    if by_name:
+        return f"tensor {min(by_name)} of the run's model is missing"
     return ""

@@ -1,4 +1,4 @@
-"""One region, wired: core, pump, effects, links and learner, once the model is known."""
+"""The wiring of a region: core, pump, effects, links and learner, once the model is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.pump import Pump
-from diloco_node.daemon.region_budget import BUDGET_LOOK_S, BudgetWatch
+from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import StorageError
 from diloco_node.measure.measurement import MeasureCommand
@@ -47,7 +47,7 @@ COUNTERS_EVERY_S: Final = 5.0
 
 
 class Node:
-    """One region, assembled. All methods run on the event loop.
+    """A region, assembled. All methods run on the event loop.
 
     Attributes:
         parameters: the model and its momentum. core: decides.
@@ -56,7 +56,7 @@ class Node:
         measure: measures links, for an operator. status: what the region shows.
     """
 
-    def __init__(self, runtime: NodeRuntime, manifest: Manifest, recovered: Recovered) -> None:
+    def __init__(self, runtime: NodeRuntime, manifest: Manifest, recovery: Recovered) -> None:
         spec, threads, now_ns, spawn = runtime.spec, runtime.threads, runtime.now_ns, runtime.spawn
         note = runtime.notes.add
         self._runtime = runtime
@@ -76,7 +76,7 @@ class Node:
             settings_digest=spec.settings_digest,
             manifest=manifest,
             settings=spec.settings,
-            recovered=recovered,
+            recovered=recovery,
             seed=spec.seed,
             now_ns=now_ns(),
         )
@@ -128,7 +128,7 @@ class Node:
             now_ns=now_ns,
         )
         self.measure = MeasureCommand(
-            spec.region, measuring.peers, lambda _peers, _connections: measuring.linked(), self._limit_to
+            spec.region, measuring.peers, lambda _peers, _connections: measuring.own_links(), self._limit_to
         ).run
         self.effects = build_effects(
             region=spec.region,
@@ -213,7 +213,7 @@ class Node:
 
     async def _watch_budget(self) -> None:
         while True:
-            await asyncio.sleep(BUDGET_LOOK_S)
+            await asyncio.sleep(BUDGET_POLL_S)
             self._post_limits()
             self._facts.mark()
             await in_thread(self._runtime.threads.background, self._facts.look)

@@ -83,7 +83,7 @@ class Parameters:
     async def apply(
         self,
         body: RoundBody,
-        parts: Sequence[npt.NDArray[np.uint8]],
+        bodies: Sequence[npt.NDArray[np.uint8]],
         version_area: F32 | None,
         *,
         is_checked: bool = False,
@@ -92,7 +92,7 @@ class Parameters:
 
         Args:
             body: the ledger's entry; its version is one above the one in memory.
-            parts: per stripe of `body.stripes`, shape (encoded bytes,), uint8; checked when they arrived.
+            bodies: per stripe of `body.stripes`, shape (encoded bytes,), uint8; checked when they arrived.
             version_area: shape (n,), float32, the learner's place for this fragment if it is free, written in the same
                 pass.
             is_checked: the parts have been looked at block by block since they came.
@@ -102,14 +102,14 @@ class Parameters:
         factors = np.array(body.factors, np.float32)
         async with self._locks[fragment]:
             assert self.versions[fragment] == body.version - 1, (fragment, self.versions[fragment], body.version)
-            work = list(zip(body.stripes, parts, strict=True))
+            work = list(zip(body.stripes, bodies, strict=True))
 
             def step(share: int) -> None:
-                for stripe, part in work[share::OUTER_THREADS]:
+                for stripe, encoded_stripe in work[share::OUTER_THREADS]:
                     span = blocks.value_slice(stripe.block_start, stripe.block_stop)
                     kernels.outer_step(
                         blocks,
-                        part,
+                        encoded_stripe,
                         factors,
                         *outer_of(self._settings, body),
                         self._theta[fragment][span],
@@ -171,8 +171,8 @@ class Parameters:
         tensors = [np.empty(int(np.prod(spec.shape)), np.float32) for spec in self.manifest.tensors]
         for fragment in self.manifest.fragments:
             for piece in fragment.pieces:
-                part = self._theta[fragment.index][piece.offset : piece.offset + piece.size]
-                tensors[piece.tensor][piece.value_start : piece.value_stop] = part
+                values = self._theta[fragment.index][piece.offset : piece.offset + piece.size]
+                tensors[piece.tensor][piece.value_start : piece.value_stop] = values
         return {
             spec.name: values.reshape(spec.shape) for spec, values in zip(self.manifest.tensors, tensors, strict=True)
         }

@@ -1,8 +1,9 @@
 """Set-up of a daemon process, once and before anything else: garbage collector, memory of the C library, open files.
 
-What one round frees stays in the process for the next one. A round takes and frees tens of megabytes: stripes, frames
-of 1 MiB, gRPC's slices. By default glibc gives blocks of that size back to the kernel, which clears every page again
-when the next round asks. In a transfer over TLS that was a seventh of the CPU time; page faults fell to a seventh.
+Memory that a round frees stays in the process for the next round. A round takes and frees tens of megabytes: stripes,
+frames of 1 MiB, gRPC's slices. By default glibc gives blocks of that size back to the kernel, which clears every page
+again when the next round asks. In a transfer over TLS that was a seventh of the CPU time; page faults fell to a
+seventh.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def importing() -> Iterator[None]:
 def keep_freed_memory() -> bool:
     """Tell glibc; before other threads are started. False where the C library is another one and knows no `mallopt`.
 
-    One arena for all threads: what a thread of the pool frees, the event loop can use.
+    All threads share an arena: the event loop can use what a thread of the pool frees.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -79,10 +80,10 @@ def raise_descriptor_limit() -> int:
     The usual 1024 is for programs that use `select`: a daemon that meets it can write no payload.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(soft, min(hard if hard != resource.RLIM_INFINITY else DESCRIPTORS_MAX, DESCRIPTORS_MAX))
-    if wanted != soft:
+    target = max(soft, min(hard if hard != resource.RLIM_INFINITY else DESCRIPTORS_MAX, DESCRIPTORS_MAX))
+    if target != soft:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
         except (OSError, ValueError):
             return soft
-    return wanted
+    return target

@@ -26,7 +26,7 @@ from diloco_node.planning.sizes import fragment_sizes
 
 _KEYS = frozenset({"egress", "ingress", "peer"})
 
-BUDGET_LOOK_S: Final = 2.0
+BUDGET_POLL_S: Final = 2.0
 """Between two looks at whether the schedule fits the budget."""
 
 PPM: Final = 1_000_000
@@ -52,10 +52,10 @@ def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collectio
     peer = document.get("peer") or ""
     if not isinstance(peer, str) or (peer and peer not in peers):
         raise ConfigError(f"peer {peer!r} is none of this region's: {', '.join(sorted(peers))}")
-    given = {direction: document[direction] for direction in Direction if document.get(direction) is not None}
-    if not given:
+    rates = {direction: document[direction] for direction in Direction if document.get(direction) is not None}
+    if not rates:
         raise ConfigError('nothing to set: give egress or ingress, such as "2Gbit/s", or "none"')
-    for direction, text in given.items():
+    for direction, text in rates.items():
         if not isinstance(text, str):
             raise ConfigError(f'{direction} is {text!r}: write a rate with its unit, such as "2Gbit/s", or "none"')
         try:
@@ -80,7 +80,7 @@ def plan_of_file(path: Path, region: str) -> BudgetPlan:
 
 
 class BudgetWatch:
-    """Call `look` every BUDGET_LOOK_S, never twice at once.
+    """Call `look` every BUDGET_POLL_S, never twice at once.
 
     Args:
         manifest, settings: of the run.
@@ -105,7 +105,7 @@ class BudgetWatch:
         """
         if view.learner is None or view.is_ending or view.finished:
             return None  # nothing is due; what was said last stays in the status, and in the report
-        self._pace.reported(view.learner.step, view.rounds_committed)
+        self._pace.report(view.learner.step, view.rounds_committed)
         self.text = self._warning(view, budget) if self._pace.is_late else ""
         about = (budget["egress_bytes_per_s"], budget["ingress_bytes_per_s"]) if self.text else None
         if about == self._noted:
@@ -117,8 +117,8 @@ class BudgetWatch:
         alive = [peer for peer in view.peers if peer.is_alive]
         learners = [view.learner, *(peer.learner for peer in alive)]
         # As learnt from the kernel's counters, the mean over the peers; a part of the payload.
-        found = [peer["overhead"] for peer in budget["peers"].values()]
-        overhead = Fraction(round((sum(found) / len(found) - 1) * PPM), PPM) if found else OVERHEAD
+        overheads = [peer["overhead"] for peer in budget["peers"].values()]
+        overhead = Fraction(round((sum(overheads) / len(overheads) - 1) * PPM), PPM) if overheads else OVERHEAD
         times = [learner.step_time_ns for learner in learners if learner is not None and learner.step_time_ns > 0]
         warning = budget_warning(
             fragments=self._sizes,
@@ -130,5 +130,5 @@ class BudgetWatch:
             ingress_bytes_per_s=budget["ingress_bytes_per_s"],
             overhead=overhead,
         )
-        measured = self._pace.steps_per_cycle
-        return f"{warning}; measured: every {float(measured):.1f} steps" if warning and measured else warning
+        pace_steps = self._pace.steps_per_cycle
+        return f"{warning}; measured: every {float(pace_steps):.1f} steps" if warning and pace_steps else warning

@@ -1,4 +1,4 @@
-"""What happens again and again is told once and counted: a peer that floods can't fill the log.
+"""Repeated log lines are told once and counted: a peer that floods can't fill the log.
 
 Time is cut into windows. The first line of a cause in a window is told, the others are counted, and told as one number
 when the window is over. Lines of one kind that all differ are bounded as well.
@@ -48,17 +48,17 @@ class Repeats:
         if now_ns - self._since_ns < WINDOW_NS:
             return []
         counts, self._counts, self._since_ns = self._counts, {}, now_ns
-        held = ((kind, sum(found.values())) for kind, found in sorted(counts.items()))
-        return [(kind, count) for kind, count in held if count]
+        totals = ((kind, sum(causes.values())) for kind, causes in sorted(counts.items()))
+        return [(kind, count) for kind, count in totals if count]
 
     def is_new(self, kind: str, cause: Hashable) -> bool:
         """Whether to tell this line; it is counted as held back if not. `kind` is one of a few, never a peer's word."""
-        found = self._counts.setdefault(kind, {})
-        if cause in found:
-            found[cause] += 1
+        causes = self._counts.setdefault(kind, {})
+        if cause in causes:
+            causes[cause] += 1
             return False
-        if len(found) >= self._causes_max:
-            found[_OTHERS] = found.get(_OTHERS, 0) + 1
+        if len(causes) >= self._causes_max:
+            causes[_OTHERS] = causes.get(_OTHERS, 0) + 1
             return False
-        found[cause] = 0
+        causes[cause] = 0
         return True

@@ -55,7 +55,9 @@ class TrackedRound:
 
     def waited_for(self) -> dict[str, str] | None:
         """Region and phase of the longest wait; None when it is not known who took most of that phase."""
-        (region, phase), blamed_ns = max(sorted(self.blame_ns.items()), key=lambda one: one[1], default=(("", ""), 0))
+        (region, phase), blamed_ns = max(
+            sorted(self.blame_ns.items()), key=lambda blame: blame[1], default=(("", ""), 0)
+        )
         is_known = blamed_ns > 0 and 2 * blamed_ns >= self.spent_ns[phase]
         return {"region": region, "phase": phase} if is_known else None
 
@@ -132,22 +134,24 @@ class RoundLog:
         history = self._core.history
         self._committed = history.rounds_committed
         self._committed_ns = now_ns
-        followed = [fragment for fragment, one in self._open.items() if history.versions[fragment] >= one.version]
-        for fragment in followed:
-            one = self._open.pop(fragment)
-            one.pass_time("apply", (self._region,), now_ns=now_ns)
-            self._applying[fragment, one.version] = one
-        if followed:
+        fragments = [
+            fragment for fragment, round_ in self._open.items() if history.versions[fragment] >= round_.version
+        ]
+        for fragment in fragments:
+            round_ = self._open.pop(fragment)
+            round_.pass_time("apply", (self._region,), now_ns=now_ns)
+            self._applying[fragment, round_.version] = round_
+        if fragments:
             if self._followed_ns is not None:
                 self._gaps_ns.append(now_ns - self._followed_ns)
             self._followed_ns = now_ns
 
     def _look_as_leader(self, now_ns: int) -> None:
         rounds = self._core.leader.rounds
-        for fragment, one in rounds.items():
-            tracked = self._track(fragment, one.version, one.ballot, one.members, now_ns)
-            tracked.pass_time(one.phase, one.late_regions(self._regions), now_ns=now_ns)
-        for fragment in [known for known in self._open if known not in rounds]:
+        for fragment, round_ in rounds.items():
+            row = self._track(fragment, round_.version, round_.ballot, round_.members, now_ns)
+            row.pass_time(round_.phase, round_.late_regions(self._regions), now_ns=now_ns)
+        for fragment in [fragment_open for fragment_open in self._open if fragment_open not in rounds]:
             self._fail(fragment, now_ns)
 
     def _look_at(self, fragment: int, now_ns: int) -> None:
@@ -161,34 +165,34 @@ class RoundLog:
     def _track(
         self, fragment: int, version: int, ballot: Ballot, members: tuple[str, ...], now_ns: int
     ) -> TrackedRound:
-        known = self._open.get(fragment)
-        if known is not None and (known.version, known.ballot) != (version, ballot):
+        round_ = self._open.get(fragment)
+        if round_ is not None and (round_.version, round_.ballot) != (version, ballot):
             self._fail(fragment, now_ns)
-            known = None
-        if known is None:
-            known = self._open[fragment] = TrackedRound(fragment, version, ballot, members, now_ns, now_ns)
-        return known
+            round_ = None
+        if round_ is None:
+            round_ = self._open[fragment] = TrackedRound(fragment, version, ballot, members, now_ns, now_ns)
+        return round_
 
     def _fail(self, fragment: int, now_ns: int) -> None:
-        one = self._open.pop(fragment)
-        late = one.late
-        one.pass_time(one.phase, (), now_ns=now_ns)
+        round_ = self._open.pop(fragment)
+        late = round_.late
+        round_.pass_time(round_.phase, (), now_ns=now_ns)
         reason = self._reasons.get(fragment, "another ballot took its place")
-        self._add(one, "failed", now_ns, members=one.members, missing=late, reason=reason)
+        self._add(round_, "failed", now_ns, members=round_.members, missing=late, reason=reason)
 
     def _applied(self, fragment: int, version: int, now_ns: int) -> None:
-        for at in sorted(known for known in self._applying if known[0] == fragment and known[1] <= version):
-            one = self._applying.pop(at)
-            one.pass_time("apply", (), now_ns=now_ns)
-            members = self._merged.get(at, one.members)
+        for at in sorted(place for place in self._applying if place[0] == fragment and place[1] <= version):
+            round_ = self._applying.pop(at)
+            round_.pass_time("apply", (), now_ns=now_ns)
+            members = self._merged.get(at, round_.members)
             missing = tuple(name for name in self._regions if name not in members) if members else ()
-            self._add(one, "committed", now_ns, members=members, missing=missing, reason="")
-        for at in [known for known in self._merged if known[0] == fragment and known[1] <= version]:
+            self._add(round_, "committed", now_ns, members=members, missing=missing, reason="")
+        for at in [place for place in self._merged if place[0] == fragment and place[1] <= version]:
             del self._merged[at]
 
     def _add(
         self,
-        one: TrackedRound,
+        round_: TrackedRound,
         outcome: str,
         now_ns: int,
         *,
@@ -198,16 +202,16 @@ class RoundLog:
     ) -> None:
         self._rows.append(
             {
-                "fragment": one.fragment,
-                "version": one.version,
-                "ballot": str(one.ballot),
+                "fragment": round_.fragment,
+                "version": round_.version,
+                "ballot": str(round_.ballot),
                 "ended_unix": self._unix_s(),
                 "outcome": outcome,
-                "seconds": (now_ns - one.opened_ns) / NS_PER_S,
-                "phases": {phase: spent_ns / NS_PER_S for phase, spent_ns in one.spent_ns.items()},
+                "seconds": (now_ns - round_.opened_ns) / NS_PER_S,
+                "phases": {phase: spent_ns / NS_PER_S for phase, spent_ns in round_.spent_ns.items()},
                 "members": list(members),
                 "missing": list(missing),
-                "waited_for": one.waited_for(),
+                "waited_for": round_.waited_for(),
                 "reason": reason[:REASON_CHARS_MAX],
             }
         )

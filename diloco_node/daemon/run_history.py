@@ -25,11 +25,11 @@ SAMPLE_S: Final = 2.0
 POINTS_MAX: Final = 1024
 FILE_BYTES_MAX: Final = 4 * 2**20
 PERIOD_S_MAX: Final = 1e6
-"""Of a file that is believed: POINTS_MAX of them are 32 years."""
+"""Limit on the period that a file may claim: POINTS_MAX of them are 32 years."""
 
 COLUMNS: Final = ("unix", "step", "tokens", "loss", "loss_merged", "tokens_per_second", "bytes_out", "bytes_in")
-"""Of a point: seconds since 1970, the learner's steps and tokens since the run began, loss of its training, held-out
-loss of the merged model, tokens per second, bytes on the wire since this daemon started."""
+"""Columns of a point: seconds since 1970, the learner's steps and tokens since the run began, loss of its training,
+held-out loss of the merged model, tokens per second, bytes on the wire since this daemon started."""
 
 MORE_COLUMNS: Final = ("val_loss", "step_seconds", "rounds", "tokens_merged", "participation")
 """Held-out loss of this region's own parameters, seconds of a step, rounds committed and tokens merged of the run, part
@@ -38,7 +38,7 @@ of the rounds that included this region. In the file, and not on the page."""
 ALL_COLUMNS: Final = COLUMNS + MORE_COLUMNS
 
 MEANS: Final = frozenset({"loss", "loss_merged", "tokens_per_second", "val_loss", "step_seconds"})
-"""What is averaged when two points become one; of everything else the later value stays."""
+"""Columns that are averaged when two points become one; of the others the later value stays."""
 
 Point = list[float | None]
 """Values in the order of ALL_COLUMNS."""
@@ -83,8 +83,8 @@ def _joined(first: Point, second: Point) -> Point:
 
 
 def _mean(first: float | None, second: float | None) -> float | None:
-    known = [one for one in (first, second) if one is not None]
-    return round(sum(known) / len(known), 6) if known else None
+    values = [value for value in (first, second) if value is not None]
+    return round(sum(values) / len(values), 6) if values else None
 
 
 def _number(value: Any) -> float | None:
@@ -127,8 +127,8 @@ class RunHistory:
 
     def document(self, since_unix: float | None = None) -> dict[str, Any]:
         """All points, or those after a time, ready for JSON; without MORE_COLUMNS."""
-        chosen = [one[: len(COLUMNS)] for one in self._points if since_unix is None or (one[0] or 0) > since_unix]
-        return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": chosen}
+        points = [point[: len(COLUMNS)] for point in self._points if since_unix is None or (point[0] or 0) > since_unix]
+        return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": points}
 
     def save(self) -> None:
         """Bring the file up to date, not at the same time as `take`.
@@ -171,7 +171,7 @@ def read_history(folder: Path, *, sample_s: float = SAMPLE_S) -> tuple[float, li
 
 
 def _period(head: bytes) -> float:
-    """Of the first line; 0 if it does not say."""
+    """The period in the first line; 0 if there is none."""
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         period_s = _number(json.loads(head)["period_s"]) or 0.0
         return period_s if period_s <= PERIOD_S_MAX else 0.0

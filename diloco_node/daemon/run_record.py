@@ -1,4 +1,4 @@
-"""Which run a state folder belongs to, and whether that run is over: what its ledger says, before anything follows."""
+"""The run that a state folder belongs to, and whether it is over: read from the ledger before anything follows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FINAL_NAME: Final = "final.safetensors"
 """The final model, in the region's folder."""
 
 REPORT_NAME: Final = "report.json"
-"""What the region says of itself when it ends, in its folder."""
+"""The region's last status document, in its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,24 @@ class RunRecord:
         Raises:
             ConfigError: the folder's run has another name, or other regions.
         """
-        held = self.genesis
-        if held.run_id != run_id:
+        genesis = self.genesis
+        if genesis.run_id != run_id:
             raise ConfigError(
-                f"{state_dir} holds run {held.run_id}, but run.id is {run_id}: a new run begins in a new folder. Set "
-                f"run.state_dir (--state-dir) to another one, or run.id back to {held.run_id} to go on with that run"
+                f"{state_dir} holds run {genesis.run_id}, but run.id is {run_id}: a new run begins in a new folder. "
+                f"Set run.state_dir (--state-dir) to another one, or run.id back to {genesis.run_id} "
+                "to go on with that run"
             )
         here = tuple(sorted(regions))
-        if held.regions != here:
+        if genesis.regions != here:
             raise ConfigError(
-                f"run {run_id} in {state_dir} began with the regions {', '.join(held.regions)}, run.toml has "
+                f"run {run_id} in {state_dir} began with the regions {', '.join(genesis.regions)}, run.toml has "
                 f"{', '.join(here)}: the regions of a run don't change. Begin a new run; run.init takes the old one's "
                 f"{FINAL_NAME}"
             )
 
 
 def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> RunRecord | None:
-    """What a ledger says; None before genesis. Raises ProtocolViolation: its sum can't be read.
+    """The record in a ledger; None before genesis. Raises ProtocolViolation: its sum can't be read.
 
     Args:
         fragments: P.
@@ -72,7 +73,7 @@ def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> Ru
 
 
 def read_run_record(state_dir: Path) -> RunRecord | None:
-    """What the folder's ledger says; None for a folder without one, and for a damaged one: the daemon mends that."""
+    """The record in the folder's ledger; None without a ledger, and for a damaged one: the daemon mends that."""
     reader = LedgerReader(state_dir)
     try:
         manifest = load_manifest(state_dir)

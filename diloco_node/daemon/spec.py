@@ -1,4 +1,4 @@
-"""What one daemon process is told at start: resolved settings, as a JSON file that a restart reads again."""
+"""The specification of a daemon process: resolved settings, as a JSON file that a restart reads again."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ARCHIVE_HINT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DigestCheck:
-    """One digest of the ledger beside the one that was computed."""
+    """A digest of the ledger beside the computed one."""
 
     fragment: int
     version: int
@@ -48,7 +48,7 @@ class DigestCheck:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What came of a replay.
+    """The outcome of a replay.
 
     Attributes:
         plan: per fragment where it began, and why not earlier.
@@ -92,16 +92,18 @@ class Replay:
         if genesis is None:
             raise StorageError(f"{folder}: the ledger has no genesis yet, so there is nothing to compute again")
         # Of the settings only codec_down counts here, which `start` lets nobody change in a run.
-        here, named = manifest.digest, genesis.manifest_digest
-        if here != named:
-            raise StorageError(f"{folder}: manifest.json has digest {here[:16]}, the run began with {named[:16]}")
+        here, ledger_digest = manifest.digest, genesis.manifest_digest
+        if here != ledger_digest:
+            raise StorageError(
+                f"{folder}: manifest.json has digest {here[:16]}, the run began with {ledger_digest[:16]}"
+            )
         self._is_finished = any(isinstance(entry.body, FinishedBody) for entry in entries)
         states = [self._store.state_versions(fragment) for fragment in range(fragments)]
         if not self._is_finished:
             entries = _without_tail(entries, states, payloads)
         plan = plan_replay(genesis, summary, entries, states, payloads)
         self.plan = _with_ends_of_holes(plan, entries, states, payloads)
-        lacking = [one.lack for one in self.plan if one.start < 0]
+        lacking = [fragment.lack for fragment in self.plan if fragment.start < 0]
         if lacking:
             more = f" (and so for {len(lacking) - 1} further fragments)" if len(lacking) > 1 else ""
             raise StorageError(f"{folder} lacks {lacking[0]}{more}: replay another region's folder; {ARCHIVE_HINT}")
@@ -109,7 +111,7 @@ class Replay:
     @property
     def rounds(self) -> int:
         """How many outer steps there are to take."""
-        return sum(len(one.rounds) for one in self.plan)
+        return sum(len(fragment.rounds) for fragment in self.plan)
 
     def run(self, on_round: Callable[[], None]) -> ReplayReport:
         """Compute.
@@ -126,13 +128,13 @@ class Replay:
         with ThreadPoolExecutor(OUTER_THREADS) as pool:
             parameters = Parameters(self._manifest, self._settings, self._store, pool)
             checks = []
-            for one in self.plan:
-                await parameters.adopt(one.fragment, one.start)
-                checks += await self._check(parameters, one)
-                for body in one.rounds:
+            for fragment in self.plan:
+                await parameters.adopt(fragment.fragment, fragment.start)
+                checks += await self._check(parameters, fragment)
+                for body in fragment.rounds:
                     await self._step(parameters, body)
                     on_round()
-                    checks += await self._check(parameters, one)
+                    checks += await self._check(parameters, fragment)
         return ReplayReport(self.plan, tuple(checks), self._compare_final(parameters))
 
     async def _step(self, parameters: Parameters, body: RoundBody) -> None:
@@ -144,24 +146,24 @@ class Replay:
             ) from error
         await parameters.apply(body, cut_payload(payload, parameters.blocks[body.fragment], body.stripes), None)
 
-    async def _check(self, parameters: Parameters, one: FragmentReplay) -> list[DigestCheck]:
-        named = one.digests.get(parameters.versions[one.fragment])
-        if named is None:
+    async def _check(self, parameters: Parameters, fragment: FragmentReplay) -> list[DigestCheck]:
+        ledger_digest = fragment.digests.get(parameters.versions[fragment.fragment])
+        if ledger_digest is None:
             return []
-        version, computed = await parameters.digest(one.fragment)
-        return [DigestCheck(one.fragment, version, named, computed)]
+        version, own_digest = await parameters.digest(fragment.fragment)
+        return [DigestCheck(fragment.fragment, version, ledger_digest, own_digest)]
 
     def _compare_final(self, parameters: Parameters) -> bool | None:
         path = self._folder / FINAL_NAME
         if not self._is_finished or not path.exists():
             return None
-        computed = parameters.full_tensors()
+        tensors = parameters.full_tensors()
         try:
             with safe_open(path, framework="np") as file:
-                if set(file.keys()) != computed.keys():
+                if set(file.keys()) != tensors.keys():
                     return False
                 # As bytes: 0 is not -0.
-                return all(file.get_tensor(name).tobytes() == values.tobytes() for name, values in computed.items())
+                return all(file.get_tensor(name).tobytes() == values.tobytes() for name, values in tensors.items())
         except (OSError, SafetensorError) as error:
             raise StorageError(f"{path} can't be read: {error}") from error
 
@@ -169,20 +171,20 @@ class Replay:
 def _without_tail(
     entries: Sequence[Entry], states: Sequence[Sequence[int]], payloads: Collection[tuple[int, int, bytes]]
 ) -> tuple[Entry, ...]:
-    """Without each fragment's last rounds, from the first one behind its newest state whose payload is not here.
+    """Drop each fragment's last rounds, from the first one behind its newest state whose payload is not here.
 
     A daemon may be fetching that payload, or the round is not committed and never will be.
     """
-    kept, ended = [], set()
+    replayable, holes = [], set()
     for entry in entries:
         body = entry.body
         if isinstance(body, RoundBody) and body.version > max(states[body.fragment], default=-1):
             if (body.fragment, body.version, body.payload_digest) not in payloads:
-                ended.add(body.fragment)
-            if body.fragment in ended:
+                holes.add(body.fragment)
+            if body.fragment in holes:
                 continue
-        kept.append(entry)
-    return tuple(kept)
+        replayable.append(entry)
+    return tuple(replayable)
 
 
 def _with_ends_of_holes(
@@ -195,13 +197,15 @@ def _with_ends_of_holes(
     rounds = [entry.body for entry in entries if isinstance(entry.body, RoundBody)]
     last = {body.fragment: body.version for body in rounds}
     there = {name[:2] for body in rounds if (name := (body.fragment, body.version, body.payload_digest)) in payloads}
-    named = []
-    for one in plan:
-        if one.lack and 0 in states[one.fragment]:
-            first = next(version for version in count(1) if (one.fragment, version) not in there)
-            after = range(first, last.get(one.fragment, first) + 1)
-            end = next((version - 1 for version in after if (one.fragment, version) in there), after[-1])
-            named.append(replace(one, lack=f"{one.lack}, and all up to version {end}") if end > first else one)
+    lines = []
+    for fragment in plan:
+        if fragment.lack and 0 in states[fragment.fragment]:
+            first = next(version for version in count(1) if (fragment.fragment, version) not in there)
+            after = range(first, last.get(fragment.fragment, first) + 1)
+            end = next((version - 1 for version in after if (fragment.fragment, version) in there), after[-1])
+            lines.append(
+                replace(fragment, lack=f"{fragment.lack}, and all up to version {end}") if end > first else fragment
+            )
         else:
-            named.append(one)
-    return tuple(named)
+            lines.append(fragment)
+    return tuple(lines)

@@ -2,7 +2,7 @@
 
 A process of its own, started by the supervisor: what these libraries do (threads, networks, hundreds of megabytes) is
 then nothing to the daemon. It reads `history.jsonl` as it grows. The x axis is the region's tokens; a run is one group,
-a region one line in it. What was handed on is remembered in TRACKED_NAME, so a restart repeats nothing.
+a region one line in it. TRACKED_NAME holds how far it came, so a restart repeats nothing.
 
 Usage: python -m diloco_node.daemon.trackers STATE_DIR REGION RUN_ID TRACKER...
 """
@@ -23,7 +23,8 @@ from diloco_node.atomic_file import replace_file
 from diloco_node.daemon.run_history import ALL_COLUMNS, HISTORY_NAME, read_history
 
 TRACKED_NAME: Final = "history.tracked.json"
-LOOK_S: Final = 2.0
+HISTORY_POLL_S: Final = 2.0
+"""Between two looks at whether the history has grown."""
 
 KEYS: Final = {
     "loss": "train/loss",
@@ -45,7 +46,7 @@ class CurveTracker(Protocol):
     """Something that draws curves."""
 
     def log(self, values: Mapping[str, float], *, tokens: int, unix: float) -> None:
-        """One point of several curves."""
+        """Log a point of several curves."""
 
     def close(self) -> None:
         """Everything that was logged is written when this returns."""
@@ -143,12 +144,12 @@ class HistoryFollower:
             ExceptionGroup: what trackers raised. The others have got their points.
         """
         try:
-            found = (self._state_dir / HISTORY_NAME).stat()
+            stat = (self._state_dir / HISTORY_NAME).stat()
         except FileNotFoundError:
             return 0
-        if (found.st_mtime_ns, found.st_size) == self._seen:
+        if (stat.st_mtime_ns, stat.st_size) == self._seen:
             return 0
-        self._seen = (found.st_mtime_ns, found.st_size)
+        self._seen = (stat.st_mtime_ns, stat.st_size)
         _, points = read_history(self._state_dir)
         rows = [dict(zip(ALL_COLUMNS, point, strict=True)) for point in points]
         before = dict(self._until)
@@ -184,14 +185,14 @@ class HistoryFollower:
 
     def _remembered(self) -> dict[str, float]:
         with contextlib.suppress(OSError, ValueError, AttributeError, OverflowError, RecursionError):
-            found = json.loads((self._state_dir / TRACKED_NAME).read_bytes())
-            return {name: float(unix) for name, unix in found.items() if isinstance(unix, (int, float))}
+            document = json.loads((self._state_dir / TRACKED_NAME).read_bytes())
+            return {name: float(unix) for name, unix in document.items() if isinstance(unix, (int, float))}
         return {}
 
 
 @contextlib.contextmanager
 def opened(state_dir: Path, region: str, run_id: str, names: Sequence[str]) -> Iterator[dict[str, CurveTracker]]:
-    """Those of these trackers that can be opened, closed at the end.
+    """Open the trackers that can be opened; they are closed at the end.
 
     Raises:
         ExceptionGroup: at the end: what the others raised.
@@ -222,7 +223,7 @@ def main(arguments: list[str]) -> int:
         # After the libraries, which may have handlers of their own.
         signal.signal(signal.SIGTERM, lambda number, frame: over.set())
         follower = HistoryFollower(Path(folder), trackers)
-        while not over.wait(LOOK_S) and len(trackers) == len(names):
+        while not over.wait(HISTORY_POLL_S) and len(trackers) == len(names):
             follower.look()
         follower.look()
     return 0

@@ -27,7 +27,7 @@ They are apart from the pool, for a disk that takes seconds for a sync must not 
 others wait for."""
 
 BACKGROUND_NICENESS: Final = 5
-"""What the thread for digests and the like adds to its own: rounds and the learner go first."""
+"""Added to the niceness of the thread for digests and the like: rounds and the learner go first."""
 
 
 def in_thread(executor: Executor, call: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:

@@ -13,7 +13,7 @@ from diloco_node.errors import LearnerError
 T = TypeVar("T")
 
 STOP_S: Final = 10.0
-LOOK_S: Final = 0.5
+THREAD_POLL_S: Final = 0.5
 """Between two looks at whether the thread still lives."""
 
 
@@ -52,7 +52,7 @@ class BackgroundWorker:
             self.check()
             if is_over and not done.done():
                 raise LearnerError("this learner has left: nothing is gathered from other ranks any more")
-            wait((done,), timeout=LOOK_S)
+            wait((done,), timeout=THREAD_POLL_S)
         return done.result()
 
     def check(self) -> None:

@@ -64,10 +64,10 @@ DISK_CODE: Final = os.EX_TEMPFAIL
 
 STORAGE_CODE: Final = 6
 USAGE_CODE: Final = 2
-LOOK_S: Final = 1.0
+COUNTERS_POLL_S: Final = 1.0
 """Between two looks at the learner's counters."""
 
-READY_LOOK_S: Final = 0.05
+READY_POLL_S: Final = 0.05
 """Between two looks whether the daemon is up, until it is."""
 
 
@@ -202,7 +202,7 @@ class _Supervisor:
         waiting = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
         if self._spec.hang_s > 0 and self._learner is not None and self._learner.is_running:
             self._look_at(self._learner)
-            waiting.append(now_s + min(LOOK_S, self._spec.hang_s / 4))
+            waiting.append(now_s + min(COUNTERS_POLL_S, self._spec.hang_s / 4))
         if self._forks is not None and self._forks.restart_at_s is not None:
             waiting.append(self._forks.restart_at_s)
             if waiting[-1] <= now_s:
@@ -238,7 +238,9 @@ class _Supervisor:
             self._manager.alive()
         looks = [now_s + every_s] if every_s else []
         if not self._is_ready:
-            looks.append(now_s + (READY_LOOK_S if now_s < self._began_s + self._spec.daemon_first_s else LOOK_S))
+            looks.append(
+                now_s + (READY_POLL_S if now_s < self._began_s + self._spec.daemon_first_s else COUNTERS_POLL_S)
+            )
         return looks
 
     def _look_at(self, learner: Child) -> None:

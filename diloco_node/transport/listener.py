@@ -22,13 +22,13 @@ from diloco_node.wire.envelope import Lane
 
 _log = structlog.get_logger(part="transport")
 
-LOOK_S: Final = 0.2
+LISTENER_POLL_S: Final = 0.2
 """For so long, and the making of a server, no new link can be accepted; it costs microseconds."""
 
 
 @dataclass(eq=False)
 class _OpenPort:
-    """One server. `sockets`: those it listens on, as (descriptor, cookie). `calls`: that go on."""
+    """A server. `sockets`: those it listens on, as (descriptor, cookie). `calls`: that go on."""
 
     server: Server | None = None
     sockets: tuple[tuple[int, int], ...] = ()
@@ -87,7 +87,7 @@ class Listener:
         """Look after the port. Ends only by cancellation."""
         is_told = False
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LISTENER_POLL_S)
             await self._stop_unused()
             current = self._current
             if current is not None:

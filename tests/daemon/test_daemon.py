@@ -26,6 +26,7 @@ from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.daemon import Daemon
+from diloco_node.daemon.learner import reception as reception_module
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_history import HISTORY_NAME
 from diloco_node.daemon.run_record import REPORT_NAME
@@ -291,11 +292,11 @@ async def test_a_new_learner_gets_no_incarnation_from_a_folder_that_was_emptied(
     daemon = Daemon(dataclasses.replace(spec, regions=("a", "b", "c"), peers={"b": None, "c": None}))
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
-    await until(lambda: bool(nodes) and nodes[0]._waiting_attach is not None)
+    await until(lambda: bool(nodes) and nodes[0].reception._waiting_attach is not None)
     assert not list(spec.state_dir.glob("learner/trained-*"))
     assert "needs every region: waits for b, c" in daemon.status()["reason"]
     await learner.close()
-    await until(lambda: nodes[0]._waiting_attach is None)
+    await until(lambda: nodes[0].reception._waiting_attach is None)
     assert await end(daemon, running) == 0
 
 
@@ -417,7 +418,7 @@ async def test_a_full_disk_refuses_a_new_learner_for_now_and_the_daemon_goes_on(
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     with monkeypatch.context() as patch:
-        patch.setattr(node_module, "allot_incarnation", refuse)
+        patch.setattr(reception_module, "allot_incarnation", refuse)
         learner = await Learner.attach(spec)
         answer = await learner.hear()
     assert isinstance(answer, Refuse)
@@ -480,14 +481,14 @@ async def test_a_learner_that_goes_while_the_disk_is_slow_is_not_attached(
     spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, waiting = threading.Event(), threading.Event()
-    real = node_module.read_trained
+    real = reception_module.read_trained
 
     def slow(*args: Any) -> Any:
         waiting.set()
         gate.wait(120)
         return real(*args)
 
-    monkeypatch.setattr(node_module, "read_trained", slow)
+    monkeypatch.setattr(reception_module, "read_trained", slow)
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
@@ -575,7 +576,7 @@ def test_an_order_to_finish_before_there_is_a_run_is_refused_with_a_reason(spec:
 async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_shown(
     spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_module, "PROCESS_LOOK_S", 0.01)
+    monkeypatch.setattr(daemon_module, "LEARNER_PROCESS_POLL_S", 0.01)
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     fault = {"state": "running", "reason": "hung: no step for 301 s", "crashes": 0, "hangs": 1}
@@ -616,7 +617,7 @@ async def test_what_the_learner_warns_of_is_an_alarm_and_counted(spec: NodeSpec,
 async def test_a_daemon_that_starts_again_tells_only_what_still_holds(
     spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_module, "PROCESS_LOOK_S", 0.01)
+    monkeypatch.setattr(daemon_module, "LEARNER_PROCESS_POLL_S", 0.01)
     for state, alarms in (("running", 0), ("stopped", 1)):
         write_process(spec.state_dir, {"state": state, "reason": "exit code 1", "crashes": 1, "hangs": 0})
         daemon = Daemon(spec)

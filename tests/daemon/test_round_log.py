@@ -18,7 +18,7 @@ MS = 1_000_000
 
 
 def log_of(world: World, name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = world.regions[name].node.status()["round_log"]
+    found: list[dict[str, Any]] = world.regions[name].node.status.document()["round_log"]
     return found
 
 
@@ -46,14 +46,14 @@ def test_every_region_times_the_rounds_and_the_leader_knows_whom_it_waits_for(pl
             assert len(set(keys)) == len(keys), "each round once"
         late = [row["waited_for"] for row in log_of(world, leader)[2:]]
         assert late.count({"region": slow, "phase": "gather"}) > len(late) / 2
-        status = world.regions[leader].node.status()
+        status = world.regions[leader].node.status.document()
         assert status["run"]["total_steps"] == 80
         assert set(status["voters"]) == set(world.regions)
         assert 0 < status["commit_age_seconds"] < 5
         assert status["usual_commit_seconds"] > 0
         assert sum(one["buckets"][-1][1] for one in status["phase_seconds"].values()) > 0
         await world.finish()
-        assert world.regions[leader].node.status()["run"]["eta_seconds"] == 0.0
+        assert world.regions[leader].node.status.document()["run"]["eta_seconds"] == 0.0
 
     play(scenario)
 

@@ -109,7 +109,7 @@ def test_what_a_tracker_that_does_not_open_leaves_to_the_others(
         raise RuntimeError(f"planted {folder.name} {region} {run_id}")
 
     monkeypatch.setattr(trackers_module, "TRACKERS", {"good": lambda *_: Closing(), "broken": broken})
-    monkeypatch.setattr(trackers_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(trackers_module, "HISTORY_POLL_S", 0.01)
     handlers: list[int] = []
     monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(number))
     write_history(tmp_path, range(1, 4))

@@ -1,1 +1,1 @@
-"""What an operator sees and does: the HTTP port, the status document, the metrics."""
+"""The operator's door: the HTTP port, the status document, the metrics."""

@@ -2,8 +2,8 @@
 
 Bound to loopback, and to a Unix socket in the state folder (mode 0600): that one is reached by path also from another
 network namespace, where this loopback is not. A container adds the one address (`host`) at which a port published on
-its machine's loopback arrives. One Host header must name loopback (DNS rebinding), and what changes state is POST with
-the bearer token from `admin.token` in the state folder (CSRF). GET never changes anything.
+its machine's loopback arrives. Exactly one Host header must name loopback (DNS rebinding). Commands are POST with the
+bearer token from `admin.token` in the state folder (CSRF). GET never changes anything.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROGRESS_S: Final = 0.5
 """Between two lines of a measurement that goes on: so soon it is seen, too, that who asked is gone."""
 
 HOST_ALLOWED: Final = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
-"""The whole of a Host header. What is no more than a name and a port can't hide another name."""
+"""The whole of a Host header: a name and a port, and no place to hide another name."""
 
 LOOPBACK_ONLY: Final = (
     "this port answers to loopback names only. From another machine forward it: ssh -L 7401:127.0.0.1:7401 HOST, then "
@@ -49,7 +49,7 @@ LOOPBACK_ONLY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class AdminHandlers:
-    """What the admin port shows and does; all are called on the event loop, and all but `measure` return at once.
+    """The daemon's side of the admin port. All are called on the event loop, and all but `measure` return at once.
 
     Attributes:
         status: the status document, ready for JSON.
@@ -221,10 +221,10 @@ class AdminServer:
 
     async def _set_log_level(self, request: web.Request) -> web.Response:
         document = await _document(request)
-        part, level = document.get("part"), document.get("level")
-        if not isinstance(part, str) or not isinstance(level, str):
+        log_part, level = document.get("part"), document.get("level")
+        if not isinstance(log_part, str) or not isinstance(level, str):
             raise ConfigError("the body must name a part and a level, as texts")
-        return web.json_response({"levels": dict(self._handlers.set_log_level(part, level))})
+        return web.json_response({"levels": dict(self._handlers.set_log_level(log_part, level))})
 
     async def _measure(self, request: web.Request) -> web.StreamResponse:
         """Lines of JSON while it lasts: {"now": ...} at least every second, {"so_far": ...} when there is more of the
@@ -266,8 +266,8 @@ class AdminServer:
 
     def _has_token(self, request: web.Request) -> bool:
         # aiohttp makes surrogates of bytes that are no UTF-8.
-        given = [one.encode("utf-8", "surrogateescape") for one in request.headers.getall("Authorization", [])]
-        return len(given) == 1 and hmac.compare_digest(given[0], f"Bearer {self._token}".encode())
+        headers = [header.encode("utf-8", "surrogateescape") for header in request.headers.getall("Authorization", [])]
+        return len(headers) == 1 and hmac.compare_digest(headers[0], f"Bearer {self._token}".encode())
 
 
 def names_loopback(request: web.Request) -> bool:
@@ -292,10 +292,10 @@ async def _write_line(answer: web.StreamResponse, line: Mapping[str, Any]) -> No
     await answer.write(json.dumps(escaped_document(line)).encode() + b"\n")
 
 
-def _outcome(done: asyncio.Future[Mapping[str, Any]]) -> dict[str, Any]:
+def _outcome(task: asyncio.Future[Mapping[str, Any]]) -> dict[str, Any]:
     """The last line: what came of it, or what went wrong and the exit code that says so."""
     try:
-        return {"document": dict(done.result())}
+        return {"document": dict(task.result())}
     except DilocoError as error:
         return {"error": str(error), "exit_code": error.exit_code}
 

@@ -13,14 +13,14 @@ from aiohttp import web
 
 PERIOD_S: Final = 1.0
 KEEP_ALIVE_S: Final = 15.0
-"""What stands between the viewer and us may close a connection on which nothing comes."""
+"""A proxy between viewer and daemon may close a connection that stays silent for longer."""
 
 VIEWERS_MAX: Final = 16
 QUEUE_MAX: Final = 4
 """Events that wait for one viewer. Each has everything in it, so the oldest is dropped when another comes."""
 
 WRITE_S: Final = 30.0
-"""Who takes nothing for so long is gone."""
+"""A viewer that takes nothing for so long is gone."""
 
 Document = dict[str, Any]
 
@@ -60,8 +60,8 @@ class LiveEvents:
         answer = web.StreamResponse(headers=headers)
         try:
             await answer.prepare(request)
-            seen = request.headers.get("Last-Event-ID", "")
-            since = int(seen) / 1e3 if seen.isascii() and seen.isdigit() and len(seen) < 16 else None
+            last_id = request.headers.get("Last-Event-ID", "")
+            since = int(last_id) / 1e3 if last_id.isascii() and last_id.isdigit() and len(last_id) < 16 else None
             chunk: bytes | None = self._event("snapshot", await self._snapshot(since))
             while chunk is not None:
                 await asyncio.wait_for(answer.write(chunk), WRITE_S)
@@ -125,7 +125,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return value

@@ -1,6 +1,6 @@
 """Prometheus metrics, made from the status document.
 
-Names: `diloco_`, base units last, counters end in `_total`, ratios in `_ratio`. What is not known has no sample. Labels
+Names: `diloco_`, base units last, counters end in `_total`, ratios in `_ratio`. Unknown facts have no sample. Labels
 are peers, fragments, lanes, phases and such: bounded by the run. A sum over regions makes sense, but where HELP says
 that every region has the same.
 """
@@ -73,7 +73,7 @@ class StatusCollector(Collector):
         self._status = status
 
     def collect(self) -> Iterable[Metric]:
-        """One sample per fact that is known."""
+        """A sample for each known fact."""
         status = self._status()
         yield _build(status)
         yield _alerts(status)
@@ -116,10 +116,10 @@ def _single(
     family: Callable[..., Metric], table: Sequence[tuple[str, str, tuple[str, ...]]], status: Document
 ) -> Iterable[Metric]:
     for name, meaning, (*folders, key) in table:
-        found = status
+        entry = status
         for folder in folders:
-            found = section(found, folder)
-        value = number(found, key)
+            entry = section(entry, folder)
+        value = number(entry, key)
         if value is not None:
             yield family(name, meaning, value=value)
 
@@ -178,19 +178,19 @@ def _budget(budget: Mapping[str, Any]) -> Iterable[Metric]:
         if budget[f"{direction}_bytes_per_s"] is not None:
             ceilings.add_metric([direction], budget[f"{direction}_bytes_per_s"])
     yield ceilings
-    allowed, used_of_it = budget["allowed_bytes"], budget["used_bytes"]
-    yield CounterMetricFamily("diloco_budget_allowed_bytes", "that the budget had room for", value=allowed)
+    allowance_bytes, used_of_it = budget["allowed_bytes"], budget["used_bytes"]
+    yield CounterMetricFamily("diloco_budget_allowed_bytes", "that the budget had room for", value=allowance_bytes)
     yield CounterMetricFamily("diloco_budget_used_bytes", "sent under the budget", value=used_of_it)
     limits = GaugeMetricFamily("diloco_peer_budget_bytes_per_second", "what a peer may get or send", labels=_SHARE)
-    wanted = CounterMetricFamily("diloco_lane_wanted_bytes", "asked to be sent, on the wire", labels=_LANE)
-    used = CounterMetricFamily("diloco_lane_used_bytes", "sent, on the wire", labels=_LANE)
-    other = CounterMetricFamily("diloco_peer_correction_bytes", "acknowledgements and such", labels=["peer"])
+    demand = CounterMetricFamily("diloco_lane_wanted_bytes", "asked to be sent, on the wire", labels=_LANE)
+    usage = CounterMetricFamily("diloco_lane_used_bytes", "sent, on the wire", labels=_LANE)
+    corrections = CounterMetricFamily("diloco_peer_correction_bytes", "acknowledgements and such", labels=["peer"])
     for peer, row in budget["peers"].items():
         for direction, key in (("egress", "egress_bytes_per_s"), ("ingress", "granted_bytes_per_s")):
             if row[key] is not None:
                 limits.add_metric([peer, direction], row[key])
-        other.add_metric([peer], row["correction_bytes"])
+        corrections.add_metric([peer], row["correction_bytes"])
         for lane, use in row["lanes"].items():
-            wanted.add_metric([peer, lane], use["wanted_bytes"])
-            used.add_metric([peer, lane], use["used_bytes"])
-    yield from (limits, wanted, used, other)
+            demand.add_metric([peer, lane], use["wanted_bytes"])
+            usage.add_metric([peer, lane], use["used_bytes"])
+    yield from (limits, demand, usage, corrections)

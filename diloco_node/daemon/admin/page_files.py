@@ -55,8 +55,8 @@ def page_with(snapshot: Mapping[str, Any]) -> str:
     data = json_text(snapshot).replace("<", "\\u003c")
     scripts = [(FOLDER / LIBRARY).read_text(), "\n".join(_plain_script(name) for name in MODULES)]
     styles = "\n".join((FOLDER / name).read_text() for name in STYLES)
-    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    policy = f"default-src 'none'; script-src {allowed}; style-src 'sha256-{_digest(styles)}'"
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'sha256-{_digest(styles)}'"
     head = [
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         f"<style>{styles}</style>",
@@ -65,8 +65,8 @@ def page_with(snapshot: Mapping[str, Any]) -> str:
         f'<script type="module">{scripts[1]}</script>',
     ]
     text = (FOLDER / INDEX).read_text()
-    kept = re.sub(r"[ \t]*<(?:link|script)\b[^>]*>(?:</script>)?\n", "", text)
-    return kept.replace("</head>", "\n".join([*head, "</head>"]))
+    page = re.sub(r"[ \t]*<(?:link|script)\b[^>]*>(?:</script>)?\n", "", text)
+    return page.replace("</head>", "\n".join([*head, "</head>"]))
 
 
 def _plain_script(name: str) -> str:

@@ -80,19 +80,19 @@ class RunFacts:
     def mark(self) -> None:
         """Remember how far the run is now."""
         now_ns = self._now_ns()
-        part = self._core.leader.progress.position(now_ns=now_ns).part
+        progress = self._core.leader.progress.position(now_ns=now_ns).part
         if now_ns < self._marked_from_ns:
             return
-        if part is not None and part > self._marked:  # what stands still has no time that is left
-            self._marked = part
-            self._part.add(part, now_ns=now_ns)
+        if progress is not None and progress > self._marked:  # what stands still has no time that is left
+            self._marked = progress
+            self._part.add(progress, now_ns=now_ns)
 
     def document(self, learner: LearnerProxy) -> dict[str, Any]:
         """The fields of the status document that come from here."""
-        refused, disks = dict(self._refusals()), self._core.ledger.disks
+        refusals, disks = dict(self._refusals()), self._core.ledger.disks
         return {
             "run": self._run(),
-            "voters": [name for name in self._spec.regions if disks.named(name)] if disks.has_view else None,
+            "voters": [name for name in self._spec.regions if disks.disk_of(name)] if disks.has_view else None,
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
             "token_account": self._account(learner),
             "phase_seconds": self._phases.document(),
@@ -101,7 +101,7 @@ class RunFacts:
             "commit_age_seconds": self.rounds.commit_age_s(),
             "usual_commit_seconds": self.rounds.usual_commit_s(),
             "state_dir": str(self._spec.state_dir.resolve()),
-            "disk": {**self._disk, "refused": "; ".join(f"{what}: {why}" for what, why in sorted(refused.items()))},
+            "disk": {**self._disk, "refused": "; ".join(f"{file}: {why}" for file, why in sorted(refusals.items()))},
             "certificate": {
                 "expires_unix": self._expires_unix,
                 "days_left": (self._expires_unix - wall_clock_s()) / DAY_S,
@@ -130,13 +130,13 @@ class RunFacts:
     def _account(self, learner: LearnerProxy) -> dict[str, int]:
         """Tokens of this region's learner, and of the run as the ledger has them; means over the fragments."""
         account, fragments = self._core.history.account, len(self._core.history.versions)
-        merged, discarded = (sum(tokens) // fragments for tokens in account.totals(fragments))
-        booked = account.covered_tokens(self._spec.region, fragments)
+        run_merged, run_discarded = (sum(tokens) // fragments for tokens in account.totals(fragments))
+        ledger_tokens = account.covered_tokens(self._spec.region, fragments)
         return {
             "trained": learner.tokens_total,
-            "carried": max(0, learner.tokens_total - booked),
-            "run_merged": merged,
-            "run_discarded": discarded,
+            "carried": max(0, learner.tokens_total - ledger_tokens),
+            "run_merged": run_merged,
+            "run_discarded": run_discarded,
         }
 
     def _warning(self, facts: LearnerFacts) -> dict[str, Any] | None:

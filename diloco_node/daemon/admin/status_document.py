@@ -1,4 +1,4 @@
-"""What a region shows: the status document, and the report it leaves behind."""
+"""The status document, the notes in it, and the report that a region leaves behind."""
 
 from __future__ import annotations
 
@@ -62,37 +62,37 @@ class NoteBook:
         text = escaped(note.text)
         cause = _cause(note, text)
         if not self._repeats.is_new(note.kind, cause):
-            if (shown := self._recent.get((note.kind, cause))) is not None:
-                shown["count"] += 1
+            if (row := self._recent.get((note.kind, cause))) is not None:
+                row["count"] += 1
             return
         write = log.warning if note.is_alarm else log.info
         where = {} if note.fragment < 0 else {"fragment": note.fragment, "version": note.version}
         if note.is_alarm:
             self._on_alarm(text)
         write(note.kind, region=self._region, part=part_of(note.kind), **where, reason=text)
-        shown = {"at_ns": self._now_ns(), **dataclasses.asdict(note), "text": text, "count": 1}
-        self._recent[note.kind, cause] = shown
-        self.last.append(shown)
+        row = {"at_ns": self._now_ns(), **dataclasses.asdict(note), "text": text, "count": 1}
+        self._recent[note.kind, cause] = row
+        self.last.append(row)
         if len(self.last) > NOTES_SHOWN_MAX:
             self._drop_one()
 
     def _drop_one(self) -> None:
         """The oldest of the kind that has the most."""
         kinds = Counter(note["kind"] for note in self.last)
-        doomed = max(kinds, key=lambda kind: kinds[kind])
-        dropped = self.last.pop(next(index for index, note in enumerate(self.last) if note["kind"] == doomed))
-        self._recent = {cause: note for cause, note in self._recent.items() if note is not dropped}
+        kind_most = max(kinds, key=lambda kind: kinds[kind])
+        oldest = self.last.pop(next(index for index, note in enumerate(self.last) if note["kind"] == kind_most))
+        self._recent = {cause: note for cause, note in self._recent.items() if note is not oldest}
 
 
 def _cause(note: Note, text: str) -> Hashable:
-    """Equal for notes of which one is enough. Of what goes on in a round every line counts, unless it is the same."""
+    """Equal for notes that need be told once. Notes on a round are told each time, unless the text is the same."""
     if note.is_alarm or note.fragment < 0:
         return note.fragment, numberless(text)
     return note.fragment, note.version, text
 
 
 def model_digest(digests: Iterable[bytes]) -> str:
-    """One digest (hex) for a whole model: SHA-256 over the fragments' digests in order."""
+    """The digest (hex) of a whole model: SHA-256 over the fragments' digests in order."""
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
@@ -114,10 +114,12 @@ def region_status(
 ) -> dict[str, Any]:
     """The status document: plain values only, ready for JSON, all texts fit to be shown."""
     traffic, links = transport.traffic(), transport.peer_status()
-    own = next(one for one in view.participation if one.learner == view.region)
+    own_share = next(share for share in view.participation if share.learner == view.region)
     facts = learner.facts
     digests = [digest for version, digest in view.digests]
-    is_hashed = all(version == done for (version, _), done in zip(view.digests, view.versions, strict=True))
+    is_hashed = all(
+        version == version_now for (version, _), version_now in zip(view.digests, view.versions, strict=True)
+    )
     document: dict[str, Any] = {
         "region": view.region,
         "run_id": run_id,
@@ -133,15 +135,15 @@ def region_status(
         "digest": model_digest(digests) if is_hashed else None,
         "rounds_committed": view.rounds_committed,
         "tokens_merged": view.tokens_merged,
-        "participation": own.ratio,
-        "participation_of": {one.learner: one.ratio for one in view.participation},
-        "left_out": [dataclasses.asdict(one) for one in view.left_out],
-        "rounds": [_round(one, now_ns) for one in view.rounds],
+        "participation": own_share.ratio,
+        "participation_of": {share.learner: share.ratio for share in view.participation},
+        "left_out": [dataclasses.asdict(suspect) for suspect in view.left_out],
+        "rounds": [_round(round_, now_ns) for round_ in view.rounds],
         "peers": [_peer(peer, links[peer.region], traffic[peer.region]) for peer in view.peers],
         "fetching": [{"fragment": f, "version": v, "peer": p} for f, v, p in view.fetching],
         "budget": transport.budget_status(),
-        "wire_bytes_out": sum(one.bytes_out for one in traffic.values()),
-        "wire_bytes_in": sum(one.bytes_in for one in traffic.values()),
+        "wire_bytes_out": sum(meter.bytes_out for meter in traffic.values()),
+        "wire_bytes_in": sum(meter.bytes_in for meter in traffic.values()),
         "learner": _learner(learner, now_ns),
         # (fragment, version, monotonic ns) of the last versions that the learner could read.
         "offers": [list(offer) for offer in learner.version_area.offered_at_ns],
@@ -159,7 +161,7 @@ def region_status(
             {"peer": peer, "reason": reason, "count": count}
             for (peer, reason), count in sorted(transport.rejections.items())
         ],
-        "quarantine": {peer: why for peer in links if (why := transport.quarantined(peer))},
+        "quarantine": {peer: why for peer in links if (why := transport.quarantine_reason(peer))},
         "notes": list(notes.last),
         **extra,
     }
@@ -169,7 +171,7 @@ def region_status(
 
 
 def _headline(view: RegionView) -> str:
-    """One line: what this region is doing or waiting for."""
+    """The line that says what this region is doing or waiting for."""
     if view.finished:
         return f"finished: {view.finished}"
     if view.rounds:
@@ -178,17 +180,17 @@ def _headline(view: RegionView) -> str:
     return view.waiting
 
 
-def _round(one: RoundView, now_ns: int) -> dict[str, Any]:
+def _round(round_: RoundView, now_ns: int) -> dict[str, Any]:
     return {
-        "fragment": one.fragment,
-        "version": one.version,
-        "ballot": str(one.ballot),
-        "attempt": one.attempt,
-        "members": list(one.members),
-        "reducers": list(one.reducers),
-        "open_seconds": (now_ns - one.opened_at_ns) / 1e9 if one.opened_at_ns else None,
-        "deadline_in_seconds": (one.deadline_ns - now_ns) / 1e9 if one.deadline_ns else None,
-        "reason": one.waiting,
+        "fragment": round_.fragment,
+        "version": round_.version,
+        "ballot": str(round_.ballot),
+        "attempt": round_.attempt,
+        "members": list(round_.members),
+        "reducers": list(round_.reducers),
+        "open_seconds": (now_ns - round_.opened_at_ns) / 1e9 if round_.opened_at_ns else None,
+        "deadline_in_seconds": (round_.deadline_ns - now_ns) / 1e9 if round_.deadline_ns else None,
+        "reason": round_.waiting,
     }
 
 
@@ -203,7 +205,7 @@ def _peer(peer: PeerView, link: PeerStatus, traffic: PeerTraffic) -> dict[str, A
         "rtt_seconds": peer.rtt_ns / 1e9 if peer.rtt_ns else None,
         "hears": list(peer.hears),
         "step": peer.learner.step if peer.learner is not None else None,
-        "versions": None if peer.learner is None else [one.base_version for one in peer.learner.positions],
+        "versions": None if peer.learner is None else [position.base_version for position in peer.learner.positions],
         "applied_index": peer.applied_index,
         "wire_bytes_out": traffic.bytes_out,
         "wire_bytes_in": traffic.bytes_in,

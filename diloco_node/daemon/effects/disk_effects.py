@@ -83,22 +83,22 @@ class DiskEffects:
         save = partial(self.save_counter_file, incarnation, area)
         await self._until_written(f"the counters of incarnation {incarnation}", self.disk, save)
 
-    async def store_payload(self, order: ev.StorePayload, parts: list[MergedPart]) -> None:
+    async def store_payload(self, order: ev.StorePayload, stripes: list[MergedPart]) -> None:
         """Write a merged payload.
 
         Args:
-            parts: the ballot's merged stripes that are in memory, in block order.
+            stripes: the ballot's merged stripes that are in memory, in block order.
         """
         fragment, version, digest = order.fragment, order.version, order.digest
-        is_right = is_contiguous(parts, self.parameters.blocks[fragment].block_count)
-        if not is_right or payload_digest([part.digest for part in parts]) != digest:
+        is_right = is_contiguous(stripes, self.parameters.blocks[fragment].block_count)
+        if not is_right or payload_digest([stripe.digest for stripe in stripes]) != digest:
             # If it commits all the same it is fetched, else the ballot's deadline passes.
             text = f"the merged stripes of ballot {order.ballot} are no whole fragment: not stored"
             self.note(ev.Note("corrupt", text, fragment, version, is_alarm=True))
             self.post(ev.PayloadNotStored(order.ballot, fragment, version))
             return
-        if not await self.drafts.finish(order.ballot, fragment, version, digest, parts):
-            chunks = [part.encoded for part in parts]
+        if not await self.drafts.finish(order.ballot, fragment, version, digest, stripes):
+            chunks = [stripe.encoded for stripe in stripes]
             write = partial(self.store.store_payload, fragment, version, digest, chunks)
             await self._until_written(f"payload {fragment}.{version}", self.files, write)
         self.fetcher.stored(fragment, version)
@@ -115,12 +115,12 @@ class DiskEffects:
             if version_area.generation != generation:
                 return
             manifest = self.parameters.manifest
-            given = None
+            init_tensors = None
             if self.init is not None:
-                given = await in_thread(self.files, read_initial, self.init, manifest)
+                init_tensors = await in_thread(self.files, read_initial, self.init, manifest)
             digests = []
             for fragment in range(len(manifest.fragments)):
-                theta = version_area.place(fragment) if given is None else given[fragment]
+                theta = version_area.place(fragment) if init_tensors is None else init_tensors[fragment]
                 write = partial(self.initial.store_own, fragment, theta)
                 digests.append(await self._until_written("Theta_0", self.files, write))
             if version_area.generation != generation:
@@ -135,21 +135,21 @@ class DiskEffects:
         )
         self.post(ev.FinalWritten())
 
-    async def _until_written(self, what: str, executor: Executor, write: Callable[[], T]) -> T:
+    async def _until_written(self, subject: str, executor: Executor, write: Callable[[], T]) -> T:
         tries = 0
         while True:
             try:
-                written = await in_thread(executor, write)
+                result = await in_thread(executor, write)
             except (LedgerLost, LedgerGone):
                 raise  # the daemon ends with it
             except StorageError as error:
                 if tries % STORAGE_RETRIES_SILENT == 0:
-                    self.note(ev.Note("disk", f"{what} not written, trying again: {error}", is_alarm=True))
+                    self.note(ev.Note("disk", f"{subject} not written, trying again: {error}", is_alarm=True))
                 tries += 1
-                self.refusals[what] = str(error)
+                self.refusals[subject] = str(error)
                 await asyncio.sleep(STORAGE_RETRY_S)
                 continue
             if tries:
-                self.refusals.pop(what, None)
-                self.note(ev.Note("disk", f"{what} written after {tries + 1} tries"))
-            return written
+                self.refusals.pop(subject, None)
+                self.note(ev.Note("disk", f"{subject} written after {tries + 1} tries"))
+            return result

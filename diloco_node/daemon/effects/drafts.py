@@ -30,7 +30,7 @@ _Name = tuple[Ballot, int, int]
 
 @dataclass(slots=True)
 class _Draft:
-    """One ballot's file.
+    """The file of a ballot.
 
     Attributes:
         file: None until the first write has begun.
@@ -58,12 +58,12 @@ class Drafts:
         self._drafts: dict[_Name, _Draft] = {}
 
     def add(
-        self, ballot: Ballot, fragment: int, version: int, block_start: int, encoded: U8, *, blocks: FragmentBlocks
+        self, ballot: Ballot, fragment: int, version: int, block_start: int, body: U8, *, blocks: FragmentBlocks
     ) -> None:
-        """Begin to write a stripe. What the disk refuses is written again, with the alarm, by whoever stores it all.
+        """Begin to write a stripe. If the disk refuses it, `store_payload` writes it again, with an alarm.
 
         Args:
-            encoded: shape (bytes,), uint8, a whole stripe from `block_start` on; checked or not, not changed any more.
+            body: shape (bytes,), uint8, a whole stripe from `block_start` on; checked or not, not changed any more.
             blocks: layout of the payload.
         """
         name = (ballot, fragment, version)
@@ -72,23 +72,23 @@ class Drafts:
             if len(self._drafts) >= DRAFTS_MAX:
                 return
             draft = self._drafts[name] = _Draft()
-        if block_start in draft.written or draft.added_bytes + encoded.nbytes > blocks.encoded_bytes:
+        if block_start in draft.written or draft.added_bytes + body.nbytes > blocks.encoded_bytes:
             draft.has_failed = True  # nobody knows which of them the disk has in the end
         if draft.has_failed:
             return
-        draft.written[block_start] = encoded
-        draft.added_bytes += encoded.nbytes
-        task = self._spawn(self._write(draft, block_start, encoded, blocks), f"draft {fragment}.{version}")
+        draft.written[block_start] = body
+        draft.added_bytes += body.nbytes
+        task = self._spawn(self._write(draft, block_start, body, blocks), f"draft {fragment}.{version}")
         draft.tasks.add(task)
         task.add_done_callback(draft.tasks.discard)
 
-    async def _write(self, draft: _Draft, block_start: int, encoded: U8, blocks: FragmentBlocks) -> None:
+    async def _write(self, draft: _Draft, block_start: int, body: U8, blocks: FragmentBlocks) -> None:
         try:
             async with draft.lock:
                 if draft.file is None:
                     draft.file = await in_thread(self._files, self._store.draft_payload, blocks.encoded_bytes)
             offset = self._store.content_offset(blocks.span_bytes(0, block_start))
-            await in_thread(self._files, draft.file.write, offset, encoded.data)
+            await in_thread(self._files, draft.file.write, offset, body.data)
         except StorageError:
             draft.has_failed = True
         except BaseException:
@@ -96,12 +96,12 @@ class Drafts:
             raise
 
     async def finish(
-        self, ballot: Ballot, fragment: int, version: int, digest: bytes, parts: Sequence[MergedPart]
+        self, ballot: Ballot, fragment: int, version: int, digest: bytes, stripes: Sequence[MergedPart]
     ) -> bool:
         """Make the draft the payload: it is on the disk then.
 
         Args:
-            parts: in block order, the whole fragment. digest: of them.
+            stripes: in block order, the whole fragment. digest: of them.
 
         Returns:
             False if there is no draft of exactly these parts, or the disk refused: it is to be stored as a whole.
@@ -111,10 +111,10 @@ class Drafts:
             return False
         if draft.tasks:
             await asyncio.wait(set(draft.tasks))
-        sizes = [part.encoded.nbytes for part in parts]
+        sizes = [stripe.encoded.nbytes for stripe in stripes]
         # The file has the very bytes of these parts, and nothing else was written there.
-        is_same = len(draft.written) == len(parts) and all(
-            draft.written.get(part.block_start) is part.encoded for part in parts
+        is_same = len(draft.written) == len(stripes) and all(
+            draft.written.get(stripe.block_start) is stripe.encoded for stripe in stripes
         )
         try:
             if draft.file is not None and is_same and not draft.has_failed:
@@ -125,9 +125,9 @@ class Drafts:
         await self._discard(draft)
         return False
 
-    def close(self, ballot: Ballot, fragment: int, version: int, *, committed: bool) -> None:
+    def close(self, ballot: Ballot, fragment: int, version: int, *, is_committed: bool) -> None:
         """The ballot is over: what is written of it is of no use; when it committed, nor is that of any other."""
-        over = version if committed else version - 1
+        over = version if is_committed else version - 1
         for name in [name for name in self._drafts if name[1] == fragment and (name[0] == ballot or name[2] <= over)]:
             self._spawn(self._discard(self._drafts.pop(name)), "discard a draft")
 

@@ -1,4 +1,4 @@
-"""Which part of the daemon carries out what the core orders, and takes what peers send."""
+"""Dispatch: each order of the core, and each message of a peer, to the part of the daemon that takes it."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Effects:
                 self.stripes.send_merged(effect)
             case ev.StorePayload():
                 # The stripes are taken now: the next effect may close the ballot.
-                parts = self.stripes.table.payload(effect.ballot, effect.fragment, effect.version, effect.stripes)
-                self.spawn(self.disk.store_payload(effect, parts), f"store {effect.fragment}")
+                stripes = self.stripes.table.payload(effect.ballot, effect.fragment, effect.version, effect.stripes)
+                self.spawn(self.disk.store_payload(effect, stripes), f"store {effect.fragment}")
             case ev.ApplyVersion():
                 self.spawn(self.versions.apply(effect), f"apply {effect.body.fragment}")
             case ev.AdoptState():

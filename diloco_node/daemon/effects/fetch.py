@@ -30,7 +30,7 @@ SERVES_MAX: Final = 8
 """Transfers served to peers at once; further ones are refused as busy and requested again."""
 
 SERVES_OF_A_PEER_MAX: Final = 4
-"""What one region fetches at once. A peer that asks for more, all the time, leaves the others their part."""
+"""Limit on what a peer fetches at once: however much it asks for, the others get their part."""
 
 
 @dataclass(slots=True)
@@ -139,11 +139,11 @@ class Fetcher:
 
     async def _store_payload(self, order: FetchPayload, body: U8) -> Event:
         blocks = self.parameters.blocks[order.fragment]
-        parts = cut_payload(body, blocks, order.stripes)
-        digest = await in_thread(self.pool, lambda: payload_digest([stripe_digest(part) for part in parts]))
+        stripes = cut_payload(body, blocks, order.stripes)
+        digest = await in_thread(self.pool, lambda: payload_digest([stripe_digest(stripe) for stripe in stripes]))
         if digest != order.digest:
             return FetchFailed(order.peer, order.fragment, order.version, "the payload does not match its digest")
-        await in_thread(self.files, self.store.store_payload, order.fragment, order.version, order.digest, parts)
+        await in_thread(self.files, self.store.store_payload, order.fragment, order.version, order.digest, stripes)
         return PayloadStored(order.fragment, order.version, order.digest)
 
     async def _store_state(self, order: FetchPayload | FetchState, body: U8) -> Event:

@@ -83,15 +83,15 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
         tensors = load_file(path)
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise ConfigError(f"run.init: {path} can't be read ({error}); give a safetensors file of float32") from error
-    for name, found in tensors.items():
-        if not np.isfinite(np.dot(found.ravel(), found.ravel())):
+    for name, tensor in tensors.items():
+        if not np.isfinite(np.dot(tensor.ravel(), tensor.ravel())):
             raise ConfigError(f"run.init: {path}: tensor {name} holds NaN, infinite or huge values")
-    parts = [np.empty(fragment.size, np.float32) for fragment in manifest.fragments]
-    for fragment, part in zip(manifest.fragments, parts, strict=True):
+    thetas = [np.empty(fragment.size, np.float32) for fragment in manifest.fragments]
+    for fragment, theta in zip(manifest.fragments, thetas, strict=True):
         for piece in fragment.pieces:
             flat = tensors[piece.name].ravel()
-            part[piece.offset : piece.offset + piece.size] = flat[piece.value_start : piece.value_stop]
-    return parts
+            theta[piece.offset : piece.offset + piece.size] = flat[piece.value_start : piece.value_stop]
+    return thetas
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -110,20 +110,20 @@ def _read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _check_tensors(path: Path, header: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> None:
+def _check_tensors(path: Path, header: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
     """Exactly the run's names, shapes and types."""
-    for name in sorted(expected.keys() | header.keys()):
-        if name not in header or name not in expected:
+    for name in sorted(shapes.keys() | header.keys()):
+        if name not in header or name not in shapes:
             where = "the file" if name not in header else "the run's model"
             raise ConfigError(
                 f"run.init: {path}: tensor {escaped(name[:_SHOWN_MAX])} is not in {where}; "
-                f"tensors there: {len(header)}, in the run's model: {len(expected)}"
+                f"tensors there: {len(header)}, in the run's model: {len(shapes)}"
             )
         entry = header[name] if isinstance(header[name], dict) else {}
         kind, shape = entry.get("dtype"), entry.get("shape")
-        if kind != "F32" or shape != list(expected[name]):
-            found = escaped(f"{kind} {shape}"[:_SHOWN_MAX])
-            raise ConfigError(f"run.init: {path}: tensor {name} is {found}, expected F32 {list(expected[name])}")
+        if kind != "F32" or shape != list(shapes[name]):
+            description = escaped(f"{kind} {shape}"[:_SHOWN_MAX])
+            raise ConfigError(f"run.init: {path}: tensor {name} is {description}, expected F32 {list(shapes[name])}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

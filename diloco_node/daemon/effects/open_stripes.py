@@ -25,8 +25,8 @@ ContributionKey = tuple[str, int, int, int, int, int]
 
 
 def _key(contribution: Contribution, block_start: int, block_stop: int) -> ContributionKey:
-    one = contribution
-    return one.learner, one.incarnation, one.fragment, one.snapshot, block_start, block_stop
+    author = contribution.learner, contribution.incarnation
+    return *author, contribution.fragment, contribution.snapshot, block_start, block_stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class MergedPart:
 
 @dataclass(slots=True)
 class OpenRoundBytes:
-    """What is in memory for one (fragment, version).
+    """The bytes in memory for a (fragment, version).
 
     Attributes:
         contributions: encoded stripes by their key; kept from ballot to ballot.
@@ -70,7 +70,7 @@ _NOTHING: Final = OpenRoundBytes()
 class StripeTable:
     """All bytes of open rounds. Nothing here blocks; the reduction is a pure function over what the table hands out.
 
-    What one region may keep here for one round is bounded: beyond `limit_bytes` its oldest bytes go.
+    Each region may keep `limit_bytes` here for a round: beyond that its oldest bytes go.
     """
 
     def __init__(self) -> None:
@@ -80,9 +80,9 @@ class StripeTable:
     def buffered_bytes(self) -> int:
         """All of them, for the memory metric."""
         return sum(
-            sum(part.nbytes for part in one.contributions.values())
-            + sum(part.encoded.nbytes for part in one.merged.values())
-            for one in self._rounds.values()
+            sum(stripe.nbytes for stripe in round_.contributions.values())
+            + sum(stripe.encoded.nbytes for stripe in round_.merged.values())
+            for round_ in self._rounds.values()
         )
 
     def ballot_known(self, ballot: Ballot, fragment: int, version: int, stripes: tuple[Stripe, ...]) -> None:
@@ -91,14 +91,14 @@ class StripeTable:
 
     def fits(self, header: MergedStripe, sender: str) -> bool:
         """Whether a merged stripe may be what its reducer made in its ballot, as far as the ballot is known."""
-        known = self._find(header.fragment, header.version)
-        if (header.ballot, header.stripe, sender) in known.merged:
+        round_ = self._find(header.fragment, header.version)
+        if (header.ballot, header.stripe, sender) in round_.merged:
             return False
-        stripes = known.layouts.get(header.ballot)
+        stripes = round_.layouts.get(header.ballot)
         if stripes is None:
             return True
-        expected = Stripe(sender, header.block_start, header.block_stop)
-        return 0 <= header.stripe < len(stripes) and stripes[header.stripe] == expected
+        cut = Stripe(sender, header.block_start, header.block_stop)
+        return 0 <= header.stripe < len(stripes) and stripes[header.stripe] == cut
 
     def keep_contribution(
         self,
@@ -106,7 +106,7 @@ class StripeTable:
         contribution: Contribution,
         block_start: int,
         block_stop: int,
-        encoded: U8,
+        body: U8,
         *,
         limit_bytes: int,
     ) -> None:
@@ -118,26 +118,26 @@ class StripeTable:
         contributions = self._open(contribution.fragment, version).contributions
         key = _key(contribution, block_start, block_stop)
         contributions.pop(key, None)  # what came again is the newest
-        contributions[key] = encoded
-        sizes = {key: one.nbytes for key, one in contributions.items() if key[0] == contribution.learner}
+        contributions[key] = body
+        sizes = {key: stripe.nbytes for key, stripe in contributions.items() if key[0] == contribution.learner}
         for old in _oldest_beyond(limit_bytes, sizes):
             del contributions[old]
 
     def keep_merged(
-        self, ballot: Ballot, stripe: int, fragment: int, version: int, part: MergedPart, *, limit_bytes: int
+        self, ballot: Ballot, stripe: int, fragment: int, version: int, merged_stripe: MergedPart, *, limit_bytes: int
     ) -> bool:
         """Keep a merged stripe; False if its sender sent one already: what was said of that one holds.
 
         Args:
             limit_bytes: what `part.sender` may have here for the round.
         """
-        merged = self._open(fragment, version).merged
-        if (ballot, stripe, part.sender) in merged:
+        table = self._open(fragment, version).merged
+        if (ballot, stripe, merged_stripe.sender) in table:
             return False
-        merged[ballot, stripe, part.sender] = part
-        sizes = {key: one.encoded.nbytes for key, one in merged.items() if one.sender == part.sender}
+        table[ballot, stripe, merged_stripe.sender] = merged_stripe
+        sizes = {key: entry.encoded.nbytes for key, entry in table.items() if entry.sender == merged_stripe.sender}
         for old in _oldest_beyond(limit_bytes, sizes):
-            del merged[old]
+            del table[old]
         return True
 
     def keep_residual(self, ballot: Ballot, stripe: int, fragment: int, version: int, residual: F32) -> None:
@@ -149,7 +149,7 @@ class StripeTable:
         return self._find(contribution.fragment, version).contributions.get(_key(contribution, block_start, block_stop))
 
     def merged(self, ballot: Ballot, stripe: int, fragment: int, version: int, *, sender: str) -> MergedPart | None:
-        """One merged stripe."""
+        """A merged stripe; None while it is not there."""
         return self._find(fragment, version).merged.get((ballot, stripe, sender))
 
     def payload(self, ballot: Ballot, fragment: int, version: int, stripes: Sequence[Stripe]) -> list[MergedPart]:
@@ -158,24 +158,24 @@ class StripeTable:
         Args:
             stripes: the ballot's; numbered in block order. Each is taken from its reducer.
         """
-        merged = self._find(fragment, version).merged
-        found = (merged.get((ballot, index, stripe.reducer)) for index, stripe in enumerate(stripes))
-        return [part for part in found if part is not None]
+        table = self._find(fragment, version).merged
+        entries = (table.get((ballot, index, stripe.reducer)) for index, stripe in enumerate(stripes))
+        return [entry for entry in entries if entry is not None]
 
     def residual(self, fragment: int, ballot: Ballot | None, stripe: int) -> F32 | None:
         """The residual that a committed ballot left for a stripe, if it is to be added."""
         return None if ballot is None else self._residuals.get((fragment, ballot, stripe))
 
-    def close(self, ballot: Ballot, fragment: int, version: int, *, committed: bool) -> None:
+    def close(self, ballot: Ballot, fragment: int, version: int, *, is_committed: bool) -> None:
         """Forget a ballot. When it committed, the whole round goes and its residual stays for the next one."""
-        closed = self._rounds.get((fragment, version))
-        if closed is None:
+        round_ = self._rounds.get((fragment, version))
+        if round_ is None:
             return
-        residuals = {key: closed.residuals.pop(key) for key in list(closed.residuals) if key[0] == ballot}
-        closed.layouts.pop(ballot, None)
-        for key in [key for key in closed.merged if key[0] == ballot]:
-            del closed.merged[key]
-        if committed:
+        residuals = {key: round_.residuals.pop(key) for key in list(round_.residuals) if key[0] == ballot}
+        round_.layouts.pop(ballot, None)
+        for key in [key for key in round_.merged if key[0] == ballot]:
+            del round_.merged[key]
+        if is_committed:
             for old in [key for key in self._residuals if key[0] == fragment]:
                 del self._residuals[old]
             for (_, stripe), residual in residuals.items():
@@ -206,10 +206,12 @@ def _oldest_beyond(limit_bytes: int, sizes: dict[K, int]) -> list[K]:
     return over
 
 
-def is_contiguous(parts: Sequence[MergedPart], block_count: int) -> bool:
+def is_contiguous(stripes: Sequence[MergedPart], block_count: int) -> bool:
     """Whether these stripes, one after the other, are a whole fragment."""
-    edges = [0, *(part.block_stop for part in parts)]
-    return edges[-1] == block_count and all(part.block_start == edge for part, edge in zip(parts, edges, strict=False))
+    edges = [0, *(stripe.block_stop for stripe in stripes)]
+    return edges[-1] == block_count and all(
+        stripe.block_start == edge for stripe, edge in zip(stripes, edges, strict=False)
+    )
 
 
 _free: Final[list[F32]] = []
@@ -238,7 +240,7 @@ def _zeros(size: int) -> Iterator[F32]:
 
 def reduce_stripe(
     order: ReduceStripe,
-    parts: list[U8],
+    bodies: list[U8],
     blocks_up: FragmentBlocks,
     blocks_down: FragmentBlocks,
     *,
@@ -249,13 +251,13 @@ def reduce_stripe(
 
     Args:
         order: names, coefficients and the block range.
-        parts: the encoded stripes, in the order of `order.contributions`.
+        bodies: the encoded stripes, in the order of `order.contributions`.
         blocks_up: layout of contributions. blocks_down: layout of the merged stripe.
         residual_before: shape (values of the range,), float32, added before encoding.
         keeps_residual: whether to work out what the encoding loses.
 
     Returns:
-        What the core gets; the encoded stripe, shape (bytes,), uint8; sum minus decoded sum, shape (values,), float32.
+        The core's event; the encoded stripe, shape (bytes,), uint8; sum minus decoded sum, shape (values,), float32.
 
     Raises:
         PayloadCorrupt: a part has the wrong size, or does not decode to finite values.
@@ -264,49 +266,49 @@ def reduce_stripe(
     expected_bytes = blocks_up.span_bytes(start, stop)
     with _zeros(blocks_up.span_values(start, stop)) as total:
         norms: list[tuple[float, ...]] = []
-        for contribution, part, coefficients in zip(order.contributions, parts, order.coefficients, strict=True):
-            if part.nbytes != expected_bytes:
+        for contribution, body, coefficients in zip(order.contributions, bodies, order.coefficients, strict=True):
+            if body.nbytes != expected_bytes:
                 raise PayloadCorrupt(
                     f"stripe {order.stripe} of {contribution.learner} for fragment {order.fragment} has "
-                    f"{part.nbytes} bytes, expected {expected_bytes}"
+                    f"{body.nbytes} bytes, expected {expected_bytes}"
                 )
-            squares = kernels.accumulate(blocks_up, part, start, stop, np.array(coefficients, np.float32), total)
+            squares = kernels.accumulate(blocks_up, body, start, stop, np.array(coefficients, np.float32), total)
             norms.append(tuple(float(value) for value in squares))
         if residual_before is not None and residual_before.shape == total.shape:
             np.add(total, residual_before, out=total)
-        encoded = np.empty(blocks_down.span_bytes(start, stop), np.uint8)
-        squares = kernels.encode(blocks_down, total, encoded, start, stop)
+        merged_body = np.empty(blocks_down.span_bytes(start, stop), np.uint8)
+        squares = kernels.encode(blocks_down, total, merged_body, start, stop)
         residual = None
         if keeps_residual:
             residual = total.copy()
             minus_one = np.full(blocks_down.pieces, -1.0, np.float32)
-            kernels.accumulate(blocks_down, encoded, start, stop, minus_one, residual)
-        reduced = ReductionDone(
+            kernels.accumulate(blocks_down, merged_body, start, stop, minus_one, residual)
+        reduction = ReductionDone(
             order.ballot,
             order.stripe,
             squared_norms=tuple(float(value) for value in squares),
             contribution_norms=tuple(norms),
-            digest=stripe_digest(encoded),
+            digest=stripe_digest(merged_body),
         )
-        return reduced, encoded, residual
+        return reduction, merged_body, residual
 
 
-def checked_digest(blocks: FragmentBlocks, encoded: U8, block_start: int, block_stop: int) -> bytes:
+def checked_digest(blocks: FragmentBlocks, body: U8, block_start: int, block_stop: int) -> bytes:
     """The digest of a merged stripe, after a look at every block: what an encoder can't have written is refused here.
 
     Raises:
         PayloadCorrupt: a scale or code is out of range. Committed, it would break the outer step on every region.
     """
-    kernels.squared_norms(blocks, encoded, block_start, block_stop)
-    return stripe_digest(encoded)
+    kernels.squared_norms(blocks, body, block_start, block_stop)
+    return stripe_digest(body)
 
 
 def cut_payload(body: U8, blocks: FragmentBlocks, stripes: tuple[Stripe, ...]) -> list[U8]:
     """The payload's stripes, in block order, as slices."""
-    parts: list[U8] = []
+    bodies: list[U8] = []
     start = 0
     for stripe in stripes:
         stop = start + blocks.span_bytes(stripe.block_start, stripe.block_stop)
-        parts.append(body[start:stop])
+        bodies.append(body[start:stop])
         start = stop
-    return parts
+    return bodies

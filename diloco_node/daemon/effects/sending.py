@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 class Transport(Protocol):
-    """What the effects need of the links to the other regions."""
+    """The links to the other regions, as the effects need them."""
 
     def send(self, peer: str, message: Message) -> bool:
         """Queue a control message; False if it was dropped, for the link is down or its queue is full."""
@@ -36,7 +36,7 @@ class Transport(Protocol):
         ...
 
     def reject(self, peer: str, error: PeerError) -> None:
-        """Count what a peer did wrong. What no honest process does is a strike; three of them shut the peer out."""
+        """Count a fault of a peer. Faults that no honest process makes are strikes; three shut the peer out."""
         ...
 
 
@@ -56,7 +56,7 @@ class Sending:
         """
         task = self._spawn(self._stream(peer, header, body), f"{type(header).__name__} to {peer}")
         self._tasks[task] = header
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        task.add_done_callback(lambda task: self._tasks.pop(task, None))
 
     def contributed_again(self, fragment: int, ballot: Ballot) -> None:
         """A later ballot asks for the contribution: what is left of it for ballots before comes too late."""
@@ -79,8 +79,8 @@ class Sending:
         """
 
         def is_void(header: ContributionStripe | MergedStripe) -> bool:
-            named = header if isinstance(header, MergedStripe) else header.contribution
-            return named.fragment == fragment and header.version < version
+            place = header if isinstance(header, MergedStripe) else header.contribution
+            return place.fragment == fragment and header.version < version
 
         self._give_up(is_void)
 

@@ -24,23 +24,22 @@ from diloco_node.errors import PayloadCorrupt, PeerError
 from diloco_node.numeric import U8
 
 REDUCTIONS_MAX: Final = max(1, (os.cpu_count() or 1) // 2)
-"""One after the other, so that the first is on its way while the next is summed; several where cores allow."""
+"""Reductions run one after the other: the first is sent while the next is summed. Several where cores allow."""
 
 VERSIONS_AHEAD_MAX: Final = 3
 """How far a stripe may be ahead of the parameters: the open round, and what commits while this region applies."""
 
 KEPT_FRAGMENTS_MAX: Final = 2
-"""What one region may keep in memory here for one round: so many fragments of contributions, and of merged stripes."""
+"""A region may keep so many fragments of contributions here for a round, and as many of merged stripes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StripeEffects:
     """Moves and merges the stripes of open rounds.
 
-    A stripe counts once every block of it was checked: one that does not decode must not stall the round later. That
-    includes the own learner's, for another process wrote it: it is checked before it is sent. So a contribution that
-    comes from its own region and does not decode is that region's fault, and a strike: one, however many of its stripes
-    come, and however often.
+    A stripe counts once every block of it was checked: a stripe that does not decode must not stall the round later.
+    The own learner's stripes are checked before they are sent, for another process wrote them. So a contribution that
+    does not decode is the fault of the region that sent it. It is a single strike, however many of its stripes come.
 
     Args:
         region: our name. keeps_residual: with error feedback.
@@ -60,7 +59,7 @@ class StripeEffects:
     note: Callable[[ev.Note], None]
     reject: Callable[[str, PeerError], None]
     _struck: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, init=False)
-    """Of each region and fragment, incarnation and snapshot of the last contribution that was a strike."""
+    """By region and fragment: incarnation and snapshot of the last contribution that was a strike."""
     _reducing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REDUCTIONS_MAX), init=False)
 
     async def send_contribution(self, order: ev.SendContribution) -> None:
@@ -70,7 +69,7 @@ class StripeEffects:
         self.table.ballot_known(order.ballot, fragment, order.version, order.stripes)
         self.sending.contributed_again(fragment, order.ballot)
         missing = [(index, stripe) for index, stripe in enumerate(order.stripes) if index not in order.skip]
-        missing.sort(key=lambda one: (one[1].reducer == self.region, one[0]))  # those that have a way to go first
+        missing.sort(key=lambda pair: (pair[1].reducer == self.region, pair[0]))  # those that have a way to go first
 
         def copy(stripe: Stripe) -> U8:
             # The learner's next snapshot of the fragment, and the first one of a restarted learner, overwrite the
@@ -78,16 +77,16 @@ class StripeEffects:
             return self.learner.contribution_bytes(fragment, stripe.block_start, stripe.block_stop).copy()
 
         copies = [in_thread(self.pool, copy, stripe) for _, stripe in missing]
-        own: list[tuple[ContributionStripe, U8]] = []
-        for (index, stripe), copied in zip(missing, copies, strict=True):
-            body = await copied
+        own_stripes: list[tuple[ContributionStripe, U8]] = []
+        for (index, stripe), copying in zip(missing, copies, strict=True):
+            body = await copying
             if self.learner.has_restarted_since(contribution.incarnation):
                 self.note(ev.Note("contribute", "the learner has restarted: not sent", fragment, order.version))
                 return
             start, stop = stripe.block_start, stripe.block_stop
             header = ContributionStripe(order.ballot, index, order.version, contribution, start, stop)
             if stripe.reducer == self.region:
-                own.append((header, body))
+                own_stripes.append((header, body))
                 continue
             try:
                 await in_thread(self.pool, squared_norms, self.learner.blocks[fragment], body, start, stop)
@@ -96,7 +95,7 @@ class StripeEffects:
                 self.note(ev.Note("corrupt", text, fragment, order.version, is_alarm=True))
                 continue
             self.sending.send(stripe.reducer, header, body)
-        await asyncio.gather(*(self.contribution_arrived(header, body) for header, body in own))
+        await asyncio.gather(*(self.contribution_arrived(header, body) for header, body in own_stripes))
 
     async def contribution_arrived(self, header: ContributionStripe, body: U8) -> None:
         """Check a stripe of a contribution and keep it for the reduction.
@@ -121,34 +120,34 @@ class StripeEffects:
 
     def _refuse(self, header: ContributionStripe, error: PayloadCorrupt) -> None:
         """Say what is wrong with a stripe of a contribution; a strike for its region, if it is none for it already."""
-        made = header.contribution
-        text = f"stripe {header.stripe} of the contribution of {made.learner}: {error}"
-        self.note(ev.Note("corrupt", text, made.fragment, header.version, is_alarm=True))
+        contribution = header.contribution
+        text = f"stripe {header.stripe} of the contribution of {contribution.learner}: {error}"
+        self.note(ev.Note("corrupt", text, contribution.fragment, header.version, is_alarm=True))
         # One contribution has several stripes here, and comes again in each ballot until its round commits.
-        name, place = (made.incarnation, made.snapshot), (made.learner, made.fragment)
-        if made.learner != self.region and self._struck.get(place) != name:
+        name, place = (contribution.incarnation, contribution.snapshot), (contribution.learner, contribution.fragment)
+        if contribution.learner != self.region and self._struck.get(place) != name:
             self._struck[place] = name
-            self.reject(made.learner, PayloadCorrupt(text))
+            self.reject(contribution.learner, PayloadCorrupt(text))
 
     async def reduce(self, order: ev.ReduceStripe) -> None:
         """Merge a stripe of the contributions."""
         fragment, version, start, stop = order.fragment, order.version, order.block_start, order.block_stop
-        parts: list[U8] = []
+        bodies: list[U8] = []
         for contribution in order.contributions:
-            part = self.table.contribution(version, contribution, start, stop)
-            if part is None:
+            body = self.table.contribution(version, contribution, start, stop)
+            if body is None:
                 # The round was closed in between; the ballot's deadline takes care of it otherwise.
                 self.note(ev.Note("reduce", f"no bytes from {contribution.learner}", fragment, version))
                 return
-            parts.append(part)
+            bodies.append(body)
         up, down = self.learner.blocks[fragment], self.parameters.blocks[fragment]
         before = self.table.residual(fragment, order.residual_of, order.stripe)
         try:
             async with self._reducing:
-                reduced, encoded, residual = await in_thread(
+                reduction, merged_body, residual = await in_thread(
                     self.pool,
                     lambda: reduce_stripe(
-                        order, parts, up, down, residual_before=before, keeps_residual=self.keeps_residual
+                        order, bodies, up, down, residual_before=before, keeps_residual=self.keeps_residual
                     ),
                 )
         except PayloadCorrupt as error:
@@ -156,23 +155,23 @@ class StripeEffects:
             return
         if version <= self.parameters.versions[fragment]:
             return
-        header = MergedStripe(order.ballot, order.stripe, fragment, version, reduced.digest, start, stop)
-        if self._keep_merged(self.region, header, encoded):
-            self.drafts.add(order.ballot, fragment, version, start, encoded, blocks=down)
+        header = MergedStripe(order.ballot, order.stripe, fragment, version, reduction.digest, start, stop)
+        if self._keep_merged(self.region, header, merged_body):
+            self.drafts.add(order.ballot, fragment, version, start, merged_body, blocks=down)
         if residual is not None:
             self.table.keep_residual(order.ballot, order.stripe, fragment, version, residual)
-        self.post(reduced)
+        self.post(reduction)
         self._post_merged(self.region, header)
 
     def send_merged(self, order: ev.SendMerged) -> None:
         """Stream a stripe that was reduced here to peers."""
         name = (order.ballot, order.stripe, order.fragment, order.version)
-        merged = self.table.merged(*name, sender=self.region)
-        if merged is None:
+        stripe = self.table.merged(*name, sender=self.region)
+        if stripe is None:
             return
         header = MergedStripe(*name, order.digest, order.block_start, order.block_stop)
         for peer in order.peers:
-            self.sending.send(peer, header, merged.encoded)
+            self.sending.send(peer, header, stripe.encoded)
 
     async def merged_arrived(self, peer: str, header: MergedStripe, body: U8) -> None:
         """Check a merged stripe and keep it for the payload.
@@ -199,9 +198,9 @@ class StripeEffects:
     def _keep_merged(self, sender: str, header: MergedStripe, body: U8) -> bool:
         """In memory; False if there is one already."""
         name = (header.ballot, header.stripe, header.fragment, header.version)
-        part = MergedPart(body, header.digest, header.block_start, header.block_stop, sender)
+        merged_stripe = MergedPart(body, header.digest, header.block_start, header.block_stop, sender)
         limit_bytes = KEPT_FRAGMENTS_MAX * self.parameters.blocks[header.fragment].encoded_bytes
-        return self.table.keep_merged(*name, part, limit_bytes=limit_bytes)
+        return self.table.keep_merged(*name, merged_stripe, limit_bytes=limit_bytes)
 
     def _post_merged(self, sender: str, header: MergedStripe) -> None:
         cut = Stripe(sender, header.block_start, header.block_stop)
@@ -212,8 +211,8 @@ class StripeEffects:
     def close_ballot(self, order: ev.CloseBallot) -> None:
         """Free what nobody asks about any more, and stop its transfers."""
         fragment, version = order.fragment, order.version
-        self.drafts.close(order.ballot, fragment, version, committed=order.committed)
-        self.table.close(order.ballot, fragment, version, committed=order.committed)
+        self.drafts.close(order.ballot, fragment, version, is_committed=order.committed)
+        self.table.close(order.ballot, fragment, version, is_committed=order.committed)
         if order.committed:
             self.sending.committed(fragment, version)
         elif version <= self.parameters.versions[fragment]:
@@ -250,5 +249,5 @@ def _shape_fault(
     blocks, start, stop = layouts[fragment], header.block_start, header.block_stop
     if not 0 <= start < stop <= blocks.block_count:
         return f"blocks [{start}, {stop}) of a fragment of {blocks.block_count}"
-    expected = blocks.span_bytes(start, stop)
-    return "" if raw_bytes == expected else f"{raw_bytes} bytes for blocks [{start}, {stop}), which have {expected}"
+    size_bytes = blocks.span_bytes(start, stop)
+    return "" if raw_bytes == size_bytes else f"{raw_bytes} bytes for blocks [{start}, {stop}), which have {size_bytes}"

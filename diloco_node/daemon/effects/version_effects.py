@@ -57,29 +57,29 @@ class VersionEffects:
             DilocoError: its payload was on disk and is not any more.
         """
         fragment, version = order.body.fragment, order.body.version
-        parts, is_checked = await self._payload_parts(order.body)
+        bodies, is_checked = await self._payload_parts(order.body)
         place = self.version_area.free_place(fragment)
-        await self.parameters.apply(order.body, parts, place, is_checked=is_checked)
+        await self.parameters.apply(order.body, bodies, place, is_checked=is_checked)
         if place is not None:
             self.version_area.place_written(fragment, version)
         self.post(VersionApplied(fragment, version))
         await self._compute_digest(fragment)
         if version % self.checkpoint_versions == 0:
             try:
-                written = await self.parameters.checkpoint(fragment)
+                checkpoint = await self.parameters.checkpoint(fragment)
             except StorageError as error:
                 self.note(Note("disk", f"checkpoint not written: {error}", fragment, version, is_alarm=True))
             else:
-                self.post(CheckpointWritten(fragment, *written))
+                self.post(CheckpointWritten(fragment, *checkpoint))
 
     async def _payload_parts(self, body: RoundBody) -> tuple[list[U8], bool]:
         """The committed payload by stripes: from memory if it is the very one, else from disk.
 
         And whether every block has been checked: what is in memory was when it came.
         """
-        parts = self.table.payload(body.ballot, body.fragment, body.version, body.stripes)
-        if payload_digest([part.digest for part in parts]) == body.payload_digest:
-            return [part.encoded for part in parts], True
+        stripes = self.table.payload(body.ballot, body.fragment, body.version, body.stripes)
+        if payload_digest([stripe.digest for stripe in stripes]) == body.payload_digest:
+            return [stripe.encoded for stripe in stripes], True
         name = (body.fragment, body.version, body.payload_digest)
         try:
             payload = await in_thread(self.files, self.store.read_payload, *name)
@@ -115,8 +115,8 @@ class VersionEffects:
             await self.parameters.write_ahead(fragment)
 
 
-def _lost_on_disk(what: str, error: StorageError) -> DilocoError:
-    """What was on disk is not any more. A new process finds out what is left and fetches the rest from the others."""
+def _lost_on_disk(file: str, error: StorageError) -> DilocoError:
+    """The error that ends a daemon whose disk lost a file: a new process fetches from the others what is lacking."""
     return DilocoError(
-        f"{what} was on disk and can't be read: {error}. The daemon starts again and fetches what it lacks"
+        f"{file} was on disk and can't be read: {error}. The daemon starts again and fetches what it lacks"
     )

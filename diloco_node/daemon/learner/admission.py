@@ -1,7 +1,7 @@
-"""Which of two learner processes is the newer one: by incarnation, and by when they were started.
+"""Admission of the newest learner process: by incarnation, and by when the processes were started.
 
-Never by who comes last: an older process may attach late, for it was stopped, was slow to start, or finds a new daemon
-before the newer one does.
+The order in which they attach decides nothing. An older process may attach late: it was stopped, was slow to start, or
+finds a new daemon before the newer one does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Admission:
     """Remembers who was let in last, in the state folder: the next daemon must know it, too.
 
     Args:
-        disk: one thread. What it is handed later, such as a new incarnation, is written after who was let in.
+        disk: one thread, so later writes, such as a new incarnation, come after the name of the process let in.
     """
 
     def __init__(self, state_dir: Path, disk: Executor) -> None:

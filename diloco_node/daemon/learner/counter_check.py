@@ -1,7 +1,7 @@
-"""What a learner may say of itself: counters never go back, nothing is further than it can be.
+"""Check, in the own daemon, of the counters that its learner reports: they never go back or leap.
 
-A learner is code of the user: it may be broken, or another program that holds its socket. What it says goes
-into the ledger, so each word is asked here first.
+A learner is code of the user: it may be broken, or another program that holds its socket. Its counters go into the
+ledger, so each message is checked here first. `core.rounds.claim_limits` is for the claims of other regions' learners.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attach_fault(attach: Attach, *, last: LearnerStatus | None, run_id: str) -> 
             return fault
     if attach.tokens > attach.step * TOKENS_PER_STEP_MAX:
         return f"{attach.tokens} tokens in {attach.step} steps"
-    faults = (position_fault(one, attach.step, attach.tokens) for one in attach.positions)
+    faults = (position_fault(position, attach.step, attach.tokens) for position in attach.positions)
     return next((fault for fault in faults if fault), "")
 
 
@@ -61,7 +61,7 @@ def position_fault(position: FragmentPosition, step: int, tokens: int) -> str:
 
 
 class Plausible:
-    """What the learner that is attached can have done by now.
+    """Limits on what the attached learner can have done by now.
 
     Args:
         region: whose learner it is.
@@ -90,13 +90,13 @@ class Plausible:
         step = max(position.cycle_start_step, position.included_step)
         return self._excess(step, position.included_tokens, now_ns)
 
-    def contribution_fault(self, status: LearnerStatus, one: Contribution, *, now_ns: int) -> str:
+    def contribution_fault(self, status: LearnerStatus, contribution: Contribution, *, now_ns: int) -> str:
         """Why it can't have made this contribution; empty if it can."""
-        if (one.learner, one.incarnation) != (self._region, status.incarnation):
-            return f"a contribution of {one.learner}, incarnation {one.incarnation}"
-        if len(one.squared_norms) != self._pieces[one.fragment]:
-            return f"{len(one.squared_norms)} norms for {self._pieces[one.fragment]} pieces"
-        return self._excess(one.step_to, one.tokens, now_ns)
+        if (contribution.learner, contribution.incarnation) != (self._region, status.incarnation):
+            return f"a contribution of {contribution.learner}, incarnation {contribution.incarnation}"
+        if len(contribution.squared_norms) != self._pieces[contribution.fragment]:
+            return f"{len(contribution.squared_norms)} norms for {self._pieces[contribution.fragment]} pieces"
+        return self._excess(contribution.step_to, contribution.tokens, now_ns)
 
     def _excess(self, step: int, tokens: int, now_ns: int) -> str:
         possible = self._step + STEPS_FREE + max(0, now_ns - self._attached_ns) // NS_PER_STEP_MIN

@@ -1,7 +1,7 @@
 """The daemon's end of the Unix socket to its learner.
 
-One learner at a time: the newest process, as the handler finds (`rejection_reason`), not the one that attaches last.
-The other gets a final `Refuse`, which makes it exit.
+There is a single learner at a time: the newest process, as the handler decides (`rejection_reason`), whichever attaches
+last. The other gets a final `Refuse`, which makes it exit.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CONNECTIONS_MAX: Final = 8
 
 
 class LearnerHandler(Protocol):
-    """Who gets what the learner says. All calls are made on the event loop, and must not block it."""
+    """The receiver of the learner's messages. All calls are made on the event loop, and must not block it."""
 
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
-        """Why this process may not be the learner, for good; empty if it may. Who is attached stays until then."""
+        """Why this process may not be the learner, for good; empty if it may. The attached learner stays until then."""
         ...
 
     def on_learner_message(self, message: ToDaemon) -> None:

@@ -33,12 +33,12 @@ from diloco_node.wire import learner_link
 
 WARNING_CHARS_MAX: Final = 300
 RATE_WINDOW_S: Final = 30.0
-"""What the current rate of tokens looks at."""
+"""Window of the current rate of tokens."""
 
 
 @dataclass(slots=True)
 class LearnerFacts:
-    """What status and report show of the learner; the core does not need it.
+    """Facts about the learner for status and report; the core does not need them.
 
     Attributes:
         loss_first, loss_last: the first and the newest loss that was reported.
@@ -71,7 +71,7 @@ class LearnerFacts:
 
 
 class LearnerProxy:
-    """One region's learner as the daemon sees it. All methods run on the event loop.
+    """The region's learner as the daemon sees it. All methods run on the event loop.
 
     Args:
         memory: maps the area of this name and size in bytes, as `shared_memory.request_area` does.
@@ -133,7 +133,7 @@ class LearnerProxy:
 
     @property
     def incarnation(self) -> int:
-        """Of the learner that was welcomed last; 0 if none was."""
+        """The incarnation of the learner that was welcomed last; 0 if none was."""
         return self._incarnation
 
     @property
@@ -226,7 +226,7 @@ class LearnerProxy:
         self._post(ev.LearnerDetached())
 
     def _reported(self, report: learner_link.Report) -> None:
-        """One inner step."""
+        """Take the report of an inner step."""
         if self.status is None:
             return
         now_ns = self._now_ns()
@@ -314,12 +314,12 @@ class LearnerProxy:
         self._post(ev.LearnerReported(self.status))
         self.version_area.applied(message.fragment, message.version)
 
-    def _finished(self, done: learner_link.Done) -> None:
+    def _finished(self, message: learner_link.Done) -> None:
         """It has stopped stepping."""
-        self.done = done
-        self._note_figures(done)
+        self.done = message
+        self._note_figures(message)
         if self.status is not None:
-            step, tokens = done.step, done.tokens
+            step, tokens = message.step, message.tokens
             fault = self._plausible.report_fault(self.status, step, tokens, now_ns=self._now_ns())
             if fault:
                 self._ignore("the end of its counters", fault)
@@ -392,8 +392,8 @@ class LearnerProxy:
             return ""
         return learner_silence((self._now_ns() - last_ns) / NS_PER_S, status.step_time_ns / NS_PER_S)
 
-    def _ignore(self, what: str, fault: str) -> None:
-        self._note(ev.Note("learner", f"process {self.pid}: {what} is ignored: {fault}", is_alarm=True))
+    def _ignore(self, subject: str, fault: str) -> None:
+        self._note(ev.Note("learner", f"process {self.pid}: {subject} is ignored: {fault}", is_alarm=True))
 
     def _note_totals(self) -> None:
         if self.status is not None:

@@ -23,6 +23,7 @@ from diloco_node.storage.trained import Trained, allot_incarnation, read_trained
 from diloco_node.wire.learner_link import (
     NEW_PROCESS,
     Attach,
+    Report,
     RunAdvanced,
     ToDaemon,
     Welcome,
@@ -89,7 +90,8 @@ class Reception:
             self._note(Note("learner", f"{type(message).__name__} before its welcome: ignored", is_alarm=True))
         else:
             self._learner.on_message(message)
-            self._send_news_of_position()
+            if isinstance(message, Report):
+                self._send_news_of_position()
 
     def detached(self) -> None:
         """Forget the learner: its connection is gone, whether or not it was welcomed."""

@@ -76,17 +76,17 @@ class VersionArea:
 
     def is_offered(self, fragment: int, version: int) -> bool:
         """Whether the learner was offered exactly this, and has not taken it yet."""
-        offered = self._offered.get(fragment)
-        return offered is not None and offered.version == version
+        offer = self._offered.get(fragment)
+        return offer is not None and offer.version == version
 
     def applied(self, fragment: int, version: int) -> None:
         """The learner has taken a version: the place is free, and the next one may be offered."""
-        offered = self._offered.get(fragment)
-        if offered is None or version < offered.version:
+        offer = self._offered.get(fragment)
+        if offer is None or version < offer.version:
             return
         del self._offered[fragment]
         waiting = self._waiting.get(fragment)
-        if waiting is not None and waiting.included_snapshot == offered.included_snapshot:
+        if waiting is not None and waiting.included_snapshot == offer.included_snapshot:
             # Decided while the learner had not yet taken the one before, which has resolved that snapshot since.
             self._waiting[fragment] = replace(waiting, included_snapshot=NO_SNAPSHOT)
         self._offer_waiting(fragment)

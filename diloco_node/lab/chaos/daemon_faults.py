@@ -23,7 +23,7 @@ from diloco_node.transport.peer_session import Session
 from diloco_node.transport.streams import AcceptedStream
 from diloco_node.wire.envelope import Hello
 
-LOOK_S: Final = 0.1
+CUT_POLL_S: Final = 0.1
 """How often a link looks whether it is cut."""
 
 CUT: Final = "cut off on purpose"
@@ -41,7 +41,7 @@ def install_partition(is_cut: Callable[[], bool]) -> None:
 
     async def watch(link: PeerLink) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CUT_POLL_S)
             if is_cut():
                 link.drop(CUT)
 

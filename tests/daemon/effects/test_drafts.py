@@ -157,11 +157,11 @@ async def test_drafts_are_bounded_and_closed_with_their_ballot(bench: Bench) -> 
         bench.add(FIRST, ballot)
     await settle()
     assert len(bench.drafts._drafts) == DRAFTS_MAX
-    bench.drafts.close(ballots[1], 0, 1, committed=False)
-    bench.drafts.close(ballots[1], 1, 9, committed=False)
+    bench.drafts.close(ballots[1], 0, 1, is_committed=False)
+    bench.drafts.close(ballots[1], 1, 9, is_committed=False)
     await bench.tasks.finish()
     assert len(bench.drafts._drafts) == DRAFTS_MAX - 1
-    bench.drafts.close(ballots[-1], 0, 2, committed=False)
+    bench.drafts.close(ballots[-1], 0, 2, is_committed=False)
     await bench.tasks.finish()
     assert len(bench.drafts._drafts) == 0, "those of versions before go too"
     assert len(list(bench.payloads.glob("spare-*"))) == DRAFTS_MAX, "their files are kept"
@@ -171,10 +171,10 @@ async def test_a_ballot_that_committed_ends_the_drafts_of_all_others_of_its_vers
     bench.add(FIRST, Ballot(1, 1))
     bench.add(FIRST, Ballot(1, 2))
     await settle()
-    bench.drafts.close(Ballot(1, 3), 0, 1, committed=False)
+    bench.drafts.close(Ballot(1, 3), 0, 1, is_committed=False)
     await bench.tasks.finish()
     assert len(bench.drafts._drafts) == 2
-    bench.drafts.close(Ballot(1, 3), 0, 1, committed=True)
+    bench.drafts.close(Ballot(1, 3), 0, 1, is_committed=True)
     await bench.tasks.finish()
     assert len(bench.drafts._drafts) == 0
 

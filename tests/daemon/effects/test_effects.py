@@ -436,7 +436,7 @@ async def test_memory_and_disk_give_the_same_parameters(bench: Bench, tmp_path: 
     await bench.do(ApplyVersion(bench.round(digest)))
     from_memory = await apply(bench)
     await bench.parameters.adopt(0, 0)
-    bench.table.close(BALLOT, 0, 1, committed=True)
+    bench.table.close(BALLOT, 0, 1, is_committed=True)
     await bench.do(ApplyVersion(bench.round(digest)))
     assert (await apply(bench)).tobytes() == from_memory.tobytes()
     assert bench.learner.version_area.written == [], "the place was never free"
@@ -448,7 +448,7 @@ async def test_other_stripes_of_the_same_ballot_are_never_applied(bench: Bench) 
     await bench.do(ApplyVersion(bench.round(digest)))
     right = await apply(bench)
     await bench.parameters.adopt(0, 0)
-    bench.table.close(BALLOT, 0, 1, committed=True)
+    bench.table.close(BALLOT, 0, 1, is_committed=True)
     for index, stripe in enumerate(bench.stripes()):
         other = bench.merged_bytes(stripe, seed=99)
         header = bench.merged_header(index, digest=stripe_digest(other))

@@ -130,10 +130,10 @@ def test_a_commit_frees_the_round_and_keeps_its_residual_only() -> None:
     for ballot in (lost, won):
         assert table.keep_merged(ballot, 0, 0, 1, part_of(7), limit_bytes=100)
         table.keep_residual(ballot, 0, 0, 1, np.full(3, float(ballot.number), np.float32))
-    table.close(lost, 0, 1, committed=False)
+    table.close(lost, 0, 1, is_committed=False)
     assert table.payload(lost, 0, 1, [Stripe("r", 0, 4)]) == []
     assert table.buffered_bytes() == 17
-    table.close(won, 0, 1, committed=True)
+    table.close(won, 0, 1, is_committed=True)
     assert table.buffered_bytes() == 0
     assert table.residual(0, lost, 0) is None
     kept = table.residual(0, won, 0)
@@ -147,7 +147,7 @@ def test_each_stripe_has_its_own_residual() -> None:
     for stripe in (0, 2):
         assert table.keep_merged(BALLOT, stripe, 0, 1, part_of(7), limit_bytes=100)
         table.keep_residual(BALLOT, stripe, 0, 1, np.full(3, float(stripe), np.float32))
-    table.close(BALLOT, 0, 1, committed=True)
+    table.close(BALLOT, 0, 1, is_committed=True)
     for stripe in (0, 2):
         kept = table.residual(0, BALLOT, stripe)
         assert kept is not None

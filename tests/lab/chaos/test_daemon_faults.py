@@ -67,7 +67,7 @@ async def accept(self, hello, stream):
     return None
 
 PeerLink.run_dialer, PeerLink._connect, PeerLink.accept = run_dialer, connect, accept
-daemon_faults.LOOK_S = 0.001
+daemon_faults.CUT_POLL_S = 0.001
 daemon_faults.install_partition(lambda: is_cut[0])
 
 class Link(PeerLink):
