@@ -282,7 +282,7 @@ class Daemon:
         self._waiting_attach = None
         if self._node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
-            self._node.reception.detached()
+            self._node.reception.on_detach()
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""

@@ -294,7 +294,7 @@ def test_a_learner_that_attaches_anew_in_the_middle_of_everything_loses_nothing(
         for _ in range(5):
             committed = world.committed()
             await world.until("rounds go on", lambda n=committed: world.committed() > n)  # type: ignore[misc]
-            region.node.learner.detached()
+            region.node.learner.on_detach()
             region.learner.attach()
         await world.finish()
         assert region.learner.step >= STEPS - 5
@@ -310,7 +310,7 @@ def test_a_counter_that_rots_while_the_daemon_runs_keeps_no_learner_out(play: Pl
         rotten = bytearray(counter.read_bytes())
         rotten[3] ^= 1
         counter.write_bytes(rotten)
-        region.node.learner.detached()
+        region.node.learner.on_detach()
         region.learner.attach()
         await world.finish()
         assert counter.with_name(counter.name + ".damaged").read_bytes() == rotten

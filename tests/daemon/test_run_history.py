@@ -17,7 +17,7 @@ from diloco_node.daemon.run_history import (
     COLUMNS,
     HISTORY_NAME,
     RunHistory,
-    halved,
+    halve,
     point_of,
     read_history,
 )
@@ -151,7 +151,7 @@ def test_whatever_lies_there_is_read_as_points_or_as_nothing(
 
 @given(st.lists(st.lists(st.one_of(st.none(), st.floats(0, 1e6)), min_size=13, max_size=13), max_size=40))
 def test_halving_keeps_the_end_and_the_bounds_of_every_column(points: list) -> None:
-    half = halved(points)
+    half = halve(points)
     assert len(half) == math.ceil(len(points) / 2)
     if points:
         assert half[-1][0] == points[-1][0]
@@ -163,7 +163,7 @@ def test_halving_keeps_the_end_and_the_bounds_of_every_column(points: list) -> N
 
 def test_rates_and_losses_are_averaged_and_of_counters_the_later_stays() -> None:
     first, second = ([float(at), *(10.0 * at for _ in ALL_COLUMNS[1:])] for at in (1, 3))
-    (one,) = halved([first, second])
+    (one,) = halve([first, second])
     means = {name for name, value in zip(ALL_COLUMNS, one, strict=True) if value == 20.0}
     assert means == {"loss", "loss_merged", "tokens_per_second", "val_loss", "step_seconds"}
     assert {value for name, value in zip(ALL_COLUMNS, one, strict=True) if name not in means} == {3.0, 30.0}

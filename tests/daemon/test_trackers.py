@@ -15,7 +15,7 @@ import pytest
 
 from diloco_node.daemon import trackers as trackers_module
 from diloco_node.daemon.run_history import HISTORY_NAME, row_of
-from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, main, opened
+from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, main, open_trackers
 
 
 def write_history(folder: Path, steps: range) -> None:
@@ -125,7 +125,7 @@ def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_history(tmp_path, range(1, 4))
-    with opened(tmp_path, "us-east", "run1", ["tensorboard"]) as trackers:
+    with open_trackers(tmp_path, "us-east", "run1", ["tensorboard"]) as trackers:
         assert HistoryFollower(tmp_path, trackers).look() == 3
     drawn = EventAccumulator(str(tmp_path / "tensorboard" / "run1" / "us-east"))
     drawn.Reload()

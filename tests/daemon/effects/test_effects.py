@@ -514,7 +514,7 @@ class FakeArea:
     def place(self, fragment: int) -> np.ndarray:
         return theta_of(fragment, self.seed)
 
-    def initial_taken(self) -> None:
+    def release_initial(self) -> None:
         self.taken.append(self.generation)
 
 

@@ -174,7 +174,7 @@ def test_a_merged_stripe_that_was_told_is_not_replaced_nor_held_off_by_another_s
 def test_a_question_leaves_nothing_behind() -> None:
     table = StripeTable()
     assert table.payload(BALLOT, 0, 1, [Stripe("r", 0, 4)]) == []
-    assert table.merged(BALLOT, 0, 0, 1, sender="r") is None
+    assert table.merged_stripe(BALLOT, 0, 0, 1, sender="r") is None
     assert table.contribution(1, name("a"), 0, 4) is None
     assert table._rounds == {}
 
@@ -215,7 +215,7 @@ def test_merged_stripes_of_a_known_ballot_come_from_their_reducer_in_their_range
         return MergedStripe(BALLOT, stripe, 0, 1, b"digest", start, stop)
 
     assert table.fits(header(1, 3, 7), "anybody"), "before the ballot is known anything may be right"
-    table.ballot_known(BALLOT, 0, 1, (Stripe("r", 0, 3), Stripe("s", 3, 7)))
+    table.note_ballot(BALLOT, 0, 1, (Stripe("r", 0, 3), Stripe("s", 3, 7)))
     assert table.fits(header(0, 0, 3), "r")
     assert table.fits(header(1, 3, 7), "s")
     assert not table.fits(header(1, 3, 7), "r"), "another region's stripe"

@@ -174,7 +174,7 @@ async def test_an_offer_that_waited_for_one_learner_is_not_made_to_the_next(benc
     bench.parameters.versions[0] = 1
     await bench.offer(0, 1, included=4)
     bench.version_area.attached(writes_initial=True)
-    bench.version_area.initial_taken()
+    bench.version_area.release_initial()
     await settle()
     assert bench.versions() == [(0, 0, -1)]
 
@@ -202,7 +202,7 @@ async def test_the_whole_version_area_is_the_learners_while_it_writes_theta_0(be
     await bench.offer(1, 1, 2)
     assert bench.said == []
     bench.area[:] = 77.0  # the learner writes over what was there before
-    bench.version_area.initial_taken()
+    bench.version_area.release_initial()
     await settle()
     assert bench.versions() == [(0, 1, -1), (1, 1, 2)]
 
@@ -235,5 +235,5 @@ async def test_the_places_are_lent_for_theta_0_once_and_only_when_it_is_wanted()
     assert not bench.version_area.is_lent
     bench.version_area.attached(writes_initial=True)
     assert bench.version_area.is_lent
-    bench.version_area.initial_taken()
+    bench.version_area.release_initial()
     assert not bench.version_area.is_lent
