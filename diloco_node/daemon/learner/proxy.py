@@ -94,32 +94,49 @@ class LearnerProxy:
         region: str,
         note: Callable[[ev.Note], None],
     ) -> None:
-        self.facts = LearnerFacts()
-        self._note = note
-        self._counter_check = CounterCheck(region, [len(fragment.pieces) for fragment in manifest.fragments])
-        self._newest: LearnerStatus | None = None
-        self.status: LearnerStatus | None = None
-        self.done: learner_link.Done | None = None
-        self.pid = 0
-        self._last_status: LearnerStatus | None = None
-        self.steps_total = 0
-        self.tokens_total = 0
-        self._steps_before = 0
-        self._tokens_before = 0
-        self._blocked_before_ns = 0
-        self._incarnation = 0
-        self.blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
         self._send = send
         self._post = post
+        self._note = note
         self._now_ns = now_ns
         self._spawn = spawn
         self._save_counters = save_counters
         self._store_initial_state = store_initial_state
+
+        # For the status alone: nothing is decided by it.
+        self.facts = LearnerFacts()
+
+        # The process and the incarnation that were welcomed last; 0 before the first. They stay when it detaches.
+        self.pid = 0
+        self._incarnation = 0
+        # Where the attached learner stands; None exactly while none is attached.
+        self.status: LearnerStatus | None = None
+        # The newest status of any learner that this daemon has seen: what a process claims may not lie behind it.
+        self._newest: LearnerStatus | None = None
+        # The last word of the present incarnation; None while it steps.
+        self.done: learner_link.Done | None = None
+        # The status of a learner that was done when it detached, for the last report.
+        self._last_status: LearnerStatus | None = None
+        self._counter_check = CounterCheck(region, [len(fragment.pieces) for fragment in manifest.fragments])
+
+        # Of all incarnations so far; always `_before` plus what the present one counts.
+        self.steps_total = 0
+        self.tokens_total = 0
+        self._steps_before = 0
+        self._tokens_before = 0
+        # Of all processes before this one; `facts.blocked_ns` is this plus what the present one reports.
+        self._blocked_before_ns = 0
+
+        # Orders not yet answered, by fragment: an answer takes its order out, so none counts twice.
+        self._requested: dict[int, ev.TakeSnapshot] = {}
         self._is_overwriting = settings.carry is CarryMode.OVERWRITE
+
+        # Memory of the supervisor, which outlives daemon and learner. Contribution f lies at `_offsets[f]`.
+        self.blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
         self._version_area = memory(learner_link.VERSION_AREA, 4 * manifest.size)
         self._contribution_area = memory(learner_link.CONTRIBUTION_AREA, self._offsets[-1])
         self._contributions = np.frombuffer(self._contribution_area, np.uint8)
+        self.counters = memory(learner_link.COUNTERS_AREA, AREA_BYTES)
         self.version_area = VersionArea(
             np.frombuffer(self._version_area, np.float32),
             fragment_offsets(manifest),
@@ -128,8 +145,6 @@ class LearnerProxy:
             spawn=spawn,
             now_ns=now_ns,
         )
-        self.counters = memory(learner_link.COUNTERS_AREA, AREA_BYTES)
-        self._requested: dict[int, ev.TakeSnapshot] = {}
 
     @property
     def incarnation(self) -> int:
