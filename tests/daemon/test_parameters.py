@@ -48,9 +48,9 @@ async def test_the_step_gives_the_same_bits_however_the_payload_was_cut(tmp_path
     for reducers in (1, 2, 3, 7):
         parameters, store = await make_parameters(tmp_path / str(reducers))
         for version in (1, 2):
-            body, parts = a_round(parameters, version, reducers)
+            body, bodies = a_round(parameters, version, reducers)
             version_area = np.zeros(SIZE, np.float32)
-            await parameters.apply(body, parts, version_area)
+            await parameters.apply(body, bodies, version_area)
         assert version_area.tobytes() == (await theta(parameters)).tobytes()
         outcomes.add((await parameters.digest(0))[1])
         store.close()
@@ -59,16 +59,16 @@ async def test_the_step_gives_the_same_bits_however_the_payload_was_cut(tmp_path
 
 async def test_the_step_moves_against_the_outer_gradient_with_nesterov_momentum(held) -> None:
     parameters, _ = held
-    body, parts = a_round(parameters)
+    body, bodies = a_round(parameters)
     before = await theta(parameters)
-    await parameters.apply(body, parts, None)
+    await parameters.apply(body, bodies, None)
     assert parameters.versions == [1, 0]
-    decoded = theta_of(0, 9)
+    gradient = theta_of(0, 9)
     factors = np.repeat(np.array(body.factors), [piece.size for piece in MANIFEST.fragments[0].pieces])
-    moved = before - await theta(parameters)
+    difference = before - await theta(parameters)
     scale = 1 + SETTINGS.outer_momentum
-    expected = SETTINGS.outer_lr * scale * factors * decoded
-    np.testing.assert_allclose(moved, expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+    expected = SETTINGS.outer_lr * scale * factors * gradient
+    np.testing.assert_allclose(difference, expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
 
 
 async def test_a_version_out_of_order_is_a_bug_and_changes_nothing(held) -> None:
@@ -83,8 +83,8 @@ async def test_readers_see_a_version_whole(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(parameters_module, "OUTER_THREADS", 2)
     pool = HeldExecutor()
     parameters, store = await make_parameters(tmp_path, pool)
-    body, parts = a_round(parameters, reducers=2)
-    applying = asyncio.create_task(parameters.apply(body, parts, None))
+    body, bodies = a_round(parameters, reducers=2)
+    applying = asyncio.create_task(parameters.apply(body, bodies, None))
     await settle()
     out = np.zeros(SIZE, np.float32)
     reading = asyncio.create_task(parameters.copy_theta(0, out))
@@ -161,12 +161,14 @@ async def test_the_whole_model_comes_by_tensor_in_its_shape(held) -> None:
     }
     for fragment in MANIFEST.fragments:
         for piece in fragment.pieces:
-            part = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
-            assert part.tobytes() == theta_of(fragment.index)[piece.offset : piece.offset + piece.size].tobytes()
+            values = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
+            assert values.tobytes() == theta_of(fragment.index)[piece.offset : piece.offset + piece.size].tobytes()
 
 
 def test_fragments_follow_each_other_in_the_version_area() -> None:
     offsets = fragment_offsets(MANIFEST)
     assert offsets[0] == 0
-    assert [stop - start for start, stop in itertools.pairwise(offsets)] == [one.size for one in MANIFEST.fragments]
+    assert [stop - start for start, stop in itertools.pairwise(offsets)] == [
+        fragment.size for fragment in MANIFEST.fragments
+    ]
     assert offsets[-1] == MANIFEST.size

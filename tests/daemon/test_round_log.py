@@ -18,8 +18,8 @@ MS = 1_000_000
 
 
 def log_of(world: World, name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = world.regions[name].node.status.document()["round_log"]
-    return found
+    rows: list[dict[str, Any]] = world.regions[name].node.status.document()["round_log"]
+    return rows
 
 
 def leader_of(world: World) -> str:
@@ -63,9 +63,9 @@ def test_a_cut_member_is_missing_and_failed_ballots_have_their_reason(play: Play
         await world.until("some rounds", lambda: world.committed() >= 4)
         leader = leader_of(world)
         cut = next(name for name in world.regions if name != leader)
-        for other in world.regions:
-            if other != cut:
-                world.network.cut(cut, other)
+        for peer in world.regions:
+            if peer != cut:
+                world.network.cut(cut, peer)
         before = world.committed()
         await world.until("rounds without it", lambda: world.committed() >= before + 6)
         rows = log_of(world, leader)
@@ -73,9 +73,9 @@ def test_a_cut_member_is_missing_and_failed_ballots_have_their_reason(play: Play
         for row in rows:
             if row["outcome"] == "failed":
                 assert row["reason"]
-        for other in world.regions:
-            if other != cut:
-                world.network.heal(cut, other)
+        for peer in world.regions:
+            if peer != cut:
+                world.network.heal(cut, peer)
         await world.finish()
 
     play(scenario)

@@ -85,11 +85,11 @@ class Bench:
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     parameters, store = await make_parameters(tmp_path)
-    one = Bench(parameters, store)
-    yield one
-    for pending in one.fetcher._pending.values():
+    bench_ = Bench(parameters, store)
+    yield bench_
+    for pending in bench_.fetcher._pending.values():
         pending.watchdog.cancel()
-    assert one.tasks.errors == []
+    assert bench_.tasks.errors == []
     store.close()
 
 
@@ -211,8 +211,8 @@ async def test_a_state_is_taken_at_the_very_version_and_digest_that_the_ledger_n
     assert bench.transport.sent == [("b", StateRequested(0, 3, header.digest))]
     for version in (2, 4, 2**62):
         assert not await bench.arrive("b", replace(header, version=version), body), "another version"
-    other, other_body = bench.state(3, seed=7)
-    assert not await bench.arrive("b", other, other_body), "another state of the version"
+    other_digest, other_body = bench.state(3, seed=7)
+    assert not await bench.arrive("b", other_digest, other_body), "another state of the version"
     assert not await bench.arrive("b", header, body[:-4])
     assert await bench.arrive("b", header, body)
     assert bench.posted == [StateStored(0, 3, header.digest)]

@@ -112,17 +112,17 @@ def bench() -> Iterator[Bench]:
     # A Unix socket's path is short; pytest's folders are not.
     folder = Path(tempfile.mkdtemp(prefix="dl-"))
     with MemoryStore(folder / "m.sock") as memory:
-        one = Bench(memory.path)
-        yield one
-        one.side.close()
+        bench_ = Bench(memory.path)
+        yield bench_
+        bench_.side.close()
     shutil.rmtree(folder)
 
 
 def test_reports_reach_the_core_with_what_was_measured(bench: Bench) -> None:
     bench.side.on_attach(attach(), 3, ((1, 10, 100), (2, 5, 50)))
-    (attached,) = bench.take()
-    assert isinstance(attached, LearnerAttached)
-    assert (attached.status.incarnation, attached.snapshots, attached.trained_before) == (
+    (event,) = bench.take()
+    assert isinstance(event, LearnerAttached)
+    assert (event.status.incarnation, event.snapshots, event.trained_before) == (
         3,
         (-1,) * FRAGMENTS,
         ((1, 10, 100), (2, 5, 50)),
@@ -330,9 +330,9 @@ def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
     bench.side.on_detach()
     assert bench.side.done is not None
     assert bench.side.status is None
-    shown = bench.side.shown_status
-    assert shown is not None, "the report is written when the learner has gone"
-    assert (shown.step, shown.finished) == (50, True)
+    status = bench.side.shown_status
+    assert status is not None, "the report is written when the learner has gone"
+    assert (status.step, status.finished) == (50, True)
     bench.side.on_attach(attach(), 2, ())
     assert bench.side.done is None
     bench.side.on_detach()
@@ -348,20 +348,20 @@ def test_places_of_fragments_do_not_overlap_and_are_what_the_learner_maps(bench:
     contribution_area = np.frombuffer(request_area(bench.memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8)
     rng = np.random.default_rng(499)
     contribution_area[:] = rng.integers(0, 256, contributions_bytes, np.uint8)
-    seen = b""
+    area_bytes = b""
     for fragment, blocks in enumerate(bench.side.blocks):
         bench.side.version_area.place(fragment)[:] = fragment + 1
         half = blocks.block_count // 2
         for start, stop in ((0, half), (half, blocks.block_count)):
-            seen += bench.side.contribution_bytes(fragment, start, stop).tobytes()
-    assert seen == contribution_area.tobytes()
-    sizes = [one.size for one in MANIFEST.fragments]
+            area_bytes += bench.side.contribution_bytes(fragment, start, stop).tobytes()
+    assert area_bytes == contribution_area.tobytes()
+    sizes = [bench_.size for bench_ in MANIFEST.fragments]
     assert version_area.tolist() == np.repeat(np.arange(1.0, FRAGMENTS + 1), sizes).tolist()
 
 
 def test_facts_of_an_attach_are_taken_over(bench: Bench) -> None:
-    told = replace(attach(12, 1200), snapshots=(5,) * FRAGMENTS)
-    bench.side.on_attach(told, 1, ())
+    attach_message = replace(attach(12, 1200), snapshots=(5,) * FRAGMENTS)
+    bench.side.on_attach(attach_message, 1, ())
     (event,) = bench.take()
     assert isinstance(event, LearnerAttached)
     assert (event.status.step, event.status.tokens, event.snapshots) == (12, 1200, (5,) * FRAGMENTS)
@@ -375,46 +375,46 @@ async def test_what_a_living_learner_threw_away_is_told_when_its_counters_are_du
     bench: Bench, carry: CarryMode, factor: float, *, is_discarding: bool
 ) -> None:
     """The core reports every step up to the position that no version includes: a power cut must not forget them."""
-    one = Bench(bench.memory, carry)
-    one.may_sync.clear()
-    one.side.on_attach(attach(), 3, ())
-    one.side.on_message(report(12, 1200))
-    one.take()
-    one.offer(0, 5)
-    one.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), factor, 0))
+    bench_ = Bench(bench.memory, carry)
+    bench_.may_sync.clear()
+    bench_.side.on_attach(attach(), 3, ())
+    bench_.side.on_message(report(12, 1200))
+    bench_.take()
+    bench_.offer(0, 5)
+    bench_.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), factor, 0))
     await settle()
-    assert (one.take() == []) is is_discarding, "not before"
-    assert one.side.status is not None
-    assert (one.side.status.positions[0].base_version == 5) is not is_discarding
-    one.side.on_message(report(13, 1300))
-    assert not any(event.status.positions[0].included_step == 12 for event in one.take()) or not is_discarding
-    one.may_sync.set()
-    await one.tasks.finish()
-    assert one.synced == [3] * is_discarding
-    assert one.side.status.positions[0] == FragmentPosition(5, 12, 12, 1200)
-    assert one.side.status.step == 13, "what it said meanwhile stays"
+    assert (bench_.take() == []) is is_discarding, "not before"
+    assert bench_.side.status is not None
+    assert (bench_.side.status.positions[0].base_version == 5) is not is_discarding
+    bench_.side.on_message(report(13, 1300))
+    assert not any(event.status.positions[0].included_step == 12 for event in bench_.take()) or not is_discarding
+    bench_.may_sync.set()
+    await bench_.tasks.finish()
+    assert bench_.synced == [3] * is_discarding
+    assert bench_.side.status.positions[0] == FragmentPosition(5, 12, 12, 1200)
+    assert bench_.side.status.step == 13, "what it said meanwhile stays"
     if is_discarding:
-        (event,) = one.take()
+        (event,) = bench_.take()
         assert event.status.positions[0].included_step == 12
-    one.side.close()
+    bench_.side.close()
 
 
 async def test_what_was_thrown_away_before_the_learner_attached_anew_is_in_its_attach_alone(bench: Bench) -> None:
-    one = Bench(bench.memory, CarryMode.OVERWRITE)
-    one.may_sync.clear()
-    one.side.on_attach(attach(), 3, ())
-    one.offer(0, 5)
-    one.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), 1.0, 0))
+    bench_ = Bench(bench.memory, CarryMode.OVERWRITE)
+    bench_.may_sync.clear()
+    bench_.side.on_attach(attach(), 3, ())
+    bench_.offer(0, 5)
+    bench_.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), 1.0, 0))
     await settle()
-    one.side.on_detach()
-    one.side.on_attach(attach(), 4, ())
-    one.take()
-    one.may_sync.set()
-    await one.tasks.finish()
-    assert one.take() == []
-    assert one.side.status is not None
-    assert one.side.status.positions[0].included_step == 0
-    one.side.close()
+    bench_.side.on_detach()
+    bench_.side.on_attach(attach(), 4, ())
+    bench_.take()
+    bench_.may_sync.set()
+    await bench_.tasks.finish()
+    assert bench_.take() == []
+    assert bench_.side.status is not None
+    assert bench_.side.status.positions[0].included_step == 0
+    bench_.side.close()
 
 
 # ---- a learner that lies ---------------------------------------------------------------------------------------------
