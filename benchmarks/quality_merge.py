@@ -238,7 +238,7 @@ class Rounds:
             one.contributions, missed, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
         )
         clips = outliers.clips(one.contributions, self.fragments[one.fragment].piece_sizes, state.recent)
-        state.recent.took(one.contributions)
+        state.recent.observe(one.contributions)
         total = np.zeros(up.values, np.float32)
         rows = weights.coefficients(one.contributions, weighed, rules, clips)
         for row, encoded in zip(rows, one.encoded, strict=True):
@@ -284,7 +284,7 @@ class Rounds:
         since = step - (snapshot.step if snapshot else copy.position.included_step)
         plan = carry_plan(
             mode,
-            included=snapshot is not None,
+            is_included=snapshot is not None,
             versions_missed=state.version - (copy.included_version if snapshot else copy.position.base_version),
             steps_since_inclusion=since,
             carry_steps_limit=self.settings.carry_steps_limit,
@@ -297,7 +297,7 @@ class Rounds:
         self.theta[m, where] = carry_over(plan, new=state.theta, theta=self.theta[m, where], anchor=anchor)
         copy.position = position_after(
             copy.position,
-            included=(snapshot.step, snapshot.tokens) if snapshot else None,
+            inclusion=(snapshot.step, snapshot.tokens) if snapshot else None,
             step=step,
             tokens=step * self.tokens_per_step[m],
             version=state.version,

@@ -86,7 +86,9 @@ class UnevenRounds(Rounds):
         history: Any = SimpleNamespace(versions=[0] * settings.fragments)
         liveness: Any = SimpleNamespace(learner=self._reports.get, rtt_ns=lambda _: 0)
         self._history, self._eligibility = history, SimpleNamespace(incarnation_min=lambda _: 0)
-        self._opener = Opener(settings=settings, fragments=settings.fragments, history=history, liveness=liveness)
+        fragments = range(settings.fragments)
+        context: Any = SimpleNamespace(settings=settings, fragments=fragments, history=history, liveness=liveness)
+        self._opener = Opener(context)
         names = tuple(self.names)
         self._reachability = Reachability(names, names, names, ())
 
@@ -132,7 +134,7 @@ class UnevenRounds(Rounds):
             self.seen.graces_ns.append(
                 grace_ns(timing, overlap_steps=self.settings.overlap_steps, gamma=self.settings.grace_gamma)
             )
-            self._opener.opened(opening, now_ns=now_ns)
+            self._opener.on_open(opening, now_ns=now_ns)
             self._asked[opening.fragment] = self._new(opening.fragment, tick)
 
     def finish_uneven(self) -> None:
@@ -169,7 +171,7 @@ class UnevenRounds(Rounds):
         one.snapshots = dict(sorted(one.snapshots.items()))
         self._commit(one)
         took_ticks = tick - asked.opened_tick
-        self._opener.committed(took_ticks * TICK_NS)
+        self._opener.on_commit(took_ticks * TICK_NS)
         self.seen.rounds += 1
         self.seen.open_ticks.append(took_ticks)
         for m in one.snapshots:

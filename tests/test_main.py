@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from diloco_node import __version__
-from diloco_node.cli.program import GROUPS
+from diloco_node.cli.application import GROUPS
 from diloco_node.main import app, main
 
 RUN_TOML = """

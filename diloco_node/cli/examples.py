@@ -26,7 +26,7 @@ EXAMPLES: Final = {
     ),
     "ledger": "diloco-node ledger us-east --follow --from 1000",
     "replay": "diloco-node replay us-east --json",
-    "export": "diloco-node export state/us-east exported",
+    "export": "diloco-node export us-east exported",
     "log-level": "diloco-node log-level rounds warning us-east",
     "budget show": "diloco-node budget show us-east",
     "budget set": "diloco-node budget set us-east --egress 2Gbit/s --ingress none",
@@ -49,7 +49,7 @@ EXAMPLES: Final = {
     "measure latency": "diloco-node measure latency us-west --load",
     "measure bandwidth": (
         "diloco-node measure bandwidth us-west\n"
-        "diloco-node measure bandwidth us-west --reverse --connections 1,4 --seconds 10"
+        "diloco-node measure bandwidth us-west --reverse --connections 4 --seconds 10"
     ),
     "measure mesh": "diloco-node measure mesh --out mesh.json\ndiloco-node plan --mesh mesh.json",
 }

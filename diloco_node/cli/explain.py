@@ -18,7 +18,7 @@ PAGE: Final = "docs/errors.md"
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class CodeHelp:
     """A code for people.
 
     Attributes:
@@ -33,21 +33,21 @@ class Explanation:
     link: str
 
 
-def explanations() -> dict[str, Explanation]:
+def explanations() -> dict[str, CodeHelp]:
     """Collect the explanations of errors and alerts, by code."""
     return {entry.code: entry for entry in sorted((*_of_errors(), *_of_alerts()), key=lambda entry: entry.code)}
 
 
-def _of_errors() -> Iterator[Explanation]:
+def _of_errors() -> Iterator[CodeHelp]:
     for _, kind in inspect.getmembers(errors, inspect.isclass):
         if issubclass(kind, DilocoError):
             meaning = inspect.getdoc(kind) or kind.__name__
-            yield Explanation(kind.code, meaning, kind.exit_code, kind.remedy, f"{PAGE}#{kind.code.lower()}")
+            yield CodeHelp(kind.code, meaning, kind.exit_code, kind.remedy, f"{PAGE}#{kind.code.lower()}")
 
 
-def _of_alerts() -> Iterator[Explanation]:
+def _of_alerts() -> Iterator[CodeHelp]:
     for kind in ALERT_KINDS:
-        yield Explanation(kind.code, kind.meaning, None, kind.hint, "docs/alerts.md")
+        yield CodeHelp(kind.code, kind.meaning, None, kind.hint, "docs/alerts.md")
 
 
 def explain(
@@ -71,7 +71,7 @@ def explain(
         typer.echo(line)
 
 
-def lines_of(entry: Explanation) -> Iterator[str]:
+def lines_of(entry: CodeHelp) -> Iterator[str]:
     """Lay out the explanation of a code."""
     yield entry.code
     yield f"  what    {entry.meaning}"

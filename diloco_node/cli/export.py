@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from diloco_node import __version__
+from diloco_node.cli.places import run_folder
 from diloco_node.errors import ConfigError
 from diloco_node.state_names import TRAINER_NAME
 
@@ -37,7 +38,10 @@ class ExportType(StrEnum):
 def export(
     *,
     place: Annotated[
-        Path, typer.Argument(metavar="RUN|STATE_DIR", help="The folder of all regions' state, or of one region.")
+        str,
+        typer.Argument(
+            metavar="REGION|STATE-FOLDER", help="A region of run.toml, its state folder, or that of all regions."
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     config: Annotated[
@@ -62,7 +66,7 @@ def export(
     from diloco_node.storage.new_folder import new_folder
 
     _check_out(out, is_forced=force)
-    folder = region_folder(place)
+    folder = region_folder(run_folder(place, None))
     model = read_merged(folder)
     document, source = _model_source(folder, model.manifest, config, base)
     with new_folder(out, is_forced=force) as fresh:
@@ -94,7 +98,7 @@ def _model_source(
     trainer = read_object(folder / TRAINER_NAME).get("model", {}) if (folder / TRAINER_NAME).is_file() else {}
     name = trainer.get("hf")
     if base is None and name and (not Path(name).is_dir() or any(Path(name).glob("*.safetensors"))):
-        source = str(name)
+        source: str | None = str(name)
     else:
         source = None if base is None else str(base)
     if config is not None or base is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco_node.cli.options import ConfigOption, parsed
-from diloco_node.cli.places import RegionArgument, running_folder
+from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError, PeersUnreachable
 
@@ -50,7 +50,7 @@ def set_budget(
     for flag, text in (("--egress", egress), ("--ingress", ingress)):
         if text is not None:
             parsed(flag, text, parse_ceiling_or_none)
-    folder = running_folder(place, config)
+    folder = region_folder(place, config)
     change = {key: value for key, value in (("egress", egress), ("ingress", ingress), ("peer", peer)) if value}
     answer = _order(folder, "budget", change)
     from diloco_node.config.budget_plan import BudgetPlan
@@ -68,7 +68,7 @@ def show_budget(
     """Show what a running region may send and receive, in all and with each peer."""
     from diloco_node.cli.admin_client import ask_in
 
-    folder = running_folder(place, config)
+    folder = region_folder(place, config)
     document = ask_in(folder)
     plan = document.get("budget")
     if not isinstance(plan, dict):
@@ -98,7 +98,7 @@ def lift_quarantine(
     config: ConfigOption = None,
 ) -> None:
     """Readmit a peer that was quarantined after three protocol violations; `status --json` shows who is, and why."""
-    folder = running_folder(place, config)
+    folder = region_folder(place, config)
     is_lifted = bool(_order(folder, "quarantine/lift", {"peer": peer})["lifted"])
     if is_lifted:
         typer.echo(f"{folder.name} readmits {peer}: its strikes are forgotten")
@@ -113,7 +113,7 @@ def start_learner(
     config: ConfigOption = None,
 ) -> None:
     """Start the learner again that was stopped after it crashed again and again; `status` says so."""
-    folder = running_folder(place, config)
+    folder = region_folder(place, config)
     was = str(_order(folder, "learner/start", {})["was"])
     typer.echo(f"{folder.name} starts its learner, which was {was}; `diloco-node status` shows when it trains")
 
@@ -127,7 +127,7 @@ def finish(
     config: ConfigOption = None,
 ) -> None:
     """End the run in all regions. After a last round of each fragment they write final.safetensors and exit 0."""
-    folder = running_folder(place, config)
+    folder = region_folder(place, config)
     _order(folder, "finish", {"reason": reason})
     typer.echo(f"{folder.name} asks the leader to end the run; `diloco-node status` shows how far it is")
 
@@ -142,7 +142,7 @@ def log_level(
     config: ConfigOption = None,
 ) -> None:
     """Change what a running daemon logs. It lasts until the daemon starts again; [log] level in run.toml stays."""
-    folder = running_folder(place, config)
+    folder = region_folder(place, config)
     levels = _order(folder, "log-level", {"part": component, "level": level})["levels"]
     typer.echo(f"{folder.name}: " + ", ".join(f"{name} {level_of}" for name, level_of in levels.items()))
 

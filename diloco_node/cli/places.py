@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from diloco_node.cli.options import load
-from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
+from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
 
 if TYPE_CHECKING:
@@ -77,17 +77,16 @@ def targets_in(place: str) -> list[Target]:
     return [target_in(folder) for folder in folders_with(ADMIN_PORT_NAME, Path(place))]
 
 
-def region_folder(
-    place: str | None, config: Path | None, *, file: str, absent: type[DilocoError] = ConfigError
-) -> Path:
+def region_folder(place: str | None, config: Path | None, *, file: str = ADMIN_PORT_NAME) -> Path:
     """Find the state folder of one region.
 
     Args:
-        place: as the user gave it; None: the only region on this machine. file: lies in the folder of a region that
-            the command can work with.
+        place: as the user gave it; None: the only region on this machine. file: the command needs it in the folder;
+            the default one is there when the region's daemon has run.
 
     Raises:
-        ConfigError: the place is no region, or several. `absent`: no such region has that file here.
+        ConfigError: the place is no region, or several; or no such region has that file here.
+        PeersUnreachable: no such region's daemon has run here.
     """
     folders = [] if place is None else folders_with(file, Path(place))
     if not folders:
@@ -95,20 +94,12 @@ def region_folder(
         candidates = [settings.state_dir(name) for name in (settings.regions if place is None else [place])]
         folders = [folder for folder in candidates if (folder / file).exists()]
         if not folders:
+            absent = PeersUnreachable if file == ADMIN_PORT_NAME else ConfigError
             raise absent(f"no region of run {settings.run.id} has run here: {candidates[0]} holds no {file}")
     if len(folders) > 1:
         names = ", ".join(folder.name for folder in folders)
         raise ConfigError(f"{len(folders)} regions are here ({names}), and this is about one: {CONVENTION}")
     return folders[0].resolve()
-
-
-def running_folder(place: str | None, config: Path | None) -> Path:
-    """Find the state folder of one region whose daemon has run here.
-
-    Raises:
-        ConfigError: the place is no region, or several. PeersUnreachable: it has not run here.
-    """
-    return region_folder(place, config, file=ADMIN_PORT_NAME, absent=PeersUnreachable)
 
 
 def run_folder(place: str | None, config: Path | None) -> Path:

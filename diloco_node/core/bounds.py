@@ -3,8 +3,8 @@
 A bound is as wide as an honest region may ever need, and no wider. Whether a value inside it makes sense now is a
 question of meaning, which the core asks where it uses the field.
 
-A field is looked up by `Class.field`, then by its name, then by the end of its name. One without a bound can't be
-sent or kept: the schema is not built.
+A field is looked up by `Class.field`, then by its name, then by the end of its name. A field without a bound
+can't be sent or kept: the schema is not built.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole
 REGIONS: Final = 64
 FRAGMENTS: Final = 1024
 PIECES: Final = 65_536
-"""Of one fragment: it may hold each of as many tensors as a model may have."""
+"""Tensors of one fragment: it may hold each of as many tensors as a model may have."""
 
 STRIPES: Final = 96
-"""One for each region, and 32 more of a large fragment."""
+"""Stripes of a round: one for each region, and 32 more of a large fragment."""
 
 VERSION_MAX: Final = 1 << 40
 """At ten versions a second of one fragment: 3,500 years. Versions are multiplied and shifted nowhere."""
@@ -28,11 +28,11 @@ STEP_MAX: Final = 1 << 48
 """At a thousand steps a second: 9,000 years."""
 
 TOKENS_MAX: Final = 1 << 56
-"""Of one incarnation: 7e16, a thousand times the tokens of the largest runs. Sums of a run stay below 2^63."""
+"""Tokens of one incarnation: 7e16, a thousand times the tokens of the largest runs. Sums of a run stay below 2^63."""
 
 INCARNATION_MAX: Final = 1 << 40
 INDEX_MAX: Final = 1 << 48
-"""Of entries, terms, messages, ballots and snapshots: each is counted up by one."""
+"""Numbers of entries, terms, messages, ballots and snapshots: each is counted up by one."""
 
 SPAN_NS_MAX: Final = 1 << 56
 """Two years: a process that was stopped for long reports long spans honestly."""
@@ -53,7 +53,7 @@ DIGEST_TEXT_BYTES: Final = 128
 """A digest as hexadecimal text, with room for a longer one."""
 
 PART_BYTES: Final = 16
-"""Of the name of a region's part in a ballot."""
+"""Longest name of a region's part in a ballot."""
 
 RUN_ID_BYTES: Final = 256
 REASON_BYTES: Final = 1024
@@ -65,7 +65,7 @@ REACHED: Final = Whole(-1, VERSION_MAX)
 
 STEP: Final = Whole(0, STEP_MAX)
 SUM: Final = Whole(0, (1 << 63) - 1)
-"""Of steps or tokens of many incarnations."""
+"""Largest sum of steps or tokens of many incarnations."""
 
 TOKENS: Final = Whole(0, TOKENS_MAX)
 NORM: Final = Real(0.0)

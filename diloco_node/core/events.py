@@ -1,9 +1,9 @@
-"""What the shell tells the region core, and what the core tells the shell to do. The whole seam, in one place.
+"""The seam between shell and region core, all in one place: events are facts for the core, effects are its orders.
 
 Events are facts in the past tense; effects are commands. The shell and the simulator carry out the
 same effects. Rules that both keep:
 
-1. One caller at a time. Effects are started in the order of the list.
+1. Call the core from one place at a time. Effects are started in the order of the list.
 2. `PersistLedger` is answered by `LedgerPersisted` with its token when it is fsynced, in the order of the tokens.
    Everything else may take any time and finish in any order.
 3. An effect with an answer is answered exactly once, unless the process dies.
@@ -254,7 +254,7 @@ Event = (
 # fmt: on
 
 DISK_EVENTS: Final = (InitialStateStored, PayloadStored, PayloadNotStored, StateStored, FetchFailed, VersionApplied)
-"""What the disk holds, or what is on its way to it, has changed: entries may wait for that."""
+"""Events that change what the disk holds or is about to hold: entries may wait for that."""
 
 # ==== effects =========================================================================================================
 

@@ -79,12 +79,12 @@ class Genesis:
         fault = run_fault(self._run, body)
         return f"the ledger is of another run: {fault}" if fault else ""
 
-    def committed(self, body: GenesisBody) -> None:
+    def on_commit(self, body: GenesisBody) -> None:
         """Say that the run has begun, or raise an alarm when the ledger is of another one."""
         fault = self.fault(body)
         if fault:
             self._effects.note("genesis", fault, is_alarm=True)
         else:
             is_changed = body.settings_digest != self._run[1]
-            changed = "; settings were changed since it began" if is_changed else ""
-            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun{changed}")
+            note = "; settings were changed since it began" if is_changed else ""
+            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun{note}")

@@ -1,4 +1,4 @@
-"""What regions say to each other in the control lane. Frozen facts; encoding and limits are `wire`'s business.
+"""Messages between regions in the control lane. Frozen facts; encoding and limits are `wire`'s business.
 
 The sender is never in a message: it is what the certificate of the link says. Bulk bytes (stripes, payloads, state)
 travel as transfers with a `BulkHeader` in the bulk lane; the cores see only their headers.
@@ -271,7 +271,7 @@ class FinishRequested:
 class DiscardReported:
     """Region to leader, repeated until they are in the ledger: steps of its learner that no merge will ever include.
 
-    Those of a dead incarnation after its last inclusion, and those that `overwrite` threw away.
+    They are those of a dead incarnation after its last inclusion, or were thrown away by `overwrite`.
     """
 
     bodies: tuple[DiscardedBody, ...]

@@ -27,6 +27,7 @@ from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
 from diloco_node.core.recovery.upkeep import Upkeep
 from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
@@ -86,7 +87,9 @@ class RegionCore:
         self._settings = settings
         fragments = len(manifest.fragments)
         run = (run_id, settings_digest, manifest.digest, self._regions)
+        # Effects of the event at hand: empty between two calls of `handle`.
         self._effects = EffectBuffer(region)
+        # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
         self.history = RoundHistory(fragments)
         base = recovered.base
         if base.index:
@@ -116,8 +119,8 @@ class RegionCore:
             meaning=EntryCheck(run, manifest, summary_entries=settings.summary_entries),
             base=base,
             has_base=self.versions.has_base,
-            base_fault=lambda sent: self._upkeep.base_fault(sent),  # noqa: PLW0108 - made below
-            named_by=lambda sent: named_disks(decode_summary(sent.summary, fragments=fragments)),
+            base_fault=lambda base: self._upkeep.base_fault(base),  # noqa: PLW0108 - made below
+            named_by=lambda base: named_disks(decode_summary(base.summary, fragments=fragments)),
         )
         self.liveness = Liveness(
             region=region,
@@ -126,7 +129,7 @@ class RegionCore:
             effects=self._effects,
             silent_heartbeats=silent_heartbeats,
         )
-        self.leader = RoundLeader(
+        context = RoundContext(
             region=region,
             regions=self._regions,
             manifest=manifest,
@@ -135,15 +138,8 @@ class RegionCore:
             liveness=self.liveness,
             effects=self._effects,
         )
-        self.participant = RoundParticipant(
-            region=region,
-            regions=self._regions,
-            manifest=manifest,
-            settings=settings,
-            history=self.history,
-            versions=self.versions,
-            effects=self._effects,
-        )
+        self.leader = RoundLeader(context)
+        self.participant = RoundParticipant(context, self.versions)
         self._genesis = Genesis(
             run,
             ledger=self.ledger,
@@ -154,7 +150,7 @@ class RegionCore:
             effects=self._effects,
         )
         self._replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
-        self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
+        self._discards = DiscardReporter(context)
         self._upkeep = Upkeep(
             regions=len(self._regions),
             settings=settings,
@@ -165,16 +161,18 @@ class RegionCore:
             genesis_fault=self._genesis.fault,
         )
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
+        # When the next heartbeat goes out, and the time of the last event.
         self._next_beat_ns = now_ns
         self._now_ns = now_ns
+        # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
         self._participation = Participation(self._regions, self.liveness)
         self._participation.restore(self.history.rounds_included)
         self._patience = PayloadPatience(self.participant, settings)
-        self._end = RunEnd(
-            region, history=self.history, versions=self.versions, liveness=self.liveness, effects=self._effects
-        )
+        self._end = RunEnd(context, self.versions)
+        # (term, leader) of the last note about it.
         self._reported_leader = (0, "")
+        # One call for each type of event: an event that is missing here is a KeyError, and a bug.
         self._arrows: dict[type[Any], Callable[[Any, int], None]] = {
             ev.TimerFired: self._timer_fired,
             ev.MessageArrived: self._message_arrived,
@@ -195,7 +193,7 @@ class RegionCore:
             ev.PayloadStored: self._payload_stored,
             ev.PayloadNotStored: lambda event, _: self.participant.payload_not_stored(event.fragment, event.ballot),
             ev.StateStored: self._state_stored,
-            ev.FetchFailed: lambda event, now_ns: self._fetches.failed(
+            ev.FetchFailed: lambda event, now_ns: self._fetches.on_failure(
                 event.peer, event.fragment, event.reason, now_ns=now_ns
             ),
             ev.VersionApplied: self._version_applied,
@@ -203,7 +201,7 @@ class RegionCore:
             ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
-            ev.FinalWritten: lambda _event, _now_ns: self._end.written(),
+            ev.FinalWritten: lambda _event, _now_ns: self._end.on_final_written(),
         }
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
@@ -247,7 +245,7 @@ class RegionCore:
     def incarnation_min(self) -> int:
         """The least number for a new life of this region's learner, whatever lives its folder knows of."""
         region, history = self._region, self.history
-        later = self.ledger.disks.replaced(region, history.account.applied_index)
+        later = self.ledger.disks.replaced(region, history.account.index)
         return incarnation_min(history.incarnation(region), history.replaced.get(region, 0) + later)
 
     @property
@@ -262,7 +260,7 @@ class RegionCore:
 
     def _settle(self, now_ns: int) -> None:
         """Follow every consequence inside this region until nothing more follows."""
-        left = ENTRIES_PER_EVENT
+        budget = ENTRIES_PER_EVENT
         if self._upkeep.follow_base(now_ns=now_ns):
             self._emit(self.ledger.payload_arrived(now_ns=now_ns))
         for _ in range(TURNS_MAX):
@@ -270,10 +268,10 @@ class RegionCore:
                 self._round_message(self._region, self._effects.local.popleft(), now_ns)
                 continue
             is_news = False
-            for entry in self.ledger.take_committed(left):
-                self._committed(entry, now_ns)
+            for entry in self.ledger.take_committed(budget):
+                self._take_entry(entry, now_ns)
                 is_news = True
-                left -= 1
+                budget -= 1
             self._follow_role(now_ns)
             self._genesis.propose()
             self.leader.advance(now_ns=now_ns)
@@ -291,7 +289,7 @@ class RegionCore:
         base = self._upkeep.next_base()
         if base is not None:
             self._emit(self.ledger.compact(base))
-            self._upkeep.compacted()
+            self._upkeep.on_compaction()
         lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
@@ -299,21 +297,21 @@ class RegionCore:
             self._fetches.pump(leader=self.ledger.leader, alive=alive, now_ns=now_ns)
         self._end.pump()
 
-    def _committed(self, entry: Entry, now_ns: int) -> None:
+    def _take_entry(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
         self.history.apply(entry, now_ns=now_ns)
-        self.versions.committed(entry)
-        self._upkeep.committed(entry)
+        self.versions.on_commit(entry)
+        self._upkeep.on_commit(entry)
         if isinstance(body, RoundBody):
             self._participation.count(body)
-            self.participant.committed(body)
+            self.participant.on_commit(body)
             if self.versions.applied[body.fragment] >= body.version:
                 # Recovered from a later state: nothing will be applied, and nobody waits for it.
-                self.participant.applied(body.fragment, self.versions.applied[body.fragment])
+                self.participant.on_apply(body.fragment, self.versions.applied[body.fragment])
                 self.versions.offer(body.fragment)
         elif isinstance(body, GenesisBody):
-            self._genesis.committed(body)
-        self.leader.committed(entry, now_ns=now_ns)
+            self._genesis.on_commit(body)
+        self.leader.on_commit(entry, now_ns=now_ns)
 
     def _propose(self, body: EntryBody, now_ns: int) -> None:
         last_index = self.ledger.last_index
@@ -333,7 +331,7 @@ class RegionCore:
             return
         # Everything that older leaders committed is known and applied to the history now.
         reopen, left_out = self.participant.open_versions(), self.participant.left_out
-        self.leader.begin(ledger.term, reopen, now_ns=now_ns, left_out=left_out, yielded=ledger.offered_by)
+        self.leader.begin(ledger.term, reopen, now_ns=now_ns, left_out=left_out, predecessor=ledger.offered_by)
 
     def _has_payload(self, body: EntryBody) -> bool:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
@@ -385,9 +383,9 @@ class RegionCore:
 
     def _round_message(self, peer: str, message: msg.Message, now_ns: int) -> None:
         if isinstance(message, RoundMessage):
-            self.leader.arrived(peer, message, now_ns=now_ns)
+            self.leader.on_answer(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):
-            self.leader.finish_requested(message.reason)
+            self.leader.request_finish(message.reason)
         elif isinstance(message, msg.BallotOpened):
             if self._is_of_leader(peer, message.ballot.term):
                 self.participant.ballot_opened(peer, message)
@@ -404,8 +402,8 @@ class RegionCore:
             self._effects.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
             return
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
-            self._upkeep.digests.reported(peer, beat.digests)
-            self.leader.status_changed(peer, now_ns=now_ns)
+            self._upkeep.digests.on_report(peer, beat.digests)
+            self.leader.on_status(peer, now_ns=now_ns)
 
     def _link_changed(self, event: ev.LinkChanged, now_ns: int) -> None:
         self.liveness.link_changed(event.peer, is_up=event.is_up)
@@ -422,7 +420,7 @@ class RegionCore:
 
     def _learner_attached(self, event: ev.LearnerAttached, now_ns: int) -> None:
         status = event.status
-        self._discards.attached(status, event.trained_before)
+        self._discards.on_attach(status, event.trained_before)
         self._effects.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
         self.versions.learner_attached(status)
         self._learner_is(status, now_ns)
@@ -436,7 +434,7 @@ class RegionCore:
     def _learner_is(self, status: LearnerStatus | None, now_ns: int) -> None:
         """Pass it to every part of this region, and to the leader at once if a fragment became due."""
         self.liveness.own_learner(status, now_ns=now_ns)
-        self.leader.status_changed(self._region, now_ns=now_ns)
+        self.leader.on_status(self._region, now_ns=now_ns)
         self.participant.learner_changed(status)
         self._discards.learner_changed(status)
         self.versions.learner_changed(status)
@@ -450,16 +448,16 @@ class RegionCore:
 
     def _payload_stored(self, event: ev.PayloadStored, _: int) -> None:
         self.versions.payload_stored(event.fragment, event.version, event.digest)
-        self._fetches.ended(event.fragment, version=event.version, is_state=False)
+        self._fetches.on_end(event.fragment, version=event.version, is_state=False)
         self.participant.payload_stored(event.fragment, event.version, event.digest)
 
     def _state_stored(self, event: ev.StateStored, _: int) -> None:
         self.versions.state_stored(event.fragment, event.version, event.digest)
-        self._fetches.ended(event.fragment, version=event.version, is_state=True)
+        self._fetches.on_end(event.fragment, version=event.version, is_state=True)
 
     def _version_applied(self, event: ev.VersionApplied, _: int) -> None:
         self.versions.version_applied(event.fragment, event.version)
-        self.participant.applied(event.fragment, event.version)
+        self.participant.on_apply(event.fragment, event.version)
 
     def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
         self._end.order(event.reason)

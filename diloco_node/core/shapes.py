@@ -1,4 +1,4 @@
-"""What one field may hold at most: bounds as values, and the checks that are made of them. Pure.
+"""Limits of single fields: bounds as values, and the checks that are made of them. Pure.
 
 A check takes a value and returns it, or raises `OutOfBounds` with what was found. `wire.schema` makes a message's
 checks of them, `core.ledger.entries` those of an entry, so that both refuse the same.
@@ -14,7 +14,7 @@ from sys import float_info
 from typing import Any, Final
 
 REGION_PATTERN: Final = re.compile(r"[a-z0-9-]{1,63}")
-"""What a region may be called: it becomes part of file names, log lines and certificate names."""
+"""The form of a region's name: it becomes part of file names, log lines and certificate names."""
 
 REGION_FIELDS: Final = frozenset(
     {"hears", "leader", "learner", "learners", "members", "peer", "reducer", "region", "regions", "successor"}
@@ -22,7 +22,7 @@ REGION_FIELDS: Final = frozenset(
 """Fields of type `str` or `tuple[str, ...]` with one of these names hold region names, and are checked as such."""
 
 SHOWN_CHARACTERS_MAX: Final = 80
-"""Of a value in an error message."""
+"""Longest text of a value in an error message."""
 
 POWER_MIN: Final = 20
 """From 2^20 on a power of two is shown as one."""
@@ -33,14 +33,14 @@ Check = Callable[[Any], Any]
 class OutOfBounds(Exception):
     """Carries the path of the wrong field upwards; grows at each level, so that a right value pays nothing."""
 
-    def __init__(self, found: str) -> None:
-        super().__init__(found)
-        self.found = found
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.found = text
         self.path = ""
 
-    def within(self, part: str) -> OutOfBounds:
+    def within(self, place: str) -> OutOfBounds:
         """The same, found one level further out."""
-        self.path = part + self.path
+        self.path = place + self.path
         return self
 
 
@@ -114,8 +114,8 @@ class Items:
     is_set: bool = False
 
     def __str__(self) -> str:
-        each = f", each {self.of}" if self.of is not None else ""
-        return f"at most {self.most:,}{' different' if self.is_set else ''}{each}"
+        items = f", each {self.of}" if self.of is not None else ""
+        return f"at most {self.most:,}{' different' if self.is_set else ''}{items}"
 
 
 Bound = Whole | Real | Text | Octets | Items
@@ -127,12 +127,12 @@ Bounds = Mapping[str, Bound]
 def bound_of(bounds: Bounds, class_name: str, field_name: str) -> Bound | None:
     """The bound of a field: by class and name, else by name, else by the end of its name; None: it has none."""
     ending = "*_" + field_name.rpartition("_")[2]
-    found = (bounds.get(key) for key in (f"{class_name}.{field_name}", field_name, ending))
-    return next((bound for bound in found if bound is not None), None)
+    candidates = (bounds.get(key) for key in (f"{class_name}.{field_name}", field_name, ending))
+    return next((bound for bound in candidates if bound is not None), None)
 
 
 def whole_check(bound: Whole) -> Check:
-    """Of an integer. bool is none."""
+    """Return the check of an integer. bool is none."""
     lowest, highest = bound.lowest, bound.highest
 
     def check(value: Any) -> int:
@@ -146,7 +146,7 @@ def whole_check(bound: Whole) -> Check:
 
 
 def real_check(bound: Real) -> Check:
-    """Of a float. NaN is in no range."""
+    """Return the check of a float. NaN is in no range."""
     lowest, highest = bound.lowest, bound.highest
 
     def check(value: Any) -> float:
@@ -160,7 +160,7 @@ def real_check(bound: Real) -> Check:
 
 
 def text_check(bound: Text) -> Check:
-    """Of a string."""
+    """Return the check of a string."""
     bytes_max = bound.bytes_max
 
     def check(value: Any) -> str:
@@ -175,7 +175,7 @@ def text_check(bound: Text) -> Check:
 
 
 def octets_check(bound: Octets) -> Check:
-    """Of bytes."""
+    """Return the check of bytes."""
     lengths, most = bound.lengths, bound.most
 
     def check(value: Any) -> bytes:
@@ -189,14 +189,14 @@ def octets_check(bound: Octets) -> Check:
 
 
 def check_bool(value: Any) -> bool:
-    """Of true and false."""
+    """Check true and false."""
     if type(value) is not bool:
         raise OutOfBounds(f"expected bool, got {type(value).__name__}")
     return value
 
 
 def check_region(value: Any) -> str:
-    """Of a region's name."""
+    """Check a region's name."""
     if type(value) is not str:
         raise OutOfBounds(f"expected str, got {type(value).__name__}")
     if REGION_PATTERN.fullmatch(value) is None:
@@ -204,8 +204,8 @@ def check_region(value: Any) -> str:
     return value
 
 
-def items_check(each: Check, bound: Items, *, container: Any, make: Any) -> Check:
-    """Of an array, which is `container` before and `make(...)` after."""
+def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -> Check:
+    """Return the check of an array, which is `container` before and `make(...)` after."""
     most, is_set = bound.most, bound.is_set
 
     def check(values: Any) -> Any:
@@ -214,21 +214,21 @@ def items_check(each: Check, bound: Items, *, container: Any, make: Any) -> Chec
         if len(values) > most:
             raise OutOfBounds(f"{len(values)} items; the limit is {most}")
         try:
-            checked = make(map(each, values))
+            items = make(map(item_check, values))
         except OutOfBounds:
-            raise _named_item(each, values) from None
-        if is_set and len(set(checked)) != len(checked):
+            raise _named_item(item_check, values) from None
+        if is_set and len(set(items)) != len(items):
             raise OutOfBounds("an item is there twice")
-        return checked
+        return items
 
     return check
 
 
-def _named_item(each: Check, values: Any) -> OutOfBounds:
+def _named_item(item_check: Check, values: Any) -> OutOfBounds:
     """Find the wrong item again, for its index: the right case must not pay for the counting."""
     for index, value in enumerate(values):
         try:
-            each(value)
+            item_check(value)
         except OutOfBounds as error:
             return error.within(f"[{index}]")
     raise AssertionError("an item that was wrong is right now")
@@ -236,20 +236,20 @@ def _named_item(each: Check, values: Any) -> OutOfBounds:
 
 def relations(names: list[str], bounds: list[Bound | None]) -> list[tuple[int, int, int]]:
     """(place, place of the other, least difference) of the fields that are bounded by another one."""
-    found = []
+    pairs = []
     for place, bound in enumerate(bounds):
-        other = (bound.above or bound.since) if isinstance(bound, Whole) else ""
-        if isinstance(bound, Whole) and other:
-            found.append((place, names.index(other), 1 if bound.above else 0))
-    return found
+        neighbour = (bound.above or bound.since) if isinstance(bound, Whole) else ""
+        if isinstance(bound, Whole) and neighbour:
+            pairs.append((place, names.index(neighbour), 1 if bound.above else 0))
+    return pairs
 
 
-def check_relations(names: list[str], values: list[Any], related: list[tuple[int, int, int]]) -> None:
-    """That the fields of one dataclass go together. Raises OutOfBounds: they don't."""
-    for place, other, least in related:
-        if values[place] - values[other] < least:
-            found = f"{show_number(values[place])} with {names[other]} {show_number(values[other])}"
-            raise OutOfBounds(found).within(f".{names[place]}")
+def check_relations(names: list[str], values: list[Any], pairs: list[tuple[int, int, int]]) -> None:
+    """Check that the fields of one dataclass go together. Raises OutOfBounds: they don't."""
+    for place, neighbour, least in pairs:
+        if values[place] - values[neighbour] < least:
+            text = f"{show_number(values[place])} with {names[neighbour]} {show_number(values[neighbour])}"
+            raise OutOfBounds(text).within(f".{names[place]}")
 
 
 def show(value: Any) -> str:

@@ -37,7 +37,7 @@ class MergeRule(StrEnum):
 
 
 class CarryMode(StrEnum):
-    """What a learner does with the steps it made since its snapshot when a new version arrives (design part 5)."""
+    """How a learner treats its steps since its snapshot when a new version arrives."""
 
     CARRY = "carry"
     OVERWRITE = "overwrite"
@@ -45,7 +45,7 @@ class CarryMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Ballot:
-    """One attempt at a round. Unique in a run: one leader per term, one number per attempt of that leader."""
+    """The number of an attempt at a round. It is unique in a run: a term has one leader, which counts its attempts."""
 
     term: int
     number: int
@@ -114,7 +114,7 @@ class FragmentPosition:
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus:
-    """What a region reports of its learner, with every heartbeat.
+    """A region's report of its learner, with every heartbeat.
 
     Attributes:
         incarnation: of the learner.
@@ -143,14 +143,14 @@ class FragmentDigest:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One included learner of a committed round, with what the leader decided about it."""
+    """An included learner of a committed round, with the leader's decision about it."""
 
     contribution: Contribution
     weight: float
 
 
 class EntryKind(StrEnum):
-    """What an entry of the ledger records. `LEADER` is the empty entry a new leader begins its term with."""
+    """The kind of a ledger entry. `LEADER` is the empty entry a new leader begins its term with."""
 
     GENESIS = "genesis"
     LEADER = "leader"
@@ -232,7 +232,7 @@ class FinishedBody:
 
 @dataclass(frozen=True, slots=True)
 class DiskNamedBody:
-    """Which folder of a region counts from this entry on: the view of the run changes, one region at a time.
+    """The folder of a region that counts from this entry on: the view of the run changes, one region at a time.
 
     Attributes:
         disk: the folder's id; empty: none of this region, until a further entry names one.
@@ -269,7 +269,7 @@ EntryBody = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the ledger.
+    """An entry of the ledger.
 
     Attributes:
         index: from 1, without gaps.
@@ -287,7 +287,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LedgerBase:
-    """What a ledger begins with once its first entries are gone: they are summed up.
+    """The beginning of a ledger whose first entries are gone: they are summed up.
 
     Attributes:
         index, term, hash: of the last entry that is summed up; 0, 0 and 32 zero bytes for none.
@@ -305,7 +305,7 @@ NO_BASE: Final = LedgerBase(0, 0, bytes(32), b"")
 
 
 class Direction(StrEnum):
-    """Of traffic, seen from this region."""
+    """Limits of traffic, seen from this region."""
 
     EGRESS = "egress"
     INGRESS = "ingress"
@@ -320,8 +320,8 @@ class RateLimits:
 
     def __str__(self) -> str:
         """In one line; empty without limits."""
-        parts = (("egress", self.egress), ("ingress", self.ingress))
-        return ", ".join(f"{name} {8 * rate:,} bit/s" for name, rate in parts if rate is not None)
+        limits = (("egress", self.egress), ("ingress", self.ingress))
+        return ", ".join(f"{name} {8 * rate:,} bit/s" for name, rate in limits if rate is not None)
 
     def with_rate(self, direction: Direction, rate_bytes_per_s: int | None) -> RateLimits:
         """The same with one of them changed."""
@@ -335,7 +335,7 @@ NO_LIMITS: Final = RateLimits()
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What all regions of a run agree on. The defaults are the design's; `config/` makes it from run.toml.
+    """Settings that all regions of a run agree on. `config/` builds them from run.toml.
 
     Attributes:
         fragments: P. sync_every: H, inner steps between two rounds of one fragment. overlap_steps: tau.
@@ -393,7 +393,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a region's disk held at start.
+    """The content of a region's disk at its start.
 
     Attributes:
         term, voted_for: Raft's hard state; 0 and "" on an empty disk.

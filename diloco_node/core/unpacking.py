@@ -77,15 +77,15 @@ def _unpacked(whole: bytes) -> Any:
 
 
 def check_bounds(data: bytes, *, depth_max: int, values_max: int, items_max: int) -> None:
-    """That `unpack` may unpack this. Arguments and errors as there."""
-    at, values, left = 0, 1, 1
+    """Check that `unpack` may unpack this. Arguments and errors as there."""
+    at, values, values_left = 0, 1, 1
     above: list[int] = []
     size_of, end = _SIZES, len(data)
-    while left or above:
-        if not left:
-            left = above.pop()
+    while values_left or above:
+        if not values_left:
+            values_left = above.pop()
             continue
-        left -= 1
+        values_left -= 1
         if at >= end:
             raise ProtocolViolation(f"cut short: a value is missing after {end} bytes")
         kind = data[at]
@@ -104,8 +104,8 @@ def check_bounds(data: bytes, *, depth_max: int, values_max: int, items_max: int
             if count >= _RUN_MIN and data[at : at + count * _FLOAT64_BYTES : _FLOAT64_BYTES] == _FLOAT64 * count:
                 at += count * _FLOAT64_BYTES
                 count = 0
-            above.append(left)
-            left = count
+            above.append(values_left)
+            values_left = count
     if at != end:
         raise ProtocolViolation(f"{end} bytes where one value takes {at}")
 

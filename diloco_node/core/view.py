@@ -1,4 +1,4 @@
-"""What a region knows and waits for, as frozen values: what `status` and the dashboard show."""
+"""The state of a region as frozen values, for `status` and the dashboard: versions, rounds, peers, waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import Ballot, LearnerStatus, RoundBody
 
 PHASES: Final = ("gather", "reduce", "commit", "apply")
-"""Of a round: contributions are named; merged and on the disks of a majority; in the ledger; applied here."""
+"""Phases of a round: contributions are named; merged and on the disks of a majority; in the ledger; applied here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +129,17 @@ class Participation:
         self._included = dict.fromkeys(regions, 0)
         self._committed = dict.fromkeys(regions, 0)
 
-    def restore(self, included: Mapping[str, int]) -> None:
+    def restore(self, counts: Mapping[str, int]) -> None:
         """Go on from what the ledger's base says; who was live while a learner was left out, it does not say."""
         for name in self._committed:
-            self._included[name] = self._committed[name] = included.get(name, 0)
+            self._included[name] = self._committed[name] = counts.get(name, 0)
 
     def count(self, body: RoundBody) -> None:
         """A round is committed."""
-        included = {member.contribution.learner for member in body.members}
+        members = {member.contribution.learner for member in body.members}
         for name in self._committed:
-            if name in included or self._liveness.learner(name) is not None:
-                self._included[name] += name in included
+            if name in members or self._liveness.learner(name) is not None:
+                self._included[name] += name in members
                 self._committed[name] += 1
 
     def view(self) -> tuple[ParticipationView, ...]:
@@ -171,15 +171,15 @@ def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[Rou
         )
     return tuple(
         RoundView(
-            one.fragment,
-            one.version,
-            one.ballot,
-            one.attempt,
-            one.members,
-            one.reducers,
-            one.opened_at_ns,
-            one.deadline_ns,
-            one.waiting(),
+            round_.fragment,
+            round_.version,
+            round_.ballot,
+            round_.attempt,
+            round_.members,
+            round_.reducers,
+            round_.opened_at_ns,
+            round_.deadline_ns,
+            round_.wait_reason(),
         )
-        for _, one in sorted(leader.rounds.items())
+        for _, round_ in sorted(leader.rounds.items())
     )

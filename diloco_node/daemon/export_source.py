@@ -125,8 +125,8 @@ def _final(folder: Path, manifest: Manifest) -> dict[str, F32]:
         tensors: dict[str, F32] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} can't be read ({error}): take another region's folder") from error
-    shapes = {spec.name: (np.float32, spec.shape) for spec in manifest.tensors}
-    if {name: (values.dtype, values.shape) for name, values in tensors.items()} != shapes:
+    shapes = {spec.name: ("float32", spec.shape) for spec in manifest.tensors}
+    if {name: (str(values.dtype), values.shape) for name, values in tensors.items()} != shapes:
         raise StorageError(f"{path} does not hold the tensors of {MANIFEST_NAME}: one is of another run")
     return tensors
 

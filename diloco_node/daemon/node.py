@@ -128,7 +128,7 @@ class Node:
             now_ns=now_ns,
         )
         self.measure = MeasureCommand(
-            spec.region, measuring.peers, lambda _peers, _connections: measuring.linked(), self._limit_to
+            spec.region, measuring.peers, lambda _peers, _connections: measuring.own_links(), self._limit_to
         ).run
         self.effects = build_effects(
             region=spec.region,

@@ -105,7 +105,7 @@ class BudgetWatch:
         """
         if view.learner is None or view.is_ending or view.finished:
             return None  # nothing is due; what was said last stays in the status, and in the report
-        self._pace.reported(view.learner.step, view.rounds_committed)
+        self._pace.report(view.learner.step, view.rounds_committed)
         self.text = self._warning(view, budget) if self._pace.is_late else ""
         about = (budget["egress_bytes_per_s"], budget["ingress_bytes_per_s"]) if self.text else None
         if about == self._noted:

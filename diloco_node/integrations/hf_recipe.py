@@ -14,7 +14,8 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace as Settings
@@ -77,7 +78,7 @@ def training_arguments(settings: Settings) -> transformers.TrainingArguments:
     }
     words = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
     parser = transformers.HfArgumentParser(transformers.TrainingArguments, allow_abbrev=False)
-    parser.error = _refuse_arguments  # type: ignore[method-assign]
+    parser.error = _refuse_arguments
     try:
         arguments, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     except (ValueError, TypeError, ImportError, OSError) as error:
@@ -214,8 +215,7 @@ class RecipeTrainer(transformers.Trainer):  # type: ignore[misc]
         """Make the schedule as long as the run; it asks for the run's step instead of counting its own."""
         schedule = super().create_scheduler(self._run_steps, optimizer)
         if isinstance(schedule, LambdaLR):
-            at = self._callback.run_step
-            schedule.lr_lambdas = [lambda count, factor=factor: factor(at(count)) for factor in schedule.lr_lambdas]
+            schedule.lr_lambdas = [partial(self._callback.run_factor, factor) for factor in schedule.lr_lambdas]
         return schedule
 
 
@@ -226,9 +226,9 @@ class RecipeCallback(DilocoCallback):
         super().__init__(**options)
         self._blocks = blocks
 
-    def run_step(self, count: int) -> int:
-        """Where the run is, in steps; before it is joined, how many this process has made."""
-        return count if self.diloco is None else self.diloco.global_step
+    def run_factor(self, factor: Callable[[int], float], count: int) -> float:
+        """Part of the peak learning rate at the run's step; before it is joined, after `count` steps."""
+        return factor(count if self.diloco is None else self.diloco.global_step)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Join, and begin at the learning rate of the run's step."""

@@ -379,7 +379,7 @@ class LearnerFragments:
         self.tensors.held(owned, new, self._base[index])
         self.positions[index] = position_after(
             position,
-            included=None if taken is None else (taken.facts.step, taken.facts.tokens),
+            inclusion=None if taken is None else (taken.facts.step, taken.facts.tokens),
             step=self.step,
             tokens=self.tokens,
             version=version,
@@ -425,7 +425,7 @@ class LearnerFragments:
         since = self.step - (position.included_step if taken is None else taken.facts.step)
         plan = carry_plan(
             self.settings.carry,
-            included=taken is not None,
+            is_included=taken is not None,
             versions_missed=version - (position.base_version if taken is None else taken.facts.version),
             steps_since_inclusion=since,
             carry_steps_limit=self.settings.carry_steps_limit,

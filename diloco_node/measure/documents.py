@@ -25,7 +25,7 @@ def forget(_: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FlowCase:
-    """One test of `measure bandwidth`.
+    """A test of `measure bandwidth`.
 
     Attributes:
         source, target: regions. body: "random" or "int4".
@@ -44,7 +44,7 @@ class FlowCase:
 
 
 def latency_document(load: str, latency_result: LatencyMeasured) -> dict[str, Any]:
-    """One row: `load` is "none", "out" or "in"."""
+    """A row of the table: `load` is "none", "out" or "in"."""
     latency = latency_result.latency
     least = latency_result.tcp_rtt_min_ns
     return {
@@ -62,7 +62,7 @@ def latency_document(load: str, latency_result: LatencyMeasured) -> dict[str, An
 
 
 def flow_document(case: FlowCase, flow: FlowMeasured) -> dict[str, Any]:
-    """One test; rates are payload bytes per second at the receiver."""
+    """A test; rates are payload bytes per second at the receiver."""
     arrival, sending = flow.received, flow.sent
     is_known = sending.sent_bytes >= 0
     cpu = {"sender": (sending.cpu_ns, sending.cpu_span_ns), "receiver": (arrival.cpu_ns, arrival.cpu_span_ns)}
@@ -87,7 +87,7 @@ def failure_document(case: FlowCase, error: DilocoError) -> dict[str, Any]:
 
 
 def pair_document(pair: Pair, link: LinkMeasured) -> dict[str, Any]:
-    """One way between two regions, as `plan --mesh` reads it, and what else is known."""
+    """A way between two regions, as `plan --mesh` reads it, with further numbers."""
     is_known = link.sent_bytes > 0
     return {
         "from": pair[0],

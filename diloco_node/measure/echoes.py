@@ -53,8 +53,8 @@ class Echoes:
         """The first and the last."""
         self._arrived = asyncio.Event()
 
-    def received(self, answer: EchoReply, *, now_ns: int) -> None:
-        """One came back."""
+    def take(self, answer: EchoReply, *, now_ns: int) -> None:
+        """Take an echo that came back."""
         if answer.sequence in self.sent_ns and answer.sequence not in self.back_ns:
             self.back_ns[answer.sequence] = now_ns
             self.answers[1:] = [answer]
@@ -79,17 +79,17 @@ class EchoProbe:
         self._echoes: Echoes | None = None
         self._sequence = secrets.randbits(32)
 
-    def requested(self, peer: str, message: EchoRequest) -> None:
+    def answer_request(self, peer: str, message: EchoRequest) -> None:
         """A peer requests an echo."""
         if self._gate.may_echo(peer, now_ns=self._now_ns()):
             tcp = self._transport.tcp(peer)
             counters = (-1, -1) if tcp is None else (tcp.sent_bytes, tcp.retransmitted_bytes)
             self._transport.send(peer, EchoReply(message.sequence, *counters))
 
-    def answered(self, peer: str, message: EchoReply) -> None:
+    def take_reply(self, peer: str, message: EchoReply) -> None:
         """An echo came back; those that nobody waits for are nothing."""
         if self._echoes is not None and self._echoes.peer == peer:
-            self._echoes.received(message, now_ns=self._now_ns())
+            self._echoes.take(message, now_ns=self._now_ns())
 
     async def measure(self, peer: str, span_s: float, *, load: asyncio.Task[Any] | None = None) -> LatencyMeasured:
         """Send echoes for so long, or until the load ends. Raises LinkLost: none came back."""

@@ -22,7 +22,7 @@ from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.envelope import LinkRole
 
-DIAL_S: Final = 5.0
+NAME_LOOKUP_S: Final = 5.0
 LINK_S: Final = 15.0
 """A link has come up by then, with all of its connections."""
 
@@ -131,7 +131,7 @@ class Dialer:
 
     @contextlib.asynccontextmanager
     async def __call__(self, peers: tuple[str, ...], connections: int) -> AsyncIterator[Measuring]:
-        """See `Linked`. Of several peers some may lack a link: the measurement says why."""
+        """See `Linked`. Some of several peers may lack a link: the measurement says why."""
         where = {peer: self._addresses.get(peer) for peer in peers}
         if len(peers) == 1 and where[peers[0]] is None:
             raise PeersUnreachable(f"{self._identity.region} has no address of {peers[0]} in run.toml")
@@ -143,7 +143,7 @@ class Dialer:
                     continue
                 error = await _link_up(measuring, peer, connections)
                 if error and len(peers) == 1:
-                    raise _explained(error)
+                    raise _explain(error)
             yield measuring
 
 
@@ -161,7 +161,7 @@ async def _link_up(end: Measuring, peer: str, connections: int) -> str:
     return f"{peer}: {status.connections} of {connections} connections in {LINK_S:.0f} s"
 
 
-def _explained(error: str) -> DilocoError:
+def _explain(error: str) -> DilocoError:
     if "superseded" not in error and "certificate" in error:
         return IdentityError(f"{error}; both must be of the same `diloco-node certs init`")
     if "training daemon" in error or "protocol_version" in error:
@@ -170,7 +170,7 @@ def _explained(error: str) -> DilocoError:
 
 
 async def region_at(address: str, folder: Path) -> str:
-    """Which region of our run answers at an address, as its certificate says.
+    """Return the region of our run that answers at an address, as its certificate says.
 
     Args:
         folder: ours, with `ca.pem`, `node.pem`, `node.key`.
@@ -185,7 +185,7 @@ async def region_at(address: str, folder: Path) -> str:
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
     try:
-        async with asyncio.timeout(DIAL_S):
+        async with asyncio.timeout(NAME_LOOKUP_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context, server_hostname="")
     except ssl.SSLCertVerificationError as error:
         raise IdentityError(

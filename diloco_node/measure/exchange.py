@@ -16,14 +16,14 @@ ANSWERS_MAX: Final = 8
 
 
 class Exchange:
-    """What a peer answers to one request of ours."""
+    """A peer's answers to one request of ours."""
 
     def __init__(self, peer: str, measurement: int) -> None:
         self.peer = peer
         self.measurement = measurement
         self._answers: asyncio.Queue[MeasureMessage | DilocoError] = asyncio.Queue(ANSWERS_MAX)
 
-    def received(self, message: MeasureMessage) -> None:
+    def take(self, message: MeasureMessage) -> None:
         """The peer answered. Raises ProtocolViolation: more than was requested."""
         try:
             self._answers.put_nowait(message)
@@ -53,12 +53,12 @@ class Exchange:
 
 
 def printable(text: str) -> str:
-    """What a peer says in its own words, for a terminal: on one line, and without what a terminal would obey."""
+    """Make a peer's own words safe for a terminal: one line, without control characters."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 @contextlib.asynccontextmanager
-async def ended(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
+async def ending(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
     """Tasks that are over when this is."""
     try:
         yield

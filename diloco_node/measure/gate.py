@@ -1,4 +1,4 @@
-"""What a measuring end agrees to: one measurement at a time, and bounded work for the peers that ask. Pure."""
+"""Limits of a measuring end: one measurement at a time, and bounded work for the peers that ask. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diloco_node.wire.measure_messages import BODY_BYTES_MAX, PROBE_BYTES_MIN
 
 REQUEST_BYTES_SAVED_MAX: Final = 96 * 2**30
 REQUEST_BYTES_PER_S: Final = 16 * 2**20
-"""What one peer may have a daemon measure: 96 GiB at once, 134 Mbit/s in the long run."""
+"""Limit of what one peer may have a daemon measure: 96 GiB at once, 134 Mbit/s in the long run."""
 
 ECHOES_SAVED_MAX: Final = 400
 ECHOES_PER_S: Final = 200
@@ -33,7 +33,7 @@ class _Admitted:
 
 
 class MeasuringGate:
-    """One measurement at a time; for peers that ask only so many bytes over time.
+    """Admits one measurement at a time, and to each peer that asks only so many bytes over time.
 
     Args:
         peers: their names.
@@ -77,7 +77,7 @@ class MeasuringGate:
             self._bytes[running.requester].refund(max(0, running.bytes_max - used_bytes))
 
     def describe(self, *, now_ns: int) -> str:
-        """What is going on, for people; empty when nothing is."""
+        """Describe the running measurement, for people; empty when there is none."""
         if self._running is None:
             return ""
         by = f"asked by {self._running.requester}, " if self._running.requester is not None else ""
@@ -89,7 +89,7 @@ class MeasuringGate:
 
 
 class ProbesExpected:
-    """Which probes of one peer are welcome: those of a measurement that was agreed to, and not more than agreed."""
+    """The probes of one peer that are welcome: those of a measurement that was agreed to, up to its bytes."""
 
     def __init__(self) -> None:
         self._left: dict[int, int] = {}

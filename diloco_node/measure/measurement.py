@@ -1,4 +1,4 @@
-"""What an operator requests to measure, and the document that comes of it.
+"""An operator's request to measure, and the document that comes of it.
 
 A running daemon carries it out on the links that it has (`POST /api/v1/measure`), the command line itself on links that
 it makes for each test (`measure.ends`). The documents are the same; a daemon's say "through": "daemon".
@@ -36,12 +36,12 @@ KEYS: Final = frozenset({"what", "peer", "seconds", "warm_up_seconds", "bytes_ma
 
 OnProgress = Callable[[str], None]
 Limits = Callable[[str], tuple[int | None, str]]
-"""What limits sending to a peer now: wire bytes per second (None: nothing), and by what."""
+"""Called with a peer: the limit of sending to it now, in wire bytes per second (None: none), and its origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureRequest:
-    """What an operator requested.
+    """An operator's request.
 
     Attributes:
         what: "latency", "bandwidth" or "mesh". peer: empty for a mesh.

@@ -1,4 +1,4 @@
-"""One measuring end: measures the links of a transport, and answers the requests of peers.
+"""A measuring end: measures the links of a transport, and answers the requests of peers.
 
 A daemon has one beside its core, on the links that its rounds use; `measure serve` and the command line have one on
 links of their own (`measure.ends`). It registers with the transport for its messages and probes. Nothing here touches
@@ -24,8 +24,6 @@ from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage, ProbeHeader
-
-RTT_PROBE_S: Final = 0.5
 
 KINDS: Final = frozenset((*get_args(MeasureMessage), *get_args(ProbeHeader)))
 """Messages and headers of transfers that are for measuring."""
@@ -81,7 +79,7 @@ class Measuring:
         transport.register(self, KINDS)
 
     @contextlib.asynccontextmanager
-    async def linked(self) -> AsyncIterator[Measuring]:
+    async def own_links(self) -> AsyncIterator[Measuring]:
         """This end with the links that it has, as a `Linked` gives it."""
         yield self
 
@@ -97,29 +95,29 @@ class Measuring:
         """
         match message:
             case msg.EchoRequest():
-                self._echoes.requested(peer, message)
+                self._echoes.answer_request(peer, message)
             case msg.EchoReply():
-                self._echoes.answered(peer, message)
+                self._echoes.take_reply(peer, message)
             case msg.MeasurementRequested() | msg.LinkTestRequested():
                 self._responder.begin(peer, message)
             case msg.MeasurementStopped():
                 self._responder.stop(peer, message.measurement)
             case _:
-                self._requester.received(peer, message.measurement, message)
+                self._requester.take_answer(peer, message.measurement, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
-        """What went on over a link that is down is over."""
+        """End the measurements over a link that is down."""
         if not is_up:
             self._requester.link_lost(peer)
             self._responder.link_lost(peer)
 
     def transfer_opened(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
         """Where probes go. Raises ProtocolViolation for those nobody agreed to."""
-        return self._receivers.opened(peer, header, raw_bytes)
+        return self._receivers.open_transfer(peer, header, raw_bytes)
 
     def transfer_closed(self, peer: str, header: ProbeHeader, buffer: memoryview, *, is_whole: bool) -> None:
         """Probes arrived, or broke off."""
-        self._receivers.closed(peer, header, buffer.nbytes, is_whole=is_whole)
+        self._receivers.close_transfer(peer, header, buffer.nbytes, is_whole=is_whole)
 
     def address(self, peer: str) -> str | None:
         """Where we would dial a peer; None if only it can dial us."""
@@ -190,11 +188,11 @@ class Measuring:
 
     async def times(self, peer: str, span_ns: int, warm_ns: int | None) -> tuple[FlowTimes, int]:
         """How long flows to a peer are to be, and the round trip (ns) that this was taken from."""
-        rtt_ns = (await self.latency(peer, RTT_PROBE_S)).latency.p50_ns
+        rtt_ns = (await self.latency(peer, 0.5)).latency.p50_ns
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
     async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
-        """One way between here and a peer: round trips, and a flow.
+        """Measure one way between here and a peer: round trips, and a flow.
 
         Args:
             request: its times; the region in it does not matter. is_sending: the flow goes from here to the peer.

@@ -52,9 +52,6 @@ START_S: Final = 10.0
 LATE_S: Final = 10.0
 """The receiver waits so long for the first bytes, and for the last after their time: rounds go before them."""
 
-WARM_UP_RTTS: Final = 25
-WARM_UP_NS_LEAST: Final = NS_PER_S
-WARM_UP_NS_MOST: Final = 5 * NS_PER_S
 
 _BLOCK_VALUES: Final = 256
 _INT4_MAX: Final = 7
@@ -76,7 +73,7 @@ class FlowTimes:
 
 def warm_up_ns(rtt_ns: int) -> int:
     """How long until a flow is at full speed: 25 round trips, 1 to 5 s. Slow start takes 11 of them to 25 MB."""
-    return min(max(WARM_UP_RTTS * rtt_ns, WARM_UP_NS_LEAST), WARM_UP_NS_MOST)
+    return min(max(25 * rtt_ns, NS_PER_S), 5 * NS_PER_S)
 
 
 async def make_body(executor: Executor, *, is_compressible: bool) -> memoryview:
@@ -101,12 +98,12 @@ def _int4_body() -> bytes:
 
 
 def booked_bytes(transport: GrpcTransport, peer: str) -> int:
-    """What the budget has booked in the measurement lane to a peer until now."""
+    """Return what the budget has booked in the measurement lane to a peer until now."""
     return int(transport.budget_status()["peers"][peer]["lanes"]["measurement"]["used_bytes"])
 
 
 class Bulk(Protocol):
-    """What a sender needs of `GrpcTransport`, which carries its probes."""
+    """The part of `GrpcTransport` that a sender of probes needs."""
 
     async def transfer(self, peer: str, header: ProbeHeader, body: memoryview) -> None:
         """Stream a body; raises LinkLost."""
@@ -117,7 +114,7 @@ class Bulk(Protocol):
         ...
 
     async def tcp_now(self, peer: str) -> TcpCounters | None:
-        """What TCP did there."""
+        """Return TCP's counters of the link to a peer."""
         ...
 
 
@@ -233,7 +230,7 @@ class ProbeSender:
 
 
 class ProbeReceiver:
-    """Counts the probes of one measurement as they arrive. `run` once; `opened` and `closed` from the transport.
+    """Counts the probes of one measurement as they arrive. `run` once.
 
     Args:
         request: how much, how long. now_ns: monotonic.
@@ -253,7 +250,7 @@ class ProbeReceiver:
         """Raw bytes that arrived."""
         return self._marks[-1][1] if self._marks else 0
 
-    def opened(self, raw_bytes: int) -> memoryview:
+    def open_transfer(self, raw_bytes: int) -> memoryview:
         """A transfer begins, after the one before has ended: where its bytes go, over and over."""
         self._begin()
         if self._buffer is None or self._buffer.nbytes < raw_bytes:
@@ -265,7 +262,7 @@ class ProbeReceiver:
             self._marks.append((self._now_ns(), 0))
             self._begun.set()
 
-    def closed(self, raw_bytes: int) -> None:
+    def close_transfer(self, raw_bytes: int) -> None:
         """A transfer has arrived whole; it may have begun before this receiver was there."""
         self._begin()
         at_ns, total = self._now_ns(), self._marks[-1][1] + raw_bytes
@@ -299,7 +296,7 @@ class ProbeReceiver:
         await _is_set_within(self._enough, left_s + LATE_S)
         if self.used_bytes == 0:
             raise LinkLost("nothing arrived whole: rounds and recovery go before a measurement")
-        start_ns, span_ns = self._counted()
+        start_ns, span_ns = self._counted_span()
         rates = goodput(self._marks, start_ns=start_ns, span_ns=span_ns)
         start, now = cpu[-1], self._cpu_now()
         return MeasurementReceived(
@@ -313,7 +310,7 @@ class ProbeReceiver:
             max(1, now[1] - start[1]),
         )
 
-    def _counted(self) -> tuple[int, int]:
+    def _counted_span(self) -> tuple[int, int]:
         """Where what counts begins, and how long it is. Bytes used up too early: the second half of the time."""
         first_ns, last_ns = self._marks[0][0], self._marks[-1][0]
         end_ns = min(last_ns, self._end_ns) if self.used_bytes >= self._request.bytes_max else self._end_ns
@@ -355,14 +352,14 @@ class ProbeReceivers:
         finally:
             del self._receivers[key]
 
-    def opened(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
+    def open_transfer(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
         """Where probes go; None for those that come late. Raises ProtocolViolation for those nobody agreed to."""
         self._expected[peer].arrive(header.measurement, raw_bytes)
         receiver = self._receivers.get((peer, header.measurement))
-        return None if receiver is None else receiver.opened(raw_bytes)
+        return None if receiver is None else receiver.open_transfer(raw_bytes)
 
-    def closed(self, peer: str, header: ProbeHeader, raw_bytes: int, *, is_whole: bool) -> None:
+    def close_transfer(self, peer: str, header: ProbeHeader, raw_bytes: int, *, is_whole: bool) -> None:
         """Probes arrived, or broke off."""
         receiver = self._receivers.get((peer, header.measurement))
         if receiver is not None and is_whole:
-            receiver.closed(raw_bytes)
+            receiver.close_transfer(raw_bytes)

@@ -1,4 +1,4 @@
-"""What this end requests peers to measure: flows from here or to here, and links from there to a third region."""
+"""Requests to peers to measure: flows from here or to here, and links from there to a third region."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from diloco_node.errors import LinkLost
-from diloco_node.measure.exchange import Exchange, ended
+from diloco_node.measure.exchange import Exchange, ending
 from diloco_node.measure.probes import (
     LATE_S,
     SENDER_GRACE_S,
@@ -29,7 +29,7 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage
 
-ANSWER_S: Final = 10.0
+REPLY_S: Final = 10.0
 BODY_MADE_S: Final = 10.0
 """A busy machine takes so long to make what is sent."""
 
@@ -39,7 +39,7 @@ REASON_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class FlowRequest:
-    """One flow between here and a peer; see `MeasurementRequested`. `is_sending`: from here to there."""
+    """A flow between here and a peer; see `MeasurementRequested`. `is_sending`: from here to there."""
 
     peer: str
     is_sending: bool
@@ -50,7 +50,7 @@ class FlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class FlowMeasured:
-    """What both ends found. `used_bytes`: that flowed, the warm-up included."""
+    """The results of both ends. `used_bytes`: that flowed, the warm-up included."""
 
     received: msg.MeasurementReceived
     sent: msg.MeasurementSent
@@ -82,11 +82,11 @@ class MeasurementRequester:
         finally:
             del self._exchanges[peer, measurement]
 
-    def received(self, peer: str, measurement: int, message: MeasureMessage) -> None:
+    def take_answer(self, peer: str, measurement: int, message: MeasureMessage) -> None:
         """A peer answered. Raises ProtocolViolation: more answers than were requested."""
         exchange = self._exchanges.get((peer, measurement))
         if exchange is not None:  # else it is late: nobody waits any more
-            exchange.received(message)
+            exchange.take(message)
 
     def link_lost(self, peer: str) -> None:
         """The link is down: exchanges over it are over."""
@@ -97,7 +97,7 @@ class MeasurementRequester:
     async def remote_link(self, source: str, request: msg.LinkTestRequested) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises PeerError."""
         measured_s = (request.probes_ns + msg.WARM_UP_NS_MAX + request.span_ns) / NS_PER_S
-        limit_s = measured_s + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S
+        limit_s = measured_s + START_S + LATE_S + SENDER_GRACE_S + 2 * REPLY_S
         async with self._exchange(source, request.measurement) as exchange:
             self._transport.send(source, request)
             return await exchange.answer(msg.LinkMeasured, limit_s)
@@ -113,7 +113,7 @@ class MeasurementRequester:
             times.span_ns,
             flow.bytes_max,
         )
-        limit_s = times.total_s + START_S + LATE_S + ANSWER_S
+        limit_s = times.total_s + START_S + LATE_S + REPLY_S
         async with contextlib.AsyncExitStack() as stack:
             exchange = await stack.enter_async_context(self._exchange(peer, request.measurement))
             if flow.is_sending:
@@ -127,12 +127,12 @@ class MeasurementRequester:
 
     async def _until_ready(self, exchange: Exchange, request: msg.MeasurementRequested) -> None:
         self._transport.send(exchange.peer, request)
-        await exchange.answer(msg.MeasurementReady, ANSWER_S + BODY_MADE_S)
+        await exchange.answer(msg.MeasurementReady, REPLY_S + BODY_MADE_S)
 
     async def _out(self, exchange: Exchange, sender: ProbeSender, limit_s: float) -> FlowMeasured:
         sending = asyncio.create_task(sender.run(), name=f"measurement to {exchange.peer}")
         report = asyncio.create_task(exchange.answer(msg.MeasurementReceived, limit_s))
-        async with ended(sending, report):
+        async with ending(sending, report):
             await asyncio.wait([sending, report], return_when=asyncio.FIRST_COMPLETED)
             if not report.done():
                 await asyncio.wait([report], timeout=REASON_S)
@@ -146,7 +146,7 @@ class MeasurementRequester:
         peer, measurement = exchange.peer, exchange.measurement
         receiving = asyncio.create_task(receiver.run(), name=f"measurement from {peer}")
         report = asyncio.create_task(exchange.answer(msg.MeasurementSent, limit_s))
-        async with ended(receiving, report):
+        async with ending(receiving, report):
             await asyncio.wait([receiving, report], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
                 report.result()  # the sender has failed, and says why

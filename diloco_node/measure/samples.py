@@ -68,7 +68,7 @@ class Latency:
 
 
 def summarise_rtts(rtts_ns: Sequence[int], *, lost_count: int) -> Latency:
-    """What to tell about probes.
+    """Summarise round trips.
 
     Args:
         rtts_ns: of those answered, in the order they were sent; at least one.

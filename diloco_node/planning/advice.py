@@ -1,4 +1,4 @@
-"""Which single change makes a schedule fit its links, and the line that a running node says about it."""
+"""Single changes that make a schedule fit its links, and the line that a running node says about them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BITS: Final = {Codec.INT4: 4, Codec.INT8: 8, Codec.BF16: 16, Codec.FP32: 32}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One way to make it fit, with everything else as it is.
+    """A change that makes it fit, with everything else as it is.
 
     Attributes:
         settings: what to set, as (key, value): ("rounds.sync_every", "27"), ("budget", "2.5Gbit/s").
@@ -195,15 +195,15 @@ def _faster_links(plan: Plan) -> Change | None:
 
 def _more_rounds(plan: Plan) -> Change | None:
     now = plan.workload.settings.rounds_in_flight_max
-    steps = _least(
+    rounds = _least(
         lambda count: fits(with_settings(plan.workload, rounds_in_flight_max=count), plan.network),
         low=now + 1,
         high=min(ROUNDS_IN_FLIGHT_LIMIT, len(plan.workload.fragments)),
     )
-    if steps is None:
+    if rounds is None:
         return None
-    text = f"{steps} rounds open at once instead of {now}, so that one transfers while others wait"
-    return Change((("rounds.rounds_in_flight_max", str(steps)),), text, Fraction(steps, now))
+    text = f"{rounds} rounds open at once instead of {now}, so that one transfers while others wait"
+    return Change((("rounds.rounds_in_flight_max", str(rounds)),), text, Fraction(rounds, now))
 
 
 def _fewer_fragments(plan: Plan) -> Change | None:
@@ -229,7 +229,7 @@ def _least(is_enough: Callable[[int], bool], *, low: int, high: int) -> int | No
 
 
 def verdict(plan: Plan) -> str:
-    """One line: does it fit, by how much, and what decides."""
+    """Sum up in a line: does it fit, by how much, and what decides."""
     if not plan.fits:
         rate = "" if plan.network.has_limits else ", whatever the rate"
         return (
@@ -288,7 +288,7 @@ def budget_warning(
     ingress_bytes_per_s: int | None,
     overhead: Fraction = OVERHEAD,
 ) -> str:
-    """What a running node says when it can't keep its schedule within its budget; "" when it can.
+    """Warn when a running node can't keep its schedule within its budget; "" when it can.
 
     Args:
         fragments: sizes of the model's fragments, `planning.sizes.fragment_sizes`.
@@ -301,7 +301,7 @@ def budget_warning(
         overhead: as learnt from the kernel's counters, a part of the payload.
 
     Returns:
-        One line with what is needed, what there is, what happens, and each single change that would fit.
+        The line has what is needed, what there is, what happens, and each single change that would fit.
     """
     if step_time_ns <= 0 or not fragments or len(regions) < 2:
         return ""

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Final
 
 WINDOW_CYCLES: Final = 4
-"""What is looked at: so many times H of the last steps."""
+"""The window: so many times H of the last steps."""
 
 MARKS_MAX: Final = 4096
 """More often than this in a window nobody reports; the oldest are forgotten."""
@@ -28,8 +28,9 @@ class MergePace:
         self._sync_every = sync_every
         self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS_MAX)  # (steps, rounds), both never falling
 
-    def reported(self, steps: int, rounds: int) -> None:
-        """What a learner has done and the ledger holds now. Less than before is another learner: it begins anew."""
+    def report(self, steps: int, rounds: int) -> None:
+        """Take what a learner has done and the ledger holds now. Less than before is another learner: it begins
+        anew."""
         if self._marks and (steps < self._marks[-1][0] or rounds < self._marks[-1][1]):
             self._marks.clear()
         self._marks.append((steps, rounds))

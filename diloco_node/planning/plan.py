@@ -1,4 +1,4 @@
-"""What a schedule needs of the links, and whether they can keep it.
+"""Needs of a schedule, and whether the links can keep it.
 
 In a round every region sends its contribution, stripe by stripe, to the reducers, and gets every merged stripe. With M
 regions and equal stripes, each link carries 1/M of a contribution and 1/M of the merged fragment, and each region sends
@@ -27,7 +27,7 @@ from diloco_node.core.types import Codec, RunSettings
 from diloco_node.numeric import NS_PER_S
 
 ONE_WAY_DELAYS: Final = 8
-"""Of a round, from due to commit: ballot, contribution, held, decision, merged, held, append, commit."""
+"""Messages of a round, from due to commit: ballot, contribution, held, decision, merged, held, append, commit."""
 
 BOUNDARIES_HALF_STEPS: Final = 2
 """Two waits for a step boundary, before the snapshot and before the apply, each half a step on average."""
@@ -48,7 +48,7 @@ LEARNER_CHECKPOINTS_KEPT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class FragmentSize:
-    """One fragment.
+    """A fragment.
 
     Attributes:
         values: float32 values in it.
@@ -61,7 +61,7 @@ class FragmentSize:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be trained, and how often it is merged.
+    """The model to train, and how often it is merged.
 
     Attributes:
         fragments: by index; their number is P, whatever `settings.fragments` says.
@@ -111,7 +111,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What the links allow, in wire bytes per second. What is not named has no limit.
+    """Limits of the links, in wire bytes per second. A link that is not named has none.
 
     Attributes:
         rtt_ns: round trip between the two regions that are farthest apart: a round waits for the slowest.
@@ -151,7 +151,7 @@ class Network:
 
 
 class FlowKind(StrEnum):
-    """What a flow passes through."""
+    """The part of the network that a flow passes through."""
 
     EGRESS = "egress"
     INGRESS = "ingress"
@@ -194,7 +194,7 @@ class Flow:
 
 
 def list_flows(workload: Workload, network: Network) -> tuple[Flow, ...]:
-    """Egress and ingress of every region, then every link, in order of names. One region alone has no traffic."""
+    """Egress and ingress of every region, then every link, in order of names. A region alone has no traffic."""
     settings = workload.settings
     regions = sorted(workload.regions)
     count, peers = len(regions), len(regions) - 1
@@ -266,7 +266,7 @@ class CycleNeed:
 
 
 def cycle_need(workload: Workload, network: Network, flows: Sequence[Flow]) -> CycleNeed:
-    """What a cycle takes at least; does not depend on H.
+    """Return what a cycle takes at least; it does not depend on H.
 
     Args:
         flows: `list_flows` of the same two.

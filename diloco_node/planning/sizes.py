@@ -9,7 +9,7 @@ from diloco_node.planning.plan import FragmentSize
 
 
 def fragment_sizes(manifest: Manifest) -> tuple[FragmentSize, ...]:
-    """What each fragment of a model takes, to the byte, by fragment index; zstd is not counted."""
+    """The size of each fragment of a model, to the byte, by fragment index; zstd is not counted."""
     return tuple(_size(fragment.piece_sizes) for fragment in manifest.fragments)
 
 

@@ -1,1 +1,1 @@
-"""What lies in a region's state folder: ledger, payloads, parameters, counters; all of it survives a power cut."""
+"""Files of a region's state folder: ledger, payloads, parameters, counters; all of it survives a power cut."""

@@ -1,8 +1,8 @@
 """`disk.id`: the random id of a state folder, by which the ledger knows whether it is still the one that it was.
 
 The id is written last, when vote and ledger are there, and taken away first, before one of them is: a folder with an id
-has all that it ever acknowledged. One that lost any of it gets another id, and the ledger counts it again only when it
-has caught up (`core.ledger.disks`).
+has all that it ever acknowledged. A folder that lost any of it gets another id, and the ledger counts it again only
+when it has caught up (`core.ledger.disks`).
 """
 
 from __future__ import annotations

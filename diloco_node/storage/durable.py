@@ -24,7 +24,7 @@ _REMEDIES: Final = {
 
 
 class DamagedFile(StorageError):
-    """What is in the file is not what was written, or the disk can't read it: another copy is needed.
+    """The file holds other bytes than were written, or the disk can't read it: another copy is needed.
 
     Any other StorageError may be over at the next try (too many open files, a wrong user), and the file is still good.
     """

@@ -10,15 +10,16 @@ acknowledged byte is ever changed, and one small write is one `pwrite` and one `
 Only when the first entries are summed up is a new file written, which takes the place of the old one: its first frame
 is [-1, [index, term, hash, summary]] (the base), the next ones hold all entries that are left.
 
-What a crash may leave, and what opening does with it: no file, an empty one or half a header (begun anew, if there was
+A crash may leave these, and opening deals with each: no file, an empty one or half a header (begun anew, if there was
 no vote yet); a last frame that ends early, or in which whole sectors are zero because they never reached the disk (cut
 off: the write was not answered, so nothing of it was acknowledged). A whole frame has no such sector: its first and
 last byte are not zero, and no encoded entry has 512 zeros. Everything else that does not fit is damage and is refused:
 a node that has forgotten what it acknowledged, or a vote, must not take part in another.
 
-What is read back may be in the kernel's cache only: the process before may have died between write and fdatasync, or
-its fdatasync may have failed, after which the kernel takes the lost pages for clean and says yes to every further one
-on that file. So opening writes the last frame once more, and after a failed fdatasync the log is copied to a new file.
+Bytes that are read back may be in the kernel's cache only: the process before may have died between write and
+fdatasync, or its fdatasync may have failed, after which the kernel takes the lost pages for clean and says yes to every
+further one on that file. So opening writes the last frame once more, and after a failed fdatasync the log is copied to
+a new file.
 
 A file that was cut short at some frame looks like a shorter ledger. `ledger.end` tells them apart: how many frames
 were durable, written without fsync after each one. It may be older than the log, never newer. A damaged one says
@@ -142,8 +143,8 @@ class LedgerFile:
         """Read all entries, cut off a torn last write, and be ready to append.
 
         Args:
-            is_new: nothing was ever written, so the file may be missing or half begun. One that is there has a durable
-                name (`RegionStore.load` syncs the folder first).
+            is_new: nothing was ever written, so the file may be missing or half begun. A file that is there has a
+            durable name (`RegionStore.load` syncs the folder first).
 
         Raises:
             StorageError: damaged or missing (says where), or the disk refuses.
@@ -168,7 +169,7 @@ class LedgerFile:
             os.fsync(self._descriptor)
         except OSError as error:
             raise disk_error("open", self._path, error) from error
-        entries = self.decoded(bodies, previous_index=self.base.index, previous_hash=self.base.hash)
+        entries = self.decode(bodies, previous_index=self.base.index, previous_hash=self.base.hash)
         self.last_index = self.base.index + len(entries)
         return entries
 
@@ -193,7 +194,7 @@ class LedgerFile:
             self._check_count(durable)
         return bodies
 
-    def decoded(self, bodies: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
+    def decode(self, bodies: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
         """The entries that follow that one, their hash chain checked. Raises StorageError."""
         try:
             entries = tuple(decode_entry(body) for body in bodies)
@@ -242,7 +243,7 @@ class LedgerFile:
         return int(_FRAMES.unpack(data)[0])
 
     def _check_count(self, durable: int) -> None:
-        """That all frames that were durable once have been read. Raises StorageError."""
+        """Check that all frames that were durable once have been read. Raises StorageError."""
         if self._frames < durable:
             raise self._damage(self._end, f"{durable} frames were durable, {self._frames} are there")
 
@@ -349,7 +350,7 @@ class LedgerFile:
         self._is_suspect = False
 
     def _check_copy(self, data: bytes) -> None:
-        """That what was read back is what was written. Raises LedgerLost."""
+        """Check that the bytes that were read back are those that were written. Raises LedgerLost."""
         copy = LedgerFile(self._path.parent)
         try:
             entries = copy._read_frames(data) if data[: len(_LOG_HEADER)] == _LOG_HEADER else []

@@ -59,7 +59,7 @@ class LedgerReader:
                 break
             entries.append(entry)
         index, previous = (entries[-1].index, entries[-1].hash) if entries else (ledger.base.index, ledger.base.hash)
-        new = ledger.decoded(bodies[len(entries) :], previous_index=index, previous_hash=previous)
+        new = ledger.decode(bodies[len(entries) :], previous_index=index, previous_hash=previous)
         self._status, self._encoded, self.base, self.entries = status, bodies, ledger.base, (*entries, *new)
         return new
 
@@ -76,7 +76,7 @@ def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[E
         fragments: P.
 
     Returns:
-        What the first entry follows, and all entries.
+        The base that the first entry follows, and all entries.
 
     Raises:
         StorageError: a ledger is damaged or missing, or a kept one is of another run.

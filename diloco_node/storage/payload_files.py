@@ -21,7 +21,7 @@ SPARES_MAX: Final = 8
 """Files that are kept for later; further ones are removed."""
 
 SPARES_AHEAD: Final = 2
-"""Of one size, written before they are needed: as many as rounds are in flight."""
+"""Spare files of one size, written before they are needed: as many as rounds are in flight."""
 
 NEAR_DIVISOR: Final = 4
 """A spare may differ by a quarter: fragments are nearly equal, and the end of a file is quickly cut or grown."""

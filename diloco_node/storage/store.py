@@ -1,4 +1,5 @@
-"""One region's state folder: term and vote, ledger, payloads, states. What it has said is written survives a power cut.
+"""A region's state folder: term and vote, ledger, payloads, states. Files that it has reported as written survive a
+power cut.
 
 ::
 
@@ -41,8 +42,8 @@ from diloco_node.storage.ledger_reader import LedgerReader, archive_path
 from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 
 STATES_KEPT: Final = 2
-"""The newest states of a fragment that are never pruned: the last one and what it falls back to. Those that others may
-fetch are older as a rule, for the ledger names a state after it was written: the caller of `prune` says which."""
+"""The newest states of a fragment that are never pruned: the last one and what it falls back to. The states that others
+may fetch are older as a rule, for the ledger names a state after it was written: the caller of `prune` says which."""
 
 Buffer = bytes | bytearray | memoryview | U8
 
@@ -155,7 +156,7 @@ class RegionStore:
         return entries
 
     def _check_vote(self, entries: Sequence[Entry], base: LedgerBase) -> None:
-        """That the vote is as new as the ledger. Raises StorageError."""
+        """Check that the vote is as new as the ledger. Raises StorageError."""
         last_term = entries[-1].term if entries else base.term
         if last_term > self._vote.term:
             raise StorageError(
@@ -359,7 +360,7 @@ class RegionStore:
     def prune(self, fragment: int, keep_from_version: int) -> None:
         """Remove payloads and states of versions before `keep_from_version`.
 
-        What recovery may need stays whatever is asked: the last STATES_KEPT states, and every payload after the older
+        Files that recovery may need stay in any case: the last STATES_KEPT states, and every payload after the older
         of them. An archive keeps all payloads and the states at version 0.
 
         Raises:
@@ -388,7 +389,7 @@ class RegionStore:
         return self._listing(folder)[fragment]
 
     def _listing(self, folder: Path) -> dict[int, list[tuple[int, Path]]]:
-        """What `_files` says of each fragment, by reading the folder once; it is empty for those without files."""
+        """Return `_files` of each fragment, by reading the folder once; empty for those without files."""
         versions: dict[int, list[tuple[int, Path]]] = defaultdict(list)
         for path in sorted(folder.glob("f*.bin")):
             version = tensor_files.named_version(path)

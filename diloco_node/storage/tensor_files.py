@@ -40,7 +40,7 @@ _NAME: Final = re.compile(r"f(\d{3,})-v(\d{8,})(?:-([0-9a-f]{16}))?\.bin")
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
         kind: "payload" or "state".

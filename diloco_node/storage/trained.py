@@ -1,10 +1,10 @@
 """Trained counters: what each life of a region's learner trained, in shared memory and in a file of 20 bytes.
 
-The learner writes steps and tokens of its incarnation into an area of the supervisor's memory at each step. That never
-waits for a disk, and a SIGKILL of the learner does not undo it. `learner/trained-<incarnation>` in the region's state
-folder holds the same, two little-endian u64 and their CRC-32, for when the memory is gone. The learner saves it before
-a contribution is announced, the daemon before it tells what died, and every few seconds. What is booked must not be
-forgotten by a power cut, so a file is durable before its counts are told.
+The learner writes steps and tokens of its incarnation into an area of the supervisor's memory at each step. The write
+never waits for a disk, and a SIGKILL of the learner does not undo it. `learner/trained-<incarnation>` in the region's
+state folder holds the same, two little-endian u64 and their CRC-32, for when the memory is gone. The learner saves it
+before a contribution is announced, the daemon before it tells what died, and every few seconds. Counts that are booked
+must survive a power cut, so a file is durable before its counts are told.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COUNTERS: Final = struct.Struct("<QQ")
 _CHECKSUM: Final = struct.Struct("<I")
 _FILE_BYTES: Final = _COUNTERS.size + _CHECKSUM.size
 _DAMAGED_BYTES_MAX: Final = 4096
-"""Of a damaged file so much is set aside."""
+"""Bytes of a damaged file that are set aside."""
 _SLOT: Final = struct.Struct("<QQQ")
 
 _SLOTS: Final = 16
@@ -67,7 +67,7 @@ class TrainedCounter:
             ) from error
 
     def write(self, steps: int, tokens: int) -> None:
-        """Set both. One copy of 24 bytes in memory, so a kill leaves the old or the new ones."""
+        """Set both. It is a copy of 24 bytes in memory, so a kill leaves the old or the new ones."""
         start = _slot_start(self._incarnation)
         self._area[start : start + _SLOT.size] = _SLOT.pack(self._incarnation, steps, tokens)
 
@@ -87,7 +87,7 @@ class TrainedCounter:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What one incarnation of a region's learner trained in its life, as its counter says."""
+    """Steps and tokens of one incarnation of a region's learner in its life, as its counter says."""
 
     incarnation: int
     steps: int
@@ -111,63 +111,64 @@ def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Traine
 def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
     """Replace counters that are damaged by empty ones, each time before a learner attaches. Returns their names.
 
-    Their numbers stay used. What a dead life trained beyond the ledger is not known then; a living one's count is still
-    in the shared memory.
+    Their numbers stay used. Steps of a dead learner beyond the ledger are not known then; the count of a living one is
+    still in the shared memory.
 
     Raises:
         StorageError: the disk refused.
     """
     damaged_names = []
     for _, path in _counter_files(state_dir):
-        with _locked(path) as descriptor:
+        with _lock(path) as descriptor:
             raw = os.pread(descriptor, _DAMAGED_BYTES_MAX, 0)
-            if _counted(raw) is not None:
+            if _decode(raw) is not None:
                 continue
             # A copy, so that the name is there at each moment: without it the number would be given to another life.
             replace_file(path.with_name(path.name + ".damaged"), [raw])
-            replace_file(path, [_checked(0, 0)])
+            replace_file(path, [_encode(0, 0)])
             damaged_names.append(path.name)
     return tuple(damaged_names)
 
 
-def _checked(steps: int, tokens: int) -> bytes:
+def _encode(steps: int, tokens: int) -> bytes:
     counters = _COUNTERS.pack(steps, tokens)
     return counters + _CHECKSUM.pack(zlib.crc32(counters))
 
 
-def _counted(raw: bytes) -> tuple[int, int] | None:
-    """What `_checked` made of a count that a learner can reach; None: damage. The ledger would refuse more for ever."""
+def _decode(raw: bytes) -> tuple[int, int] | None:
+    """Decode a count that `_encode` encoded and a learner can reach; None: damage. The ledger would refuse more for
+    ever."""
     if len(raw) != _FILE_BYTES:
         return None
     steps, tokens = _COUNTERS.unpack_from(raw)
-    return (steps, tokens) if raw == _checked(steps, tokens) and _can_be(steps, tokens) else None
+    return (steps, tokens) if raw == _encode(steps, tokens) and _can_be(steps, tokens) else None
 
 
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:
     """Bring an incarnation's file up to what the shared memory says, durably, also while it counts on.
 
     Returns:
-        What the file says now.
+        Return the bytes of the file now.
 
     Raises:
         StorageError: as for `read_trained`.
     """
     path = _counter_path(state_dir, incarnation)
-    with _locked(path) as descriptor:
+    with _lock(path) as descriptor:
         raw = os.pread(descriptor, _FILE_BYTES + 1, 0)
-        counters = _counted(raw)
+        counters = _decode(raw)
         if counters is None:
             raise StorageError(f"trained counter {path} is damaged ({len(raw)} B: {raw.hex()}); look at the disk")
         newer = None if area is None else _read_slot(area, incarnation)
         if newer is not None and newer > counters:
-            os.pwrite(descriptor, _checked(*newer), 0)
+            os.pwrite(descriptor, _encode(*newer), 0)
             counters = newer
         os.fdatasync(descriptor)
     return Trained(incarnation, *counters)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def _lock(path: Path) -> Iterator[int]:
     """The file, for this process alone: learner and daemon both save, and the older count must not come last."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -215,7 +216,7 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     try:
         make_folder(path.parent)
         with path.open("xb") as file:
-            file.write(_checked(0, 0))
+            file.write(_encode(0, 0))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(path.parent)

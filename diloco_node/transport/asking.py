@@ -22,14 +22,14 @@ CLOCK_KEY: Final = "diloco-clock"
 _CLOCK_DIGITS_MAX: Final = 20
 TRIES: Final = 10
 _WORDS_LOST: Final = "Internal error from Core"
-"""What grpc.aio says where the peer refused before our hello was out, instead of the peer's words. Another try may be
-slower than the peer, or faster.
+"""The error that grpc.aio gives when the peer refused before our hello was out, instead of the peer's words. Another
+try may be slower than the peer, or faster.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAnswer:
-    """What a process at a peer's address said.
+    """The answer of the process at a peer's address.
 
     Attributes:
         hello: its own. rtt_s: between our hello and its.

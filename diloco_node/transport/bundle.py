@@ -56,7 +56,7 @@ class Bundle:
     async def until_free(self) -> None:
         """Wait until a frame could be handed over at once, behind those who wait already.
 
-        Who waits for the budget after this may find that somebody else was faster.
+        A sender that waits for the budget after this may find another one faster.
         """
         if self._free and not self._waiters.locked():
             return
@@ -72,7 +72,8 @@ class Bundle:
             counts: how many frames went over each connection; this one is added.
 
         Raises:
-            LinkLost: the write failed, where this waits for it. One that is not taken in time `until_failed` tells.
+            LinkLost: the write failed, where this waits for it. A frame that is not taken in time makes `until_failed`
+            return.
         """
         while not self._free:
             await self.until_free()
@@ -122,9 +123,9 @@ class Bundle:
     def _spawn(self, write: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(write, name=f"bulk write {self._peer}")
         self._writes.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_end)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         self._writes.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
@@ -169,5 +170,5 @@ class Bundle:
 
 
 def _limit_s(size: int) -> float:
-    """What a write of so many bytes may take."""
+    """Return how long a write of so many bytes may take."""
     return max(STALL_MIN_S, size / RATE_FLOOR_BYTES_PER_S)

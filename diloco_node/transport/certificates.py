@@ -29,7 +29,7 @@ CA_VALID_DAYS: Final = 3650
 CLOCK_SLACK: Final = dt.timedelta(hours=1)
 """Certificates begin an hour before they are made, for machines whose clocks are behind."""
 
-FILE_BYTES_MAX: Final = 64 * 2**10
+PEM_BYTES_MAX: Final = 64 * 2**10
 
 _CA_CERT: Final = "ca.pem"
 _CA_KEY: Final = "ca.key"
@@ -39,7 +39,7 @@ _NODE_KEY: Final = "node.key"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a node shows to its peers, checked by `load_identity`.
+    """A node's key and certificates, checked by `load_identity`.
 
     Attributes:
         region, run_id: as the certificate names them.
@@ -231,15 +231,15 @@ def load_identity(
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            data = file.read(FILE_BYTES_MAX + 1)
+            data = file.read(PEM_BYTES_MAX + 1)
     except FileNotFoundError:
         raise IdentityError(
             f"{path} is missing: run `diloco-node certs init` once for the run, and copy this region's folder here"
         ) from None
     except OSError as error:
         raise IdentityError(f"{path} can't be read ({error.strerror}): check its owner and mode") from error
-    if len(data) > FILE_BYTES_MAX:
-        raise IdentityError(f"{path} is over {FILE_BYTES_MAX} bytes: that is no certificate or key")
+    if len(data) > PEM_BYTES_MAX:
+        raise IdentityError(f"{path} is over {PEM_BYTES_MAX} bytes: that is no certificate or key")
     return data
 
 

@@ -1,10 +1,10 @@
 """How many TCP connections carry the bulk between two regions.
 
-What a connection has on its way stands in its socket's buffers, at both ends, until it is acknowledged: with a long
-round trip these bound its rate, whatever the line has. So there are as many connections as the bandwidth-delay product
-needs, one where the buffers are large enough. More than that don't help: they start up against each other, a chunk on
-the slowest holds up all that follows, and the work is the same. Where congestion control goes by loss, a connection's
-share of a lossy line is small whatever its buffers hold, and there are as many as there may be.
+Bytes on their way stay in the socket's buffers at both ends until they are acknowledged. With a long round trip these
+buffers bound a connection's rate, whatever the line has. So there are as many connections as the bandwidth-delay
+product needs, one where the buffers are large enough. More than that don't help: they start up against each other, a
+chunk on the slowest holds up all that follows, and the work is the same. Where congestion control goes by loss, a
+connection's share of a lossy line is small whatever its buffers hold, and there are as many as there may be.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from diloco_node.numeric import NS_PER_S
 
-CONNECTIONS_MAX: Final = 4
+BULK_CONNECTIONS_MAX: Final = 4
 """More would each cost a TLS handshake and some MiB of buffers, and take more of a shared line than is fair."""
 
 LONG_RTT_NS: Final = 5_000_000
@@ -37,7 +37,7 @@ def target_connections(
     buffer_bytes: int,
     lost_ppm: int,
 ) -> int:
-    """How many, 1 to CONNECTIONS_MAX: the bytes on their way at full rate over what one connection holds, rounded up.
+    """How many, 1 to BULK_CONNECTIONS_MAX: bytes on their way at full rate over what one connection holds, rounded up.
 
     Args:
         rtt_min_ns: the link's least round trip; 0: not known yet.
@@ -49,6 +49,6 @@ def target_connections(
     if rtt_min_ns < LONG_RTT_NS:
         return 1
     if lost_ppm >= LOSSY_PPM:
-        return CONNECTIONS_MAX
+        return BULK_CONNECTIONS_MAX
     rate = FREE_FACTOR * delivered_bytes_per_s if ceiling_bytes_per_s is None else ceiling_bytes_per_s
-    return min(max(1, -(-USABLE * rate * rtt_min_ns // (buffer_bytes * NS_PER_S))), CONNECTIONS_MAX)
+    return min(max(1, -(-USABLE * rate * rtt_min_ns // (buffer_bytes * NS_PER_S))), BULK_CONNECTIONS_MAX)

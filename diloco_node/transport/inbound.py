@@ -9,7 +9,7 @@ control lane.
 
 Why two connections never wait for each other for ever: a sender hands a transfer's chunks to connections after its
 begin, and its end after all of its chunks, and each connection keeps the order in which it was handed things. Say the
-first connection stands at the end of T for a chunk of T that stands behind a chunk of U whose begin has not come. That
+first connection stands at the end of T for a chunk of T that stands behind a chunk of U whose begin has not come. The
 chunk of U was handed over before the one of T, as they are on one connection, and so before the end of T; the begin of
 U still before that, on the first connection: it has come. A peer that does otherwise waits until its link counts as too
 slow (`transfer_silent_s`), with one frame in memory for each connection.
@@ -48,7 +48,7 @@ Header_contra = TypeVar("Header_contra", contravariant=True)
 
 
 class TransportHandler(Protocol[Message_contra, Header_contra]):
-    """Who gets what the transport receives, of the kinds that it takes. All calls are made on the event loop, and must
+    """The receiver of the messages and transfers of some kinds. All calls are made on the event loop, and must
     not block it.
     """
 
@@ -177,9 +177,9 @@ class BulkInbound:
             return
         future = asyncio.get_running_loop().run_in_executor(self._executor, decompress_chunk, data, target)
         current.decoding.add(future)
-        future.add_done_callback(partial(self._decoded, current))
+        future.add_done_callback(partial(self._on_decoded, current))
 
-    def _decoded(self, current: _Open, future: asyncio.Future[None]) -> None:
+    def _on_decoded(self, current: _Open, future: asyncio.Future[None]) -> None:
         current.decoding.discard(future)
         self._failure = self._failure or future.exception()  # the next frame of any connection, or the end, raises it
         self._written(current)

@@ -5,7 +5,8 @@ honest peer never empties one of them. When one is empty the peer's connection i
 flow control stops the peer, and its memory holds what is too much. An AppendEntries can come late so, never be lost.
 
 How often an honest region sends one kind of message: a leader repeats to each region what each round in flight lacks
-once a heartbeat, and the answer has a message for each region. That is `regions x rounds in flight` for one heartbeat.
+once a heartbeat, and the answer has a message for each region. This makes `regions x rounds in flight` for one
+heartbeat.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ MESSAGES_PER_S_MIN: Final = 200
 """A learner's news go out at once, at most 50 times a second; echoes of a measurement 100 times."""
 
 MESSAGES_PER_S: Final = 1000
-"""Of one kind, where no run's settings are known."""
+"""The rate of one kind, where no run's settings are known."""
 
 KINDS: Final = 4
 """So many times the limit of one kind is that of all together: few kinds are frequent at the same time."""
 
 BURST_S: Final = 2
-"""What may come at once, in seconds of the rate: what has piled up while a line or this process stood still."""
+"""Messages that may come at once, in seconds of the rate: they pile up while a line or this process stands still."""
 
 HEARTBEAT_NS_MIN: Final = 10_000_000
 
 BYTES_PER_S: Final = 4 * 2**20
-"""Of the control lane, one message of the largest size: to decode it takes a tenth of a second. Ten thousand entries of
-the ledger are as much."""
+"""A message of the largest size each second in the control lane; decoding takes a tenth of a second. Ten thousand
+entries of the ledger are as much."""
 
 
 def messages_per_s(regions: int, *, rounds_in_flight: int, heartbeat_ns: int) -> int:
-    """What one peer of a run may send of one kind of message, in a second."""
+    """Return how many messages of one kind a peer of a run may send in a second."""
     honest = regions * rounds_in_flight * NS_PER_S // max(heartbeat_ns, HEARTBEAT_NS_MIN)
     return max(MESSAGES_PER_S_MIN, HEADROOM * honest)
 
 
 class Intake:
-    """One peer's buckets; they stay when its link goes.
+    """The buckets of one peer; they stay when its link goes.
 
     Args:
         per_s: messages of one kind in a second.

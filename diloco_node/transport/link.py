@@ -4,7 +4,7 @@ A **session** is one pair of streams (control and bulk), made by one dial of one
 that this side opens while it lasts. A **link** is what stays: it has at most one session at a time, and dials again
 when there is none.
 
-Who dials: the side with the smaller name, if it knows an address; else the other. When there has been no session for
+The side with the smaller name dials, if it knows an address; else the other. When there has been no session for
 `fallback_s`, the other side tries as well. A process that has just started dials once whatever its name is: the peer
 has dialled in vain while it was away, and its next dial may be seconds ahead (D-099). Two dials that cross are resolved
 the same way on both sides: once the smaller name's hello is on its way its session wins; until then an incoming one
@@ -12,7 +12,8 @@ does, and its own dial is given up. In all other cases the newer session replace
 session makes another one.
 
 Two processes with one certificate: while the one that was started last is linked and alive, the other one is
-refused. Who is refused so by most of its peers for longer than a dead link is taken for alive ends (`SupersededError`).
+refused. A process that most of its peers refuse so, for longer than a dead link is taken for alive, ends
+(`SupersededError`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _log = structlog.get_logger(part="transport")
 
 
 class LinkState(StrEnum):
-    """What a link is doing, for `status`."""
+    """The state of a link, for `status`."""
 
     WAITING = "waiting"
     DIALING = "dialing"
@@ -73,7 +74,7 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """One link for people.
+    """A link, for people.
 
     Attributes:
         address: where we would dial, None if only the peer can.
@@ -105,24 +106,38 @@ class PeerLink:
         self.peer = peer
         self._address = address
         self._env = env
+        # Outlives sessions: a peer gets no fresh allowance by dialing again.
         self._intake = Intake(env.messages_per_s, now_ns=time.monotonic_ns())
         self._random = random.Random(seed)
+        # Decides which of two crossing dials goes on; never changes.
         self._is_smaller = env.hello.region < peer
+        # Number of the last dial of this process; all streams of one session carry the dialer's.
         self._dials = 0
+        # True from the hello of the dial under way on: from then on it wins, if ours is the smaller name.
         self._is_hello_sent = False
         self._dialing: asyncio.Task[Session] | None = None
+        # Streams that came in, by the peer's process and dial, until both lanes of a session are there.
         self._accepted: dict[tuple[bytes, int], dict[Lane, AcceptedStream]] = {}
+        # (instance id, dial) of the newest dial of the peer that was let in; an older one is turned away.
         self._newest = (b"", 0)
+        # The session that carries messages; None exactly while `_down` is set.
         self._session: Session | None = None
+        # The session that was made last; it may wait for the lock while the one before ends.
         self._latest: Session | None = None
         self._session_lock = asyncio.Lock()
+        # One of the two is set at any time.
         self._up, self._down = asyncio.Event(), asyncio.Event()
         self._down.set()
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Control frames that found no session or a full queue, since start.
         self._dropped = 0
+        # The peer's, from the metadata of its last call or answer; None until then.
         self._congestion: CongestionControls | None = None
+        # The reason why there is no session, for people; empty while there is one.
         self._error = ""
+        # When the peer began to refuse us because of a newer process of ours; None while it does not.
         self._refused_since_s: float | None = None
+        # The state, and since when it holds.
         self._state = LinkState.WAITING
         self._since_s = asyncio.get_running_loop().time()
 
@@ -143,7 +158,7 @@ class PeerLink:
         return self._session.outbound
 
     def status(self) -> PeerStatus:
-        """What the link is doing."""
+        """Return the state of the link."""
         since_s = asyncio.get_running_loop().time() - self._since_s
         connections = self._session.connections if self._session is not None else 0
         return PeerStatus(
@@ -156,7 +171,8 @@ class PeerLink:
             self._session.drop(reason)
 
     def turned_away(self, error: PeerIncompatible) -> None:
-        """The peer called, and does not belong here. That is why there is no link, where it is the one that dials."""
+        """The peer called, and does not belong here. It is the reason why there is no link, where the peer is the one
+        that dials."""
         if self._session is None:
             self._error = str(error)
 
@@ -188,7 +204,7 @@ class PeerLink:
             backoff_s = min(2 * backoff_s, times.backoff_max_s)
 
     async def _dial_once(self) -> PeerError | None:
-        """One dial and the life of its session. Returns why it failed or ended; None when it was superfluous."""
+        """Dial once, and live through the session. Returns why it failed or ended; None when it was superfluous."""
         self._set_state(LinkState.DIALING)
         self._dials += 1
         dialing = self._dialing = asyncio.create_task(self._connect(self._dials), name=f"dial {self.peer}")
@@ -203,7 +219,7 @@ class PeerLink:
         except RedundantDial:
             return None
         except PeerError as error:
-            self._failed(error)
+            self._note_failure(error)
             if isinstance(error, DuplicateInstance):
                 # For longer than a dead one would be taken for alive: the newer process lives.
                 now_s = asyncio.get_running_loop().time()
@@ -221,7 +237,7 @@ class PeerLink:
     async def _connect(self, dial_number: int) -> Session:
         assert self._address is not None
         env = self._env
-        if why := env.quarantined(self.peer):
+        if why := env.quarantine_reason(self.peer):
             raise LinkLost(f"{self.peer} is {why}")
         streams: dict[Lane, DialedStream] = {}
         try:
@@ -359,7 +375,7 @@ class PeerLink:
         return await stream.until_closed()
 
     def _resolve(self, hello: Hello) -> None:
-        """Which of two crossing dials goes on, and which of two processes; see the module's docstring."""
+        """Decide which of two crossing dials goes on, and which of two processes; see the module's docstring."""
         session = self._session
         if session is not None and session.is_alive and hello.instance_id < session.instance:
             raise DuplicateInstance(
@@ -408,7 +424,7 @@ class PeerLink:
         try:
             self._env.handler.link_changed(self.peer, is_up=True)
             why = await session.run()
-            self._failed(why)
+            self._note_failure(why)
             return why
         except Exception as error:  # noqa: BLE001 - the link task is one of the places that catch broadly
             self._error = f"internal error: {error!r}"
@@ -423,7 +439,7 @@ class PeerLink:
             self._set_state(LinkState.WAITING)
             self._env.handler.link_changed(self.peer, is_up=False)
 
-    def _failed(self, error: PeerError) -> None:
+    def _note_failure(self, error: PeerError) -> None:
         if str(error) != self._error:
             _log.warning("no link", peer=self.peer, reason=str(error))
         self._error = str(error)
@@ -452,7 +468,7 @@ class PeerLink:
 
 
 def _metadata(lane: Lane) -> Metadata:
-    """What we send with the call of a lane."""
+    """Return the metadata of the call of a lane."""
     ours = own_congestion_controls() if lane is Lane.CONTROL else None
     return ((METADATA_KEY, ours.encode()),) if ours is not None else ()
 

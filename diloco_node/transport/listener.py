@@ -28,7 +28,7 @@ LISTENER_POLL_S: Final = 0.2
 
 @dataclass(eq=False)
 class _OpenPort:
-    """One server. `sockets`: those it listens on, as (descriptor, cookie). `calls`: that go on."""
+    """A server. `sockets`: those it listens on, as (descriptor, cookie). `calls`: that go on."""
 
     server: Server | None = None
     sockets: tuple[tuple[int, int], ...] = ()

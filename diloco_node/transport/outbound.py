@@ -32,10 +32,10 @@ from diloco_node.wire.message_tables import BULK_LANES, BudgetLane, TransferHead
 
 CONTROL_FRAMES_MAX: Final = 1024
 CONTROL_BYTES_MAX: Final = 16 * 2**20
-"""What a peer that does not read may cost: further control frames are dropped."""
+"""Frames that wait for a peer that does not read; further control frames are dropped."""
 
 TRANSFERS_WAITING_MAX: Final = 64
-"""Of one lane; who asks for one more waits for a place."""
+"""Transfers of one lane; the caller of one more waits for a place."""
 
 INLINE_BYTES_MAX: Final = 64 * 2**10
 """Chunks up to this size are compressed on the loop: under 0.1 ms."""
@@ -99,7 +99,7 @@ class _LaneQueue:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One transfer that was requested. `encoding` is the thread's work on the body, while there is some."""
+    """A transfer that was requested. `encoding` is the thread's work on the body, while there is some."""
 
     header: TransferHeader
     body: memoryview
@@ -220,11 +220,11 @@ class BulkOutbound:
         counts: list[int] = []
         if await self._send_chunks(lane, item, transfer, counts):
             self._ending.add(item)
-            self._bundle.write_first(encode_end(transfer, counts)).add_done_callback(partial(self._ended, item))
+            self._bundle.write_first(encode_end(transfer, counts)).add_done_callback(partial(self._on_end, item))
         else:
             self._bundle.write_first(encode_abort(transfer, "the sender no longer wants it", counts))
 
-    def _ended(self, item: _Transfer, _: asyncio.Future[None]) -> None:
+    def _on_end(self, item: _Transfer, _: asyncio.Future[None]) -> None:
         """The end of a transfer was written. If it is not, `close` tells who waits."""
         self._ending.discard(item)
         if not item.done.done():

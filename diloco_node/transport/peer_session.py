@@ -70,7 +70,7 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True)
 class LinkEnvironment:
-    """What all links of a transport share.
+    """The objects that all links of a transport share.
 
     Attributes:
         hello: ours, apart from lane, dial and connection. is_advertised: the others know where to dial us.
@@ -80,7 +80,7 @@ class LinkEnvironment:
         reject: called with (peer, error) for what is the peer's fault: counts it and logs it.
         superseded: called with (peer, error) when a peer has refused us for a while because a newer process of ours is
             linked with it, and with (peer, None) when a link to it is up again.
-        quarantined: why a peer is shut out now, and for how long; empty when it is not.
+        quarantine_reason: why a peer is shut out now, and for how long; empty when it is not.
         messages_per_s: what a peer may send of one kind of message.
     """
 
@@ -95,7 +95,7 @@ class LinkEnvironment:
     connections: Callable[[str], int]
     reject: Callable[[str, PeerError], None]
     superseded: Callable[[str, PeerError | None], None] = lambda _peer, _error: None
-    quarantined: Callable[[str], str] = lambda _peer: ""
+    quarantine_reason: Callable[[str], str] = lambda _peer: ""
     messages_per_s: int = MESSAGES_PER_S
 
 
@@ -138,21 +138,29 @@ class Session:
         self._peer = peer
         self._env = env
         self._intake = intake
+        # Control first, then bulk in the order of their numbers. The session closes them all.
         self._streams = [control, bulk]
+        # Dials a further bulk connection; None where the peer dialed.
         self._more = more
+        # Control frames that wait for the writer.
         self.queue = ControlQueue()
         self.outbound = BulkOutbound(peer, bulk, env.executor, env.pacer)
         self._inbound = BulkInbound(peer, env.handler, env.executor)
+        # When the last frame came, of any lane and of bulk; the second is moved on while the peer owes no bulk.
         self._received_s = 0.0
         self._bulk_received_s = 0.0
-        self._unread = 0  # bulk connections that are not read at this moment
+        # Bulk connections that are not read at this moment.
+        self._unread = 0
+        # True from the start of `run` on, and never false again.
         self._has_run = False
         self.instance = instance
         self.accepted_dial = accepted_dial
+        # True while a further connection is greeted: one at a time.
         self.is_joining = False
-        """A further connection is being greeted: one at a time."""
         self._tasks: list[asyncio.Task[None]] = []
+        # Set when one of the tasks has ended, or `drop` was called: then `run` ends them all.
         self._over = asyncio.Event()
+        # The reason that `drop` was called with; None when it was not.
         self._dropped: LinkLost | None = None
 
     @property
@@ -193,7 +201,7 @@ class Session:
         """
         self._has_run = True
         self._received_s = self._bulk_received_s = asyncio.get_running_loop().time()
-        self._env.pacer.connected(self._peer)
+        self._env.pacer.link_up(self._peer)
         control, bulk = self._streams
         coroutines = {
             "control reader": self._read_control(control),
@@ -240,7 +248,7 @@ class Session:
         self.drop("the link is being closed")  # nothing is added from here on
         self.outbound.close("the link went down" + (f" ({why})" if why else ""))
         if self._has_run:
-            self._env.pacer.lost(self._peer)
+            self._env.pacer.link_down(self._peer)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -260,7 +268,7 @@ class Session:
             pacer.was_read(self._peer, len(frame), is_bulk=False)
             message = decode_control_lane(frame)
             await self._pace(Ping if message is None else type(message), len(frame))
-            if message is not None and not pacer.received(self._peer, message):
+            if message is not None and not pacer.take_message(self._peer, message):
                 self._env.handler.control_arrived(self._peer, message)
 
     async def _write_control(self, stream: Stream) -> None:

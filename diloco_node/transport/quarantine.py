@@ -1,7 +1,7 @@
-"""Which peers are shut out for what they did, and for how long. Pure; times are monotonic nanoseconds.
+"""Decides which peers are shut out for what they did, and for how long. Pure; times are monotonic nanoseconds.
 
-Three strikes within ten minutes: ten minutes of quarantine, and twice as long each time, up to a day. Who was free for
-a day begins again with ten minutes. An operator can lift the quarantine.
+Three strikes within ten minutes: ten minutes of quarantine, and twice as long each time, up to a day. A peer that was
+free for a day begins again with ten minutes. An operator can lift the quarantine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORGIVEN_AFTER_NS: Final = 86_400 * NS_PER_S
 
 @dataclass(slots=True)
 class _Record:
-    """What one peer did.
+    """The strikes of one peer.
 
     Attributes:
         strikes_ns: the last ones, oldest first. until_ns: it is shut out before then; 0: it never was.
@@ -51,7 +51,7 @@ class Quarantine:
     def strike(self, peer: str, reason: str, *, now_ns: int) -> bool:
         """A peer did what no honest one does. Returns whether it is shut out from now on.
 
-        What it did before it was shut out does not count again, nor does what is found while it is.
+        Strikes from before the quarantine do not count again, nor do those that are found during it.
         """
         record = self._records.get(peer)
         if record is None or now_ns < record.until_ns:

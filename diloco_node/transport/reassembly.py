@@ -1,4 +1,4 @@
-"""Which bytes of one transfer have come, when its chunks come over several connections in any order.
+"""The bytes of one transfer that have come, when its chunks come over several connections in any order.
 
 Each connection keeps its own order, so on each of them the offsets of one transfer grow. The end of a transfer says how
 many chunks went over each connection: when all of these have come the transfer is over, and has every byte or never
@@ -89,7 +89,9 @@ class Reassembly:
         if self._chunks[0] != counts[0] or any(
             arrivals > count for arrivals, count in zip(self._chunks, counts, strict=True)
         ):
-            raise ProtocolViolation(f"chunks by connection: {_shown(counts)} announced, {_shown(self._chunks)} came")
+            raise ProtocolViolation(
+                f"chunks by connection: {_counts_text(counts)} announced, {_counts_text(self._chunks)} came"
+            )
         self._announced = counts
 
     @property
@@ -103,5 +105,5 @@ class Reassembly:
         return self.arrived_bytes == self._raw_bytes
 
 
-def _shown(counts: Sequence[int]) -> str:
+def _counts_text(counts: Sequence[int]) -> str:
     return "/".join(str(count) for count in counts)

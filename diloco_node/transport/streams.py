@@ -1,4 +1,4 @@
-"""One bidirectional gRPC call as a stream of frames, the same from either end; options and errors of grpc.aio.
+"""A bidirectional gRPC call as a stream of frames, the same from either end; options and errors of grpc.aio.
 
 Everything that knows a peculiarity of gRPC is in this module. It turns every failure into `LinkLost` with a text for
 people: what was tried, what the other side answered.
@@ -27,11 +27,11 @@ from diloco_node.wire.envelope import FRAME_BYTES_MAX, Lane
 METHOD_PREFIX: Final = "/diloco.Region/"
 
 _STREAMS_PER_CONNECTION: Final = 2
-"""A connection carries one call. What a peer opens beyond two has to wait."""
+"""A connection carries one call. Further calls of a peer have to wait."""
 
-CONNECTIONS_MAX: Final = 1024
-"""Accepted at once, whoever makes them: all connections of 64 regions, and hundreds in the middle of a handshake. One
-that is beyond is closed."""
+ACCEPTED_CONNECTIONS_MAX: Final = 1024
+"""Accepted at once, whoever makes them: all connections of 64 regions, and hundreds in the middle of a handshake. A
+further one is closed."""
 
 _KEEPALIVE_MS: Final = 10_000
 """HTTP/2's own pings: a line that carries nothing any more is noticed by gRPC, too."""
@@ -81,7 +81,7 @@ _DUPLICATE: Final = grpc.StatusCode.ABORTED
 
 Server: TypeAlias = aio.Server
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
-"""What is sent beside the frames of a call. Who does not know a key passes over it."""
+"""Keys and values that are sent beside the frames of a call. A receiver passes over a key that it does not know."""
 
 Serve: TypeAlias = Callable[[Any, Any], Awaitable[None]]
 
@@ -95,7 +95,7 @@ class DuplicateInstance(LinkLost):
 
 
 class Stream(Protocol):
-    """Frames in both directions. One reader task, one writer task, and `close` from anywhere."""
+    """Frames in both directions. It has a reader task, a writer task, and `close` from anywhere."""
 
     async def read(self) -> bytes:
         """The next frame. Raises LinkLost at the end of the stream."""
@@ -124,9 +124,9 @@ class DialedStream:
         try:
             frame = await self._call.read()
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
-            raise await self._lost(error) from None
+            raise await self._link_lost(error) from None
         if frame is aio.EOF:
-            raise await self._lost(None)
+            raise await self._link_lost(None)
         return frame
 
     async def write(self, frame: bytes) -> None:
@@ -134,13 +134,13 @@ class DialedStream:
         try:
             await self._call.write(frame)
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
-            raise await self._lost(error) from None
+            raise await self._link_lost(error) from None
 
     async def peer_metadata(self, key: str) -> str:
         """A value of the accepting side's metadata, or ""; call it when a frame has come, for it comes before."""
         return _metadata_value(await self._call.initial_metadata(), key)
 
-    async def _lost(self, error: BaseException | None) -> LinkLost:
+    async def _link_lost(self, error: BaseException | None) -> LinkLost:
         raise_if_cancelled()
         if isinstance(error, aio.AioRpcError):
             code, details = error.code(), error.details() or ""
@@ -218,7 +218,7 @@ class AcceptedStream:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is at the other end of an accepted call.
+    """The other end of an accepted call.
 
     Attributes:
         region, tls_name: what its certificate says; empty where it says nothing usable.
@@ -231,7 +231,7 @@ class Caller:
 
 
 def caller(context: Any) -> Caller:
-    """Who calls: from the certificate that TLS checked, never from a message."""
+    """Return the other end: from the certificate that TLS checked, never from a message."""
     auth: dict[str, list[bytes]] = dict(context.auth_context())
     common = auth.get("x509_common_name", [])
     dns = auth.get("x509_subject_alternative_name", [])
@@ -289,7 +289,7 @@ def connections_max() -> int:
     """How many connections may come in: at most half of this process's descriptors. The rest is for its own files,
     dials and the admin port: a flood of connections must not keep a payload from the disk.
     """
-    return min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    return min(ACCEPTED_CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -371,8 +371,8 @@ async def _failure(channel: aio.Channel) -> str:
 
 
 def raise_if_cancelled() -> None:
-    """gRPC swallows the cancellation of a task that waits for a call's start, and tells how the call ended instead. Who
-    then goes on, as a dialer does, is waited for forever: so whoever dials again asks this first.
+    """gRPC swallows the cancellation of a task that waits for a call's start, and tells how the call ended instead. A
+    task that then goes on, as a dialer does, is waited for forever. So whoever dials again calls this first.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():

@@ -1,8 +1,8 @@
 """Links to all other regions over HTTP/2 (grpc.aio), mutual TLS, one port.
 
 Per pair of regions there is one connection for control (small messages, never behind bulk) and one or more for bulk
-(transfers), with one bidirectional call each. Who is at the other end is what the certificate says. `streams` knows
-gRPC, `links` keeps a pair connected, `outbound`, `bundle` and `inbound` carry the bytes, `sockets` counts them.
+(transfers), with one bidirectional call each. The certificate says which region is at the other end. `streams` knows
+gRPC, `link` keeps a pair connected, `outbound`, `bundle` and `inbound` carry the bytes, `kernel/` counts them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from diloco_node.wire.message_tables import BULK_LANES, PROTOCOL_VERSION, Budget
 _log = structlog.get_logger(part="transport")
 
 GIVE_WAY_S: Final = 2.0
-"""What a measurement waits for rounds and recovery on other links, each time."""
+"""How long a measurement waits for rounds and recovery on other links, each time."""
 
 HANDSHAKES_MAX: Final = 32
 """Accepted calls that have not said hello yet."""
@@ -146,7 +146,9 @@ class GrpcTransport:
             settings=settings,
         )
         self._identity = identity
+        # What to bind; `_port` is the port that was bound, 0 before.
         self._listen = listen
+        # Address of each peer, or None; in the order of names.
         self._peers = dict(sorted(peers.items()))
         self._times = times or LinkTimes()
         self._seed = seed
@@ -166,22 +168,27 @@ class GrpcTransport:
             self._pacer.target_connections if connections is None else lambda _peer: connections,
             self.reject,
             self._link_superseded,
-            self.quarantined,
+            self.quarantine_reason,
             messages_per_s,
         )
         self._quarantine = Quarantine(self._peers)
         self._superseded = on_superseded
+        # Peers that refuse us because of a newer process of ours; a link that comes up takes its peer out.
         self._superseded_by: set[str] = set()
+        # A link for each peer, and a listener: from `start` on.
         self._links: dict[str, PeerLink] = {}
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        # Incoming calls whose hello has not come yet, at most HANDSHAKES_MAX.
         self._handshakes = 0
+        # When a rejection of a peer was logged last, by reason: once in REJECTION_LOG_S.
         self._logged_s: dict[tuple[str, str], float] = {}
         self._port = 0
+        # Transfers of rounds and recovery under way; `_quiet` is set when the last one ends.
         self._urgent = 0
         self._quiet = asyncio.Event()
         self.rejections: Counter[tuple[str, str]] = Counter()
-        """What was refused, by (peer, reason)."""
+        """Return the number of refusals by (peer, reason)."""
 
     @property
     def port(self) -> int:
@@ -279,7 +286,7 @@ class GrpcTransport:
                     await self._quiet.wait()
 
     def tcp(self, peer: str) -> TcpCounters | None:
-        """What TCP did on the link to a peer, as of a second ago at most; None where the kernel does not count it."""
+        """Return TCP's counters of the link to a peer, as of a second ago at most; None where the kernel has none."""
         return self._meter.tcp(peer)
 
     async def tcp_now(self, peer: str) -> TcpCounters | None:
@@ -288,11 +295,11 @@ class GrpcTransport:
         return self._meter.tcp(peer)
 
     def budget_status(self) -> dict[str, Any]:
-        """What the budget allows, and demand and use, per peer and lane; see `Pacer.status`."""
+        """Return ceilings, demand and use, per peer and lane; see `Pacer.status`."""
         return self._pacer.status()
 
     def peer_status(self) -> dict[str, PeerStatus]:
-        """What each link is doing, and why it is down if it is."""
+        """Return the state of each link, and why it is down if it is."""
         return {peer: link.status() for peer, link in self._links.items()}
 
     def reject(self, peer: str, error: PeerError) -> None:
@@ -305,9 +312,9 @@ class GrpcTransport:
         # No honest peer of this version sends that. Another run or version is a mistake of people, and no strike.
         is_strike = isinstance(error, (ProtocolViolation, PayloadCorrupt))
         if is_strike and self._quarantine.strike(peer, str(error), now_ns=time.monotonic_ns()):
-            _log.error("quarantined", peer=peer, reason=self.quarantined(peer))
+            _log.error("quarantined", peer=peer, reason=self.quarantine_reason(peer))
             if peer in self._links:
-                self._links[peer].drop(self.quarantined(peer))
+                self._links[peer].drop(self.quarantine_reason(peer))
 
     def _count(self, key: tuple[str, str]) -> bool:
         """Count a rejection by (peer, reason). Returns whether it is time for a log line about it."""
@@ -318,7 +325,7 @@ class GrpcTransport:
         self._logged_s[key] = now_s
         return True
 
-    def quarantined(self, peer: str) -> str:
+    def quarantine_reason(self, peer: str) -> str:
         """Why a peer is shut out now, and for how long; empty when it is not."""
         return self._quarantine.describe(peer, now_ns=time.monotonic_ns())
 
@@ -334,7 +341,8 @@ class GrpcTransport:
             _log.error("listener closed", peer=UNKNOWN_PEER, reason=reason, count=self.rejections[key])
 
     def _link_superseded(self, peer: str, error: PeerError | None) -> None:
-        """One peer's word is not enough: it could be broken, or captured. With one peer only, nobody can confirm it."""
+        """The word of one peer is not enough: it could be broken, or captured. With one peer only, nobody can confirm
+        it."""
         if error is None:
             self._superseded_by.discard(peer)
             return
@@ -373,13 +381,13 @@ class GrpcTransport:
                 await refuse(context, why)
 
     async def _greet(self, lane: Lane, peer_caller: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
-        """Who calls, and whether we belong together. Raises PeerError."""
+        """Find the link of the caller, and check that we belong together. Raises PeerError."""
         link = self._links.get(peer_caller.region)
         if link is None or peer_caller.tls_name != tls_name(peer_caller.region, self._hello.run_id):
             raise PeerIncompatible(
                 f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
             )
-        if why := self.quarantined(peer_caller.region):
+        if why := self.quarantine_reason(peer_caller.region):
             raise LinkLost(f"{peer_caller.region} is {why} by {self._hello.region}; its operator can lift that")
         if self._handshakes >= HANDSHAKES_MAX:
             raise LinkLost(f"{HANDSHAKES_MAX} calls wait for a hello already")
@@ -451,7 +459,8 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def new_instance_id(now_ns: int) -> bytes:
-    """16 bytes that no other process has. One that was started later has a greater one, as far as clocks agree."""
+    """16 bytes that no other process has. A process that was started later has a greater one, as far as clocks
+    agree."""
     return now_ns.to_bytes(8, "big") + secrets.token_bytes(8)
 
 

@@ -77,7 +77,7 @@ class Lane(StrEnum):
 
 
 class LinkRole(StrEnum):
-    """What a process is there for. Only two of the same role link."""
+    """The purpose of a process. Only two of the same role link."""
 
     TRAINING = "training"
     MEASURING = "measuring"
@@ -91,8 +91,8 @@ class Hello:
         protocol_version: of the sender.
         run_id, epoch, settings_digest, manifest_digest: must be equal on both sides.
         region: must be the name in the sender's certificate.
-        instance_id: 16 bytes per daemon process: its start by the wall clock, then 8 random bytes. Of two processes
-            with one certificate the one with the greater id is the newer.
+        instance_id: 16 bytes per daemon process: its start by the wall clock, then 8 random bytes. The greater id is
+        that of the newer of two processes with one certificate.
         lane: which of the two streams this is.
         dial: the dialer's count of attempts in this process; all streams of one pair carry the dialer's number.
         connection: of the bulk lane, which of its connections: 0 is the first, others join a session that is up.
@@ -178,7 +178,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(frame: bytes) -> Hello:
-    """What a first frame says.
+    """Decode a first frame.
 
     Raises:
         PeerIncompatible: another protocol version, also when its other fields can't be read.
@@ -245,7 +245,8 @@ def _differences(ours: Hello, peer: Hello) -> list[str]:
 
 
 def settings_difference(ours: Sequence[str], peer_settings: Sequence[str]) -> str:
-    """Which settings differ, with both values, as `rounds.sync_every is 24 here, 16 there`; empty if none is told.
+    """Name the settings that differ, with both values, as `rounds.sync_every is 24 here, 16 there`; empty if none is
+    told.
 
     Args:
         ours, peer_settings: "name=value" each. Theirs may be anything of the size of a hello, and is escaped.
@@ -281,7 +282,7 @@ def decode_control(frame: bytes) -> ControlMessage:
 
 
 def decode_control_lane(frame: bytes) -> ControlMessage | None:
-    """What any frame of the control lane after the hello says; None: a ping. Raises ProtocolViolation."""
+    """Decode any frame of the control lane after the hello; None: a ping. Raises ProtocolViolation."""
     return None if frame == PING_FRAME else decode_control(frame)
 
 
@@ -297,12 +298,12 @@ def encode_chunk(transfer: int, offset: int, raw_bytes: int, data: bytes | memor
 
 def encode_end(transfer: int, chunks: Sequence[int] = ()) -> bytes:
     """An END frame; `chunks` is how many went over each connection."""
-    return _END.pack(KIND_END, transfer) + _packed(chunks)
+    return _END.pack(KIND_END, transfer) + _pack(chunks)
 
 
 def encode_abort(transfer: int, reason: str, chunks: Sequence[int] = ()) -> bytes:
     """An ABORT frame; a long reason is cut."""
-    head = _ABORT.pack(KIND_ABORT, transfer, len(chunks)) + _packed(chunks)
+    head = _ABORT.pack(KIND_ABORT, transfer, len(chunks)) + _pack(chunks)
     return head + reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
 
 
@@ -312,12 +313,13 @@ def encode_joined() -> bytes:
 
 
 def check_joined(frame: bytes) -> None:
-    """That the dialing side uses a further connection from now on. Raises ProtocolViolation: it says something else."""
+    """Encode that the dialing side uses a further connection from now on. Raises ProtocolViolation: it says something
+    else."""
     if frame != encode_joined():
         raise ProtocolViolation("a further bulk connection must begin with joined")
 
 
-def _packed(chunks: Sequence[int]) -> bytes:
+def _pack(chunks: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(chunks)}I", *chunks)
 
 

@@ -1,4 +1,4 @@
-"""One table of bounds for every field of every message: what the core says (`core.bounds`), and what the wire adds.
+"""The table of bounds for every field of every message: what the core says (`core.bounds`), and what the wire adds.
 
 `rows` gives it as docs/protocol.md shows it.
 """
@@ -24,19 +24,19 @@ from diloco_node.core.bounds import (
 from diloco_node.core.shapes import REGION_FIELDS, Bound, Items, Octets, Real, Text, Whole, bound_of
 
 COUNT_MAX: Final = 2**63 - 1
-"""Of numbers that were drawn at random, and of what a kernel counts."""
+"""Bound of numbers that were drawn at random, and of a kernel's counters."""
 
 RATE_FREE_MAX: Final = 2**62
 """The share of who wants all that there is (`transport.pacing.grants`)."""
 
 ANSWER_BYTES: Final = 4096
-"""Of a string on the learner link."""
+"""Bound of a string on the learner link."""
 
 SETTINGS: Final = 64
 """Settings in a hello; there are some 25."""
 
 SETTING_BYTES: Final = 128
-"""Of one, "name=value"."""
+"""Bound of a setting, "name=value"."""
 
 MEASUREMENT: Final = Whole(0, COUNT_MAX)
 COUNTED: Final = Whole(0, COUNT_MAX)
@@ -117,7 +117,7 @@ def rows(classes: Iterable[type]) -> list[tuple[str, str, str]]:
 
 
 def shape_of(cls: type, name: str, hint: Any) -> str:
-    """What is checked of a field, in words. Raises TypeError: it has no bound."""
+    """Describe the check of a field, in words. Raises TypeError: it has no bound."""
     bound = bound_of(BOUNDS, cls.__name__, name)
     (leaf, *more) = _leaves(hint)
     is_region = leaf is str and name in REGION_FIELDS

@@ -1,4 +1,4 @@
-"""What learner and daemon of one region say to each other on the Unix socket.
+"""Messages between learner and daemon of one region on the Unix socket.
 
 Each message is a frame: length as little-endian u32, then strict msgpack (`wire.schema`). The conversation:
 
@@ -12,7 +12,7 @@ Each message is a frame: length as little-endian u32, then strict msgpack (`wire
 6. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
 
 When the daemon dies the learner goes on and attaches to the next one with its `incarnation`, positions and snapshots.
-What the old daemon asked or offered is void: a place in the version area may be written again as soon as an `Attach`
+Requests and offers of the old daemon are void: a place in the version area may be written again as soon as an `Attach`
 has arrived.
 
 Memory (areas `VERSION_AREA` and `CONTRIBUTION_AREA` of the supervisor): places follow each other in the order of

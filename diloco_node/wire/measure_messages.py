@@ -1,4 +1,4 @@
-"""What two measuring ends send each other, and the limits of what may be requested. Pure.
+"""Messages between two measuring ends, and the limits of what may be requested. Pure.
 
 Echoes travel in the control lane, probes are bulk transfers in the measurement lane: both use the link that a run uses.
 The end that requests is the *requester*, the other one the *responder*. The requester draws the measurement's number at
@@ -23,13 +23,13 @@ SPAN_NS_MAX: Final = 120 * NS_PER_S
 WARM_UP_NS_MAX: Final = 30 * NS_PER_S
 PROBES_NS_MAX: Final = 60 * NS_PER_S
 BYTES_MAX: Final = 2**38
-"""Of one test, warm-up included: 150 s of 14 Gbit/s."""
+"""Bound of one test, warm-up included: 150 s of 14 Gbit/s."""
 
 DAEMON_BYTES_MAX: Final = 4 * 2**30
-"""Of one test of training daemons, warm-up included: 6.9 s of 5 Gbit/s. Rounds use the same links."""
+"""Bound of one test of training daemons, warm-up included: 6.9 s of 5 Gbit/s. Rounds use the same links."""
 
 BODY_BYTES_MAX: Final = 16 * 2**20
-"""Of one transfer of probes."""
+"""Bound of one transfer of probes."""
 
 PROBE_BYTES_MIN: Final = 1
 """Without a least size, any number of empty transfers would be within what was agreed to."""
@@ -86,7 +86,7 @@ class MeasurementDeclined:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementReceived:
-    """What the receiving end counted: raw bytes per second over `span_ns`, and its process' CPU time in `cpu_span_ns`.
+    """Counts of the receiving end: raw bytes per second over `span_ns`, and its process' CPU time in `cpu_span_ns`.
 
     Attributes:
         mean: of the whole span. median, p10, p90: of windows in it.
@@ -112,7 +112,7 @@ class MeasurementStopped:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementSent:
-    """What the sending end counted after the warm-up; -1 where the kernel does not tell.
+    """Counts of the sending end after the warm-up; -1 where the kernel does not tell.
 
     Attributes:
         wire_bytes: that the budget booked in the measurement lane.
@@ -146,7 +146,7 @@ class LinkTestRequested:
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasured:
-    """One way between two regions.
+    """A way between two regions.
 
     Attributes:
         p50_ns, p99_ns, jitter_ns: of round trips. answered, unanswered: echoes.

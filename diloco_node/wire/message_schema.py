@@ -4,7 +4,7 @@ A message is an array `[tag, field, field, ...]` in the order of the dataclass's
 array of its fields; where the hint is a union of dataclasses it begins with the tag of the member. There are no maps,
 no ext types, no keys, no defaults: what is not exactly what the hint says is refused with the path of the field.
 
-What a hint may be: `int`, `float` (finite), `bool`, `str`, `bytes`, an enum, a dataclass, `tuple[X, ...]`, `X | None`,
+A hint may be: `int`, `float` (finite), `bool`, `str`, `bytes`, an enum, a dataclass, `tuple[X, ...]`, `X | None`,
 a union of dataclasses that have a tag. Anything else is refused when the schema is built, and so is a number, string,
 bytes or tuple without a bound (`core.shapes`); names of regions are bounded by their pattern.
 
@@ -50,7 +50,7 @@ from diloco_node.core.shapes import (
 )
 from diloco_node.core.unpacking import SHORT_BYTES, unpack, unpack_short
 from diloco_node.errors import ProtocolViolation
-from diloco_node.wire.unrolled import unrolled
+from diloco_node.wire.unrolled import unroll
 
 DEPTH_MAX: Final = 8
 """Nested dataclasses and tuples in one message, told from the hints when the schema is built."""
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one message may hold, whatever its fields may.
+    """Limits of one message, whatever its fields may hold.
 
     Attributes:
         message_bytes_max: encoded size.
@@ -214,7 +214,7 @@ class Schema(Generic[T]):
         if pairs:
             return slow
         conditions = _conditions(built, bounds)
-        return unrolled(cls, encoders, decoders, skip=skip, slow=slow, error=OutOfBounds, written_out=conditions)
+        return unroll(cls, encoders, decoders, skip=skip, slow=slow, error=OutOfBounds, written_out=conditions)
 
     def _fields(
         self, cls: type, names: list[str], bounds: list[Bound | None], *, depth: int
@@ -348,7 +348,7 @@ def _enum(cls: type[Enum]) -> tuple[Check, Check]:
 
 
 def _conditions(built: list[tuple[Check, Check]], bounds: list[Bound | None]) -> dict[Check, str]:
-    """Of integers and booleans the check as source, for `unrolled`: `{v}` is the value."""
+    """Return the checks of integers and booleans as source, for `unroll`: `{v}` is the value."""
     conditions: dict[Check, str] = {check_bool: "({v} is True or {v} is False)"}
     for converters, bound in zip(built, bounds, strict=True):
         if isinstance(bound, Whole):

@@ -16,10 +16,10 @@ from diloco_node.wire.message_schema import Limits, Schema
 PROTOCOL_VERSION: Final = 9
 
 ControlMessage = messages.Message | link_messages.LinkMessage | measure_messages.MeasureMessage
-"""What travels in the control lane."""
+"""The messages of the control lane."""
 
 TransferHeader = messages.BulkHeader | measure_messages.ProbeHeader
-"""What a bulk transfer begins with."""
+"""The headers of bulk transfers."""
 
 CONTROL_BYTES_MAX: Final = 4 * 2**20
 HEADER_BYTES_MAX: Final = 64 * 2**10
@@ -81,7 +81,7 @@ BULK_HEADERS: Final[dict[int, type]] = {
 
 
 class BudgetLane(IntEnum):
-    """What traffic is for; a smaller number goes first."""
+    """The purpose of traffic; a smaller number goes first."""
 
     CONTROL = 0
     ROUNDS = 1

@@ -1,6 +1,6 @@
 """Encoder and decoder of one dataclass as source without a loop, like that of `dataclasses`: twice as fast.
 
-Only what is right goes this way. What is wrong in any field is looked at once more by the loop, which names the field.
+Only what is right goes this way. The loop looks once more at a message with a wrong field, and names it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Convert = Callable[[Any], Any]
 Field = tuple[str, Convert]
 
 
-def unrolled(
+def unroll(
     cls: type,
     encoders: Sequence[Field],
     decoders: Sequence[Field],

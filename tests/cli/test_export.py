@@ -183,9 +183,13 @@ def test_folders_that_are_no_regions_or_not_empty_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = a_region(tmp_path / "a")
-    code, message = exported(capsys, tmp_path / "a" / "state", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    code, message = exported(capsys, tmp_path / "empty", tmp_path / "out")
     assert code == 2
     assert "no manifest.json there" in message
+    code, message = exported(capsys, tmp_path / "nowhere", tmp_path / "out")
+    assert code == 2
+    assert "is no folder with node.json" in message
     code, message = exported(capsys, folder, tmp_path / "a")
     assert code == 2
     assert "--force" in message

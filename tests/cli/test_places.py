@@ -58,11 +58,11 @@ def test_a_place_that_is_no_region_is_refused_with_the_convention(place: str, ru
         region_folder(place, None, file=FILE)
 
 
-def test_a_region_that_has_not_run_here_is_the_error_that_the_command_chooses() -> None:
+def test_a_region_that_has_not_run_here_can_not_be_reached() -> None:
     with pytest.raises(ConfigError, match=r"no region of run try has run here: state/asia holds no ledger.log"):
         region_folder("asia", None, file=FILE)
     with pytest.raises(PeersUnreachable):
-        region_folder("asia", None, file=FILE, absent=PeersUnreachable)
+        region_folder("asia", None)
 
 
 def test_several_places_are_asked_in_the_order_in_which_they_are_given(run: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_report_is_about_the_run_a_region_or_a_folder(run: Path) -> None:
 
 
 def test_only_processes_that_are_a_region_have_the_option_region(capsys: pytest.CaptureFixture[str]) -> None:
-    looking = ["status", "why", "dashboard", "report", "ledger", "replay", "finish", "log-level"]
+    looking = ["status", "why", "dashboard", "report", "ledger", "replay", "plan", "finish", "log-level"]
     for words in (*([word] for word in looking), ["budget", "set"], ["budget", "show"], ["quarantine", "lift"]):
         assert main([*words, "--help"]) == 0
         output = capsys.readouterr().out

@@ -277,7 +277,7 @@ def test_the_config_can_not_be_changed(run_toml: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "listen", "expected"),
+    ("address", "listen", "place"),
     [
         ("10.1.2.3:7400", None, ("0.0.0.0", 7400)),
         ("us.example.org:7400", None, ("0.0.0.0", 7400)),
@@ -303,7 +303,7 @@ def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("assignment", "parts"),
+    ("assignment", "phrases"),
     [
         ("rounds.sync_evry=3", ["rounds.sync_evry (--set", "is not a setting, did you mean sync_every?"]),
         ("rounds.zzz=3", ["rounds.zzz", "is not a setting; [rounds] has fragments, sync_every,"]),

@@ -97,9 +97,9 @@ def test_theta_0_of_another_model_is_refused() -> None:
 
 def test_a_ledger_of_another_run_is_an_alarm() -> None:
     place = Place()
-    place.genesis.committed(GENESIS)
+    place.genesis.on_commit(GENESIS)
     for other in ({"run_id": "x"}, {"manifest_digest": "x"}, {"regions": ("a", "b")}):
-        place.genesis.committed(replace(GENESIS, **other))  # type: ignore[arg-type]
+        place.genesis.on_commit(replace(GENESIS, **other))  # type: ignore[arg-type]
     assert place.alarms() == [False, True, True, True]
     assert place.genesis.fault(replace(GENESIS, run_id="x")) == (
         "the ledger is of another run: its run.id is x, here it is run"
@@ -108,7 +108,7 @@ def test_a_ledger_of_another_run_is_an_alarm() -> None:
 
 def test_a_run_whose_settings_changed_is_still_the_same() -> None:
     place = Place()
-    place.genesis.committed(replace(GENESIS, settings_digest="other"))
+    place.genesis.on_commit(replace(GENESIS, settings_digest="other"))
     (note,) = [effect for effect in place.effects.take() if isinstance(effect, Note)]
     assert not note.is_alarm
     assert note.text.endswith("has begun; settings were changed since it began")

@@ -170,7 +170,7 @@ def lies_about_others(small: Small, liar: str) -> Change:
         if not isinstance(message, msg.ReductionReported):
             return message
         core = small.hosts[liar].core
-        parts = [one.part for one in core.participant._fragments if one.part is not None]
+        parts = [round_.ballot for round_ in core.participant._rounds if round_.ballot is not None]
         decision = next(part.decision for part in parts if part.ballot == message.ballot)
         rows = zip(decision.contributions, message.contribution_norms, strict=True)
         told = tuple(

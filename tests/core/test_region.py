@@ -436,7 +436,7 @@ def test_a_restart_applies_the_ledger_in_slices(patch: pytest.MonkeyPatch) -> No
 
     def watched(event: ev.Event) -> None:
         give(event)
-        steps.append(host.core.history.account.applied_index)
+        steps.append(host.core.history.account.index)
 
     patch.setattr(host, "_give", watched)
     small.go(3)

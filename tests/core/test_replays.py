@@ -79,7 +79,7 @@ def test_a_captured_contribution_and_its_stripe_count_once_however_often_they_co
     network.bulk_spoilers.pop(source)
     refused = [note.text for _, note in small.notes if note.kind == "declined" and note.text.startswith(source)]
     assert given
-    assert any("the ledger's account is at" in text for text in refused), refused
+    assert any("it was included in" in text for text in refused), refused
     small.settle()  # the books of all regions are checked against what the learners did
     merged = Counter(
         member.contribution for body in small.bodies() if isinstance(body, RoundBody) for member in body.members

@@ -1,4 +1,4 @@
-"""Incidents on a demo that runs, and what is said of each while it lasts: the table is in docs/incidents.md."""
+"""Incidents on a demo that runs, and what is said of each while it lasts: the table is in docs/lab/incidents.md."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def a_core(
         region=region,
         voters=voters,
         disk=disk or disk_of(region),
-        named={name: disk_of(name) for name in voters} if is_founded else None,
+        disks={name: disk_of(name) for name in voters} if is_founded else None,
         heartbeat_ns=HEARTBEAT_NS,
         election_timeout_ns=TIMEOUT_NS,
         term=term if term is not None else (entries[-1].term if entries else 0),

@@ -85,7 +85,7 @@ class Region:
     def command(self) -> MeasureCommand:
         """As a daemon's."""
         measuring = self.measuring
-        return MeasureCommand(self.name, measuring.peers, lambda *_: measuring.linked(), lambda _: (None, ""))
+        return MeasureCommand(self.name, measuring.peers, lambda *_: measuring.own_links(), lambda _: (None, ""))
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -162,7 +162,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patience with a machine that stands still: an echo or an end that comes late is none that stays away."""
     for module, name in (
         (echoes, "UNANSWERED_AFTER_S"),
-        (requester, "ANSWER_S"),
+        (requester, "REPLY_S"),
         (requester, "START_S"),
         (requester, "LATE_S"),
         (probes, "START_S"),

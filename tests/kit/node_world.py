@@ -369,7 +369,7 @@ class FakeLearner:
         else:
             plan = carry_plan(
                 self._settings.carry,
-                included=taken is not None,
+                is_included=taken is not None,
                 versions_missed=offered.version - (position.base_version if taken is None else taken.version),
                 steps_since_inclusion=self.step
                 - (position.included_step if taken is None else taken.contribution.step_to),
@@ -381,7 +381,7 @@ class FakeLearner:
         self.base[fragment] = new
         self.positions[fragment] = position_after(
             position,
-            included=None
+            inclusion=None
             if taken is None
             else (taken.contribution.step_to, position.included_tokens + taken.contribution.tokens),
             step=self.step,

@@ -9,6 +9,7 @@ from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.messages import Heartbeat
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.suspicion import SuspicionBook
@@ -111,7 +112,29 @@ def eligibility_of(
 ) -> Eligibility:
     """What region a asks about the others; nobody is left out unless the book says so."""
     own = book or SuspicionBook(ballot_ns=SETTINGS.ballot_deadline_min_ns)
-    return Eligibility(region="a", regions=regions, history=history, liveness=liveness, book=own)
+    return Eligibility(context_of(history, liveness=liveness, regions=regions), own)
+
+
+def context_of(
+    history: RoundHistory,
+    *,
+    liveness: Liveness | None = None,
+    region: str = "a",
+    regions: tuple[str, ...] = REGIONS,
+    manifest: Manifest = MANIFEST,
+    settings: RunSettings = SETTINGS,
+    effects: EffectBuffer | None = None,
+) -> RoundContext:
+    """The run of these tests as a region sees it."""
+    return RoundContext(
+        region=region,
+        regions=regions,
+        manifest=manifest,
+        settings=settings,
+        history=history,
+        liveness=liveness or Neighbourhood(region, regions).liveness,
+        effects=effects or EffectBuffer(region),
+    )
 
 
 class Neighbourhood:

@@ -232,7 +232,7 @@ async def test_a_training_daemon_and_a_measuring_end_do_not_link(run: Run, is_da
                 with pytest.raises(PeersUnreachable, match=r"is the training daemon of b.*on a port of its own"):
                     await run.linked()
             assert handler.changes == []
-            assert daemon.quarantined("a") == "", "a mistake of people is no attack"
+            assert daemon.quarantine_reason("a") == "", "a mistake of people is no attack"
         finally:
             await daemon.stop()
 

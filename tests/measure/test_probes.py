@@ -103,7 +103,7 @@ async def test_a_link_that_breaks_ends_it_with_its_reason() -> None:
 async def test_nothing_that_arrives_is_told_apart_from_nothing_whole(is_begun: bool, reason: str) -> None:
     end = ProbeReceiver(wish(7, span_ns=1), now_ns=lambda: 0)
     if is_begun:
-        end.opened(1000)
+        end.open_transfer(1000)
     with pytest.raises(LinkLost, match=f"{reason}.*rounds and recovery go before a measurement"):
         await end.run()
 
@@ -116,7 +116,7 @@ async def test_bytes_that_are_used_up_early_count_in_the_second_half_of_their_ti
     end = ProbeReceiver(wish(7, warm_up_ns=NS_PER_S, span_ns=NS_PER_S, bytes_max=1000), now_ns=lambda: at_ns[0])
     for arrived_ns in (0, 200_000_000, 400_000_000):  # 250 bytes, 250, 500: over long before the warm-up
         at_ns[0] = arrived_ns
-        end.closed(500 if arrived_ns == 400_000_000 else 250)
+        end.close_transfer(500 if arrived_ns == 400_000_000 else 250)
     found = await asyncio.wait_for(end.run(), DEADLINE_S)
     assert end.used_bytes == 1000
     assert found.span_ns == 200_000_000
@@ -125,18 +125,18 @@ async def test_bytes_that_are_used_up_early_count_in_the_second_half_of_their_ti
 
 async def test_the_same_memory_takes_all_transfers() -> None:
     end = ProbeReceiver(wish(7), now_ns=lambda: 0)
-    first = end.opened(1000)
-    assert end.opened(400).obj is first.obj
-    assert end.opened(4000).nbytes == 4000
+    first = end.open_transfer(1000)
+    assert end.open_transfer(400).obj is first.obj
+    assert end.open_transfer(4000).nbytes == 4000
 
 
 async def test_tiny_probes_leave_few_marks_and_count_all_the_same() -> None:
     at_ns = [0]
     end = ProbeReceiver(wish(1, is_requester_sending=True, span_ns=10**9, bytes_max=10**9), now_ns=lambda: at_ns[0])
     for _ in range(10_000):
-        end.opened(1)
+        end.open_transfer(1)
         at_ns[0] += MARK_NS // 100
-        end.closed(1)
+        end.close_transfer(1)
     assert end.used_bytes == 10_000
     assert len(end._marks) <= 10_000 // 100 + 2
 

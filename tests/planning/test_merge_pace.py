@@ -15,7 +15,7 @@ P, H = 4, 16
 def run(marks: list[tuple[int, int]]) -> MergePace:
     pace = MergePace(P, H)
     for steps, rounds in marks:
-        pace.reported(steps, rounds)
+        pace.report(steps, rounds)
     return pace
 
 
@@ -55,7 +55,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
 
 def test_another_learner_begins_anew() -> None:
     pace = run([(step, 0) for step in range(0, 1000, 10)])
-    pace.reported(0, 3)
+    pace.report(0, 3)
     assert pace.steps_per_cycle is None
     assert not pace.is_late
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.transport.connections import CONNECTIONS_MAX, LONG_RTT_NS, LOSSY_PPM, target_connections
+from diloco_node.transport.connections import BULK_CONNECTIONS_MAX, LONG_RTT_NS, LOSSY_PPM, target_connections
 
 MS = 1_000_000
 MIB = 2**20
@@ -56,9 +56,9 @@ def test_without_a_ceiling_the_number_follows_what_is_carried() -> None:
 
 
 def test_a_lossy_link_with_a_long_round_trip_gets_all_of_them_whatever_it_delivers() -> None:
-    assert connections(100 * MS, lost_ppm=LOSSY_PPM) == CONNECTIONS_MAX
+    assert connections(100 * MS, lost_ppm=LOSSY_PPM) == BULK_CONNECTIONS_MAX
     assert connections(100 * MS, lost_ppm=LOSSY_PPM - 1) == 1
-    assert connections(LONG_RTT_NS, lost_ppm=LOSSY_PPM) == CONNECTIONS_MAX
+    assert connections(LONG_RTT_NS, lost_ppm=LOSSY_PPM) == BULK_CONNECTIONS_MAX
     assert connections(LONG_RTT_NS - 1, lost_ppm=10 * LOSSY_PPM) == 1, "near"
 
 
@@ -78,6 +78,6 @@ def test_between_one_and_the_most_and_never_less_for_a_longer_way_or_smaller_buf
     rtt_ns: int, ceiling: int | None, delivered: int, buffer: int, ppm: int
 ) -> None:
     one = connections(rtt_ns, ceiling, delivered=delivered, buffer=buffer, lost_ppm=ppm)
-    assert 1 <= one <= CONNECTIONS_MAX
+    assert 1 <= one <= BULK_CONNECTIONS_MAX
     assert one <= connections(rtt_ns + MS, ceiling, delivered=delivered, buffer=buffer, lost_ppm=ppm)
     assert one <= connections(rtt_ns, ceiling, delivered=delivered, buffer=max(1, buffer // 2), lost_ppm=ppm)

@@ -119,15 +119,19 @@ async def test_three_violations_shut_a_peer_out_and_nobody_else(run: list[Proces
     a, b, c = run
     a.strict_with = {"c"}
     for number in range(3):
-        assert a.transport.quarantined("c") == "", number
+        assert a.transport.quarantine_reason("c") == "", number
         await break_protocol(c, a, "c", "a")
-    assert "for 10 min more, after 3 strikes; a transfer that nobody agreed to" in a.transport.quarantined("c")
+    assert "for 10 min more, after 3 strikes; a transfer that nobody agreed to" in a.transport.quarantine_reason("c")
     await c.until(lambda: "a" not in c.up)
     error = await refused_with(c, "a", "in quarantine")
     assert "c is in quarantine for" in error
     assert "by a; its operator can lift that" in error
     assert "c" not in a.up
-    assert {a.transport.quarantined("b"), b.transport.quarantined("c"), b.transport.quarantined("a")} == {""}
+    assert {
+        a.transport.quarantine_reason("b"),
+        b.transport.quarantine_reason("c"),
+        b.transport.quarantine_reason("a"),
+    } == {""}
     assert a.transport.send("b", RequestVoteReply(1, False, True, b""))
     await b.until(lambda: "a" in b.messages)
     assert c.up == {"b"}
@@ -136,7 +140,7 @@ async def test_three_violations_shut_a_peer_out_and_nobody_else(run: list[Proces
     assert a.transport.lift_quarantine("c")
     assert not a.transport.lift_quarantine("c")
     await a.until(lambda: "c" in a.up)
-    assert a.transport.quarantined("c") == ""
+    assert a.transport.quarantine_reason("c") == ""
 
 
 async def test_a_peer_that_is_shut_out_is_not_dialed_either(run: list[Process]) -> None:
@@ -156,5 +160,5 @@ async def test_a_mistake_of_people_or_a_bad_line_is_no_strike(run: list[Process]
     a, *_ = run
     for _ in range(10):
         a.transport.reject("b", error)  # type: ignore[arg-type]
-    assert a.transport.quarantined("b") == ""
+    assert a.transport.quarantine_reason("b") == ""
     assert "b" in a.up

@@ -23,7 +23,7 @@ from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import ConfigError, LinkLost, PayloadCorrupt, PeerError, ProtocolViolation
 from diloco_node.transport import bundle
 from diloco_node.transport.bundle import Bundle
-from diloco_node.transport.connections import CONNECTIONS_MAX
+from diloco_node.transport.connections import BULK_CONNECTIONS_MAX
 from diloco_node.transport.inbound import DECODING_MAX, BulkInbound
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import WireMeter
@@ -71,7 +71,7 @@ async def wide_pair(mesh: Mesh, count: int) -> tuple[GrpcTransport, Recorder, Gr
 # ---- over real connections -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", range(1, CONNECTIONS_MAX + 1))
+@pytest.mark.parametrize("count", range(1, BULK_CONNECTIONS_MAX + 1))
 async def test_bodies_of_all_sizes_and_lanes_arrive_whole_in_both_directions(mesh: Mesh, count: int) -> None:
     a, at_a, b, at_b = await wide_pair(mesh, count)
     seed = 5
@@ -145,7 +145,7 @@ async def test_where_congestion_control_goes_by_loss_a_lossy_link_with_a_long_ro
     a._meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]
     assert a._pacer.target_connections("b") == 1
     a._meter.goes_by_loss = True
-    assert a._pacer.target_connections("b") == CONNECTIONS_MAX
+    assert a._pacer.target_connections("b") == BULK_CONNECTIONS_MAX
     a._meter.tcp = lambda _peer: TcpCounters(4 * MIB - 1, MIB, 40_000_000)  # type: ignore[method-assign]
     assert a._pacer.target_connections("b") == 1, "too little was sent to tell"
 
@@ -466,7 +466,7 @@ class Halves:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, CONNECTIONS_MAX), st.integers(1, 5), st.integers(0, 2**32), st.booleans())
+@given(st.integers(1, BULK_CONNECTIONS_MAX), st.integers(1, 5), st.integers(0, 2**32), st.booleans())
 def test_whatever_the_connections_do_the_same_bytes_arrive(count: int, room: int, seed: int, is_random: bool) -> None:
     async def run() -> None:
         rng = random.Random(seed)

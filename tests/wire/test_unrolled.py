@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_node.wire.unrolled import unrolled
+from diloco_node.wire.unrolled import unroll
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def whole(value: Any) -> int:
 
 def built(skip: int = 0) -> tuple[Any, Any]:
     fields = [("count", whole), ("name", check_name)]
-    return unrolled(
+    return unroll(
         Pair,
         fields,
         fields,

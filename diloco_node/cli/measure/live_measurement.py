@@ -1,6 +1,6 @@
 """`measure` by way of a running daemon: find the one of our region, ask it over its admin socket, show how it goes on.
 
-A daemon measures over the links that it has, inside its measurement lane and its budget (`measure.command`).
+A daemon measures over the links that it has, inside its measurement lane and its budget (`measure.measurement`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def measure(
     """Ask a daemon to measure, and wait for what comes of it.
 
     Args:
-        document: see `measure.command.parse_request`. say: called with what goes on. keep: with what there is so
-            far.
+        document: see `measure.measurement.parse_request`.
+        on_progress: called with the current test. on_partial: called with the results so far.
 
     Raises:
         ConfigError: it refuses the request. PeersUnreachable: there is no link, or the daemon went away.
@@ -72,7 +72,7 @@ def measure(
     try:
         with post(daemon.folder, "measure", document, timeout_s=SILENT_S) as answer:
             if answer.status != http.client.OK:
-                raise _refused(daemon, answer)
+                raise _refusal(daemon, answer)
             return _follow(answer, on_progress, on_partial)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeersUnreachable(
@@ -81,7 +81,7 @@ def measure(
         ) from None
 
 
-def _refused(daemon: Running, answer: http.client.HTTPResponse) -> DilocoError:
+def _refusal(daemon: Running, answer: http.client.HTTPResponse) -> DilocoError:
     text = answer.read(LINE_BYTES_MAX)
     if answer.status == http.client.NOT_FOUND:
         return ConfigError(

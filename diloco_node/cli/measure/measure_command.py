@@ -77,10 +77,10 @@ def serve(
     as_json: JsonOption = False,
 ) -> None:
     """Answer measurements until Ctrl-C, before a run or beside it. Without run.toml it needs --listen and --peers."""
-    from diloco_node.cli.measure import own_links as measure_run
+    from diloco_node.cli.measure import own_links
 
-    here = measure_run.Here.find(config, certs, region)
-    where = measure_run.parse_address(listen, "--listen", port_min=0) if listen is not None else here.listen()
+    here = own_links.Here.find(config, certs, region)
+    where = own_links.parse_address(listen, "--listen", port_min=0) if listen is not None else here.listen()
 
     members = here.members(peers)
 
@@ -92,7 +92,7 @@ def serve(
             typer.echo(f"region {end['region']} answers measurements at {place}; Ctrl-C ends it")
         sys.stdout.flush()
 
-    measure_run.run(lambda: measure_run.serve(here, where, members=members, on_listening=on_listening))
+    own_links.run(lambda: own_links.serve(here, where, members=members, on_listening=on_listening))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class _Way:
         """Measure and show the document. Cut short, by Ctrl-C or an error that goes on, show the results so far."""
         so_far: deque[dict[str, Any]] = deque(maxlen=1)
         try:
-            result = self._measured(document, so_far.append)
+            result = self._run(document, so_far.append)
         except (KeyboardInterrupt, DilocoError):
             if so_far:
                 self._show({**so_far.pop(), "ended_early": True})
@@ -120,9 +120,8 @@ class _Way:
         self._show(result)
         return result
 
-    def _measured(self, document: dict[str, Any], on_partial: OnPartial) -> dict[str, Any]:
-        from diloco_node.cli.measure import live_measurement as measure_daemon
-        from diloco_node.cli.measure import own_links as measure_run
+    def _run(self, document: dict[str, Any], on_partial: OnPartial) -> dict[str, Any]:
+        from diloco_node.cli.measure import live_measurement, own_links
 
         request = {**document, "seconds": self.seconds, "warm_up_seconds": self.warm_up}
         if self.most is not None:
@@ -130,12 +129,12 @@ class _Way:
         daemon = None
         # The user may name a measuring end (HOST:PORT), a folder of keys, or say --alone: then no daemon is meant.
         if not self.alone and self.certs is None and ":" not in str(document.get("peer")):
-            daemon = measure_daemon.find_daemon(self.config, self.region)
+            daemon = live_measurement.find_daemon(self.config, self.region)
         if daemon is None:
-            here = measure_run.Here.find(self.config, self.certs, self.region)
-            return measure_run.run(lambda: measure_run.measure(here, request, on_partial))
-        with measure_run.progress(f"asking the daemon of {daemon.region}") as on_progress:
-            return measure_daemon.measure(daemon, request, on_progress, on_partial)
+            here = own_links.Here.find(self.config, self.certs, self.region)
+            return own_links.run(lambda: own_links.measure(here, request, on_partial))
+        with own_links.progress(f"asking the daemon of {daemon.region}") as on_progress:
+            return live_measurement.measure(daemon, request, on_progress, on_partial)
 
     def _show(self, document: dict[str, Any]) -> None:
         if self.as_json:
@@ -230,14 +229,14 @@ def mesh(
     Through the daemon of the region if it runs here: each region measures towards the others, over the links they have.
     Else `measure serve` must run in all other regions.
     """
-    from diloco_node.cli.measure import own_links as measure_run
+    from diloco_node.cli.measure import own_links
 
     if out is not None:
-        measure_run.check_writable(out)  # before minutes are spent
+        own_links.check_writable(out)  # before minutes are spent
     way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
     document = way.measure({"what": "mesh"})
     if out is not None:
-        measure_run.write(out, json.dumps(document, indent=1) + "\n")
+        own_links.write(out, json.dumps(document, indent=1) + "\n")
     failures = document["failures"]
     if failures:
         first, count = failures[0], len(failures) + len(document["pairs"])

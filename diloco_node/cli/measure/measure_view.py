@@ -1,4 +1,4 @@
-"""What `measure` prints for people: the documents of `measure.documents` as tables."""
+"""Output of `measure` for people: the documents of `measure.documents` as tables."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def short_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def failure_lines(document: Mapping[str, Any]) -> list[str]:
-    """What could not be measured and why: one line for tests that failed for the same reason."""
+    """List what could not be measured and why: one line for tests that failed for the same reason."""
     cases: dict[str, list[str]] = {}
     for row in document.get("failures", ()):
         case = _case(row)
@@ -99,7 +99,7 @@ def _case(row: Mapping[str, Any]) -> FlowCase:
 
 
 def bandwidth_title(document: Mapping[str, Any]) -> str:
-    """What was measured, in a line above the table."""
+    """Name what was measured, in a line above the table."""
     control = document["congestion_control"]
     return (
         f"{document['from']} -> {document['to']}, round trip {_ms(document['rtt_seconds'])}, "
@@ -110,7 +110,7 @@ def bandwidth_title(document: Mapping[str, Any]) -> str:
 
 
 def _lane_note(document: Mapping[str, Any]) -> str:
-    """What is special about a measurement by a daemon; nothing for one between measuring ends."""
+    """Note what is special about a measurement by a daemon; empty for one between measuring ends."""
     if document.get("through") != "daemon":
         return ""
     limit = document["limit_bytes_per_second"]

@@ -1,4 +1,4 @@
-"""What `measure` does without a daemon: who we are, where the others are, and the measurement on links of our own."""
+"""`measure` without a daemon: who we are, where the others are, and the measurement on links of our own."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Here:
         return cls(identity.region, identity, folder, settings)
 
     def listen(self) -> tuple[str, int]:
-        """What `measure serve` binds when nothing was said. Raises ConfigError."""
+        """Return what `measure serve` binds without `--listen`. Raises ConfigError."""
         if self.config is None or self.name not in self.config.regions:
             raise ConfigError("without run.toml, measure serve needs --listen HOST:PORT, for example 0.0.0.0:7400")
         host, port = self.config.listen(self.name)
@@ -80,7 +80,8 @@ class Here:
         return tuple(name for name in sorted(self.config.regions) if name != self.name)
 
     def members(self, peers_option: str | None) -> tuple[str, ...]:
-        """Who may measure with `measure serve`: the others of run.toml, or those listed. Raises ConfigError."""
+        """Return the regions that may measure with `measure serve`: the others of run.toml, or those listed. Raises
+        ConfigError."""
         if peers_option is not None:
             names = tuple(sorted({name.strip() for name in peers_option.split(",")} - {self.name, ""}))
         else:
@@ -110,7 +111,7 @@ class Here:
         return name, peer
 
     def check_mesh(self) -> None:
-        """That there are pairs to measure. Raises ConfigError without run.toml or with one region."""
+        """Check that there are pairs to measure. Raises ConfigError without run.toml or with one region."""
         if self.config is None:
             raise ConfigError("measure mesh needs a run.toml with all regions: name it with --config")
         if len(self.config.regions) < 2:
@@ -188,7 +189,8 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
     """Measure on links of our own to `measure serve` of the peers.
 
     Args:
-        document: see `measure.command.parse_request`; its peer as it was written. keep: gets what there is so far.
+        document: see `measure.measurement.parse_request`; its peer as it was written.
+        on_partial: called with the results so far.
 
     Raises:
         ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured.
@@ -236,7 +238,7 @@ def _hidden_reason(region: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What links log is for daemons: here errors are raised."""
+    """Silence the log of the links: here errors are raised."""
     import structlog
 
     before = structlog.get_config()
@@ -279,7 +281,7 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that can't be written, with ConfigError. One that was not there is not there afterwards."""
+    """Refuse a file that can't be written, with ConfigError. A new file is removed again."""
     try:
         is_new = not path.exists()
         path.open("a").close()

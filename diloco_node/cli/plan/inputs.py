@@ -163,7 +163,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
 
 
 def source_of_state(folder: Path) -> Source:
-    """What a region's folder says, and its daemon if that answers.
+    """Read a region's folder, and ask its daemon if that answers.
 
     Raises:
         StorageError: the region has not seen its model yet, or a file is damaged.
@@ -220,11 +220,11 @@ def _live_times(folder: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """What `measure mesh` found, per ordered pair of regions.
+    """Results of `measure mesh`, per ordered pair of regions.
 
     Attributes:
         regions: names, sorted.
-        rtt_ns: round trip. Of pairs that could not be measured, nothing.
+        rtt_ns: round trip. Pairs that could not be measured are missing.
         goodput: payload bytes per second, when nothing else was sent.
         failures: why a pair was not measured, where `measure mesh` said so.
     """
@@ -235,7 +235,7 @@ class Mesh:
     failures: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def missing(self, regions: Sequence[str]) -> str:
-        """Which pairs of these regions were not measured, in words; empty if all were."""
+        """Name the pairs of these regions that were not measured; empty if all were."""
         pairs = [(a, b) for a in regions for b in regions if a != b]
         lacking = [pair for pair in pairs if pair not in self.goodput]
         if not lacking:

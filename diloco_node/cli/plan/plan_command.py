@@ -125,7 +125,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What was asked, each number with its origin."""
+    """The request, each number with its origin."""
 
     source: Source
     settings: RunSettings

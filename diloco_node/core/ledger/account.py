@@ -1,24 +1,30 @@
-"""The token account: what was trained is merged, carried or discarded, each step once.
+"""The token account: trained tokens are merged, carried or discarded, each step once.
 
 Per learner, incarnation and fragment the intervals (a, b] of inclusions (members of committed rounds) and of
-`DiscardedBody` must follow each other from step 0, without a gap and without an overlap. What lies beyond the last one
-is carried: it is in the parameters of a living learner and will be in a later merge.
+`DiscardedBody` must follow each other from step 0, without a gap and without an overlap. Steps beyond the last interval
+are carried: they are in the parameters of a living learner and will be in a later merge.
 
-`account_check` recomputes the same from the raw entries, and trusts nothing that is kept here.
+Everybody who asks whether steps may be booked asks `Account.fault`: the leader before it merges, every region before it
+takes an entry. `lab.account_check` recomputes the account from the raw entries and shares no code with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from diloco_node.core.ledger.summary import Closed, Covered, Included, RunSummary
 from diloco_node.core.types import Contribution, DiscardedBody, Entry, RoundBody
 
 INCARNATIONS_KEPT: Final = 8
-"""Incarnations of one learner that are in the ledger and have an account of their own; what older ones trained is
-closed and added up. They are booked in order, so the eighth before the newest was complete long ago."""
+"""Incarnations of one learner that are in the ledger and have an account of their own. The tokens of older ones are
+added up, and they are closed. They are booked in order, so the eighth before the newest was complete long ago."""
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +43,14 @@ class LastInclusion:
     tokens_to: int
 
 
-class AccountCore:
-    """The account as the daemon needs it: `apply` each committed entry once, in order, then ask."""
+class Account:
+    """The account after some entries: `take` each entry once, in order, then ask.
+
+    Entries that are taken may be taken back, newest first, until they are settled.
+    """
 
     def __init__(self) -> None:
-        self._applied_index = 0
+        self._index = 0
         # (learner, fragment) -> the newest inclusion, of whatever incarnation.
         self._inclusions: dict[tuple[str, int], LastInclusion] = {}
         # (learner, incarnation, fragment) -> steps and tokens that are merged or discarded.
@@ -49,26 +58,60 @@ class AccountCore:
         # fragment -> tokens of all inclusions, of all discards.
         self._merged: dict[int, int] = {}
         self._discarded: dict[int, int] = {}
-        # (learner, incarnation) -> how far it got in any fragment.
+        # (learner, incarnation) -> how far it got in any fragment. Closed incarnations are not in it.
         self._furthest: dict[tuple[str, int], int] = {}
         self._closed: dict[str, Closed] = {}
+        # Per entry that is not settled: calls that restore what it changed, in the order of the changes.
+        self._undo: deque[list[Callable[[], None]]] = deque()
 
     @property
-    def applied_index(self) -> int:
-        """The last entry that was applied."""
-        return self._applied_index
+    def index(self) -> int:
+        """The last entry that was taken."""
+        return self._index
 
-    def apply(self, entry: Entry) -> None:
-        """Take note of the next committed entry."""
-        assert entry.index == self._applied_index + 1, (entry.index, self._applied_index)
-        self._applied_index = entry.index
+    def take(self, entry: Entry) -> None:
+        """Book the next entry."""
+        assert entry.index == self._index + 1, (entry.index, self._index)
+        self._index = entry.index
+        self._undo.append([])
         body = entry.body
         if isinstance(body, DiscardedBody):
-            self._cover(body.learner, body.incarnation, body.fragment, body.step_to, body.tokens)
-            self._discarded[body.fragment] = self._discarded.get(body.fragment, 0) + body.tokens
+            self._cover(body)
+            self._set(self._discarded, body.fragment, self._discarded.get(body.fragment, 0) + body.tokens)
         elif isinstance(body, RoundBody):
             for member in body.members:
                 self._include(member.contribution, body.version)
+
+    def back_to(self, index: int) -> None:
+        """Take back every entry after this index; none of them is settled."""
+        assert self._index - index <= len(self._undo), (self._index, index)
+        while self._index > index:
+            for restore in reversed(self._undo.pop()):
+                restore()
+            self._index -= 1
+
+    def settle(self, index: int) -> None:
+        """Keep the entries up to this index for ever: forget how to take them back."""
+        while len(self._undo) > max(0, self._index - index):
+            self._undo.popleft()
+
+    def fault(self, body: Contribution | DiscardedBody) -> str:
+        """Return why booking these steps would count some twice or lose some; empty if they may be booked."""
+        learner, incarnation, fragment = body.learner, body.incarnation, body.fragment
+        if self.is_closed(learner, incarnation):
+            return f"incarnation {incarnation} of {learner} is closed, as all up to {self._closed[learner].incarnation}"
+        last = self._inclusions.get((learner, fragment))
+        if last is not None and isinstance(body, Contribution):
+            if incarnation < last.incarnation:
+                return f"incarnation {incarnation} of {learner} after {last.incarnation} was included"
+            # A later incarnation knows nothing of the versions before it, and begins with whatever base it has.
+            if incarnation == last.incarnation and body.base_version < last.version:
+                return f"{learner}'s base is version {body.base_version}, it was included in {last.version}"
+        steps, _ = self.covered(learner, incarnation, fragment)
+        if body.step_from != steps or body.step_to <= body.step_from or body.tokens < 0:
+            interval = f"({body.step_from}, {body.step_to}]"
+            return f"{interval} of {learner}'s incarnation {incarnation} does not follow step {steps}"
+        return ""
 
     def last_inclusion(self, learner: str, fragment: int) -> LastInclusion | None:
         """The newest inclusion of this learner in a round of this fragment; None if there was none."""
@@ -80,9 +123,9 @@ class AccountCore:
 
     def covered_tokens(self, learner: str, fragments: int) -> int:
         """Tokens of all incarnations of a learner that are merged or discarded: the mean over the fragments."""
-        known = sum(tokens for (name, _, _), (_, tokens) in self._covered.items() if name == learner)
-        closed = sum(self._closed[learner].tokens) if learner in self._closed else 0
-        return (known + closed) // fragments
+        open_tokens = sum(tokens for (name, _, _), (_, tokens) in self._covered.items() if name == learner)
+        closed_tokens = sum(self._closed[learner].tokens) if learner in self._closed else 0
+        return (open_tokens + closed_tokens) // fragments
 
     def is_closed(self, learner: str, incarnation: int) -> bool:
         """Whether the incarnation is so old that nothing of it is booked any more."""
@@ -94,16 +137,18 @@ class AccountCore:
 
     def steps_before(self, learner: str, incarnation: int) -> int:
         """Steps of the learner's earlier incarnations that the ledger knows of: how far each got in any fragment."""
-        known = sum(step for (name, one), step in self._furthest.items() if name == learner and one < incarnation)
-        return known + (self._closed[learner].steps if learner in self._closed else 0)
+        open_steps = sum(
+            step for (name, number), step in self._furthest.items() if name == learner and number < incarnation
+        )
+        return open_steps + (self._closed[learner].steps if learner in self._closed else 0)
 
     def close_old(self, fragments: int) -> None:
         """Add up the incarnations that are old enough. Every region must do it after the same entries."""
         numbers: dict[str, list[int]] = {}
         for learner, incarnation in sorted(self._furthest):
             numbers.setdefault(learner, []).append(incarnation)
-        for learner, known in numbers.items():
-            for incarnation in known[:-INCARNATIONS_KEPT]:
+        for learner, lives in numbers.items():
+            for incarnation in lives[:-INCARNATIONS_KEPT]:
                 self._close(learner, incarnation, fragments)
 
     def covered_lines(self, fragments: int) -> tuple[Covered, ...]:
@@ -117,103 +162,112 @@ class AccountCore:
         return tuple(lines)
 
     def closed_lines(self) -> tuple[Closed, ...]:
-        """What is closed, by learner."""
+        """Sums of the closed incarnations, by learner."""
         return tuple(self._closed[learner] for learner in sorted(self._closed))
 
     def included_lines(self) -> tuple[Included, ...]:
         """The newest inclusions, by learner and fragment."""
         return tuple(
-            Included(*name, one.incarnation, one.version, one.snapshot, one.step_to, one.tokens_to)
-            for name, one in sorted(self._inclusions.items())
+            Included(
+                *name,
+                inclusion.incarnation,
+                inclusion.version,
+                inclusion.snapshot,
+                inclusion.step_to,
+                inclusion.tokens_to,
+            )
+            for name, inclusion in sorted(self._inclusions.items())
         )
 
     def totals(self, fragments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tokens merged and discarded so far, per fragment."""
-        every = range(fragments)
-        return tuple(self._merged.get(one, 0) for one in every), tuple(self._discarded.get(one, 0) for one in every)
+        indexes = range(fragments)
+        return tuple(self._merged.get(fragment, 0) for fragment in indexes), tuple(
+            self._discarded.get(fragment, 0) for fragment in indexes
+        )
 
-    def restore(self, summary: RunSummary, applied_index: int) -> None:
-        """Go on from a summary as if every entry up to `applied_index` had been applied."""
-        self._applied_index = applied_index
+    def restore(self, summary: RunSummary, index: int) -> None:
+        """Go on from a summary as if every entry up to `index` had been taken."""
+        self._index = index
+        self._undo.clear()
         fragments = range(len(summary.versions))
         self._inclusions = {
-            (one.learner, one.fragment): LastInclusion(
-                one.incarnation, one.version, one.snapshot, one.step_to, one.tokens_to
+            (line.learner, line.fragment): LastInclusion(
+                line.incarnation, line.version, line.snapshot, line.step_to, line.tokens_to
             )
-            for one in summary.included
+            for line in summary.included
         }
         self._covered = {
-            (one.learner, one.incarnation, fragment): (_at(one.steps, fragment), _at(one.tokens, fragment))
-            for one in summary.covered
+            (line.learner, line.incarnation, fragment): (_at(line.steps, fragment), _at(line.tokens, fragment))
+            for line in summary.covered
             for fragment in fragments
         }
-        self._furthest = {(one.learner, one.incarnation): max(one.steps) for one in summary.covered}
+        self._furthest = {(line.learner, line.incarnation): max(line.steps) for line in summary.covered}
         self._merged, self._discarded = dict(enumerate(summary.merged)), dict(enumerate(summary.discarded))
-        self._closed = {one.learner: one for one in summary.closed}
+        self._closed = {line.learner: line for line in summary.closed}
 
     def merged_tokens(self, fragments: int) -> int:
         """Tokens of all inclusions, the mean over the fragments, rounded down."""
         return sum(self._merged.values()) // fragments
 
-    def refusal(self, contribution: Contribution) -> str:
-        """Why including this contribution would count steps twice or lose some; empty if it may be included."""
-        learner, fragment = contribution.learner, contribution.fragment
-        step_from, _ = self.covered(learner, contribution.incarnation, fragment)
-        if contribution.step_from != step_from:
-            return f"its steps begin after {contribution.step_from}, the ledger's account is at {step_from}"
-        if contribution.step_to <= contribution.step_from:
-            return f"it covers no step: ({contribution.step_from}, {contribution.step_to}]"
-        last = self._inclusions.get((learner, fragment))
-        if last is None:
-            return ""
-        if contribution.incarnation < last.incarnation:
-            return f"it is of incarnation {contribution.incarnation}, {last.incarnation} was included already"
-        if contribution.base_version < last.version and contribution.incarnation == last.incarnation:
-            return f"its base version {contribution.base_version} is older than its last inclusion, {last.version}"
-        return ""
-
     def discards_due(
         self, learner: str, incarnation: int, *, steps: int, tokens: int, fragments: int, reason: str
     ) -> tuple[DiscardedBody, ...]:
-        """What must be booked as discarded when an incarnation is dead.
+        """Return the discards that must be booked when an incarnation is dead.
 
         Args:
-            steps, tokens: what it had trained, as it counted.
+            steps, tokens: trained by it, as it counted.
             fragments: P.
             reason: for the ledger.
 
         Returns:
-            One body per fragment with steps that are in no merge, by fragment.
+            A body for each fragment with steps that are in no merge, by fragment.
         """
         due = []
         for fragment in range(0 if self.is_closed(learner, incarnation) else fragments):
             step_from, tokens_from = self.covered(learner, incarnation, fragment)
             if steps > step_from:
-                left = max(0, tokens - tokens_from)
-                due.append(DiscardedBody(learner, incarnation, fragment, step_from, steps, left, reason))
+                tokens_left = max(0, tokens - tokens_from)
+                due.append(DiscardedBody(learner, incarnation, fragment, step_from, steps, tokens_left, reason))
         return tuple(due)
 
     def _include(self, contribution: Contribution, version: int) -> None:
         learner, incarnation, fragment = contribution.learner, contribution.incarnation, contribution.fragment
-        self._cover(learner, incarnation, fragment, contribution.step_to, contribution.tokens)
-        self._merged[fragment] = self._merged.get(fragment, 0) + contribution.tokens
-        step_to, tokens_to = self._covered[learner, incarnation, fragment]
-        self._inclusions[learner, fragment] = LastInclusion(
-            incarnation, version, contribution.snapshot, step_to, tokens_to
+        self._cover(contribution)
+        self._set(self._merged, fragment, self._merged.get(fragment, 0) + contribution.tokens)
+        inclusion = LastInclusion(
+            incarnation, version, contribution.snapshot, *self._covered[learner, incarnation, fragment]
         )
+        self._set(self._inclusions, (learner, fragment), inclusion)
 
-    def _cover(self, learner: str, incarnation: int, fragment: int, step_to: int, tokens: int) -> None:
-        _, tokens_before = self.covered(learner, incarnation, fragment)
-        self._covered[learner, incarnation, fragment] = (step_to, tokens_before + tokens)
-        self._furthest[learner, incarnation] = max(self._furthest.get((learner, incarnation), 0), step_to)
+    def _cover(self, body: Contribution | DiscardedBody) -> None:
+        line, life = (body.learner, body.incarnation, body.fragment), (body.learner, body.incarnation)
+        _, tokens = self.covered(*line)
+        self._set(self._covered, line, (body.step_to, tokens + body.tokens))
+        self._set(self._furthest, life, max(self._furthest.get(life, 0), body.step_to))
 
     def _close(self, learner: str, incarnation: int, fragments: int) -> None:
         before = self._closed.get(learner, Closed(learner, incarnation, 0, (0,) * fragments))
-        own = [self._covered.pop((learner, incarnation, fragment), (0, 0))[1] for fragment in range(fragments)]
-        tokens = tuple(known + more for known, more in zip(before.tokens, own, strict=True))
-        self._closed[learner] = Closed(
-            learner, incarnation, before.steps + self._furthest.pop((learner, incarnation)), tokens
-        )
+        tokens = [self.covered(learner, incarnation, fragment)[1] for fragment in range(fragments)]
+        sums = tuple(earlier + later for earlier, later in zip(before.tokens, tokens, strict=True))
+        steps = before.steps + self._furthest[learner, incarnation]
+        self._set(self._closed, learner, Closed(learner, incarnation, steps, sums))
+        self._set(self._furthest, (learner, incarnation), None)
+        for fragment in range(fragments):
+            self._set(self._covered, (learner, incarnation, fragment), None)
+
+    def _set(self, table: dict[K, V], key: K, value: V | None) -> None:
+        """Change a value, so that it can be taken back with the newest entry; None removes it."""
+        if self._undo:
+            self._undo[-1].append(partial(_put, table, key, table.get(key)))
+        _put(table, key, value)
+
+
+def _put(table: dict[K, V], key: K, value: V | None) -> None:
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
 
 
 def _at(values: Sequence[int], fragment: int) -> int:

@@ -1,7 +1,7 @@
-"""Which folder of each region counts in votes and acknowledgements: the ledger's view of the disks.
+"""The ledger's view of the disks: the folder of each region that counts in votes and acknowledgements.
 
-A region's folder has a random id. One that was emptied, or lost what it had, comes back with another id, and would
-forget what it voted for and acknowledged. So only folders that the log names count. Genesis names the first ones. A
+A region's folder has a random id. A folder that was emptied, or lost its files, comes back with another id. It would
+have forgotten its votes and acknowledgements. So only folders that the log names count. Genesis names the first ones. A
 lost one is replaced by two entries (`DiskNamedBody`): the first takes its id away, the second, once the first is
 committed and the new folder has caught up, names the new one.
 
@@ -32,15 +32,15 @@ class DiskView:
 
     Args:
         voters: all regions.
-        named: of a log that begins later than entry 1, what the entries before it named.
+        disks: per region the folder that earlier entries named, if the log begins later than entry 1.
 
     Attributes:
         known_index: the entries up to here were looked at.
     """
 
-    def __init__(self, voters: Iterable[str], named: Mapping[str, bytes] | None = None) -> None:
+    def __init__(self, voters: Iterable[str], disks: Mapping[str, bytes] | None = None) -> None:
         self._voters = tuple(voters)
-        self._base = dict(named or {})
+        self._base = dict(disks or {})
         self._changes: list[tuple[int, dict[str, bytes]]] = []
         self.known_index = 0
 
@@ -54,17 +54,17 @@ class DiskView:
         """Index of the entry that last changed the view; 0 if none in the log did."""
         return self._changes[-1][0] if self._changes else 0
 
-    def begin(self, named: Mapping[str, bytes], index: int) -> None:
+    def begin(self, disks: Mapping[str, bytes], index: int) -> None:
         """The log begins anew after this index, and this is what the entries up to there name."""
-        self._base, self._changes, self.known_index = dict(named), [], index
+        self._base, self._changes, self.known_index = dict(disks), [], index
 
-    def named(self, region: str) -> bytes:
+    def disk_of(self, region: str) -> bytes:
         """The id of the region's folder that counts; empty if none does."""
         return self._current.get(region, NO_DISK)
 
     def counts(self, region: str, disk: bytes) -> bool:
         """Whether this folder is the one of its region that counts."""
-        return disk != NO_DISK and self.named(region) == disk
+        return disk != NO_DISK and self.disk_of(region) == disk
 
     def replaced(self, region: str, after_index: int) -> int:
         """How often the entries after an index name another folder of the region, in place of one that was lost."""
@@ -84,7 +84,7 @@ class DiskView:
             elif isinstance(body, DiskNamedBody) and body.region in self._voters:
                 self._changes.append((entry.index, {**self._current, body.region: body.disk}))
 
-    def truncated(self, first: int) -> None:
+    def on_truncation(self, first: int) -> None:
         """The log has forgotten its entries from `first` on."""
         self.known_index = min(self.known_index, first - 1)
         while self._changes and self._changes[-1][0] >= first:

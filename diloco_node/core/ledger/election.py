@@ -40,16 +40,16 @@ def majority_value(values: Iterable[int]) -> int:
     Args:
         values: one per voter, at least one.
     """
-    ranked = sorted(values, reverse=True)
-    return ranked[majority_of(len(ranked)) - 1]
+    in_order = sorted(values, reverse=True)
+    return in_order[majority_of(len(in_order)) - 1]
 
 
 class TermClaims:
     """When a leader heeds a single follower's claim of a newer term, for which it has to step down.
 
-    Honest followers have one after they stood for election in vain, and can be led only in a newer term. One that
-    claims it again and again would stop the run: it is heeded at once, then after one election timeout, after two more,
-    and so on.
+    Honest followers have one after they stood for election in vain, and can be led only in a newer term. A follower
+    that claims it again and again would stop the run. So it is heeded at once, then after one election timeout, after
+    two more, and so on.
     """
 
     def __init__(self, timeout_ns: int) -> None:
@@ -68,7 +68,7 @@ class TermClaims:
 
 
 def ballot_paper(region: str, disk: bytes) -> str:
-    """Who gets a vote, as it goes to disk: the region and its folder."""
+    """The candidate of a vote as it goes to disk: its region and its folder."""
     return f"{region} {disk.hex()}"
 
 
@@ -82,14 +82,14 @@ class Dice:
     def below(self, limit: int) -> int:
         """A number in [0, limit); the bias of the remainder is below 2^-30 for limits up to 2^34 (17 s in ns)."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
-        mixed = self._state
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-        return (mixed ^ (mixed >> 31)) % limit
+        bits = self._state
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+        return (bits ^ (bits >> 31)) % limit
 
 
 class Role(StrEnum):
-    """What a voter is in its term. `ASKING` is a follower that asks whether it would get votes (pre-vote)."""
+    """The role of a voter in its term. `ASKING` is a follower that asks whether it would get votes (pre-vote)."""
 
     FOLLOWER = "follower"
     ASKING = "asking"
@@ -112,7 +112,7 @@ class Election:
         voted_for: region and folder that got the vote of the term (`ballot_paper`); empty while nobody did.
         leader: of the term; empty while it is unknown.
         due_at_ns: when this voter asks for votes unless it hears a leader.
-        granted: who said yes, this voter too, with the folder that did; of use while it asks or stands.
+        votes: regions that said yes, this voter too, each with its folder; of use while it asks or stands.
         founder_term: the term for which this voter gave its vote to a founder (or stands as one); 0: none.
     """
 
@@ -135,7 +135,7 @@ class Election:
         self.term = term
         self.voted_for = voted_for
         self.leader = ""
-        self.granted: dict[str, bytes] = {}
+        self.votes: dict[str, bytes] = {}
         self.founder_term = 0
         self.due_at_ns = 0
         self._region = region
@@ -143,6 +143,7 @@ class Election:
         self._disks = disks
         self._peers = tuple(peers)
         self._timeout_ns = timeout_ns
+        # Thrown once for each restart of the timer: the same seed gives the same elections.
         self._dice = Dice(seed, region)
         self._log = log
         self._gate = gate
@@ -187,7 +188,7 @@ class Election:
     def start_pre_vote(self, *, now_ns: int) -> None:
         """Request pre-votes before disturbing anybody with a new term."""
         self.role, self.leader = Role.ASKING, ""
-        self.granted = {self._region: self._disk}
+        self.votes = {self._region: self._disk}
         self._request_votes(self.term + 1, pre_vote=True)
         self.count_votes(now_ns=now_ns)
 
@@ -197,7 +198,7 @@ class Election:
         self.voted_for = ballot_paper(self._region, self._disk)
         self._gate.change_hard_state()
         self.role, self.leader = Role.CANDIDATE, ""
-        self.granted = {self._region: self._disk}
+        self.votes = {self._region: self._disk}
         self.founder_term = 0 if self._disks.has_view else self.term
         self.restart_timer(now_ns)
         self._gate.note(f"term {self.term}: {self._region} stands for election")
@@ -213,11 +214,11 @@ class Election:
         return self.role is Role.CANDIDATE and self._gate.is_hard_durable
 
     def missing_votes(self) -> int:
-        """How many more are needed. Of a founded run a majority of folders that count; to found one, all."""
+        """How many votes are missing: for a majority of the folders that count, or for all of them to found a run."""
         voters = len(self._peers) + 1
         if not self._disks.has_view:
-            return voters - len(self.granted)
-        return majority_of(voters) - sum(self._disks.counts(name, disk) for name, disk in self.granted.items())
+            return voters - len(self.votes)
+        return majority_of(voters) - sum(self._disks.counts(name, disk) for name, disk in self.votes.items())
 
     def answer(
         self, peer: str, request: RequestVote, *, is_up_to_date: bool, has_leader_contact: bool, now_ns: int
@@ -231,30 +232,30 @@ class Election:
         # Who knows a view has seen the run founded: nobody may found it again.
         is_welcome = is_up_to_date and (request.has_view or not self._disks.has_view)
         if request.pre_vote:
-            granted = self.term < request.term <= self.term + TERM_STEP_MAX and is_welcome and not has_leader_contact
-            self._reply(peer, request.term if granted else self.term, pre_vote=True, granted=granted)
+            is_granted = self.term < request.term <= self.term + TERM_STEP_MAX and is_welcome and not has_leader_contact
+            self._reply(peer, request.term if is_granted else self.term, pre_vote=True, is_granted=is_granted)
             return
         paper = ballot_paper(peer, request.disk)
-        granted = request.term == self.term and self.voted_for in ("", paper) and is_welcome
-        if granted and self.voted_for != paper:
+        is_granted = request.term == self.term and self.voted_for in ("", paper) and is_welcome
+        if is_granted and self.voted_for != paper:
             self.voted_for = paper
             self._gate.change_hard_state()
-        if granted:
+        if is_granted:
             self.founder_term = 0 if request.has_view else self.term
             self.restart_timer(now_ns)
             self._may_hasten = False
-        self._reply(peer, self.term, pre_vote=False, granted=granted)
+        self._reply(peer, self.term, pre_vote=False, is_granted=is_granted)
 
     def take_vote(self, peer: str, answer: RequestVoteReply) -> bool:
         """Note who said yes; False if it answers no open request."""
         expected_term = {Role.ASKING: self.term + 1, Role.CANDIDATE: self.term}.get(self.role)
         if answer.term != expected_term or answer.pre_vote != (self.role is Role.ASKING):
             return False
-        self.granted[peer] = answer.disk
+        self.votes[peer] = answer.disk
         return True
 
-    def _reply(self, peer: str, term: int, *, pre_vote: bool, granted: bool) -> None:
-        self._gate.send(peer, RequestVoteReply(term, pre_vote, granted, self._disk))
+    def _reply(self, peer: str, term: int, *, pre_vote: bool, is_granted: bool) -> None:
+        self._gate.send(peer, RequestVoteReply(term, pre_vote, is_granted, self._disk))
 
     def _request_votes(self, term: int, *, pre_vote: bool) -> None:
         log = self._log

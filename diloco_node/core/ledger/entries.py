@@ -115,10 +115,10 @@ def verify_chain(entries: Sequence[Entry], *, previous_index: int = 0, previous_
         if entry.previous != previous_hash:
             raise ProtocolViolation(f"entry {index} of the ledger does not follow entry {index - 1}: other hash")
         try:
-            expected = _hash_of(entry.index, entry.term, entry.previous, entry.body)
+            digest = _hash_of(entry.index, entry.term, entry.previous, entry.body)
         except ValueError as error:
             raise ProtocolViolation(f"entry {index} of the ledger: {error}") from error
-        if entry.hash != expected:
+        if entry.hash != digest:
             raise ProtocolViolation(f"entry {index} of the ledger does not match its hash")
         term, previous_hash = entry.term, entry.hash
 
@@ -182,10 +182,10 @@ def _plain_body(body: EntryBody) -> list[_Plain]:
 
 
 def _pack(plain: list[_Plain]) -> bytes:
-    packed: bytes = msgpack.packb(plain, use_bin_type=True)
-    if len(packed) > ENTRY_BYTES_MAX:
-        raise ValueError(f"an entry of {len(packed)} bytes: at most {ENTRY_BYTES_MAX} are allowed")
-    return packed
+    data: bytes = msgpack.packb(plain, use_bin_type=True)
+    if len(data) > ENTRY_BYTES_MAX:
+        raise ValueError(f"an entry of {len(data)} bytes: at most {ENTRY_BYTES_MAX} are allowed")
+    return data
 
 
 _Codec = tuple[Check, Check]
@@ -206,7 +206,7 @@ def _dataclass_codec(kind: Any) -> _Codec:
     codecs = [_field(hints[name], bound, name) for name, bound in zip(names, bounds, strict=True)]
     writers = [(name, write) for name, (write, _) in zip(names, codecs, strict=True)]
     readers = [(name, read) for name, (_, read) in zip(names, codecs, strict=True)]
-    related = relations(names, bounds)
+    pairs = relations(names, bounds)
 
     def write(value: Any) -> list[Any]:
         if type(value) is not kind:
@@ -219,21 +219,21 @@ def _dataclass_codec(kind: Any) -> _Codec:
         return kind(*_each_field(readers, plain))
 
     def _each_field(checks: list[tuple[str, Check]], values: list[Any]) -> list[Any]:
-        found = []
+        results = []
         for (name, check), value in zip(checks, values, strict=True):
             try:
-                found.append(check(value))
+                results.append(check(value))
             except OutOfBounds as error:
                 raise error.within(f".{name}") from None
-        if related:
-            check_relations(names, found, related)
-        return found
+        if pairs:
+            check_relations(names, results, pairs)
+        return results
 
     return write, read
 
 
 def _field(hint: Any, bound: Bound | None, name: str) -> _Codec:
-    """Of one field: a dataclass, `tuple[X, ...]`, or a scalar with a bound."""
+    """Return the codec of one field: a dataclass, `tuple[X, ...]`, or a scalar with a bound."""
     if is_dataclass(hint):
         return canonical_codec(hint)
     if isinstance(bound, Items):

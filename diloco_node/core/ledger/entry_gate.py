@@ -1,6 +1,6 @@
 """Nothing gets into the log that makes no sense: entries are asked for their meaning before they are staged.
 
-What an entry may say is not the ledger's business (`core.rounds.entry_check` knows it). The gate keeps that check in
+The meaning of an entry is not the ledger's business (`core.rounds.entry_check` knows it). The gate keeps that check in
 step with the log, whatever is truncated and sent again, and remembers who sent what was refused.
 """
 
@@ -17,32 +17,31 @@ from diloco_node.errors import ProtocolViolation, StorageError
 
 
 class Meaning(Protocol):
-    """Follows the log entry by entry, and says whether the next one makes sense.
+    """Follows the log entry by entry, and says whether the next one makes sense."""
 
-    Attributes:
-        index: of the last entry that was taken.
-    """
-
-    index: int
+    @property
+    def index(self) -> int:
+        """The last entry that was taken."""
+        ...
 
     def fault(self, entry: Entry) -> str:
-        """Why the entry can't be the next one; empty if it can."""
+        """Return why the entry can't be the next one; empty if it can."""
         ...
 
     def take(self, entry: Entry) -> None:
-        """It is the next one."""
+        """Take the entry as the next one."""
         ...
 
     def back_to(self, index: int) -> None:
-        """What was taken after this index is not in the log any more. Never before what was settled."""
+        """Take back the entries after this index, none of which is settled: they are not in the log any more."""
         ...
 
     def settle(self, index: int) -> None:
-        """Entries up to this index stay for ever."""
+        """Keep the entries up to this index for ever."""
         ...
 
     def begin(self, base: LedgerBase) -> None:
-        """The log begins with this: forget what was before."""
+        """Begin with a base, as the log does, and forget everything before."""
         ...
 
 
@@ -59,10 +58,10 @@ def _first_fault(meaning: Meaning, entries: Sequence[Entry]) -> str:
 
 
 def check_held(base: LedgerBase, entries: Sequence[Entry], meaning: Meaning | None) -> None:
-    """Ask about what the disk held, before anything is made of it.
+    """Ask about the entries from the disk, before anything is built on them.
 
     Raises:
-        StorageError: it makes no sense: the ledger is damaged.
+        StorageError: they make no sense: the ledger is damaged.
     """
     if meaning is None:
         return
@@ -83,7 +82,7 @@ class EntryGate:
         log: read only. meaning: None: every entry is welcome.
 
     Attributes:
-        refused: by peer, how many of its messages held what can't be.
+        refused: per peer, how many of its messages held an entry that can't be.
     """
 
     def __init__(self, log: ReplicaLog, meaning: Meaning | None) -> None:
@@ -94,13 +93,15 @@ class EntryGate:
 
     @property
     def reason(self) -> str:
-        """Whose entries were refused, in words; empty if nobody's."""
+        """Peers whose entries were refused, in words; empty if there are none."""
         counts = [f"{peer} ({count} times)" for peer, count in sorted(self.refused.items())]
         return f"; refused entries of {', '.join(counts)}" if counts else ""
 
     def fault(self, request: AppendEntries, *, committed_index: int) -> str:
-        """Why an entry of the message can't be; empty: all can, or its previous entry does not match, so that none is
-        taken. Those that the log has already are not asked again.
+        """Return why an entry of the message can't be; empty if all can.
+
+        It is also empty if the previous entry does not match: then none is taken. Entries in the log are not asked
+        again.
 
         Args:
             request: its entries follow each other and the previous one.
@@ -108,7 +109,7 @@ class EntryGate:
         """
         if self._meaning is None or not self._log.has(request.previous_index, request.previous_hash):
             return ""
-        new = [one for one in request.entries if not self._log.has(one.index, one.hash)]
+        new = [entry for entry in request.entries if not self._log.has(entry.index, entry.hash)]
         return self._fault_after(new, committed_index) if new else ""
 
     def sealed(self, body: EntryBody, *, term: int, committed_index: int) -> Entry | str:
@@ -121,21 +122,21 @@ class EntryGate:
         return self._fault_after([entry], committed_index) or entry
 
     def begin(self, base: LedgerBase) -> None:
-        """The log begins with this."""
+        """Begin with a base, as the log does."""
         if self._meaning is not None:
             self._meaning.begin(base)
 
     def distrust(self, peer: str) -> None:
-        """It sent what can't be: it is not followed, and gets no vote."""
+        """Follow a peer no more, and give it no vote: it sent an entry that can't be."""
         self.refused[peer] = self.refused.get(peer, 0) + 1
         self._distrusted.add(peer)
 
     def trusts(self, peer: str) -> bool:
-        """Whether it may lead."""
+        """Whether a peer may lead."""
         return peer not in self._distrusted
 
     def link_changed(self, peer: str) -> None:
-        """Another process may run there now."""
+        """Trust a peer again: another process may run there now."""
         self._distrusted.discard(peer)
 
     def _fault_after(self, entries: Sequence[Entry], committed_index: int) -> str:

@@ -1,4 +1,4 @@
-"""What one voter of the ledger knows: its log, who leads, what is committed, and whose disk holds what.
+"""The knowledge of one voter of the ledger: its log, who leads, what is committed, and whose disk holds what.
 
 `raft.LedgerCore` changes it; everybody else reads it here.
 """
@@ -17,7 +17,7 @@ from diloco_node.core.types import NO_BASE, Entry, EntryBody, LedgerBase, RoundB
 
 
 class LedgerState:
-    """What one voter knows, and the questions that change nothing.
+    """The state of one voter, and the questions that change nothing.
 
     Args:
         region: this voter. voters: all of them, this one too; the same on every region.
@@ -51,7 +51,7 @@ class LedgerState:
         seed: int,
         now_ns: int,
         has_payload: Callable[[EntryBody], bool],
-        named: Mapping[str, bytes] | None = None,
+        disks: Mapping[str, bytes] | None = None,
         meaning: Meaning | None = None,
         base: LedgerBase = NO_BASE,
         has_base: Callable[[], bool] = lambda: True,
@@ -69,15 +69,18 @@ class LedgerState:
         self._peers = tuple(peer for peer in self._voters if peer != region)
         self._heartbeat_ns = heartbeat_ns
         self._election_timeout_ns = election_timeout_ns
-        self._has_payload = has_payload
+        # The id of this region's folder. It goes with every vote and acknowledgement, and never changes.
         self._disk = disk
-        self._is_draining = False
-
+        # Questions to the rest of the core: is a body's payload on disk, is a base to be believed, whom does it name.
+        self._has_payload = has_payload
         self._base_fault = base_fault
-        self._new_base: LedgerBase | None = None
         self._named_by = named_by
+        # This region is about to stop: it never stands for election again.
+        self._is_draining = False
+        # A base that a leader sent, until the rest of the core has taken it.
+        self._new_base: LedgerBase | None = None
         check_held(base, entries, meaning)
-        self.disks = DiskView(self._voters, named_by(base) if base.index else named)
+        self.disks = DiskView(self._voters, named_by(base) if base.index else disks)
         self.disks.known_index = base.index
         self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self.disks.follow(entries)
@@ -101,13 +104,16 @@ class LedgerState:
         self._cluster_commit_index = base.index
         self._taken_index = base.index
 
+        # The part of a follower: begun anew in each term.
         self._following = Following(matched_index=base.index)
         # Up to then the leader's own offer lets others stand and be voted for.
         self._offered_until_ns = now_ns
         # Who offered its lead to the others, until a new leader is followed.
         self.offered_by = ""
+        # Followers that claim a newer term, and how often they were heeded.
         self._claims = TermClaims(election_timeout_ns)
-        # Only of a leader.
+        # Only of a leader: the others, the folders that voted for it (of use before genesis), the last message to all,
+        # and the time of the next one. Begun anew in each term that it leads.
         self._followers: dict[str, Follower] = {}
         self._founders: dict[str, bytes] = {}
         self._sequence = 0
@@ -115,7 +121,7 @@ class LedgerState:
 
     @property
     def role(self) -> Role:
-        """What this voter is now."""
+        """The role of this voter now."""
         return self._election.role
 
     @property
@@ -160,7 +166,7 @@ class LedgerState:
 
     @property
     def base(self) -> LedgerBase:
-        """What the log begins with."""
+        """The base with which the log begins."""
         return self._log.base
 
     @property
@@ -169,7 +175,7 @@ class LedgerState:
         return not self._log.is_whole
 
     def entry(self, index: int) -> Entry:
-        """One entry of the log, staged ones not counted. Raises IndexError."""
+        """Return an entry of the log, staged ones not counted. Raises IndexError."""
         if index > self._log.last_index:
             raise IndexError(f"entry {index} of {self._log.base.index + 1}..{self._log.last_index}")
         return self._log.entry(index)
@@ -177,12 +183,12 @@ class LedgerState:
     @property
     def durable_indexes(self) -> dict[str, int]:
         """Per voter, sorted, what is on its disk: as leader for all, else only for this region."""
-        known = {peer: follower.durable_index for peer, follower in self._followers.items()}
-        known[self._region] = self._log.durable_index
-        return dict(sorted(known.items()))
+        indexes = {peer: follower.durable_index for peer, follower in self._followers.items()}
+        indexes[self._region] = self._log.durable_index
+        return dict(sorted(indexes.items()))
 
     @property
-    def told_disks(self) -> dict[str, bytes]:
+    def reported_disks(self) -> dict[str, bytes]:
         """As leader, the folders that the followers answer from in this term, of those that have answered."""
         return {peer: follower.disk for peer, follower in self._followers.items() if follower.disk}
 
@@ -211,12 +217,12 @@ class LedgerState:
 
     @property
     def reason(self) -> str:
-        """One line for status: who leads, or why nobody does, and what is waited for."""
-        needed = majority_of(len(self._voters))
+        """The leader or why there is none, and what is waited for: a line for status."""
+        quorum = majority_of(len(self._voters))
         if self.disks.has_view and not self.disks.counts(self._region, self._disk):
             return f"its folder is not the one that the ledger names: it catches up from {self.leader or 'nobody yet'}"
         if not self.disks.has_view and not self.leader:
-            silent = [name for name in self._peers if name not in self._election.granted]
+            silent = [name for name in self._peers if name not in self._election.votes]
             return f"the first start needs every region: waits for {', '.join(silent) or 'its own disk'}"
         if self.is_leader:
             state = f"leads term {self.term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
@@ -224,8 +230,8 @@ class LedgerState:
             return state + (f"; behind: {', '.join(behind)}" if behind else "")
         if self.role in (Role.ASKING, Role.CANDIDATE):
             request = "asks who would vote" if self.role is Role.ASKING else f"stands for election in term {self.term}"
-            granted = ", ".join(sorted(self._election.granted))
-            return f"no leader; {request}: {granted}; needs {needed} of {len(self._voters)}"
+            voters = ", ".join(sorted(self._election.votes))
+            return f"no leader; {request}: {voters}; needs {quorum} of {len(self._voters)}"
         if not self.leader:
             return f"no leader in term {self.term} yet{self._entry_gate.reason}"
         state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
@@ -262,7 +268,7 @@ class LedgerState:
         return contact_ns is not None and now_ns - contact_ns < self._election_timeout_ns
 
     def _agreed_index(self) -> int:
-        """What is on the disks of a majority of all regions, in folders that count; before genesis, of all of them."""
+        """Return the last entry on a majority of the disks, in folders that count; before genesis, on all of them."""
         durable = {peer: (follower.disk, follower.durable_index) for peer, follower in self._followers.items()}
         durable[self._region] = (self._disk, self._log.durable_index)
         if not self.disks.has_view:

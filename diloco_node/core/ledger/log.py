@@ -1,4 +1,4 @@
-"""One voter's copy of the ledger in memory, and how much of it is on disk.
+"""The copy of the ledger in a voter's memory, and how much of it is on disk.
 
 A log begins with a base: what stands for the entries that are summed up and gone, or nothing. Three parts follow each
 other after it: entries on disk, entries whose write is under way, and (`staged`, followers only) entries
@@ -50,7 +50,7 @@ class _Write:
 
 @dataclass(frozen=True, slots=True)
 class LogChange:
-    """What the disk must do to follow the log: forget from `truncate_from` on (0: nothing), then append."""
+    """Work for the disk, so that it follows the log: forget from `truncate_from` on (0: nothing), then append."""
 
     truncate_from: int
     entries: tuple[Entry, ...]
@@ -172,12 +172,12 @@ class ReplicaLog:
     def slice(self, first: int, last: int) -> tuple[Entry, ...]:
         """Entries first..last, both counted, staged ones not."""
         start, stop = first - 1 - self.base.index, last - self.base.index
-        return tuple(_whole(one) for one in self._entries[max(0, start) : max(0, stop)])
+        return tuple(_whole(entry) for entry in self._entries[max(0, start) : max(0, stop)])
 
     def has(self, index: int, entry_hash: bytes) -> bool:
         """Whether the log, staged entries counted, has exactly this entry there (or its base, or the empty beginning).
 
-        Of what lies before the base nothing is known any more.
+        Nothing is known any more of entries before the base.
         """
         is_known = index == 0 or self.base.index <= index <= self.known_index
         return is_known and self.hash_at(index) == entry_hash
@@ -219,9 +219,9 @@ class ReplicaLog:
     def truncate(self, first: int) -> None:
         """Forget the entries from `first` on."""
         assert first > self.base.index, (first, self.base.index)
-        kept = max(0, first - 1 - self.last_index)
-        del self._staged[kept:]
-        del self._staged_bytes[kept:]
+        count = max(0, first - 1 - self.last_index)
+        del self._staged[count:]
+        del self._staged_bytes[count:]
         if first > self.last_index:
             return
         del self._entries[first - 1 - self.base.index :]
@@ -257,8 +257,10 @@ class ReplicaLog:
         self._begin_with(base)
 
     def install(self, base: LedgerBase, *, committed_index: int) -> None:
-        """Begin with the leader's base, which is ahead of what is committed here. What follows it stays if it is the
-        leader's too. Until the disk holds what it stands for, no more is acknowledged than before.
+        """Begin with the leader's base, which is ahead of what is committed here.
+
+        Entries behind it stay if they are the leader's too. No more is acknowledged than before, until the disk holds
+        the states that the base stands for.
 
         Args:
             committed_index: up to here the disk holds what is committed.
@@ -314,7 +316,7 @@ class ReplicaLog:
         del self._staged_bytes[:count]
 
     def take_change(self, token: int) -> LogChange:
-        """What the disk has to do now; `written(token)` says that it has."""
+        """Return the work for the disk now; `on_written(token)` says that it is done."""
         entries = self.slice(self._requested_index + 1, self.last_index)
         change = LogChange(self._truncate_from, entries, self.base if self._is_base_new else None)
         self._requested_index = self.last_index
@@ -323,7 +325,7 @@ class ReplicaLog:
         self._writes.append(_Write(token, self.last_index))
         return change
 
-    def written(self, token: int) -> None:
+    def on_written(self, token: int) -> None:
         """The writes up to this token are on disk."""
         while self._writes and self._writes[0].token <= token:
             self._durable_index = self._writes.popleft().last_index
@@ -332,10 +334,10 @@ class ReplicaLog:
     def _pack(self) -> None:
         """Keep old entries that are on disk as bytes; those whose payload it has lost are at hand in `_lost`."""
         for index in range(self._packed_index, min(self._durable_index, self.last_index) - UNPACKED_ENTRIES):
-            one = self.entry(index + 1)
-            self._entries[index - self.base.index] = _Packed(one.term, one.hash, encode_entry(one))
+            entry = self.entry(index + 1)
+            self._entries[index - self.base.index] = _Packed(entry.term, entry.hash, encode_entry(entry))
             self._packed_index = index + 1
 
 
-def _whole(one: Entry | _Packed) -> Entry:
-    return decode_entry(one.encoded) if isinstance(one, _Packed) else one
+def _whole(entry: Entry | _Packed) -> Entry:
+    return decode_entry(entry.encoded) if isinstance(entry, _Packed) else entry

@@ -1,6 +1,6 @@
 """The replicated ledger of one voter: Raft with pre-vote for a fixed set of voters, without IO.
 
-What is particular to this ledger, beside Raft's rules:
+This ledger adds to Raft's rules:
 
 - An entry is written only when what it names (the payload of a round, Theta_0 of genesis) is on the own disk. Until
   then it is staged in memory: neither acknowledged nor in any vote. To acknowledge entry n means: from my own disk
@@ -52,7 +52,7 @@ from diloco_node.errors import InvalidTransition
 
 
 class LedgerCore(LedgerState):
-    """One voter's ledger. See the module for the caller's duties, and `LedgerState` for the arguments."""
+    """The ledger of one voter. See the module for the caller's duties, and `LedgerState` for the arguments."""
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take note of a fact.
@@ -70,7 +70,7 @@ class LedgerCore(LedgerState):
             case MessageArrived(peer, message):
                 self._message_arrived(peer, message, now_ns)
             case LedgerPersisted(token):
-                self._persisted(token, now_ns)
+                self._on_persisted(token, now_ns)
             case LinkChanged(peer, is_up):
                 self._link_changed(peer, is_up, now_ns)
             case _:
@@ -87,7 +87,8 @@ class LedgerCore(LedgerState):
         return self._flush()
 
     def propose(self, body: EntryBody, *, now_ns: int) -> list[Effect]:
-        """Append an entry: the leader, what its disk can apply. What makes no sense gives an alarm and no entry."""
+        """Append an entry as the leader, if its disk can apply it. A body that makes no sense gives an alarm
+        instead."""
         assert self.is_leader, f"{self._region} is {self.role} and can't propose"
         assert self._has_payload(body), f"proposed without its payload: {body_name(body)}"
         self._append(body, now_ns)
@@ -180,9 +181,9 @@ class LedgerCore(LedgerState):
             case _:
                 raise InvalidTransition(f"the ledger has no arrow for the message {type(message).__name__}")
 
-    def _persisted(self, token: int, now_ns: int) -> None:
-        self._gate.persisted(token)
-        self._log.written(token)
+    def _on_persisted(self, token: int, now_ns: int) -> None:
+        self._gate.on_persisted(token)
+        self._log.on_written(token)
         self._report_growth(now_ns)
         if not self.is_leader:
             self._count_votes(now_ns)
@@ -241,15 +242,15 @@ class LedgerCore(LedgerState):
         if self._election.count_votes(now_ns=now_ns):
             self._become_leader(now_ns)
 
-    def _leadership_offered(self, peer: str, offered: TimeoutNow, now_ns: int) -> None:
-        if offered.term != self.term or peer != self.leader or self.is_leader:
+    def _leadership_offered(self, peer: str, offer: TimeoutNow, now_ns: int) -> None:
+        if offer.term != self.term or peer != self.leader or self.is_leader:
             return
         self._offered_until_ns, self.offered_by = now_ns + self._election_timeout_ns, peer
-        if offered.successor == self._region and self._may_stand():
+        if offer.successor == self._region and self._may_stand():
             self._election.stand(now_ns=now_ns)
 
     def _become_leader(self, now_ns: int) -> None:
-        self._founders = dict(self._election.granted)
+        self._founders = dict(self._election.votes)
         self._offered_until_ns = now_ns
         self._election.lead()
         self._log.drop_staged()
@@ -310,7 +311,7 @@ class LedgerCore(LedgerState):
 
     def _offer_leadership(self, why: str, now_ns: int) -> None:
         """Ask the live follower with the most on disk to take over; repeated with each heartbeat while it is needed."""
-        able = {peer: one for peer, one in self._followers.items() if self.disks.counts(peer, one.disk)}
+        able = {peer: follower for peer, follower in self._followers.items() if self.disks.counts(peer, follower.disk)}
         successor = most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
         if successor:
             self._note(f"{why}: offers its place to {successor}")
@@ -346,10 +347,10 @@ class LedgerCore(LedgerState):
         if self._log.has(request.previous_index, request.previous_hash):
             conflict = following.take(self._log, request)
             if conflict:
-                self.disks.truncated(conflict)
+                self.disks.on_truncation(conflict)
             following.commit_index = max(following.commit_index, request.commit_index)
-            reached = min(following.commit_index, following.matched_index)
-            self._cluster_commit_index = max(self._cluster_commit_index, reached)
+            index = min(following.commit_index, following.matched_index)
+            self._cluster_commit_index = max(self._cluster_commit_index, index)
             self._log.promote(self._may_persist, committed_index=self._cluster_commit_index)
             self._acknowledge(request.sequence)
         else:
@@ -361,18 +362,18 @@ class LedgerCore(LedgerState):
     def _refuse(self, peer: str, sequence: int, *, hint: int) -> None:
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, hint, ZERO_HASH, self._disk))
 
-    def _base_sent(self, peer: str, sent: BaseSent, now_ns: int) -> None:
-        if sent.term > self.term and not self._hears_leader(now_ns, but=peer):
-            self._adopt_term(sent.term, now_ns)
-        if sent.term != self.term:
-            self._refuse(peer, sent.sequence, hint=0)
+    def _base_sent(self, peer: str, message: BaseSent, now_ns: int) -> None:
+        if message.term > self.term and not self._hears_leader(now_ns, but=peer):
+            self._adopt_term(message.term, now_ns)
+        if message.term != self.term:
+            self._refuse(peer, message.sequence, hint=0)
             return
         if not self._entry_gate.trusts(peer):
             return
-        base = LedgerBase(sent.index, sent.base_term, sent.hash, sent.summary)
+        base = LedgerBase(message.index, message.base_term, message.hash, message.summary)
         fault = f"{self.leader} leads this term" if self.leader not in ("", peer) else ""
         if not fault and base.index > self._cluster_commit_index:
-            fault = self._base_fault(base) if base.term <= sent.term else f"it is of term {base.term}"
+            fault = self._base_fault(base) if base.term <= message.term else f"it is of term {base.term}"
         if fault:
             self._note(f"ignored a base from {peer}: {fault}", is_alarm=True)
             return
@@ -381,7 +382,7 @@ class LedgerCore(LedgerState):
         self._election.restart_timer(now_ns)
         following = self._following
         following.contact_ns = now_ns
-        following.requested_sequence = max(following.requested_sequence, sent.sequence)
+        following.requested_sequence = max(following.requested_sequence, message.sequence)
         if base.index > self._cluster_commit_index:
             self._log.install(base, committed_index=self.commit_index)
             self.disks.begin(self._named_by(base), base.index)
@@ -390,7 +391,7 @@ class LedgerCore(LedgerState):
             self._new_base = base
             following.matched_index = base.index
             self._note(f"begins its ledger at entry {base.index}, which {peer} sent it")
-        self._acknowledge(sent.sequence)
+        self._acknowledge(message.sequence)
 
     def _acknowledge(self, sequence: int) -> None:
         index = self._following.reported_index = self._following.acknowledged_index(self._log)

@@ -29,7 +29,7 @@ BASE_AGAIN_MESSAGES: Final = 16
 
 @dataclass(slots=True)
 class Follower:
-    """One follower in one term of this leader.
+    """A follower in one term of this leader.
 
     Attributes:
         next_index: the next entry to send. Heartbeats name the entry before it, so that a lost batch is noticed.
@@ -110,12 +110,12 @@ class Follower:
         return not has_lost
 
     def link_changed(self) -> None:
-        """What was on its way is lost; the next answer shows where the follower stands."""
+        """Forget messages on their way, which are lost; the next answer shows where the follower stands."""
         self.batch_sequence = 0
         self.base_age = BASE_AGAIN_MESSAGES
 
     def _window_end(self, commit_index: int) -> int:
-        """What is committed a follower keeps without its payload; of the rest it holds only so much in memory."""
+        """A follower keeps committed entries without their payloads, and only so many others in memory."""
         return max(self.durable_index + STAGED_ENTRIES_MAX, commit_index)
 
     def _send_base(self, log: ReplicaLog, term: int, sequence: int) -> BaseSent:
@@ -141,19 +141,23 @@ class Follower:
 def majority_contact_ns(followers: Iterable[Follower]) -> int | None:
     """When a majority, the leader counted, had last answered; None if the leader is a majority by itself."""
     answered_ns = sorted((follower.answered_ns for follower in followers), reverse=True)
-    needed = majority_of(len(answered_ns) + 1) - 1
-    return answered_ns[needed - 1] if needed else None
+    quorum = majority_of(len(answered_ns) + 1) - 1
+    return answered_ns[quorum - 1] if quorum else None
 
 
 def most_complete(followers: Mapping[str, Follower], *, answered_after_ns: int) -> str:
     """The follower with the most on disk among those that answer; by name if equal; empty if none answers."""
-    live = [(-each.durable_index, peer) for peer, each in followers.items() if each.answered_ns > answered_after_ns]
+    live = [
+        (-follower.durable_index, peer)
+        for peer, follower in followers.items()
+        if follower.answered_ns > answered_after_ns
+    ]
     return min(live)[1] if live else ""
 
 
 @dataclass(slots=True)
 class Following:
-    """One term under one leader, or under none yet.
+    """A term under one leader, or under none yet.
 
     Attributes:
         matched_index: up to here this log, staged entries counted, is the leader's. At first what is committed: that
@@ -186,8 +190,8 @@ class Following:
             log.truncate(conflict)
             self.matched_index = min(self.matched_index, conflict - 1)
         log.stage(request.entries)
-        reached = min(request.previous_index + len(request.entries), log.known_index)
-        self.matched_index = max(self.matched_index, reached)
+        index = min(request.previous_index + len(request.entries), log.known_index)
+        self.matched_index = max(self.matched_index, index)
         return conflict
 
 

@@ -1,15 +1,15 @@
-"""What may stand for the first entries of a ledger: everything they say that still matters, in one bounded encoding.
+"""The summary of the first entries of a ledger: everything they say that still matters, in one bounded encoding.
 
 Each region sums up at the same entries and gets the same bytes, so that one digest in the ledger is enough to compare
 them. The encoding is that of entries: msgpack over arrays, canonical.
 
-What is forgotten, and why nobody misses it:
+Forgotten facts, and why nobody misses them:
 
 - Single rounds: whose they were, factors, weights, payload digests. No region needs them to go on: states are fetched
   at a snapshot, and a base is used only where every fragment's snapshot is at least as new.
 - Intervals of the token account. They were contiguous when they were booked, so (steps, tokens) up to where says the
-  same. Of an incarnation that has `INCARNATIONS_KEPT` later ones in the ledger only sums are left: it is closed, and
-  nothing of it is booked any more. A region books what died by incarnation, so an older one is complete by then.
+  same. An incarnation with `INCARNATIONS_KEPT` later ones in the ledger is closed: only its sums are left, and
+  nothing of it is booked any more. A region books losses by incarnation, so an older one is complete by then.
 - How long recent outer gradients were: the entries behind the base say it again.
 - Older inclusions of a learner than its last one in a fragment: its base is at least that version.
 """
@@ -94,7 +94,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What the entries up to one index say.
+    """The facts of the entries up to one index.
 
     Attributes:
         genesis, finished: none or one.
@@ -135,10 +135,10 @@ def encode_summary(summary: RunSummary) -> bytes:
         plain = canonical_codec(RunSummary)[0](summary)
     except OutOfBounds as error:
         raise ValueError(f"RunSummary{error.path}: {error.found}") from None
-    packed: bytes = msgpack.packb(plain, use_bin_type=True)
-    if len(packed) > SUMMARY_BYTES_MAX:
-        raise ValueError(f"a summary of {len(packed)} bytes: at most {SUMMARY_BYTES_MAX} are allowed")
-    return packed
+    data: bytes = msgpack.packb(plain, use_bin_type=True)
+    if len(data) > SUMMARY_BYTES_MAX:
+        raise ValueError(f"a summary of {len(data)} bytes: at most {SUMMARY_BYTES_MAX} are allowed")
+    return data
 
 
 def decode_summary(data: bytes, *, fragments: int) -> RunSummary:
@@ -168,7 +168,7 @@ def decode_summary(data: bytes, *, fragments: int) -> RunSummary:
 
 
 def base_digest(base: LedgerBase) -> bytes:
-    """What the ledger names a base by: SHA-256 over its place and its summary."""
+    """Return the digest by which the ledger names a base: SHA-256 over its place and its summary."""
     place = msgpack.packb([base.index, base.term, base.hash], use_bin_type=True)
     return hashlib.sha256(place + base.summary).digest()
 
@@ -186,15 +186,15 @@ def _shape_fault(summary: RunSummary, fragments: int) -> str:
         summary.merged,
         summary.discarded,
         summary.last_rounds,
-        *(one.tokens for one in summary.closed),
+        *(line.tokens for line in summary.closed),
     )
     if any(len(values) != fragments for values in per_fragment):
         return f"it is not of {fragments} fragments"
-    if any(len(values) not in (1, fragments) for one in summary.covered for values in (one.steps, one.tokens)):
+    if any(len(values) not in (1, fragments) for line in summary.covered for values in (line.steps, line.tokens)):
         return f"an account is not of {fragments} fragments"
-    numbers = [one.fragment for one in summary.snapshots]
-    numbers += [one.fragment for one in summary.included]
-    numbers += [one.fragment for one in summary.given_up]
+    numbers = [snapshot.fragment for snapshot in summary.snapshots]
+    numbers += [line.fragment for line in summary.included]
+    numbers += [line.fragment for line in summary.given_up]
     if any(not 0 <= fragment < fragments for fragment in numbers):
         return f"it names a fragment that is none of {fragments}"
     if len(summary.genesis) != 1 or len(summary.genesis[0].fragment_digests) != fragments:

@@ -1,4 +1,4 @@
-"""What a voter sends and writes, and the rule that ties them: no term or vote is sent before it is on disk."""
+"""The gate between a voter's messages and its disk: no term or vote is sent before it is on disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WriteGate:
         """Term or vote have changed."""
         self._is_hard_dirty = True
 
-    def persisted(self, token: int) -> None:
+    def on_persisted(self, token: int) -> None:
         """The write is done, and all before it."""
         self._persisted_token = max(self._persisted_token, token)
 

@@ -1,1 +1,1 @@
-"""Who is there: liveness of the regions and their learners."""
+"""Membership: liveness of the regions and their learners."""

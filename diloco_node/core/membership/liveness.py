@@ -1,4 +1,4 @@
-"""Who is alive, who hears whom, how far away everybody is, and what the learners report: all from heartbeats."""
+"""Liveness from heartbeats: who is alive, who hears whom, how far away everybody is, what the learners report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RTT_SHIFT: Final = 3
 
 @dataclass(slots=True)
 class _Peer:
-    """What is known of one other region.
+    """Knowledge of one other region.
 
     Attributes:
         received_at_ns: last heartbeat; None if there was none since the link was down.
@@ -74,30 +74,30 @@ class Liveness:
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """A lost link is silence at once; a new one may lead to a new process, which counts from one again."""
-        known = self._peers.get(peer)
-        if known is None:
+        state = self._peers.get(peer)
+        if state is None:
             return
-        known.sequence = 0
+        state.sequence = 0
         if not is_up:
-            known.received_at_ns = None
+            state.received_at_ns = None
 
     def heartbeat_arrived(self, peer: str, beat: Heartbeat, *, now_ns: int) -> bool:
         """Read a heartbeat. Returns whether it is news (not an overtaken one)."""
-        known = self._peers.get(peer)
-        if known is None:
+        state = self._peers.get(peer)
+        if state is None:
             return False
-        known.received_at_ns = now_ns
-        if beat.sequence <= known.sequence:
-            known.old_in_a_row += 1
-            if known.old_in_a_row < OLD_SEQUENCES_MAX:
+        state.received_at_ns = now_ns
+        if beat.sequence <= state.sequence:
+            state.old_in_a_row += 1
+            if state.old_in_a_row < OLD_SEQUENCES_MAX:
                 return False
-        known.old_in_a_row = 0
-        known.sequence, known.sequence_at_ns = beat.sequence, now_ns
-        known.hears = tuple(name for name in self._regions if name in beat.hears)
-        known.applied_index, known.budget = beat.applied_index, beat.budget
-        self._measure_rtt(known, beat, now_ns)
+        state.old_in_a_row = 0
+        state.sequence, state.sequence_at_ns = beat.sequence, now_ns
+        state.hears = tuple(name for name in self._regions if name in beat.hears)
+        state.applied_index, state.budget = beat.applied_index, beat.budget
+        self._measure_rtt(state, beat, now_ns)
         self._set_learner(peer, beat.learner, now_ns)
-        known.learner = beat.learner
+        state.learner = beat.learner
         return True
 
     def own_learner(self, status: LearnerStatus | None, *, now_ns: int) -> None:
@@ -106,7 +106,7 @@ class Liveness:
         self._own_learner = status
 
     def own_budget(self, limits: RateLimits) -> None:
-        """What this region may send and receive from now on; the next heartbeat reports it."""
+        """Set the limits of this region's traffic from now on; the next heartbeat reports them."""
         self._own_budget = limits
 
     def beat(
@@ -146,9 +146,9 @@ class Liveness:
         """A heartbeat came within the last few intervals; this region always is."""
         if region == self._region:
             return True
-        known = self._peers.get(region)
+        state = self._peers.get(region)
         return (
-            known is not None and known.received_at_ns is not None and now_ns - known.received_at_ns < self._silent_ns
+            state is not None and state.received_at_ns is not None and now_ns - state.received_at_ns < self._silent_ns
         )
 
     def alive(self, *, now_ns: int) -> tuple[str, ...]:
@@ -163,14 +163,14 @@ class Liveness:
             return self.is_alive(speaker, now_ns=now_ns)
         return self.is_alive(listener, now_ns=now_ns) and speaker in self._peers[listener].hears
 
-    def reach_each_other(self, one: str, other: str, *, now_ns: int) -> bool:
+    def reach_each_other(self, first: str, second: str, *, now_ns: int) -> bool:
         """Whether both hear each other."""
-        if one == other:
+        if first == second:
             return True
-        if self._region in (one, other):
-            peer = other if one == self._region else one
+        if self._region in (first, second):
+            peer = second if first == self._region else first
             return self.is_alive(peer, now_ns=now_ns) and self._region in self._peers[peer].hears
-        return self.hears(one, other, now_ns=now_ns) and self.hears(other, one, now_ns=now_ns)
+        return self.hears(first, second, now_ns=now_ns) and self.hears(second, first, now_ns=now_ns)
 
     def learner(self, region: str) -> LearnerStatus | None:
         """The last status of the region's learner; None if there is no learner."""
@@ -178,8 +178,8 @@ class Liveness:
 
     def stepped_at_ns(self, region: str) -> int | None:
         """When the region's learner was last seen to have made a step (or to have attached); None if there is none."""
-        seen = self._stepped.get(region)
-        return None if seen is None else seen[2]
+        step = self._stepped.get(region)
+        return None if step is None else step[2]
 
     def budget(self, region: str) -> RateLimits:
         """The ceilings that a region reported last; none before it did."""
@@ -194,10 +194,10 @@ class Liveness:
         return 0 if region == self._region else self._peers[region].rtt_ns
 
     def hears_claimed(self, region: str) -> tuple[str, ...]:
-        """Whom another region reports to hear, by its last heartbeat."""
+        """Return the regions that another region reports to hear, by its last heartbeat."""
         return self._peers[region].hears
 
-    def _measure_rtt(self, known: _Peer, beat: Heartbeat, now_ns: int) -> None:
+    def _measure_rtt(self, state: _Peer, beat: Heartbeat, now_ns: int) -> None:
         sent_at_ns = self._sent_at_ns.get(beat.echo)
         if sent_at_ns is None:
             return
@@ -205,12 +205,12 @@ class Liveness:
         if sample_ns < 0 or beat.echo_delay_ns < 0:
             return
         sample_ns = min(sample_ns, RTT_NS_MAX)
-        known.rtt_ns = sample_ns if known.rtt_ns == 0 else known.rtt_ns + ((sample_ns - known.rtt_ns) >> _RTT_SHIFT)
+        state.rtt_ns = sample_ns if state.rtt_ns == 0 else state.rtt_ns + ((sample_ns - state.rtt_ns) >> _RTT_SHIFT)
 
     def _set_learner(self, region: str, status: LearnerStatus | None, now_ns: int) -> None:
         if status is None:
             self._stepped.pop(region, None)
             return
-        seen = self._stepped.get(region)
-        if seen is None or seen[:2] != (status.incarnation, status.step):
+        step = self._stepped.get(region)
+        if step is None or step[:2] != (status.incarnation, status.step):
             self._stepped[region] = (status.incarnation, status.step, now_ns)

@@ -17,16 +17,16 @@ LIVES_UNKNOWN_MAX: Final = 1000
 """Lives that a learner may have had in one folder without an entry that names any of them."""
 
 
-def incarnation_min(known: int, replaced: int) -> int:
+def incarnation_min(newest: int, replacements: int) -> int:
     """The least number for a new life of a region's learner, whatever lives the region's folder knows of.
 
     A folder that was lost may have handed out numbers that no entry names yet, while other regions still hold what
     those lives contributed. So each folder begins well above what the ledger knows.
 
     Args:
-        known: the newest life in the ledger, -1 if there is none. replaced: how often another folder was named.
+        newest: the newest life in the ledger, -1 if there is none. replacements: how often another folder was named.
     """
-    return known + 1 + LIVES_UNKNOWN_MAX * replaced
+    return newest + 1 + LIVES_UNKNOWN_MAX * replacements
 
 
 class DiskReplacement:
@@ -43,8 +43,8 @@ class DiskReplacement:
         due = self.due(now_ns=now_ns)
         if due is None:
             return []
-        what = f"is now {due.disk.hex()}" if due.disk else "is lost: another one is there"
-        effects.note("disk", f"the folder of {due.region} {what}", is_alarm=not due.disk)
+        news = f"is now {due.disk.hex()}" if due.disk else "is lost: another one is there"
+        effects.note("disk", f"the folder of {due.region} {news}", is_alarm=not due.disk)
         return self._ledger.propose(due, now_ns=now_ns)
 
     def due(self, *, now_ns: int) -> DiskNamedBody | None:
@@ -53,13 +53,13 @@ class DiskReplacement:
         caught_up_index, self._commit_index_before = self._commit_index_before, ledger.cluster_commit_index
         if not ledger.is_settled or not disks.has_view or disks.last_change_index > ledger.cluster_commit_index:
             return None
-        for region, disk in sorted(ledger.told_disks.items()):
-            named = disks.named(region)
-            if disk == named:
+        for region, disk in sorted(ledger.reported_disks.items()):
+            named_disk = disks.disk_of(region)
+            if disk == named_disk:
                 continue
             if now_ns - self._named_at_ns.get(region, now_ns - self._rest_ns) < self._rest_ns:
                 continue
-            if named:
+            if named_disk:
                 return DiskNamedBody(region, b"")
             # All that was committed a heartbeat ago is on the new folder: from there it can follow as anybody does.
             if ledger.durable_indexes[region] >= max(caught_up_index, disks.last_change_index):

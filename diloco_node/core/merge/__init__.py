@@ -1,1 +1,1 @@
-"""What makes one merge out of many contributions: cutting, weighing, pacing and the outer step."""
+"""The making of one merge out of many contributions: cutting, weighing, pacing and the outer step."""

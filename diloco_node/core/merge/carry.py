@@ -10,7 +10,7 @@ of the learners. So each version that does not include the learner's newest step
 things, and adding them up would overshoot.
 
 Held-out loss after 1,200 steps (benchmarks/quality.py, H = 16, M = 4). Each learner in half of the rounds: keep 1 gave
-1.779, keep 0.5 1.728, keep 0 1.740, overwrite 1.743. One learner in each round: 1.820, 1.772, not tried, 1.807.
+1.779, keep 0.5 1.728, keep 0 1.740, overwrite 1.743. A single learner in each round: 1.820, 1.772, not tried, 1.807.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.numeric import F32
 
 MISSED_KEEP: Final = 0.5
-"""What is kept of the own steps when a version arrives that does not include them."""
+"""The part of its own steps that a learner keeps when a version arrives without them."""
 
 CARRY_FACTOR_MIN: Final = 2.0**-6
 """Less than this is not worth carrying: the learner takes the new version as it is."""
@@ -56,13 +56,13 @@ class CarryPlan:
 
 
 def carry_plan(
-    mode: CarryMode, *, included: bool, versions_missed: int, steps_since_inclusion: int, carry_steps_limit: int
+    mode: CarryMode, *, is_included: bool, versions_missed: int, steps_since_inclusion: int, carry_steps_limit: int
 ) -> CarryPlan:
     """Decide how a learner takes a new version.
 
     Args:
         mode: as set for the run.
-        included: one of the versions between its base and the new one includes a snapshot of it.
+        is_included: one of the versions between its base and the new one includes a snapshot of it.
         versions_missed: how many of the versions up to the new one do not: those after its base, or after the one that
             includes its newest snapshot. 0 only if the new version itself includes it.
         steps_since_inclusion: its steps that are in no version up to the new one: since that snapshot, else since the
@@ -74,8 +74,8 @@ def carry_plan(
     """
     if carry_steps_limit < 1 or steps_since_inclusion < 0:
         raise ValueError(f"steps {steps_since_inclusion} of at most {carry_steps_limit}: negative, or no limit")
-    if versions_missed < (not included):
-        raise ValueError(f"{versions_missed} versions missed, included: {included}")
+    if versions_missed < (not is_included):
+        raise ValueError(f"{versions_missed} versions missed, included: {is_included}")
     if mode is CarryMode.OVERWRITE:
         return CarryPlan(Anchor.NONE, 0.0)
     carry_factor = float(MISSED_KEEP**versions_missed)
@@ -83,7 +83,7 @@ def carry_plan(
         carry_factor *= carry_steps_limit / steps_since_inclusion
     if carry_factor < CARRY_FACTOR_MIN:
         return CarryPlan(Anchor.NONE, 0.0)
-    return CarryPlan(Anchor.SNAPSHOT if included else Anchor.BASE, carry_factor)
+    return CarryPlan(Anchor.SNAPSHOT if is_included else Anchor.BASE, carry_factor)
 
 
 def carry_over(plan: CarryPlan, *, new: F32, theta: F32, anchor: F32 | None) -> F32:
@@ -102,14 +102,14 @@ def carry_over(plan: CarryPlan, *, new: F32, theta: F32, anchor: F32 | None) -> 
         raise ValueError(f"the plan's anchor is {plan.anchor}, but {'no' if anchor is None else 'an'} array was given")
     if anchor is None:
         return new.copy()
-    own = theta - anchor
-    return new + (own if plan.carry_factor == 1.0 else np.float32(plan.carry_factor) * own)
+    gap = theta - anchor
+    return new + (gap if plan.carry_factor == 1.0 else np.float32(plan.carry_factor) * gap)
 
 
 def position_after(
     position: FragmentPosition,
     *,
-    included: tuple[int, int] | None,
+    inclusion: tuple[int, int] | None,
     step: int,
     tokens: int,
     version: int,
@@ -120,7 +120,7 @@ def position_after(
 
     Args:
         position: before.
-        included: (step, tokens) of its newest snapshot that the version includes, None if there is none.
+        inclusion: (step, tokens) of its newest snapshot that the version includes, None if there is none.
         step, tokens: the learner's counters at the apply.
         version: the new base; greater than the old one.
         mode: under `carry` the counters restart from the snapshot, or go on. Under `overwrite` they restart from the
@@ -132,12 +132,12 @@ def position_after(
     """
     if version <= position.base_version:
         raise ValueError(f"version {version} does not follow base {position.base_version}")
-    if included is not None and not position.included_step < included[0] <= step:
-        raise ValueError(f"snapshot at step {included[0]} is not in ({position.included_step}, {step}]")
-    cycle_start_step = step if included is None else included[0]
-    moved = replace(position, base_version=version, cycle_start_step=cycle_start_step)
+    if inclusion is not None and not position.included_step < inclusion[0] <= step:
+        raise ValueError(f"snapshot at step {inclusion[0]} is not in ({position.included_step}, {step}]")
+    cycle_start_step = step if inclusion is None else inclusion[0]
+    position_then = replace(position, base_version=version, cycle_start_step=cycle_start_step)
     if mode is CarryMode.OVERWRITE or not is_kept:
-        return replace(moved, included_step=step, included_tokens=tokens)
-    if included is not None:
-        return replace(moved, included_step=included[0], included_tokens=included[1])
-    return moved
+        return replace(position_then, included_step=step, included_tokens=tokens)
+    if inclusion is not None:
+        return replace(position_then, included_step=inclusion[0], included_tokens=inclusion[1])
+    return position_then

@@ -32,7 +32,7 @@ VALUES_MAX: Final = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One trainable tensor: what the cut depends on.
+    """A trainable tensor, as far as the cut depends on it.
 
     Attributes:
         name: unique in the model, printable, at most 512 characters.
@@ -149,18 +149,18 @@ def build_manifest(tensors: Sequence[TensorSpec], fragments: int) -> Manifest:
             that can be made.
     """
     _check(tensors, fragments)
-    ordered = tuple(sorted(tensors, key=lambda spec: spec.name))
-    total = sum(spec.size for spec in ordered)
+    in_order = tuple(sorted(tensors, key=lambda spec: spec.name))
+    total = sum(spec.size for spec in in_order)
     target = -(-total // fragments)
-    strips = [strip for index, spec in enumerate(ordered) for strip in _split(index, spec, target)]
+    strips = [strip for index, spec in enumerate(in_order) for strip in _split(index, spec, target)]
     if len(strips) < fragments:
         raise ConfigError(
-            f"rounds.fragments is {fragments}, but this model of {total} values in {len(ordered)} tensors gives only "
+            f"rounds.fragments is {fragments}, but this model of {total} values in {len(in_order)} tensors gives only "
             f"{len(strips)} pieces; set it to {len(strips)} or less"
         )
     bins = _pack(strips, fragments)
-    layout = tuple(_fragment(index, content, ordered) for index, content in enumerate(bins))
-    return Manifest(ordered, layout, _digest(ordered, layout))
+    layout = tuple(_fragment(index, content, in_order) for index, content in enumerate(bins))
+    return Manifest(in_order, layout, _digest(in_order, layout))
 
 
 def _check(tensors: Sequence[TensorSpec], fragments: int) -> None:
@@ -170,12 +170,12 @@ def _check(tensors: Sequence[TensorSpec], fragments: int) -> None:
         raise ConfigError("the model has no trainable tensors; check requires_grad of its parameters")
     if len(tensors) > TENSORS_MAX:
         raise ConfigError(f"the model has {len(tensors)} trainable tensors; at most {TENSORS_MAX} are supported")
-    seen: set[str] = set()
+    names: set[str] = set()
     for spec in tensors:
         _check_tensor(spec)
-        if spec.name in seen:
+        if spec.name in names:
             raise ConfigError(f"tensor {spec.name!r} is listed twice; names must be unique (list tied tensors once)")
-        seen.add(spec.name)
+        names.add(spec.name)
     total = sum(spec.size for spec in tensors)
     if total > VALUES_MAX:
         raise ConfigError(f"the model has {total} values; at most {VALUES_MAX} are supported")

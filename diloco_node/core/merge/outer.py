@@ -13,7 +13,7 @@ from diloco_node.numeric import F32
 
 
 def outer_step(theta: F32, momentum: F32, delta: F32, *, lr: float, mu: float) -> tuple[F32, F32]:
-    """One outer step: `m <- mu * m + d; theta <- theta - lr * (d + mu * m)`.
+    """Make an outer step: `m <- mu * m + d; theta <- theta - lr * (d + mu * m)`.
 
     Args:
         theta: shape (n,), float32; parameters. Not changed.
@@ -31,8 +31,8 @@ def outer_step(theta: F32, momentum: F32, delta: F32, *, lr: float, mu: float) -
             raise ValueError(f"{name} must be float32 of shape {theta.shape}, got {values.dtype} {values.shape}")
     mu32, lr32 = np.float32(mu), np.float32(lr)
     # One rounding per line: a fused multiply-add would give other bits.
-    decayed = mu32 * momentum
-    momentum_new = decayed + delta
+    decay = mu32 * momentum
+    momentum_new = decay + delta
     lookahead = mu32 * momentum_new
     direction = delta + lookahead
     move = lr32 * direction

@@ -5,10 +5,10 @@ the others'. RDA takes its direction like any other, but the merge would be as l
 that one learner. So what is longer than several times the usual counts as if it were just so long, and what is wildly
 longer as if it were usual.
 
-What is usual is the median of the round's members, or that of the last rounds of the fragment if that is longer: in the
+The usual length is the median of the round's members, or that of the fragment's last rounds if that is longer: in the
 last round of a run most members have made a step or two, the others a cycle. Both are taken over the whole fragment and
-over each piece, where a piece may always be as long as one of its size is on average. Of fewer than `MEMBERS_MIN`
-members nobody can say who is the outlier: there the last `ROUNDS_KEPT` rounds say alone what is usual, or nothing does.
+over each piece. A piece may always be as long as one of its size is on average. Among fewer than `MEMBERS_MIN` members
+nobody can say who is the outlier: there only the last `ROUNDS_KEPT` rounds tell the usual length, or nothing does.
 
 Measured with honest learners (built-in model, H = 16, four learners, all or three in each round, one that comes in
 every fourth, one cut off for four cycles): at most 1.4 times the usual, of a piece 1.7; with one learner four times as
@@ -40,7 +40,7 @@ WILD_RATIO: Final = 20.0
 """Beyond this it says nothing about how far the model should go, and counts as if it were just as long as usual."""
 
 FASTER_MAX: Final = 2.0
-"""Who made more steps than the median may be so much longer as it made more, but no more than this."""
+"""Limit of the factor by which a gradient may be longer because its learner made more steps than the median."""
 
 Clips = tuple[tuple[float, ...], ...]
 """Per contribution, per piece of the fragment: the part that counts; 1 for all of it."""
@@ -63,19 +63,19 @@ class RecentRounds:
     def __init__(self) -> None:
         self._rounds: deque[tuple[Contribution, ...] | Norms] = deque(maxlen=ROUNDS_KEPT)
 
-    def took(self, contributions: Sequence[Contribution]) -> None:
+    def observe(self, contributions: Sequence[Contribution]) -> None:
         """A round was committed."""
         if contributions:
             self._rounds.append(tuple(contributions))
 
     def usual(self, contributions: Sequence[Contribution]) -> Norms:
-        """What is usual for a round with these contributions, at least one."""
+        """Return the usual norms for a round with these contributions, at least one."""
         now, before = _median_norms(contributions), self._norms()
         if not before:
             return now
         usual = Norms(
-            _median([one.total for one in before]),
-            tuple(_median(column) for column in zip(*(one.pieces for one in before), strict=True)),
+            _median([norms.total for norms in before]),
+            tuple(_median(column) for column in zip(*(norms.pieces for norms in before), strict=True)),
         )
         if len(contributions) < MEMBERS_MIN and self.is_full:
             return usual
@@ -88,11 +88,11 @@ class RecentRounds:
         return len(self._rounds) == ROUNDS_KEPT
 
     def _norms(self) -> list[Norms]:
-        """Of each round; worked out once."""
-        for index, one in enumerate(self._rounds):
-            if not isinstance(one, Norms):
-                self._rounds[index] = _median_norms(one)
-        return [one for one in self._rounds if isinstance(one, Norms)]
+        """Return the norms of each round; worked out once."""
+        for index, norms in enumerate(self._rounds):
+            if not isinstance(norms, Norms):
+                self._rounds[index] = _median_norms(norms)
+        return [norms for norms in self._rounds if isinstance(norms, Norms)]
 
 
 def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: RecentRounds) -> Clips:
@@ -109,48 +109,51 @@ def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: R
     if usual.total == 0.0:
         return _whole(contributions)
     size = sum(sizes)
-    pieces = [max(norm, usual.total * sqrt(own / size)) for norm, own in zip(usual.pieces, sizes, strict=True)]
-    steps = _median([float(one.steps) for one in contributions])
-    return tuple(_clip(one, usual.total, pieces, min(max(one.steps / steps, 1.0), FASTER_MAX)) for one in contributions)
+    pieces = [max(norm, usual.total * sqrt(size_ / size)) for norm, size_ in zip(usual.pieces, sizes, strict=True)]
+    steps = _median([float(contribution.steps) for contribution in contributions])
+    return tuple(
+        _clip(contribution, usual.total, pieces, min(max(contribution.steps / steps, 1.0), FASTER_MAX))
+        for contribution in contributions
+    )
 
 
-def _clip(one: Contribution, usual: float, usual_pieces: Sequence[float], faster: float) -> tuple[float, ...]:
-    norms = [sqrt(squared) for squared in one.squared_norms]
+def _clip(contribution: Contribution, usual: float, usual_pieces: Sequence[float], faster: float) -> tuple[float, ...]:
+    norms = [sqrt(square) for square in contribution.squared_norms]
     limits = [PIECE_RATIO_MAX * faster * limit for limit in usual_pieces]
-    parts = [limit / norm if norm > limit else 1.0 for norm, limit in zip(norms, limits, strict=True)]
-    length = sqrt(sum((norm * part) ** 2 for norm, part in zip(norms, parts, strict=True)))
+    ratios = [limit / norm if norm > limit else 1.0 for norm, limit in zip(norms, limits, strict=True)]
+    length = sqrt(sum((norm * ratio) ** 2 for norm, ratio in zip(norms, ratios, strict=True)))
     limit = RATIO_MAX * faster * usual
     if length <= limit:
-        return tuple(parts)
-    wild = sqrt(sum(one.squared_norms)) > WILD_RATIO * faster * usual
-    return tuple(part * (usual if wild else limit) / length for part in parts)
+        return tuple(ratios)
+    wild = sqrt(sum(contribution.squared_norms)) > WILD_RATIO * faster * usual
+    return tuple(ratio * (usual if wild else limit) / length for ratio in ratios)
 
 
-def excess(contributions: Sequence[Contribution], clipped: Clips, recent: RecentRounds) -> dict[str, str]:
-    """Whose contribution does not count as a whole, in the order of the contributions, and why in words."""
-    if not any(min(row, default=1.0) < 1.0 for row in clipped):
+def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRounds) -> dict[str, str]:
+    """Return learners whose contribution does not count as a whole, in its order, each with the reason in words."""
+    if not any(min(row, default=1.0) < 1.0 for row in clips):
         return {}
     usual = recent.usual(contributions).total
     return {
-        one.learner: f"{sqrt(sum(one.squared_norms)) / usual:.3g} times as long as usual, "
+        contribution.learner: f"{sqrt(sum(contribution.squared_norms)) / usual:.3g} times as long as usual, "
         f"{min(row):.3g} of {'it' if len(set(row)) == 1 else 'its longest piece'} counts"
-        for one, row in zip(contributions, clipped, strict=True)
+        for contribution, row in zip(contributions, clips, strict=True)
         if min(row, default=1.0) < 1.0
     }
 
 
 def _whole(contributions: Sequence[Contribution]) -> Clips:
-    return tuple((1.0,) * len(one.squared_norms) for one in contributions)
+    return tuple((1.0,) * len(contribution.squared_norms) for contribution in contributions)
 
 
 def _median_norms(contributions: Sequence[Contribution]) -> Norms:
-    columns = zip(*(one.squared_norms for one in contributions), strict=True)
+    columns = zip(*(contribution.squared_norms for contribution in contributions), strict=True)
     return Norms(
-        sqrt(_median([sum(one.squared_norms) for one in contributions])),
+        sqrt(_median([sum(contribution.squared_norms) for contribution in contributions])),
         tuple(sqrt(_median(column)) for column in columns),
     )
 
 
 def _median(values: Sequence[float]) -> float:
-    """Of an even number the lower one of the middle two: half of the members may be outliers then."""
+    """Return the median, for an even number the lower of the middle two: half of the members may be outliers then."""
     return sorted(values)[(len(values) - 1) // 2]

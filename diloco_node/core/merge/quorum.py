@@ -38,7 +38,7 @@ class LearnerDue:
 
 @dataclass(frozen=True, slots=True)
 class RoundTiming:
-    """What the leader has measured; 0 where it knows nothing yet.
+    """Times that the leader has measured; 0 where it knows nothing yet.
 
     Attributes:
         step_time_ns: median of the live learners' moving averages.
@@ -136,12 +136,12 @@ def decide_open(
         not_before_ns: pacing, from `schedule.earliest_open_ns`.
         rounds_in_flight: rounds open on other fragments.
     """
-    due = sorted((one.due_at_ns, one.name) for one in learners if one.due_at_ns is not None)
-    late = sorted(one.name for one in learners if one.due_at_ns is None)
-    needed = quorum_size(len(learners), settings.quorum_min)
-    if len(due) < needed:
+    due = sorted((learner.due_at_ns, learner.name) for learner in learners if learner.due_at_ns is not None)
+    late = sorted(learner.name for learner in learners if learner.due_at_ns is None)
+    quorum = quorum_size(len(learners), settings.quorum_min)
+    if len(due) < quorum:
         names = f" ({_listed(sorted(name for _, name in due))})" if due else ""
-        reason = f"waits for quorum: {len(due)} of {len(learners)} learners due{names}, {needed} needed"
+        reason = f"waits for quorum: {len(due)} of {len(learners)} learners due{names}, {quorum} needed"
         return OpenDecision(False, None, reason if learners else "no live learner")
     if rounds_in_flight >= settings.rounds_in_flight_max:
         reason = f"{rounds_in_flight} rounds in flight, at most {settings.rounds_in_flight_max} allowed"
@@ -152,7 +152,7 @@ def decide_open(
     if not late:
         return OpenDecision(True, None, f"all {len(due)} due")
     window_ns = grace_ns(timing, overlap_steps=settings.overlap_steps, gamma=settings.grace_gamma)
-    closes_ns = due[needed - 1][0] + window_ns
+    closes_ns = due[quorum - 1][0] + window_ns
     if now_ns < closes_ns:
         return OpenDecision(False, closes_ns, f"grace: {_ms(closes_ns - now_ns)} left for {_listed(late)}")
     reason = f"{len(due)} of {len(learners)} due, grace of {_ms(window_ns)} is over, not due: {_listed(late)}"
@@ -164,6 +164,6 @@ def _ms(duration_ns: int) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN_MAX])
-    rest = len(names) - _NAMES_SHOWN_MAX
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    text = ", ".join(names[:_NAMES_SHOWN_MAX])
+    more = len(names) - _NAMES_SHOWN_MAX
+    return f"{text} and {more} more" if more > 0 else text

@@ -69,7 +69,7 @@ def due_fragments(status: LearnerStatus, *, sync_every: int) -> frozenset[int]:
 def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_every: int) -> int | None:
     """The next step of a learner that changes what the leader may do.
 
-    That is where a fragment becomes due, or where there is something to contribute to it for the first time.
+    There a fragment becomes due, or has something to contribute for the first time.
 
     Args:
         positions: where the learner stands, by fragment. step: the one that was reported last. sync_every: H.
@@ -82,7 +82,7 @@ def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_eve
         due = due_step(fragment, position, sync_every=sync_every, fragments=len(positions))
         if due is not None:
             news.append(due)
-    return min((one for one in news if one > step), default=None)
+    return min((step_of_news for step_of_news in news if step_of_news > step), default=None)
 
 
 def most_overdue_first(overdue: Iterable[tuple[int, int]]) -> list[int]:
@@ -116,27 +116,28 @@ def median_step_time_ns(averages_ns: Sequence[int]) -> int:
     """Median of the live learners' averages; 0 if none is known.
 
     Args:
-        averages_ns: any order; 0 means unknown and is left out. Of an even number the mean of the middle two, rounded
-            down. If the larger one is beyond `SLOWER_MAX` times the smaller, it is not believed: the smaller counts.
+        averages_ns: any order; 0 means unknown and is left out. For an even number the mean of the middle two counts,
+            rounded down. If the larger one is beyond `SLOWER_MAX` times the smaller, it is not believed: the smaller
+            counts.
     """
-    known = sorted(average for average in averages_ns if average > 0)
-    if not known:
+    averages = sorted(average for average in averages_ns if average > 0)
+    if not averages:
         return 0
-    lower, upper = known[(len(known) - 1) // 2], known[len(known) // 2]
+    lower, upper = averages[(len(averages) - 1) // 2], averages[len(averages) // 2]
     return lower if upper > SLOWER_MAX * lower else (lower + upper) // 2
 
 
 def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:
-    """What one learner reports of its steps, but not more than `SLOWER_MAX` times the others'.
+    """Return a learner's reported step time, but not more than `SLOWER_MAX` times the others'.
 
     Rounds wait for members in proportion to this: without a bound one that reports a year would hold them up for years.
 
     Args:
         reported_ns: of this learner. averages_ns: of all, this one too; any order, 0 means unknown.
     """
-    known = sorted(average for average in averages_ns if average > 0)
+    averages = sorted(average for average in averages_ns if average > 0)
     # The lower one of the middle two: of two learners one may be wrong.
-    return max(0, min(reported_ns, SLOWER_MAX * known[(len(known) - 1) // 2])) if known else 0
+    return max(0, min(reported_ns, SLOWER_MAX * averages[(len(averages) - 1) // 2])) if averages else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""Which region reduces which blocks of a fragment.
+"""Stripes: the blocks of a fragment that each region reduces.
 
 A fragment's pieces are cut into blocks of 256 values that never cross the edge of a piece; a stripe is a range of whole
 blocks. Stripes follow the regions' names and cover all blocks. They are equal where nobody has a budget; else they make
 the largest of (egress / budget) and (ingress / budget) over all regions as small as whole blocks allow.
 
-What a region reduces of a large fragment is cut into several stripes: the first is on its way to the others, and to the
+A region's blocks of a large fragment are cut into several stripes: the first is on its way to the others, and to the
 disk, while the next is being summed.
 """
 
@@ -80,10 +80,10 @@ def cut_stripes(blocks: int, shares: Sequence[tuple[str, int]]) -> tuple[Stripe,
     if total == 0:
         raise ValueError("nobody has a share: a round needs at least one reducer")
     stripes = []
-    start = summed = 0
+    start = sums = 0
     for name, share in sorted(shares):
-        summed += share
-        stop = blocks * summed // total  # the running sum, not the share, is rounded: the cover stays exact
+        sums += share
+        stop = blocks * sums // total  # the running sum, not the share, is rounded: the cover stays exact
         if stop > start:
             stripes.append(Stripe(name, start, stop))
         start = stop
@@ -92,7 +92,7 @@ def cut_stripes(blocks: int, shares: Sequence[tuple[str, int]]) -> tuple[Stripe,
 
 @dataclass(frozen=True, slots=True)
 class RoundLoad:
-    """What one round of a fragment moves.
+    """The bytes that one round of a fragment moves.
 
     Attributes:
         blocks: of the fragment. up_bytes, down_bytes: a whole contribution, a whole merged fragment.
@@ -104,14 +104,17 @@ class RoundLoad:
     down_bytes: int
     regions: int
 
-    def egress_bytes(self, reduced: int) -> int:
-        """What a region sends that reduces so many blocks, times `blocks`: its contribution to the other reducers, and
-        its merged blocks to all others."""
-        return self.up_bytes * (self.blocks - reduced) + (self.regions - 1) * self.down_bytes * reduced
+    def egress_bytes(self, blocks: int) -> int:
+        """Return the bytes that a reducer of so many blocks sends, times `blocks`.
 
-    def ingress_bytes(self, reduced: int) -> int:
-        """What it receives, times `blocks`: the others' contributions to its blocks, and all other merged blocks."""
-        return (self.regions - 1) * self.up_bytes * reduced + self.down_bytes * (self.blocks - reduced)
+        They are its contribution to the other reducers, and its merged blocks to all others.
+        """
+        return self.up_bytes * (self.blocks - blocks) + (self.regions - 1) * self.down_bytes * blocks
+
+    def ingress_bytes(self, blocks: int) -> int:
+        """Return the bytes that it receives, times `blocks`: the others' contributions to its blocks, and all other
+        merged blocks."""
+        return (self.regions - 1) * self.up_bytes * blocks + self.down_bytes * (self.blocks - blocks)
 
     def span(self, limits: RateLimits, time_ns: int) -> tuple[int, int] | None:
         """The fewest and the most blocks that a region can reduce in this time; None: none, not even no block."""
@@ -122,13 +125,13 @@ class RoundLoad:
         ):
             if rate is None:
                 continue
-            allowed = max(rate, 1) * self.blocks * time_ns // NS_PER_S
+            capacity = max(rate, 1) * self.blocks * time_ns // NS_PER_S
             slope = (at_all - at_none) // self.blocks  # exact: the load is linear in whole blocks
             if slope > 0:
-                highest = min(highest, (allowed - at_none) // slope)
+                highest = min(highest, (capacity - at_none) // slope)
             elif slope < 0:
-                lowest = max(lowest, -((allowed - at_none) // -slope))
-            elif at_none > allowed:
+                lowest = max(lowest, -((capacity - at_none) // -slope))
+            elif at_none > capacity:
                 return None
         return (lowest, highest) if lowest <= highest else None
 
@@ -145,17 +148,19 @@ def cut_by_budget(load: RoundLoad, reducers: Sequence[str], budgets: Mapping[str
         As `cut_stripes`. A region whose own contribution takes it longest of all reduces nothing.
     """
     limits = _filled(reducers, budgets)
-    if all(one == NO_LIMITS for one in limits.values()):
+    if all(limit == NO_LIMITS for limit in limits.values()):
         return cut_stripes(load.blocks, [(name, 1) for name in reducers])
 
     def spans(time_ns: int) -> dict[str, tuple[int, int]] | None:
-        found = {name: load.span(one, time_ns) for name, one in limits.items()}
-        known = {name: span for name, span in found.items() if span is not None}
-        sums = [sum(edges) for edges in zip(*known.values(), strict=True)]
-        return known if len(known) == len(limits) and sums[0] <= load.blocks <= sums[1] else None
+        all_spans = {name: load.span(limit, time_ns) for name, limit in limits.items()}
+        finite = {name: span for name, span in all_spans.items() if span is not None}
+        sums = [sum(edges) for edges in zip(*finite.values(), strict=True)]
+        return finite if len(finite) == len(limits) and sums[0] <= load.blocks <= sums[1] else None
 
     # The whole load of everybody through the slowest ceiling is certainly enough.
-    slowest = min(max(rate, 1) for one in limits.values() for rate in (one.egress, one.ingress) if rate is not None)
+    slowest = min(
+        max(rate, 1) for limit in limits.values() for rate in (limit.egress, limit.ingress) if rate is not None
+    )
     enough_ns = load.regions * (load.up_bytes + load.down_bytes) * NS_PER_S // slowest + 1
     shortest_ns, longest_ns = 0, enough_ns
     while shortest_ns < longest_ns:  # more time is never less
@@ -163,9 +168,9 @@ def cut_by_budget(load: RoundLoad, reducers: Sequence[str], budgets: Mapping[str
         shortest_ns, longest_ns = (
             (shortest_ns, middle_ns) if spans(middle_ns) is not None else (middle_ns + 1, longest_ns)
         )
-    found = spans(shortest_ns)
-    assert found is not None, f"{load} does not pass {limits} in {shortest_ns} ns"
-    return _spread(load.blocks, found)
+    shortest = spans(shortest_ns)
+    assert shortest is not None, f"{load} does not pass {limits} in {shortest_ns} ns"
+    return _spread(load.blocks, shortest)
 
 
 CEILING_FACTOR_MAX: Final = 2
@@ -174,21 +179,21 @@ CEILING_FACTOR_MAX: Final = 2
 
 def _filled(reducers: Sequence[str], budgets: Mapping[str, RateLimits]) -> dict[str, RateLimits]:
     """The reducers' ceilings by name; one that is not set is the largest that is believed of any reducer."""
-    known = {name: budgets[name] for name in sorted(reducers)}
-    egress = _credible([one.egress for one in known.values()])
-    ingress = _credible([one.ingress for one in known.values()])
+    budgets_of = {name: budgets[name] for name in sorted(reducers)}
+    egress = _credible([budget.egress for budget in budgets_of.values()])
+    ingress = _credible([budget.ingress for budget in budgets_of.values()])
     return {
         name: RateLimits(
-            egress if egress is None or one.egress is None else min(one.egress, egress),
-            ingress if ingress is None or one.ingress is None else min(one.ingress, ingress),
+            egress if egress is None or budget.egress is None else min(budget.egress, egress),
+            ingress if ingress is None or budget.ingress is None else min(budget.ingress, ingress),
         )
-        for name, one in known.items()
+        for name, budget in budgets_of.items()
     }
 
 
-def _credible(reported: Sequence[int | None]) -> int | None:
+def _credible(claims: Sequence[int | None]) -> int | None:
     """The largest ceiling that is believed: nobody gets all the work by reporting a line that no other comes near."""
-    rates = sorted(rate for rate in reported if rate is not None)
+    rates = sorted(rate for rate in claims if rate is not None)
     if not rates:
         return None
     return min(rates[-1], CEILING_FACTOR_MAX * max(1, rates[(len(rates) - 1) // 2]))
@@ -196,14 +201,14 @@ def _credible(reported: Sequence[int | None]) -> int | None:
 
 def _spread(blocks: int, spans: Mapping[str, tuple[int, int]]) -> tuple[Stripe, ...]:
     """Stripes within their spans: the fewest for each, the rest in proportion to what each could take more."""
-    rest = blocks - sum(lowest for lowest, _ in spans.values())
+    more = blocks - sum(lowest for lowest, _ in spans.values())
     room = sum(highest - lowest for lowest, highest in spans.values())
     stripes = []
-    start = fixed = summed = 0
+    start = sure = total = 0
     for name, (lowest, highest) in sorted(spans.items()):
-        fixed += lowest
-        summed += highest - lowest
-        stop = fixed + (rest * summed // room if room else 0)  # the running sum is rounded: no span is exceeded
+        sure += lowest
+        total += highest - lowest
+        stop = sure + (more * total // room if room else 0)  # the running sum is rounded: no span is exceeded
         if stop > start:
             stripes.append(Stripe(name, start, stop))
         start = stop

@@ -1,4 +1,4 @@
-"""What each contribution counts in a merge, decided once by the leader and shipped as float32 bits.
+"""Weights of the contributions to a merge, decided once by the leader and shipped as float32 bits.
 
 A round's result for one piece is `factor * sum_m c[m] * delta_m`, with every c known before the sum (from the norms in
 the contributions) and the factor after it (from the norm of the decoded sum). With weights w, W = sum w:
@@ -59,9 +59,9 @@ def to_float32(value: float) -> float:
     """The nearest float32, as a float; beyond its range the largest finite one. NaN is refused with ValueError."""
     if isnan(value):
         raise ValueError("NaN can't be a weight, coefficient or factor")
-    clamped = min(max(value, -FLOAT32_MAX), FLOAT32_MAX)
-    (rounded,) = struct.unpack("<f", struct.pack("<f", clamped))
-    return float(rounded)
+    bounded = min(max(value, -FLOAT32_MAX), FLOAT32_MAX)
+    (float32,) = struct.unpack("<f", struct.pack("<f", bounded))
+    return float(float32)
 
 
 def weight(tokens: int, steps: int) -> float:
@@ -89,7 +89,7 @@ def weights(
     The steps of a learner that missed versions count as far as it has carried them: `cycles(n) / (n + 1)`. A learner
     that was away (more steps than `carry_steps_limit`) weighs at most `weight_cap` times the median of the members that
     were not: its long trajectory went over ground that the others covered meanwhile. When all were away, the median is
-    over all. (Of an even number the mean of the middle two.)
+    over all. (For an even number it is the mean of the middle two.)
 
     Args:
         versions_missed: per contribution, versions since its learner was last included, the new one not counted.
@@ -100,20 +100,20 @@ def weights(
         float32-exact, at least 0. All equal to 1 if no contribution has any weight, so that a round never divides by 0.
     """
     raw = [
-        to_float32(weight(one.tokens, one.steps) * (cycles(missed) / (missed + 1)))
-        for one, missed in zip(contributions, versions_missed, strict=True)
+        to_float32(weight(contribution.tokens, contribution.steps) * (cycles(versions) / (versions + 1)))
+        for contribution, versions in zip(contributions, versions_missed, strict=True)
     ]
     if not any(raw):
         return (1.0,) * len(raw)
-    is_away = [one.steps > carry_steps_limit for one in contributions]
+    is_away = [contribution.steps > carry_steps_limit for contribution in contributions]
     # Members without tokens say nothing about what is usual: with them the cap of all others could be 0.
     weighty = [(value, away) for value, away in zip(raw, is_away, strict=True) if value > 0.0]
-    ordered = sorted([value for value, away in weighty if not away] or [value for value, _ in weighty])
-    median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    in_order = sorted([value for value, away in weighty if not away] or [value for value, _ in weighty])
+    median = (in_order[(len(in_order) - 1) // 2] + in_order[len(in_order) // 2]) / 2
     cap = weight_cap * median
     limit = WEIGHT_RATIO_MAX * median if len(raw) >= MEMBERS_MIN else FLOAT32_MAX
-    capped = tuple(to_float32(min(value, cap if away else limit)) for value, away in zip(raw, is_away, strict=True))
-    return capped if any(capped) else (1.0,) * len(raw)
+    limits = tuple(to_float32(min(value, cap if away else limit)) for value, away in zip(raw, is_away, strict=True))
+    return limits if any(limits) else (1.0,) * len(raw)
 
 
 def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
@@ -126,7 +126,7 @@ def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
         weights: one per contribution, from `weights`; not all 0.
         versions_missed: as in `weights`.
     """
-    cycles_held = sum(own * cycles(missed) for own, missed in zip(weights, versions_missed, strict=True))
+    cycles_held = sum(weight_ * cycles(versions) for weight_, versions in zip(weights, versions_missed, strict=True))
     if cycles_held <= 0.0:
         raise ValueError(f"a round includes at least one learner that weighs something, got weights {tuple(weights)}")
     return to_float32(sum(weights) / cycles_held)
@@ -153,7 +153,7 @@ def refusal(contribution: Contribution, pieces: int) -> str:
 def coefficients(
     contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule], clips: Clips
 ) -> tuple[tuple[float, ...], ...]:
-    """What each contribution's pieces are multiplied by before they are summed.
+    """Return the factors on each contribution's pieces before they are summed.
 
     Args:
         contributions: at least one, sorted by learner (the order of the sum).
@@ -170,14 +170,14 @@ def coefficients(
     radii = _radii(contributions, weights, rules, clips)
     total = sum(weights)
     rows = []
-    for one, own, parts in zip(contributions, weights, clips, strict=True):
+    for contribution, weight_, ratios in zip(contributions, weights, clips, strict=True):
         row = []
-        for rule, radius, squared, part in zip(rules, radii, one.squared_norms, parts, strict=True):
-            norm = _norm(squared)
+        for rule, radius, square, ratio in zip(rules, radii, contribution.squared_norms, ratios, strict=True):
+            norm = _norm(square)
             if rule is MergeRule.AVG:
-                row.append(to_float32(own / total * part))
+                row.append(to_float32(weight_ / total * ratio))
             else:
-                row.append(to_float32(own / total * (radius / norm)) if norm > 0.0 else 0.0)
+                row.append(to_float32(weight_ / total * (radius / norm)) if norm > 0.0 else 0.0)
         rows.append(tuple(row))
     return tuple(rows)
 
@@ -191,7 +191,7 @@ def factors(
     *,
     share: float,
 ) -> tuple[float, ...]:
-    """What the decoded sum of each piece is multiplied by: `delta = factor * decode(payload)`.
+    """Return the factor on the decoded sum of each piece: `delta = factor * decode(payload)`.
 
     Args:
         contributions, weights, rules, clips: the same as for `coefficients`.
@@ -224,15 +224,17 @@ def _radii(
     contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule], clips: Clips
 ) -> tuple[float, ...]:
     """Weighted mean norm per piece, as far as it counts."""
-    for one in contributions:
-        reason = refusal(one, len(rules))
+    for contribution in contributions:
+        reason = refusal(contribution, len(rules))
         if reason:
-            raise PayloadCorrupt(f"contribution of {one.learner} to fragment {one.fragment}: {reason}")
+            raise PayloadCorrupt(
+                f"contribution of {contribution.learner} to fragment {contribution.fragment}: {reason}"
+            )
     total = sum(weights)
     return tuple(
         sum(
-            own / total * (_norm(one.squared_norms[piece]) * parts[piece])
-            for one, own, parts in zip(contributions, weights, clips, strict=True)
+            weight_ / total * (_norm(contribution.squared_norms[piece]) * ratios[piece])
+            for contribution, weight_, ratios in zip(contributions, weights, clips, strict=True)
         )
         for piece in range(len(rules))
     )
@@ -243,13 +245,13 @@ def _orthogonal_norm(contributions: Sequence[Contribution], weights: Sequence[fl
     total = sum(weights)
     return sqrt(
         sum(
-            (own / total) ** 2
-            for one, own in zip(contributions, weights, strict=True)
-            if _norm(one.squared_norms[piece]) > 0.0
+            (weight_ / total) ** 2
+            for contribution, weight_ in zip(contributions, weights, strict=True)
+            if _norm(contribution.squared_norms[piece]) > 0.0
         )
     )
 
 
-def _norm(squared: float) -> float:
-    norm = sqrt(squared)
+def _norm(square: float) -> float:
+    norm = sqrt(square)
     return norm if norm >= NORM_MIN else 0.0

@@ -1,1 +1,1 @@
-"""What a region holds and lacks: its versions, what it fetches, and whether equal versions are equal."""
+"""Versions that a region holds and lacks: their files, their fetches, and whether equal versions are equal."""

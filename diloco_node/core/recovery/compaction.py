@@ -46,7 +46,7 @@ class Compaction:
         self._agreed: set[int] = set()
         self._proposed = (0, 0)
 
-    def applied(self, entry: Entry) -> None:
+    def on_entry(self, entry: Entry) -> None:
         """The history has taken a committed entry: sum up if it is one after which that is done."""
         body = entry.body
         if isinstance(body, SummaryBody):
@@ -57,18 +57,18 @@ class Compaction:
         if not summary.genesis:
             return
         try:
-            encoded = encode_summary(summary)
+            summary_bytes = encode_summary(summary)
         except ValueError as error:
             self._effects.note("summary", f"entry {entry.index}: {error}; the ledger stays whole", is_alarm=True)
             return
-        base = LedgerBase(entry.index, entry.term, entry.hash, encoded)
+        base = LedgerBase(entry.index, entry.term, entry.hash, summary_bytes)
         self._sums[entry.index] = (base, summary.versions)
         while len(self._sums) > SUMS_KEPT:
             self._agreed.discard(self._sums.popitem(last=False)[0])
 
-    def began(self) -> None:
+    def on_base(self) -> None:
         """The ledger has another beginning: sums of before are of no use."""
-        for index in [one for one in self._sums if one <= self._ledger.base.index]:
+        for index in [index for index in self._sums if index <= self._ledger.base.index]:
             del self._sums[index]
             self._agreed.discard(index)
 
@@ -81,17 +81,17 @@ class Compaction:
         return SummaryBody(index, base_digest(self._sums[index][0]))
 
     def next_base(self) -> LedgerBase | None:
-        """What the ledger may begin with now; None if it is to stay as it is."""
+        """Return the base with which the ledger may begin now; None if it is to stay as it is."""
         for index in sorted(self._agreed, reverse=True):
             base, versions = self._sums[index]
-            is_old = self._history.account.applied_index - index >= self._summary_entries
+            is_old = self._history.account.index - index >= self._summary_entries
             if is_old and self._ledger.commit_index >= index and self._versions.has_states(versions):
                 return base
         return None
 
     def _compare(self, body: SummaryBody) -> None:
-        own = self._sums.get(body.index)
-        base = self._ledger.base if body.index == self._ledger.base.index else own[0] if own else None
+        own_digest = self._sums.get(body.index)
+        base = self._ledger.base if body.index == self._ledger.base.index else own_digest[0] if own_digest else None
         if base is None:
             return
         if base_digest(base) != body.digest:
@@ -102,5 +102,5 @@ class Compaction:
                 is_alarm=True,
             )
             self._sums.pop(body.index, None)
-        elif own is not None:
+        elif own_digest is not None:
             self._agreed.add(body.index)

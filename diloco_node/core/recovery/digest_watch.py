@@ -56,40 +56,40 @@ class DigestWatch:
         self._regions = regions
         self._snapshot_versions = snapshot_versions
 
-    def computed(self, fragment: int, version: int, digest: bytes, *, now_ns: int) -> None:
+    def on_digest(self, fragment: int, version: int, digest: bytes, *, now_ns: int) -> None:
         """This region's digest of a fragment at a version is known."""
         _keep(self._own[fragment], version, digest, VERSIONS_KEPT)
         if version % self._snapshot_versions == 0:
             _keep(self._pending[fragment], version, digest, PENDING_MAX)
         self._fresh[fragment] = now_ns
         self._fresh.move_to_end(fragment)
-        for peer, reported in sorted(self._reported[fragment].items()):
-            self._compare(peer, fragment, version, reported.get(version))
+        for peer, peer_digests in sorted(self._reported[fragment].items()):
+            self._compare(peer, fragment, version, peer_digests.get(version))
 
-    def reported(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:
+    def on_report(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:
         """A heartbeat brought a peer's digests. Kept are a few, of versions that may matter."""
-        for one in digests:
-            if not 0 <= one.fragment < len(self._own) or len(one.digest) != DIGEST_BYTES:
+        for report in digests:
+            if not 0 <= report.fragment < len(self._own) or len(report.digest) != DIGEST_BYTES:
                 continue
             # The peer may know of a commit before this region does.
-            if not 0 <= one.version <= self._history.versions[one.fragment] + 1:
+            if not 0 <= report.version <= self._history.versions[report.fragment] + 1:
                 continue
-            known = self._reported[one.fragment].setdefault(peer, OrderedDict())
-            _keep(known, one.version, one.digest, REPORTED_MAX)
-            self._compare(peer, one.fragment, one.version, one.digest)
+            digests_of_peer = self._reported[report.fragment].setdefault(peer, OrderedDict())
+            _keep(digests_of_peer, report.version, report.digest, REPORTED_MAX)
+            self._compare(peer, report.fragment, report.version, report.digest)
 
     def to_report(self, *, now_ns: int) -> tuple[FragmentDigest, ...]:
         """Digests for the next heartbeat: those that changed in the last seconds, those that the ledger is still to
         get, and those of one fragment more in rotation."""
         fragments = len(self._own)
-        for fragment in [one for one, at_ns in self._fresh.items() if now_ns - at_ns > FRESH_NS]:
+        for fragment in [stale for stale, at_ns in self._fresh.items() if now_ns - at_ns > FRESH_NS]:
             del self._fresh[fragment]
         self._rotation = (self._rotation + 1) % fragments
         in_turn = [(self._rotation + step) % fragments for step in range(fragments)]
         waiting = [fragment for fragment in in_turn if self._waiting(fragment)]
-        chosen = {self._rotation, *list(self._fresh)[:FRESH_MAX], *waiting[:FRESH_MAX]}
+        chosen_fragments = {self._rotation, *list(self._fresh)[:FRESH_MAX], *waiting[:FRESH_MAX]}
         result = []
-        for fragment in sorted(chosen):
+        for fragment in sorted(chosen_fragments):
             digests = self._waiting(fragment)
             if self._own[fragment]:
                 version, digest = self.newest(fragment)
@@ -97,36 +97,41 @@ class DigestWatch:
             result += [FragmentDigest(fragment, version, digest) for version, digest in sorted(digests.items())]
         return tuple(result)
 
-    def agreed(self) -> tuple[SnapshotBody, ...]:
+    def majority_snapshots(self) -> tuple[SnapshotBody, ...]:
         """Snapshots that the ledger can get: per fragment the newest of which a majority, this region counted, tells
         the same digest."""
-        found = []
+        bodies = []
         for fragment in range(len(self._own)):
             for version, digest in sorted(self._waiting(fragment).items(), reverse=True):
-                equal = sum(told == digest for told in self._told(fragment, version))
+                equal = sum(peer_digest == digest for peer_digest in self._peer_digests(fragment, version))
                 if version <= self._history.versions[fragment] and 2 * (1 + equal) > self._regions:
-                    found.append(SnapshotBody(fragment, version, digest))
+                    bodies.append(SnapshotBody(fragment, version, digest))
                     break
-        return tuple(found)
+        return tuple(bodies)
 
-    def outvoted(self) -> int:
+    def minority_fragment(self) -> int:
         """A fragment of which a majority without this region tells another digest than this one's; -1 if there is
         none. The ledger has no snapshot of it yet, and gets none while this region leads."""
         for fragment in range(len(self._own)):
             for version, digest in self._waiting(fragment).items():
-                told = self._told(fragment, version)
-                if any(other != digest and 2 * told.count(other) > self._regions for other in told):
+                peer_digests = self._peer_digests(fragment, version)
+                if any(
+                    peer_digest != digest and 2 * peer_digests.count(peer_digest) > self._regions
+                    for peer_digest in peer_digests
+                ):
                     return fragment
         return -1
 
-    def diverged(self) -> tuple[SnapshotBody, ...]:
+    def divergences(self) -> tuple[SnapshotBody, ...]:
         """Snapshots of the ledger that this region has with another digest."""
-        found = []
-        for one in self._history.snapshots.all():
-            own = self._own[one.fragment].get(one.version, self._pending[one.fragment].get(one.version))
-            if own is not None and own != one.digest:
-                found.append(one)
-        return tuple(found)
+        snapshots = []
+        for snapshot in self._history.snapshots.all():
+            own_digest = self._own[snapshot.fragment].get(
+                snapshot.version, self._pending[snapshot.fragment].get(snapshot.version)
+            )
+            if own_digest is not None and own_digest != snapshot.digest:
+                snapshots.append(snapshot)
+        return tuple(snapshots)
 
     def forget(self, fragment: int) -> None:
         """This region's state of the fragment is wrong: nothing of it is told any more until there is another one."""
@@ -136,8 +141,8 @@ class DigestWatch:
 
     def newest(self, fragment: int) -> tuple[int, bytes]:
         """(version, digest) of the last one computed here; (-1, b"") if there is none."""
-        own = self._own[fragment]
-        return max(own.items()) if own else (-1, b"")
+        digests = self._own[fragment]
+        return max(digests.items()) if digests else (-1, b"")
 
     @property
     def differences(self) -> int:
@@ -147,30 +152,30 @@ class DigestWatch:
     def _waiting(self, fragment: int) -> dict[int, bytes]:
         """Own snapshot versions that are newer than the ledger's snapshot."""
         newest = self._history.snapshots.newest(fragment)
-        known = 0 if newest is None else newest.version
-        return {version: digest for version, digest in self._pending[fragment].items() if version > known}
+        version_named = 0 if newest is None else newest.version
+        return {version: digest for version, digest in self._pending[fragment].items() if version > version_named}
 
-    def _told(self, fragment: int, version: int) -> list[bytes]:
-        """What the peers told of a version."""
-        told = [known.get(version) for _, known in sorted(self._reported[fragment].items())]
-        return [digest for digest in told if digest is not None]
+    def _peer_digests(self, fragment: int, version: int) -> list[bytes]:
+        """Return the digests that the peers reported for a version."""
+        peer_digests = [digests.get(version) for _, digests in sorted(self._reported[fragment].items())]
+        return [digest for digest in peer_digests if digest is not None]
 
     def _compare(self, peer: str, fragment: int, version: int, digest: bytes | None) -> None:
-        own = self._own[fragment].get(version)
-        if own is None or digest is None or own == digest or (peer, fragment) in self._alarmed:
+        own_digest = self._own[fragment].get(version)
+        if own_digest is None or digest is None or own_digest == digest or (peer, fragment) in self._alarmed:
             return
         self._alarmed.add((peer, fragment))
         self._effects.note(
             "digest",
-            f"{peer} has {digest.hex()}, here it is {own.hex()}: parameters differ at the same version",
+            f"{peer} has {digest.hex()}, here it is {own_digest.hex()}: parameters differ at the same version",
             fragment=fragment,
             version=version,
             is_alarm=True,
         )
 
 
-def _keep(known: OrderedDict[int, bytes], version: int, digest: bytes, count: int) -> None:
+def _keep(digests: OrderedDict[int, bytes], version: int, digest: bytes, count: int) -> None:
     """Remember it, and at most `count` altogether: the newest versions."""
-    known[version] = digest
-    while len(known) > count:
-        del known[min(known)]
+    digests[version] = digest
+    while len(digests) > count:
+        del digests[min(digests)]

@@ -1,4 +1,4 @@
-"""What this region lacks and from whom it is being fetched: one fetch per fragment, few at once, peer after peer."""
+"""Fetches of payloads and states that this region lacks: one fetch per fragment, few at once, peer after peer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GONE: Final = frozenset({"gone", "unknown"})
 
 @dataclass(slots=True)
 class _Fetch:
-    """One thing that is lacking: a payload, or (`body` is None) the state with this digest.
+    """A lacking thing: a payload, or (`body` is None) the state with this digest.
 
     `patience_ns` is waited once, before the first peer is asked.
     """
@@ -66,7 +66,9 @@ class Fetches:
         """When a fetch that failed everywhere may be tried again."""
         if not self._fetches:
             return None
-        waiting = [one.not_before_ns for one in self._fetches.values() if not one.peer and one.not_before_ns > 0]
+        waiting = [
+            fetch.not_before_ns for fetch in self._fetches.values() if not fetch.peer and fetch.not_before_ns > 0
+        ]
         return min(waiting, default=None)
 
     def request(
@@ -98,7 +100,7 @@ class Fetches:
         if current is not None and not current.peer:
             del self._fetches[fragment]
 
-    def ended(self, fragment: int, *, version: int, is_state: bool) -> None:
+    def on_end(self, fragment: int, *, version: int, is_state: bool) -> None:
         """A payload or a state was stored; if it was fetched, the fetch is over."""
         current = self._fetches.get(fragment)
         if current is None or (current.body is None) != is_state:
@@ -106,7 +108,7 @@ class Fetches:
         if version == current.version:
             del self._fetches[fragment]
 
-    def failed(self, peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
+    def on_failure(self, peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
         """A peer could not help; the next one is asked, and after the last one it starts again, later."""
         current = self._fetches.get(fragment)
         if current is None or current.peer != peer:
@@ -127,7 +129,7 @@ class Fetches:
     def is_gone(self, fragment: int, version: int) -> bool:
         """Whether every other region that can be asked has answered that it no longer has the payload.
 
-        One that is away may have it, but it may be away for good.
+        A region that is away may have it, but it may be away for good.
         """
         current = self._fetches.get(fragment)
         return (
@@ -141,8 +143,8 @@ class Fetches:
     def brings_other_initial(self, digests: Sequence[bytes]) -> bool:
         """Whether a fetch in flight may still put another Theta_0 than this one on the disk."""
         return any(
-            one.peer and one.body is None and one.version == 0 and one.digest != digests[fragment]
-            for fragment, one in self._fetches.items()
+            fetch.peer and fetch.body is None and fetch.version == 0 and fetch.digest != digests[fragment]
+            for fragment, fetch in self._fetches.items()
         )
 
     def pump(self, *, leader: str, alive: Sequence[str], now_ns: int) -> None:
@@ -153,7 +155,7 @@ class Fetches:
             alive: regions that can be asked at all.
         """
         self._alive = frozenset(alive)
-        in_flight = sum(1 for one in self._fetches.values() if one.peer)
+        in_flight = sum(1 for fetch in self._fetches.values() if fetch.peer)
         for fragment, current in sorted(self._fetches.items()):
             if current.patience_ns:
                 current.not_before_ns, current.patience_ns = now_ns + current.patience_ns, 0
@@ -172,7 +174,9 @@ class Fetches:
 
     def in_flight(self) -> tuple[tuple[int, int, str], ...]:
         """(fragment, version, peer) of fetches that were started."""
-        return tuple((one.fragment, one.version, one.peer) for _, one in sorted(self._fetches.items()) if one.peer)
+        return tuple(
+            (fetch.fragment, fetch.version, fetch.peer) for _, fetch in sorted(self._fetches.items()) if fetch.peer
+        )
 
     def _choose(self, current: _Fetch, leader: str, alive: Sequence[str]) -> str:
         order = sorted(set(self._others) & set(alive), key=lambda name: (name != leader, name))
@@ -188,9 +192,9 @@ class Fetches:
     def _start(self, fragment: int, current: _Fetch) -> None:
         body = current.body
         if body is None:
-            what = "state"
+            kind = "state"
             self._effects.emit(FetchState(current.peer, fragment, current.version, current.digest))
         else:
-            what = "payload"
+            kind = "payload"
             self._effects.emit(FetchPayload(current.peer, fragment, body.version, body.payload_digest, body.stripes))
-        self._effects.note("fetch", f"{what} from {current.peer}", fragment=fragment, version=current.version)
+        self._effects.note("fetch", f"{kind} from {current.peer}", fragment=fragment, version=current.version)

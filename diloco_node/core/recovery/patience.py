@@ -1,4 +1,4 @@
-"""Which payloads are fetched: those that nobody is sending already."""
+"""Patience with payloads: those that somebody is sending already are not fetched."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class PayloadPatience:
         self._since_ns: dict[bytes, int] = {}
 
     def lacking(self, missing: Sequence[EntryBody], *, now_ns: int) -> list[EntryBody]:
-        """What is to be fetched of what the ledger waits for. Ask again with all that is missing, whenever it may have
-        changed."""
+        """Return the payloads to fetch, of those that the ledger waits for.
+
+        Ask again with all missing ones, whenever they may have changed."""
         since = {
             body.payload_digest: self._since_ns.get(body.payload_digest, now_ns)
             for body in missing

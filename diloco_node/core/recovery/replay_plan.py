@@ -1,4 +1,5 @@
-"""What of a run can be computed again from a region's files: from which versions, by which rounds, to which digests."""
+"""The part of a run that can be computed again from a region's files: from which versions, by which rounds, to which
+digests."""
 
 from __future__ import annotations
 
@@ -70,10 +71,10 @@ def plan_replay(
 def _on_disk(
     states: Sequence[Collection[int]], payloads: Collection[tuple[int, int, bytes]]
 ) -> list[tuple[set[int], set[tuple[int, bytes]]]]:
-    found: list[tuple[set[int], set[tuple[int, bytes]]]] = [(set(versions), set()) for versions in states]
+    versions_on_disk: list[tuple[set[int], set[tuple[int, bytes]]]] = [(set(versions), set()) for versions in states]
     for fragment, version, digest in payloads:
-        found[fragment][1].add((version, digest))
-    return found
+        versions_on_disk[fragment][1].add((version, digest))
+    return versions_on_disk
 
 
 def _plan_fragment(
@@ -88,9 +89,9 @@ def _plan_fragment(
     for start in sorted(states & digests.keys()):
         missing = _missing(fragment, range(start + 1, last + 1), rounds, payloads)
         if not missing:
-            named = {version: digest for version, digest in digests.items() if version >= start}
-            needed = tuple(rounds[version] for version in range(start + 1, last + 1))
-            return FragmentReplay(fragment, start, needed, named, "" if start == 0 else lack)
+            digests_from_start = {version: digest for version, digest in digests.items() if version >= start}
+            bodies = tuple(rounds[version] for version in range(start + 1, last + 1))
+            return FragmentReplay(fragment, start, bodies, digests_from_start, "" if start == 0 else lack)
         lack = lack or missing
     if not states & digests.keys():
         lack = f"a state of fragment {fragment} whose digest the ledger names"

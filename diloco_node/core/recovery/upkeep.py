@@ -1,4 +1,4 @@
-"""What keeps a long run short and honest: snapshots and sums go into the ledger, own states are compared with it."""
+"""Upkeep of a long run: snapshots and sums go into the ledger, own states are compared with it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Upkeep:
         summary = decode_summary(base.summary, fragments=self._fragments)
         self._history.restore(summary, base.index, now_ns=now_ns)
         self._versions.begin_at(base.index)
-        self._compaction.began()
+        self._compaction.on_base()
         self._learnt_index = base.index
         return True
 
@@ -106,54 +106,54 @@ class Upkeep:
             self._versions.learn(self._ledger.entry(index).body)
             self._learnt_index = index
 
-    def committed(self, entry: Entry) -> None:
+    def on_commit(self, entry: Entry) -> None:
         """The history and the versions have taken an entry."""
-        self._compaction.applied(entry)
+        self._compaction.on_entry(entry)
         self._must_compare |= isinstance(entry.body, SnapshotBody | GenesisBody)
 
     def digest_computed(self, event: DigestComputed, *, now_ns: int) -> None:
         """This region's digest of a version is known."""
         if event.fragment in self._versions.healing:
             return  # of what is set aside
-        self.digests.computed(event.fragment, event.version, event.digest, now_ns=now_ns)
+        self.digests.on_digest(event.fragment, event.version, event.digest, now_ns=now_ns)
         self._must_compare = True
 
     def checkpoint_written(self, event: CheckpointWritten) -> None:
         """This region's own state is on disk."""
-        named = self._versions.checkpoint_written(event.fragment, event.version, event.digest)
-        if named is not None:
-            self._versions.heal(named, reached=self._newest_round(event.fragment))
+        snapshot = self._versions.checkpoint_written(event.fragment, event.version, event.digest)
+        if snapshot is not None:
+            self._versions.heal(snapshot, version_reached=self._newest_round(event.fragment))
 
     def compare(self) -> None:
         """Set aside what is not as the ledger names it."""
         if not self._must_compare:
             return
         self._must_compare = False
-        for named in self.digests.diverged():
-            self._versions.heal(named, reached=self._newest_round(named.fragment))
-            self.digests.forget(named.fragment)
+        for snapshot in self.digests.divergences():
+            self._versions.heal(snapshot, version_reached=self._newest_round(snapshot.fragment))
+            self.digests.forget(snapshot.fragment)
 
     def next_base(self) -> LedgerBase | None:
-        """What the ledger may begin with now; None if it is to stay as it is. Once taken, `compacted` is called."""
+        """Return the base with which the ledger may begin now, or None. Call `on_compaction` once it does."""
         return self._compaction.next_base()
 
-    def compacted(self) -> None:
+    def on_compaction(self) -> None:
         """The ledger begins with it."""
-        self._compaction.began()
+        self._compaction.on_base()
 
     def proposals(self) -> list[EntryBody]:
         """As leader: snapshots that a majority agrees on, and the newest sum, for the ledger; once in each term."""
         if self._versions.healing:
             return []
-        found: list[EntryBody] = []
-        for body in self.digests.agreed():
+        bodies: list[EntryBody] = []
+        for body in self.digests.majority_snapshots():
             name = (self._ledger.term, body.version)
             if self._proposed.get(body.fragment, (0, 0)) < name:
                 self._proposed[body.fragment] = name
                 self._effects.note("snapshot", body.digest.hex(), fragment=body.fragment, version=body.version)
-                found.append(body)
+                bodies.append(body)
         summary: SummaryBody | None = self._compaction.proposal()
-        return [*found, summary] if summary is not None else found
+        return [*bodies, summary] if summary is not None else bodies
 
     @property
     def reason(self) -> str:
@@ -163,8 +163,8 @@ class Upkeep:
             return (
                 f"its state of fragment {', '.join(map(str, healing))} differs from the ledger's: it is fetched again"
             )
-        outvoted = self.digests.outvoted() if self._ledger.is_leader else -1
-        return f"its state of fragment {outvoted} differs from that of most regions" if outvoted >= 0 else ""
+        minority = self.digests.minority_fragment() if self._ledger.is_leader else -1
+        return f"its state of fragment {minority} differs from that of most regions" if minority >= 0 else ""
 
     def _newest_round(self, fragment: int) -> int:
         """The newest round of a fragment in the log: up to there this region may have acknowledged it."""

@@ -1,7 +1,7 @@
-"""Which version of each fragment this region holds, on disk, in memory and offered to its learner.
+"""Versions of each fragment that this region holds: on disk, in memory, and offered to its learner.
 
 Payloads and states on disk let an entry be acknowledged. Entries are applied in order per fragment, one at a time;
-different fragments go in parallel. What is applied is offered to the learner.
+different fragments go in parallel. Applied versions are offered to the learner.
 
 States are fetched at a snapshot of the ledger only, and so are they healed. Where an own state is not what the ledger
 names, its files are set aside, the snapshot's state is fetched, and the payloads after it are applied. Until that state
@@ -68,22 +68,32 @@ class Versions:
         self._manifest_digest = manifest_digest
         self._history = history
         self._effects = effects
-        self._payloads = set(recovered.payloads)
-        self._initial: dict[int, bytes] = {}
         self._payload_versions = payload_versions
+        # (fragment, version, digest) of payloads on disk. Those that no state on disk still needs are dropped.
+        self._payloads = set(recovered.payloads)
+        # Per fragment the digest of the Theta_0 on disk, whether genesis names it or another.
+        self._initial: dict[int, bytes] = {}
         # Snapshots that are known to be committed, before the history takes them if the own disk is behind.
         self._known = Snapshots(fragments)
-        # Rounds after the older snapshot: what follows a state that is fetched.
+        # Per fragment the committed rounds after its older snapshot, by version: they follow a fetched state.
         self._rounds: list[dict[int, RoundBody]] = [{} for _ in range(fragments)]
+        # Fragments whose state here is wrong, until a right one is fetched and in its place.
         self._healing: dict[int, _Healing] = {}
+        # The entry where the ledger begins, and the versions at it: with less applied, that entry is not applied here.
         self._base_index = 0
         self._base_versions = [0] * fragments
+        # Fragments with a new snapshot, so that files may have become useless; empty after each `pump`.
         self._prunable: set[int] = set()
+        # Per fragment the committed rounds that are not applied, by version without a gap.
         self._queues: list[deque[RoundBody]] = [deque() for _ in range(fragments)]
+        # Per fragment the version that is being applied; None: none is. Never two at once.
         self._busy: list[int | None] = [None] * fragments
+        # Committed entries from the first one that is not applied, and the index of the one before it.
         self._unapplied: deque[Entry] = deque()
         self._applied_index = 0
+        # The last report of this region's learner; None: none is attached.
         self._learner: LearnerStatus | None = None
+        # Per fragment the newest version that was offered to this learner; -1: none was.
         self._offered = [-1] * fragments
         self._recover(recovered)
 
@@ -107,17 +117,17 @@ class Versions:
             del self._healing[fragment]
             self.applied[fragment] = -1
             after = sorted(body.version for body in self._rounds[fragment].values() if body.version > version)
-            self._queues[fragment] = deque(self._rounds[fragment][one] for one in after)
+            self._queues[fragment] = deque(self._rounds[fragment][version_after] for version_after in after)
         if version == 0:
             self._initial[fragment] = digest
         self.states[fragment] = max(self.states[fragment], version)
 
     def checkpoint_written(self, fragment: int, version: int, digest: bytes) -> SnapshotBody | None:
         """This region's own state is on disk. Returns what the ledger names instead, if it is another one."""
-        known = (self._known.oldest(fragment), self._known.newest(fragment))
-        named = next((one for one in known if one is not None and one.version == version), None)
-        if named is not None and named.digest != digest:
-            return named
+        snapshots = (self._known.oldest(fragment), self._known.newest(fragment))
+        match = next((snapshot for snapshot in snapshots if snapshot is not None and snapshot.version == version), None)
+        if match is not None and match.digest != digest:
+            return match
         if fragment not in self._healing:
             self.states[fragment] = max(self.states[fragment], version)
         return None
@@ -135,7 +145,7 @@ class Versions:
         elif isinstance(body, SnapshotBody):
             self._known.add(body)
 
-    def committed(self, entry: Entry) -> None:
+    def on_commit(self, entry: Entry) -> None:
         """An entry is committed: it is to be applied. The history has it already."""
         body = entry.body
         self._unapplied.append(entry)
@@ -151,7 +161,7 @@ class Versions:
         self._known.restore(self._history.snapshots.all())
         self._unapplied.clear()
         for fragment, version in enumerate(self._base_versions):
-            self._queues[fragment] = deque(one for one in self._queues[fragment] if one.version > version)
+            self._queues[fragment] = deque(body for body in self._queues[fragment] if body.version > version)
 
     def has_base(self) -> bool:
         """Whether this region's disk can produce every fragment as it was at the ledger's base, or later."""
@@ -162,28 +172,29 @@ class Versions:
         as new is there for the others: no entry of an earlier round is needed any more."""
         return not self._healing and all(
             state >= version
-            and (known := self._history.snapshots.newest(fragment)) is not None
-            and known.version >= version
+            and (snapshot := self._history.snapshots.newest(fragment)) is not None
+            and snapshot.version >= version
             for fragment, (state, version) in enumerate(zip(self.states, versions, strict=True))
         )
 
-    def heal(self, named: SnapshotBody, *, reached: int) -> None:
+    def heal(self, snapshot: SnapshotBody, *, version_reached: int) -> None:
         """The ledger has another digest of an own state: set it aside and fetch it.
 
         Args:
-            reached: the newest round of the fragment in this region's log: up to there it has been acknowledged.
+            version_reached: the newest round of the fragment in this region's log: up to there it has been
+                acknowledged.
         """
-        fragment = named.fragment
+        fragment = snapshot.fragment
         before = self._healing.get(fragment)
-        if before is not None and before.version <= named.version:
+        if before is not None and before.version <= snapshot.version:
             return
-        self._healing[fragment] = _Healing(named.version, max(reached, before.reached if before else -1))
+        self._healing[fragment] = _Healing(snapshot.version, max(version_reached, before.reached if before else -1))
         self._initial.pop(fragment, None)
         self._effects.note(
             "diverged",
-            f"this region's state is not {named.digest.hex()}, which the ledger names: set aside and fetched again",
+            f"this region's state is not {snapshot.digest.hex()}, which the ledger names: set aside and fetched again",
             fragment=fragment,
-            version=named.version,
+            version=snapshot.version,
             is_alarm=True,
         )
 
@@ -227,11 +238,11 @@ class Versions:
             # learner with work of its own would make that work count twice. A new learner has none.
             return
         self._offered[fragment] = version
-        included = self._history.included_snapshot(
+        snapshot_number = self._history.included_snapshot(
             self._region, self._learner.incarnation, fragment, base=base, version=version
         )
         is_last = self._history.is_last_round(fragment, version)
-        self._effects.emit(OfferVersion(fragment, version, included, is_last))
+        self._effects.emit(OfferVersion(fragment, version, snapshot_number, is_last))
 
     def has_payload(self, body: EntryBody) -> bool:
         """Whether the entry can be applied from this region's own disk alone."""
@@ -244,8 +255,8 @@ class Versions:
             if healing is not None:
                 return body.version <= healing.reached
             # What is applied was on disk; its payload may be pruned since, behind a checkpoint of this region.
-            reached = max(self.states[body.fragment], self.applied[body.fragment])
-            return reached >= body.version or (body.fragment, body.version, body.payload_digest) in self._payloads
+            newest = max(self.states[body.fragment], self.applied[body.fragment])
+            return newest >= body.version or (body.fragment, body.version, body.payload_digest) in self._payloads
         return True
 
     def has_stored(self, fragment: int, version: int, digest: bytes) -> bool:
@@ -267,7 +278,7 @@ class Versions:
     def applied_index(self) -> int:
         """The last ledger entry up to which everything is applied here."""
         if self._applied_index < self._base_index:
-            if any(one < base for one, base in zip(self.applied, self._base_versions, strict=True)):
+            if any(version < base for version, base in zip(self.applied, self._base_versions, strict=True)):
                 return self._applied_index
             self._applied_index = self._base_index
         while self._unapplied and self._is_applied(self._unapplied[0]):
@@ -303,8 +314,8 @@ class Versions:
         genesis = self._history.genesis
         if genesis is not None:
             # Committed, and something else lies in its place: never start from other bytes than genesis names.
-            lost = self._lacking_initial(genesis)
-            initial |= {one: digest for one, digest in lost.items() if self.applied[one] < 0}
+            digests = self._lacking_initial(genesis)
+            initial |= {fragment: digest for fragment, digest in digests.items() if self.applied[fragment] < 0}
         for fragment in range(len(self.states)):
             if not lacking.get(fragment) and self._is_starving(fragment):
                 lacking[fragment] = [self._queues[fragment][0]]
@@ -317,29 +328,29 @@ class Versions:
         says which bytes it must be. The ledger on disk is asked for later versions, too: an uncommitted snapshot in it
         was agreed on all the same, and if it was wrong the state is fetched for nothing.
         """
-        bodies = [one.body for one in recovered.entries]
-        genesis = self._history.genesis or next((one for one in bodies if isinstance(one, GenesisBody)), None)
-        named = {(one.fragment, one.version): one for one in self._history.snapshots.all()}
-        named |= {(one.fragment, one.version): one for one in bodies if isinstance(one, SnapshotBody)}
+        bodies = [entry.body for entry in recovered.entries]
+        genesis = self._history.genesis or next((body for body in bodies if isinstance(body, GenesisBody)), None)
+        snapshots = {(snapshot.fragment, snapshot.version): snapshot for snapshot in self._history.snapshots.all()}
+        snapshots |= {(body.fragment, body.version): body for body in bodies if isinstance(body, SnapshotBody)}
         if genesis is not None:
-            named |= {(at, 0): SnapshotBody(at, 0, digest) for at, digest in enumerate(genesis.fragment_digests)}
+            snapshots |= {(at, 0): SnapshotBody(at, 0, digest) for at, digest in enumerate(genesis.fragment_digests)}
         if recovered.base.index:
             self.begin_at(recovered.base.index)
         for fragment, version in enumerate(self.states):
-            expected = named.get((fragment, version))
+            snapshot = snapshots.get((fragment, version))
             is_wrong = (
-                expected is not None
+                snapshot is not None
                 and recovered.state_digests != ()
-                and (recovered.state_digests[fragment] != expected.digest)
+                and (recovered.state_digests[fragment] != snapshot.digest)
             )
-            if expected is not None and is_wrong and version >= 1:
+            if snapshot is not None and is_wrong and version >= 1:
                 self.states[fragment] = -1
-                self.heal(expected, reached=-1)
+                self.heal(snapshot, version_reached=-1)
             elif version >= 1:
                 self._busy[fragment] = version
                 self._effects.emit(AdoptState(fragment, version))
-            elif expected is not None and not is_wrong:
-                self._initial[fragment] = expected.digest
+            elif snapshot is not None and not is_wrong:
+                self._initial[fragment] = snapshot.digest
             else:
                 self.states[fragment] = -1
 
@@ -352,7 +363,7 @@ class Versions:
         rounds = self._rounds[fragment]
         self._rounds[fragment] = {version: rounds[version] for version in rounds if version > oldest.version}
         keep_from = min(oldest.version, self.applied[fragment])
-        self._payloads = {one for one in self._payloads if one[0] != fragment or one[1] > keep_from}
+        self._payloads = {payload for payload in self._payloads if payload[0] != fragment or payload[1] > keep_from}
 
     def _lacks_base(self, fragment: int) -> bool:
         """Whether the disk can't produce the fragment as it was at the ledger's base."""
@@ -365,11 +376,13 @@ class Versions:
 
     def _is_starving(self, fragment: int) -> bool:
         """Whether the next round to apply is committed, and its payload is not here."""
-        queue, applied = self._queues[fragment], self.applied[fragment]
+        queue, version_applied = self._queues[fragment], self.applied[fragment]
         if self._busy[fragment] is not None or not queue or fragment in self._healing:
             return False
         body = queue[0]
-        is_next = applied >= 0 and body.version == applied + 1 and self.states[fragment] <= applied
+        is_next = (
+            version_applied >= 0 and body.version == version_applied + 1 and self.states[fragment] <= version_applied
+        )
         return is_next and (fragment, body.version, body.payload_digest) not in self._payloads
 
     def _lacking_initial(self, body: GenesisBody) -> dict[int, bytes]:
@@ -390,15 +403,15 @@ class Versions:
                 healing.is_ordered = True
                 self._effects.emit(SetStatesAside(fragment, healing.version))
             return
-        queue, applied, state = self._queues[fragment], self.applied[fragment], self.states[fragment]
-        while queue and queue[0].version <= applied:
+        queue, version_applied, state = self._queues[fragment], self.applied[fragment], self.states[fragment]
+        while queue and queue[0].version <= version_applied:
             queue.popleft()
         genesis = self._history.genesis
         is_of_run = genesis is not None and self._has_initial(fragment, genesis)
-        if applied < state <= self._history.versions[fragment] and is_of_run:
+        if version_applied < state <= self._history.versions[fragment] and is_of_run:
             self._busy[fragment] = state
             self._effects.emit(AdoptState(fragment, state))
-        elif queue and applied >= 0 and queue[0].version == applied + 1:
+        elif queue and version_applied >= 0 and queue[0].version == version_applied + 1:
             body = queue[0]
             if (fragment, body.version, body.payload_digest) in self._payloads:
                 self._busy[fragment] = body.version

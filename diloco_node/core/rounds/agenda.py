@@ -1,4 +1,4 @@
-"""What the leader does next about rounds: open one that is due, hold the last ones, or close the run.
+"""The leader's next step: open a round that is due, hold the last rounds, or close the run.
 
 A run ends with one last round per fragment, with everybody who can be reached, and then the entry that says so.
 """
@@ -9,10 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.membership.liveness import Liveness
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
 from diloco_node.core.rounds.progress import RunProgress, lower_median
@@ -29,14 +27,14 @@ GIVE_UP_BALLOTS: Final = 8
 """A fragment's last round may take as long as this many shortest ballots; then the run ends without it."""
 
 SHARE_MIN_PART: Final = 32
-"""A run ends by tokens when the median live learner has at least one part in 32 of its fair share of them.
+"""A run ends by tokens only if the median live learner has at least one 32nd of its fair share of them.
 
-One learner with a huge count can't end the run then. Of four regions one may train 125 times as much as each other one
-before the others' share delays the end at all: eight times the batch at sixteen times the speed is 128.
+So no single learner ends the run with a huge count. Among four regions, one may train 125 times as much as each other
+before this rule delays the end: for instance with eight times the batch at sixteen times the speed.
 """
 
 REASON_CHARACTERS_MAX: Final = 200
-"""Of an operator's reason, which goes into the ledger of every region."""
+"""Longest reason of an operator that is kept: it goes into the ledger of every region."""
 
 
 @dataclass(slots=True)
@@ -61,30 +59,30 @@ class Ending:
 
 
 def end_reason(
-    settings: RunSettings, *, steps: Iterable[int], tokens: int, covered: Iterable[int], requested: str
+    settings: RunSettings, *, steps: Iterable[int], tokens: int, booked_tokens: Iterable[int], reason_ordered: str
 ) -> str:
-    """Why the run ends now; empty while it goes on. What a single learner claims of itself ends no run.
+    """Why the run ends now; empty while it goes on. A single learner's claims about itself end no run.
 
     Args:
         steps: of each learner that counts (`RunProgress.learner_steps`).
         tokens: merged, mean over the fragments.
-        covered: tokens of each live learner that the ledger has booked; asked only when enough are merged.
-        requested: an operator's reason, empty if there was no request.
+        booked_tokens: tokens of each live learner that the ledger has booked; asked only when enough are merged.
+        reason_ordered: an operator's reason, empty if there was no request.
     """
-    if requested:
-        return requested
+    if reason_ordered:
+        return reason_ordered
     median = lower_median(list(steps))
     if 0 < settings.steps_max <= median:
         return f"the median learner made {median} of {settings.steps_max} steps"
     if 0 < settings.tokens_max <= tokens:
-        booked = list(covered)
-        if SHARE_MIN_PART * len(booked) * lower_median(booked) >= settings.tokens_max and booked:
+        shares = list(booked_tokens)
+        if SHARE_MIN_PART * len(shares) * lower_median(shares) >= settings.tokens_max and shares:
             return f"{tokens} of {settings.tokens_max} tokens are merged"
     return ""
 
 
 def begin_ending(settings: RunSettings, reason: str, *, fragments: int, step_time_ns: int, now_ns: int) -> Ending:
-    """Start to close the run."""
+    """Begin to close the run."""
     ready_by_ns = now_ns + max(settings.ballot_deadline_min_ns, READY_STEPS * step_time_ns)
     return Ending(reason, set(range(fragments)), ready_by_ns)
 
@@ -100,33 +98,21 @@ Step = Opening | GiveUp | FinishedBody
 
 
 class Agenda:
-    """Asked for one step after the other until there is none. Made anew for each term of a leader.
+    """Asked for one step after the other until there is none. Built anew for each term of a leader.
 
     Attributes:
         reason: why no (further) round is open, in words.
         wake_at_ns: when to ask again even if nothing happens.
     """
 
-    def __init__(
-        self,
-        *,
-        fragments: int,
-        settings: RunSettings,
-        history: RoundHistory,
-        liveness: Liveness,
-        eligibility: Eligibility,
-        progress: RunProgress,
-        effects: EffectBuffer,
-    ) -> None:
+    def __init__(self, context: RoundContext, eligibility: Eligibility, progress: RunProgress) -> None:
         self.reason = ""
         self.wake_at_ns: int | None = None
-        self.opener = Opener(settings=settings, fragments=fragments, history=history, liveness=liveness)
-        self._fragments = fragments
-        self._settings = settings
-        self._history = history
+        self.opener = Opener(context)
+        self._fragments, self._settings = len(context.fragments), context.settings
+        self._history, self._effects = context.history, context.effects
         self._eligibility = eligibility
         self._progress = progress
-        self._effects = effects
         self._resting: dict[int, int] = {}
         self._ending: Ending | None = None
         self._is_finishing = False
@@ -137,25 +123,25 @@ class Agenda:
         """Whether the last rounds are being held."""
         return self._ending is not None
 
-    def finish_requested(self, reason: str) -> None:
-        """An operator asks for the end of the run."""
+    def request_finish(self, reason: str) -> None:
+        """End the run, as an operator asks."""
         self._finish_ordered = self._finish_ordered or reason[:REASON_CHARACTERS_MAX] or "an operator asked for the end"
 
-    def abandoned(self, fragment: int, *, now_ns: int) -> None:
-        """A round was given up: let the fragment rest for a heartbeat.
+    def on_abandon(self, fragment: int, *, now_ns: int) -> None:
+        """Let the fragment of an abandoned round rest for a heartbeat.
 
         Members that decline at once would otherwise decline for ever, in one event.
         """
         self._resting[fragment] = now_ns + self._settings.heartbeat_ns
 
-    def committed(self, one: OpenRound, *, now_ns: int) -> None:
-        """A round that was opened here is committed."""
-        self.opener.committed(now_ns - one.opened_at_ns)
-        if one.is_last and self._ending is not None:
-            self._ending.pending.discard(one.fragment)
+    def on_commit(self, round_: OpenRound, *, now_ns: int) -> None:
+        """Take the commit of a round that was opened here."""
+        self.opener.on_commit(now_ns - round_.opened_at_ns)
+        if round_.is_last and self._ending is not None:
+            self._ending.pending.discard(round_.fragment)
 
     def next_step(self, rounds: Mapping[int, OpenRound], *, now_ns: int) -> Step | None:
-        """What to do now; None if something is waited for.
+        """Return what to do now; None if something is waited for.
 
         Args:
             rounds: those that are open, by fragment.
@@ -187,8 +173,8 @@ class Agenda:
                 self._settings,
                 steps=self._progress.learner_steps(now_ns=now_ns) if self._settings.steps_max else (),
                 tokens=account.merged_tokens(self._fragments),
-                covered=(account.covered_tokens(name, self._fragments) for name in reachability.learners),
-                requested=self._finish_ordered,
+                booked_tokens=(account.covered_tokens(name, self._fragments) for name in reachability.learners),
+                reason_ordered=self._finish_ordered,
             )
             if not reason:
                 return False
@@ -216,20 +202,20 @@ class Agenda:
     def _advance_last(
         self, ending: Ending, fragment: int, rounds: Mapping[int, OpenRound], now_ns: int
     ) -> Opening | GiveUp | None:
-        one = rounds.get(fragment)
-        if one is None and len(rounds) >= self._settings.rounds_in_flight_max:
+        round_ = rounds.get(fragment)
+        if round_ is None and len(rounds) >= self._settings.rounds_in_flight_max:
             return None
         give_up_ns = ending.allow(fragment, now_ns=now_ns, ballot_ns=self._settings.ballot_deadline_min_ns)
         is_over = now_ns >= give_up_ns
-        if one is None:
+        if round_ is None:
             return self._open_last(ending, fragment, is_over, now_ns)
-        if not is_over or one.is_proposed:
+        if not is_over or round_.is_proposed:
             return None
         ending.pending.discard(fragment)
         return GiveUp(fragment)
 
     def _open_last(self, ending: Ending, fragment: int, is_over: bool, now_ns: int) -> Opening | None:
-        """The last round of a fragment with everybody, after a while with those who can; without any it is skipped."""
+        """Open a fragment's last round with everybody, after a while with those who can; skip it if nobody can."""
         reachability = self._eligibility.reachability(now_ns=now_ns)
         members, ineligible = self._eligibility.members(fragment, reachability, now_ns=now_ns)
         must_wait = fragment in self._resting or (bool(ineligible) and now_ns < ending.ready_by_ns)

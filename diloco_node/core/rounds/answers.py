@@ -1,14 +1,11 @@
-"""What regions answer to a ballot, judged and kept: contributions, refusals, merged stripes, discards."""
+"""Answers of the regions to a ballot, judged and filed: contributions, refusals, merge reports, discards."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
 
-from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge import weights as weighing
-from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.messages import (
     Contributed,
     Declined,
@@ -19,9 +16,9 @@ from diloco_node.core.messages import (
     StripesReceived,
 )
 from diloco_node.core.rounds.claim_limits import claim_fault
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import REPORTED_MAX, DiscardDesk
 from diloco_node.core.rounds.eligibility import Eligibility
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, RoundBody
 
@@ -29,81 +26,68 @@ BallotAnswer = Contributed | Declined | StripesReceived | ReductionReported | Me
 
 
 class Answers:
-    """See the module. Nothing is believed for being sent: each answer is judged before it is kept.
+    """Judges each answer before it files it: no region is believed on its word.
 
     Args:
-        proposals: where discards go.
+        eligibility: learns of new incarnations. proposals: the queue for discards.
     """
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        fragments: tuple[Fragment, ...],
-        history: RoundHistory,
-        liveness: Liveness,
-        eligibility: Eligibility,
-        proposals: deque[EntryBody],
-        effects: EffectBuffer,
-    ) -> None:
-        self._region = region
-        self._fragments = fragments
-        self._history = history
-        self._liveness = liveness
+    def __init__(self, context: RoundContext, eligibility: Eligibility, proposals: deque[EntryBody]) -> None:
+        self._region, self._fragments = context.region, context.fragments
+        self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
         self._eligibility = eligibility
-        self._discards = DiscardDesk(history)
+        self._discards = DiscardDesk(context.history)
         self._proposals = proposals
-        self._effects = effects
 
     def clear(self) -> None:
-        """This region leads no longer."""
+        """Forget everything: this region leads no longer."""
         self._discards.clear()
 
-    def committed(self, body: EntryBody) -> None:
-        """An entry is committed."""
+    def on_commit(self, body: EntryBody) -> None:
+        """Take a committed entry."""
         if isinstance(body, RoundBody):
-            self._discards.round_committed()
+            self._discards.on_round()
         elif isinstance(body, DiscardedBody):
-            self._discards.booked(body)
+            self._discards.on_commit(body)
 
-    def take(self, one: OpenRound, peer: str, message: BallotAnswer) -> None:
-        """An answer to the current ballot of a round that is not proposed yet."""
+    def take(self, round_: OpenRound, peer: str, message: BallotAnswer) -> None:
+        """File an answer to the current ballot of a round that is not proposed yet."""
         match message:
             case Contributed():
-                self._contributed(one, peer, message.contribution)
+                self._take_contribution(round_, peer, message.contribution)
             case Declined():
-                self._declined(one, peer, message.reason)
+                self._refuse(round_, peer, message.reason)
             case StripesReceived():
-                one.stripes_received(peer, message)
+                round_.on_receipt(peer, message)
             case ReductionReported():
-                self._stripe_merged(one, peer, message)
+                self._take_report(round_, peer, message)
             case MergedReceived():
-                if len(message.digests) == len(one.stripes):
-                    one.received_merged[peer] = message.digests
+                if len(message.digests) == len(round_.stripes):
+                    round_.merged_digests[peer] = message.digests
             case PayloadDurable():
-                one.holders[peer] = message.digest
+                round_.holders[peer] = message.digest
 
-    def may_contribute(self, offered: Contribution, version: int) -> str:
-        """Why a contribution may not be merged; empty if it may. The one place where the leader decides it."""
-        if self._discards.is_booking(offered):
+    def may_contribute(self, contribution: Contribution, version: int) -> str:
+        """Return why a contribution may not be merged; empty if it may. The leader decides this nowhere else."""
+        if self._discards.is_booking(contribution):
             return "its steps are being booked as discarded"
         return self._history.contribution_fault(
-            offered, version=version, incarnation_min=self._eligibility.incarnation_min(offered.learner)
+            contribution, version=version, incarnation_min=self._eligibility.incarnation_min(contribution.learner)
         )
 
-    def discards_reported(
+    def take_discards(
         self, peer: str, message: DiscardReported, rounds: Mapping[int, OpenRound], *, now_ns: int
     ) -> None:
-        """Book what is lost, as soon as no open round can still include any of it."""
+        """Propose to book lost steps, as soon as no open round can still include any of them."""
         for body in message.bodies[:REPORTED_MAX]:
             if body.learner != peer:
                 return
             status = self._liveness.learner(peer)
             if status is not None and body.incarnation < status.incarnation:
                 # That incarnation is over: no ballot may name it from now on.
-                self._eligibility.saw_incarnation(peer, body.incarnation + 1)
-            one = rounds.get(body.fragment)
-            if (one is not None and peer in one.contributions) or not self._discards.accept(body, now_ns=now_ns):
+                self._eligibility.observe_incarnation(peer, body.incarnation + 1)
+            round_ = rounds.get(body.fragment)
+            if (round_ is not None and peer in round_.contributions) or not self._discards.accept(body, now_ns=now_ns):
                 continue
             self._proposals.append(body)
             self._effects.note(
@@ -112,48 +96,50 @@ class Answers:
                 fragment=body.fragment,
             )
 
-    def _contributed(self, one: OpenRound, peer: str, offered: Contribution) -> None:
-        known = one.contributions.get(peer)
-        if peer not in one.members or known == offered:
+    def _take_contribution(self, round_: OpenRound, peer: str, contribution: Contribution) -> None:
+        earlier = round_.contributions.get(peer)
+        if peer not in round_.members or earlier == contribution:
             return
-        if known is not None and known.incarnation == offered.incarnation:
+        if earlier is not None and earlier.incarnation == contribution.incarnation:
             # Its name and bytes stay the same in all ballots of a round: what has arrived is of no use otherwise.
-            one.renamed.add(peer)
+            round_.renamers.add(peer)
             return
-        if one.decision is not None or (known is not None and known.incarnation > offered.incarnation):
+        if round_.decision is not None or (earlier is not None and earlier.incarnation > contribution.incarnation):
             return
-        fault = weighing.refusal(offered, len(self._fragments[one.fragment].pieces))
-        if offered.learner != peer or offered.fragment != one.fragment:
-            fault = f"is named for {offered.learner} and fragment {offered.fragment}"
-        self._eligibility.saw_incarnation(peer, offered.incarnation)
-        fault = fault or self._claim_fault(peer, offered) or self.may_contribute(offered, one.version)
+        fault = weighing.refusal(contribution, len(self._fragments[round_.fragment].pieces))
+        if contribution.learner != peer or contribution.fragment != round_.fragment:
+            fault = f"is named for {contribution.learner} and fragment {contribution.fragment}"
+        self._eligibility.observe_incarnation(peer, contribution.incarnation)
+        fault = fault or self._claim_fault(peer, contribution) or self.may_contribute(contribution, round_.version)
         if fault:
-            self._declined(one, peer, fault)
+            self._refuse(round_, peer, fault)
             return
-        one.declined.pop(peer, None)
-        one.contributions[peer] = offered
+        round_.refusals.pop(peer, None)
+        round_.contributions[peer] = contribution
 
-    def _claim_fault(self, peer: str, offered: Contribution) -> str:
+    def _claim_fault(self, peer: str, contribution: Contribution) -> str:
         if peer == self._region:
             return ""
         statuses = (self._liveness.learner(name) for name in (self._region, *self._liveness.others))
         return claim_fault(
-            offered,
-            reported=self._liveness.learner(peer),
-            others=[status for status in statuses if status is not None],
+            contribution,
+            report=self._liveness.learner(peer),
+            reports=[status for status in statuses if status is not None],
             incarnation_known=self._history.incarnation(peer),
         )
 
-    def _declined(self, one: OpenRound, peer: str, reason: str) -> None:
-        if peer in one.members and peer not in one.contributions and peer not in one.declined:
-            one.declined[peer] = reason
-            self._effects.note("declined", f"{peer}: {reason}", fragment=one.fragment, version=one.version)
+    def _refuse(self, round_: OpenRound, peer: str, reason: str) -> None:
+        if peer in round_.members and peer not in round_.contributions and peer not in round_.refusals:
+            round_.refusals[peer] = reason
+            self._effects.note("declined", f"{peer}: {reason}", fragment=round_.fragment, version=round_.version)
 
-    def _stripe_merged(self, one: OpenRound, peer: str, report: ReductionReported) -> None:
-        if one.decision is None or report.stripe in one.merged:
+    def _take_report(self, round_: OpenRound, peer: str, report: ReductionReported) -> None:
+        if round_.decision is None or report.stripe in round_.reports:
             return
-        fault = one.report_fault(peer, report, len(self._fragments[one.fragment].pieces))
+        fault = round_.report_fault(peer, report, len(self._fragments[round_.fragment].pieces))
         if fault:
-            self._effects.note("report", f"{peer}: {fault}", fragment=one.fragment, version=one.version, is_alarm=True)
+            self._effects.note(
+                "report", f"{peer}: {fault}", fragment=round_.fragment, version=round_.version, is_alarm=True
+            )
             return
-        one.merged[report.stripe] = report
+        round_.reports[report.stripe] = report

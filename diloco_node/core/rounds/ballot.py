@@ -1,7 +1,7 @@
-"""A round's ballots: how long one may take, and with whom and over which stripes the next one is held.
+"""Ballots of a round: how long one may take, and with whom and over which stripes the next one is held.
 
-The deadline follows from what was measured. After a ballot that failed, contributions keep their names, so that what
-has arrived at a reducer that stays is not sent again.
+The deadline follows from measured times. After a failed ballot, contributions keep their names, so that stripes which
+have arrived at a remaining reducer are not sent again.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.merge.fragments import Fragment, Manifest
+from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.messages import ReusedStripe
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
-from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, Contribution, RunSettings, Stripe
+from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, Contribution, Stripe
 from diloco_node.numeric import NS_PER_S
 
 MARGIN: Final = 3
@@ -92,45 +92,46 @@ def ballot_deadline(
 class BallotClock:
     """Remembers how long ballots took, and gives new ones their deadline."""
 
-    def __init__(self, *, manifest: Manifest, settings: RunSettings, liveness: Liveness, regions: int) -> None:
-        self._fragments = manifest.fragments
-        self._settings = settings
-        self._liveness = liveness
-        self._others = regions - 1
-        self._took = [StepTime() for _ in manifest.fragments]
+    def __init__(self, context: RoundContext) -> None:
+        self._fragments, self._settings, self._liveness = context.fragments, context.settings, context.liveness
+        self._others = len(context.regions) - 1
+        self._took = [StepTime() for _ in context.fragments]
 
-    def took(self, fragment: int, duration_ns: int) -> None:
-        """A ballot led to a commit after this time."""
+    def observe(self, fragment: int, duration_ns: int) -> None:
+        """Learn how long a ballot took to its commit."""
         self._took[fragment] = self._took[fragment].after(duration_ns)
 
     def _usual_ns(self, fragment: int) -> int:
         """How long a ballot of this fragment takes; of one never merged, by its size at the slowest other's pace.
 
-        Else every fragment would fail first on a link slower than RATE_UNKNOWN_BYTES_PER_S. 0: nothing is known.
+        Otherwise every fragment would fail its first ballot on a link slower than RATE_UNKNOWN_BYTES_PER_S. 0: nothing
+        is known.
         """
         own_ns = self._took[fragment].average_ns
         if own_ns:
             return own_ns
         size = self._fragments[fragment].size
         pairs = zip(self._fragments, self._took, strict=True)
-        return max((took.average_ns * size // other.size for other, took in pairs if took.average_ns), default=0)
+        return max(
+            (took.average_ns * size // fragment_.size for fragment_, took in pairs if took.average_ns), default=0
+        )
 
     def deadline(
         self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], *, attempt: int
     ) -> Deadline:
-        """For a ballot with these members and stripes; attempt 0 is the round's first."""
+        """Return the deadline of a ballot with these members and stripes; attempt 0 is the first of the round."""
         statuses = [self._liveness.learner(name) for name in members]
         step_times = [status.step_time_ns for status in statuses if status is not None]
         up_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_up)
         down_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_down)
-        reducers = len({one.reducer for one in stripes})
+        reducers = len({stripe.reducer for stripe in stripes})
         busiest_bytes = (up_bytes * max(1, reducers - 1) + down_bytes * self._others) // reducers
         usual_ns = self._usual_ns(fragment)
         return ballot_deadline(
             minimum_ns=self._settings.ballot_deadline_min_ns,
             attempt=attempt,
             step_time_ns=believed_step_time_ns(max(step_times, default=0), step_times),
-            rtt_ns=max(self._liveness.rtt_ns(name) for name in (*members, *(one.reducer for one in stripes))),
+            rtt_ns=max(self._liveness.rtt_ns(name) for name in (*members, *(stripe.reducer for stripe in stripes))),
             transfer_bytes=busiest_bytes,
             rate_bytes_per_s=busiest_bytes * NS_PER_S // usual_ns
             if usual_ns
@@ -144,32 +145,32 @@ class BallotClock:
             return self._settings.ballot_deadline_min_ns
         return max(PROBE_HEARTBEATS * self._settings.heartbeat_ns, PROBE_MARGIN * usual_ns)
 
-    def of_probe(self, fragment: int, usual: Deadline, doublings: int) -> Deadline:
-        """For a ballot that tries a region which failed or was left out: short, so that it costs the others little.
+    def probe_deadline(self, fragment: int, usual: Deadline, doublings: int) -> Deadline:
+        """Return the short deadline of a ballot that tries a suspect, so that it costs the others little.
 
         Args:
-            usual: what a ballot with these members is given; never more than that.
-            doublings: how often the region was tried in vain; the time doubles with every second one, as the pause does
-                with each. Who is slow and not broken gets there in the end.
+            usual: the deadline for such members without suspects; an upper limit.
+            doublings: how often the region was tried in vain. The time doubles with every second failure, the pause
+                with each: a region that is slow and not broken gets there in the end.
         """
         duration_ns = min(usual.duration_ns, self.patience_ns(fragment) << doublings // 2)
         return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {usual.derivation}")
 
     def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
-        """What the slowest reported budget leaves to one round, where that is less than what is assumed; else 0."""
-        budgets = [self._liveness.budget(name) for name in {*members, *(one.reducer for one in stripes)}]
-        rates = [rate for one in budgets for rate in (one.egress, one.ingress) if rate is not None]
+        """Return one round's part of the slowest reported budget, if that is less than the assumed rate; else 0."""
+        budgets = [self._liveness.budget(name) for name in {*members, *(stripe.reducer for stripe in stripes)}]
+        rates = [rate for budget in budgets for rate in (budget.egress, budget.ingress) if rate is not None]
         rate = max(1, min(rates) // self._settings.rounds_in_flight_max) if rates else RATE_UNKNOWN_BYTES_PER_S
         return rate if rate < RATE_UNKNOWN_BYTES_PER_S else 0
 
 
 @dataclass(frozen=True, slots=True)
 class NextBallot:
-    """The plan.
+    """The plan for the next ballot.
 
     Attributes:
-        contributions: known already, by learner; they keep their names.
-        reused: of these, what has arrived and stays where it is.
+        contributions: those that are here already, by learner; they keep their names.
+        reused: stripes of theirs that have arrived and stay where they are.
     """
 
     members: tuple[str, ...]
@@ -178,7 +179,7 @@ class NextBallot:
 
 
 def plan_next(
-    one: OpenRound,
+    round_: OpenRound,
     stripes: tuple[Stripe, ...],
     *,
     usable: Mapping[str, Contribution],
@@ -188,40 +189,40 @@ def plan_next(
 ) -> NextBallot:
     """Choose the members of the next ballot.
 
-    After a passed deadline those whose contribution has arrived at all reducers that stay; after a loss all that are
-    left. If that is nobody, everybody who can.
+    After a missed deadline: those whose contribution has arrived at all remaining reducers. After a loss: all that are
+    left. If that is nobody: everybody who can.
 
     Args:
-        one: the round with the ballot that failed.
+        round_: the round with the failed ballot.
         stripes: of the next ballot.
-        usable: contributions of this ballot that may still be merged.
+        usable: contributions of the failed ballot that may still be merged.
         able: learners that could contribute to a fresh round, sorted.
         reachable: regions that the leader can talk to.
-        is_late: the deadline has passed; else somebody was lost.
+        is_late: the deadline was missed; else somebody was lost.
     """
     places = {stripe: index for index, stripe in enumerate(stripes)}
-    kept = [(old, places[stripe]) for old, stripe in enumerate(one.stripes) if stripe in places]
-    stays = stripes == one.stripes
+    cuts = [(old, places[stripe]) for old, stripe in enumerate(round_.stripes) if stripe in places]
+    stays = stripes == round_.stripes
     # The stripes of a member that is lost can't be sent again: it stays only where nothing moves.
     whole = {
         name
         for name in usable
-        if kept and one.is_received(name, [old for old, _ in kept]) and (name in reachable or stays)
+        if cuts and round_.is_received(name, [old for old, _ in cuts]) and (name in reachable or stays)
     }
     if is_late:
-        chosen = whole
+        names = whole
     else:
-        chosen = {
+        names = {
             name
-            for name in one.members
-            if name in reachable and name not in one.declined and (name in usable or name in able)
+            for name in round_.members
+            if name in reachable and name not in round_.refusals and (name in usable or name in able)
         }
-        chosen |= {name for name in whole if stays}
-    members = tuple(sorted(chosen)) or able
-    reused = tuple(
+        names |= {name for name in whole if stays}
+    members = tuple(sorted(names)) or able
+    reused_stripes = tuple(
         ReusedStripe(name, new)
         for name in members
-        for old, new in kept
-        if name in usable and one.is_received(name, [old])
+        for old, new in cuts
+        if name in usable and round_.is_received(name, [old])
     )
-    return NextBallot(members, {name: usable[name] for name in members if name in usable}, reused)
+    return NextBallot(members, {name: usable[name] for name in members if name in usable}, reused_stripes)

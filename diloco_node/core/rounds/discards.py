@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from diloco_node.core.rounds.claim_limits import discard_claim_fault
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Contribution, DiscardedBody, LearnerStatus
 from diloco_node.numeric import NS_PER_S
@@ -20,42 +21,45 @@ DEATHS_AT_ONCE: Final = 2
 
 
 class DiscardReporter:
-    """What died with earlier incarnations, and what a living learner threw away: all under `overwrite`, and what was
-    not worth carrying after a long absence."""
+    """Finds the lost steps of this region's learner: those of dead incarnations, and those that a living one threw
+    away.
 
-    def __init__(self, *, region: str, fragments: int, history: RoundHistory) -> None:
-        self._region = region
-        self._fragments = fragments
-        self._history = history
+    A living learner throws steps away under `overwrite`, and after an absence so long that they were not worth
+    carrying.
+    """
+
+    def __init__(self, context: RoundContext) -> None:
+        self._region, self._fragments, self._history = context.region, len(context.fragments), context.history
         self._trained: dict[int, tuple[int, int]] = {}
         self._learner: LearnerStatus | None = None
         self._seen: frozenset[tuple[int, int]] = frozenset()
 
-    def attached(self, status: LearnerStatus, trained_before: tuple[tuple[int, int, int], ...]) -> None:
-        """A learner is there, and reports what its dead incarnations had trained: (incarnation, steps, tokens) each."""
+    def on_attach(self, status: LearnerStatus, trained_before: tuple[tuple[int, int, int], ...]) -> None:
+        """Take an attached learner's list of its dead incarnations: (incarnation, steps, tokens) each."""
         self._learner = status
         for incarnation, steps, tokens in trained_before:
             if incarnation < status.incarnation:
                 self._trained[incarnation] = (steps, tokens)
 
     def learner_changed(self, status: LearnerStatus | None) -> None:
-        """It reported, or is gone."""
+        """Take the learner's report; None: it is gone."""
         self._learner = status
 
     def has_news(self) -> bool:
-        """Whether the learner threw something away since this was last asked: its next contribution waits for that."""
+        """Whether the learner threw steps away since the last question. Its next contribution waits until they are
+        booked."""
         if self._learner is None:
             return False
-        found = frozenset((body.fragment, body.step_to) for body in self._overwritten(self._learner))
-        is_news = not found <= self._seen
-        self._seen = found
+        marks = frozenset((body.fragment, body.step_to) for body in self._overwritten(self._learner))
+        is_news = not marks <= self._seen
+        self._seen = marks
         return is_news
 
     def bodies(self) -> tuple[DiscardedBody, ...]:
-        """What is not booked yet, by incarnation and fragment. Empty when all is."""
-        found: list[DiscardedBody] = []
+        """Return the lost steps that are not booked yet, by incarnation and fragment."""
+        bodies: list[DiscardedBody] = []
         for incarnation, (steps, tokens) in sorted(self._trained.items()):
-            if len(found) >= REPORTED_MAX:
+            if len(bodies) >= REPORTED_MAX:
                 break
             due = self._history.account.discards_due(
                 self._region,
@@ -65,22 +69,23 @@ class DiscardReporter:
                 fragments=self._fragments,
                 reason="its learner ended before it was merged",
             )
-            found.extend(due)
+            bodies.extend(due)
             if not due:
                 # What is booked stays booked; a learner that dies again and again must not make each heartbeat longer.
                 del self._trained[incarnation]
         if self._learner is not None:
-            found.extend(self._overwritten(self._learner))
-        return tuple(found[:REPORTED_MAX])
+            bodies.extend(self._overwritten(self._learner))
+        return tuple(bodies[:REPORTED_MAX])
 
     def _overwritten(self, learner: LearnerStatus) -> list[DiscardedBody]:
-        """Steps that a living learner threw away at an apply, once the ledger shows what that version included."""
-        found = []
+        """Return steps that a living learner threw away at an apply, once the ledger shows what that version
+        included."""
+        bodies = []
         for fragment, position in enumerate(learner.positions):
             step, tokens = self._history.account.covered(self._region, learner.incarnation, fragment)
             is_known = position.base_version <= self._history.versions[fragment]
             if is_known and position.included_step > step:
-                found.append(
+                bodies.append(
                     DiscardedBody(
                         self._region,
                         learner.incarnation,
@@ -91,14 +96,14 @@ class DiscardReporter:
                         "overwritten by a version that does not include them",
                     )
                 )
-        return found
+        return bodies
 
 
 class DiscardDesk:
-    """The leader's side: books an interval once, and only when nothing can include any of it any more.
+    """The leader's side: it books an interval once, and only when no merge can include any of it any more.
 
-    Each region may book so many intervals at once, and then one a second and one for each committed round. That is what
-    `overwrite` needs, which throws away something of each learner in each round. The rest is reported again.
+    Each region may book so many intervals at once, and then one a second and one for each committed round: `overwrite`
+    throws away some steps of each learner in each round. The rest is reported again.
     """
 
     def __init__(self, history: RoundHistory) -> None:
@@ -108,23 +113,24 @@ class DiscardDesk:
         self._earned_at_ns = 0
 
     def clear(self) -> None:
-        """This region leads no longer: what it had in its log commits or not without it."""
+        """Forget the intervals in the log: this region leads no longer, and they commit or not without it."""
         self._booking.clear()
 
-    def booked(self, body: DiscardedBody) -> None:
-        """It is committed."""
+    def on_commit(self, body: DiscardedBody) -> None:
+        """Take a committed discard."""
         self._booking.discard(_line(body))
 
-    def round_committed(self) -> None:
-        """Every region may book one interval more."""
+    def on_round(self) -> None:
+        """Allow every region one more interval: a round was committed."""
         self._earn(1)
 
-    def is_booking(self, offered: Contribution) -> bool:
+    def is_booking(self, contribution: Contribution) -> bool:
         """Whether steps of the same incarnation and fragment are in the log as discarded, but not committed yet."""
-        return _line(offered) in self._booking
+        return _line(contribution) in self._booking
 
     def accept(self, body: DiscardedBody, *, now_ns: int) -> bool:
-        """Whether to put it into the log now. The caller has made sure that no open round includes the learner."""
+        """Whether to put the interval into the log now. The caller has checked that no open round includes the
+        learner."""
         seconds = (now_ns - self._earned_at_ns) // NS_PER_S
         if seconds > 0:
             self._earn(seconds)
@@ -133,8 +139,8 @@ class DiscardDesk:
             return False
         if self._spent.get(body.learner, 0) >= DEATHS_AT_ONCE * len(self._history.versions):
             return False
-        known = self._history.incarnation(body.learner)
-        if self._history.discard_fault(body) or discard_claim_fault(body, incarnation_known=known):
+        newest = self._history.incarnation(body.learner)
+        if self._history.discard_fault(body) or discard_claim_fault(body, incarnation_known=newest):
             return False
         self._spent[body.learner] = self._spent.get(body.learner, 0) + 1
         self._booking.add(_line(body))
@@ -144,5 +150,5 @@ class DiscardDesk:
         self._spent = {name: spent - intervals for name, spent in self._spent.items() if spent > intervals}
 
 
-def _line(one: DiscardedBody | Contribution) -> tuple[str, int, int]:
-    return one.learner, one.incarnation, one.fragment
+def _line(body: DiscardedBody | Contribution) -> tuple[str, int, int]:
+    return body.learner, body.incarnation, body.fragment

@@ -1,4 +1,4 @@
-"""With whom a round can be held right now: pure questions about liveness, reports and the committed past."""
+"""Regions with which a round can be held right now: pure questions about liveness, reports and the committed past."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Final
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.suspicion import BallotPart, SuspicionBook
 from diloco_node.core.types import LearnerStatus
@@ -18,21 +19,22 @@ STALLED_STEPS: Final = 8
 """A learner that made no step for this many of its usual steps is not waited for; its work is carried over."""
 
 STALLED_NS_MIN: Final = 2_000_000_000
-"""But never less than this: evaluation and checkpoints take a second or two."""
+"""Least time before a learner counts as stalled: evaluation and checkpoints take a second or two."""
 
 BEHIND_NS: Final = 1_000_000_000
-"""A region that has not applied a version so long after its commit is fetching it, and would hold up the round. More
-where heartbeats are rarer, or where it usually takes it longer to apply one and say so."""
+"""A region that has not applied a version so long after its commit is fetching it, and would hold up the round. The
+time is longer where heartbeats are rarer, and where the region usually takes longer to apply a version and report
+it."""
 
 BEHIND_NS_MAX: Final = 10_000_000_000
-"""But no more than this: who fetches version after version must not be waited for each time."""
+"""Most time that is granted: a region that fetches version after version must not be waited for each time."""
 
 BEHIND_MARGIN: Final = 2
-"""Of the time that it usually takes."""
+"""Factor on the time that a region usually takes."""
 
 COMMITS_KEPT: Final = 256
-"""Of so many entries the time of the commit is remembered: `BEHIND_NS_MAX` of them at 25 commits a second. Who lacks
-older ones lacks these too."""
+"""Entries whose time of commit is remembered: `BEHIND_NS_MAX` of them at 25 commits a second. A region that lacks older
+ones lacks these too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,10 @@ class Reachability:
     """The regions that the leader can work with.
 
     Attributes:
-        reachable: they and the leader hear each other; the leader too. Sorted.
-        reducers: those that reach every other reachable region. Sorted, never empty.
+        reachable: regions that hear the leader and are heard by it; the leader too. Sorted.
+        reducers: reachable regions that reach every other reachable one. Sorted, never empty.
         learners: reachable regions with a learner that steps. Sorted.
-        away: regions whose learner can't be asked, and why.
+        away: regions whose learner can't be asked, each with the reason.
     """
 
     reachable: tuple[str, ...]
@@ -58,27 +60,27 @@ def assess_reachability(
     liveness: Liveness,
     *,
     now_ns: int,
-    excluded: Collection[str] = (),
+    exclude: Collection[str] = (),
     left_out: Mapping[str, str] | None = None,
 ) -> Reachability:
-    """Who is there, who can reduce, whose learner steps.
+    """Find the regions that are there, those that can reduce, and those whose learner steps.
 
-    Of two regions that do not reach each other neither reduces, so that both stay members: full membership is worth
-    more than one more reducer.
+    If two regions do not reach each other, neither reduces, so that both stay members: full membership is worth more
+    than one more reducer.
 
     Args:
         leader: the asking region.
         regions: all, in any order.
-        excluded: not to be reducers, unless nobody else is left.
-        left_out: learners that are not asked, and why, unless nobody else is left.
+        exclude: regions that must not reduce, unless nobody else is left.
+        left_out: learners that are not asked, with the reason, unless nobody else is left.
     """
     reachable = tuple(
         sorted(name for name in regions if liveness.reach_each_other(leader, name, now_ns=now_ns) or name == leader)
     )
     central = [
-        name for name in reachable if all(liveness.reach_each_other(name, other, now_ns=now_ns) for other in reachable)
+        name for name in reachable if all(liveness.reach_each_other(name, peer, now_ns=now_ns) for peer in reachable)
     ]
-    reducers = tuple(name for name in central if name not in excluded) or tuple(central) or (leader,)
+    reducers = tuple(name for name in central if name not in exclude) or tuple(central) or (leader,)
     learners, away = [], []
     step_times_ns = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
     for name in sorted(regions):
@@ -89,15 +91,15 @@ def assess_reachability(
             away.append((name, reason))
         else:
             learners.append(name)
-    asked = [name for name in learners if name not in (left_out or {})]
-    if left_out and asked:
+    names = [name for name in learners if name not in (left_out or {})]
+    if left_out and names:
         away = sorted(away + [(name, f"left out: {left_out[name]}") for name in learners if name in left_out])
-        learners = asked
+        learners = names
     return Reachability(reachable, reducers, tuple(learners), tuple(away))
 
 
 def stall_reason(region: str, liveness: Liveness, step_times_ns: Sequence[int], *, now_ns: int) -> str:
-    """Why a region's learner is not to be waited for; empty if it steps.
+    """Return why a region's learner is not waited for; empty if it steps.
 
     Args:
         step_times_ns: of all learners, as they report.
@@ -123,7 +125,7 @@ def member_fault(
     incarnation_min: int,
     is_recent: bool,
 ) -> str:
-    """Why a live learner can't be a member of the next round of a fragment, by its report; empty if it can.
+    """Return why a live learner can't join the next round of a fragment, by its report; empty if it can.
 
     The contribution itself is judged again when it comes (`RoundHistory.contribution_fault`).
 
@@ -148,33 +150,23 @@ def member_fault(
 
 
 class Eligibility:
-    """What the leader asks about regions and learners, and which incarnations of learners it knows to be over."""
+    """The leader's questions about regions and learners; it remembers which incarnations of learners are over."""
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        regions: tuple[str, ...],
-        history: RoundHistory,
-        liveness: Liveness,
-        book: SuspicionBook,
-    ) -> None:
-        self._region = region
-        self._regions = tuple(sorted(regions))
-        self._history = history
-        self._liveness = liveness
+    def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
+        self._region, self._regions = context.region, context.regions
+        self._history, self._liveness = context.history, context.liveness
         self._book = book
         self._incarnations: dict[str, int] = {}
         self._applied: dict[str, int] = {}
         self._lag: dict[str, StepTime] = {}
         self._commits: deque[tuple[int, int]] = deque(maxlen=COMMITS_KEPT)
 
-    def committed(self, index: int, *, now_ns: int) -> None:
-        """A ledger entry is committed."""
+    def on_commit(self, index: int, *, now_ns: int) -> None:
+        """Remember when a ledger entry was committed."""
         self._commits.append((index, now_ns))
 
-    def reported(self, region: str, *, now_ns: int) -> None:
-        """Another region reported how far it is: learn how long it takes it to apply what was committed."""
+    def on_report(self, region: str, *, now_ns: int) -> None:
+        """Learn from another region's report how long it takes to apply committed versions."""
         index = self._liveness.applied_index(region)
         before, self._applied[region] = self._applied.get(region, 0), index
         history = self._history
@@ -185,24 +177,24 @@ class Eligibility:
                 self._lag[region] = self._lag.get(region, StepTime()).after(max(0, now_ns - committed_at_ns))
 
     def behind_ns(self, region: str) -> int:
-        """How long after a commit a region that has not reported the apply may still be about to."""
+        """Return how long after a commit a region may still be about to report the apply."""
         usual_ns = self._lag.get(region, StepTime()).average_ns
         return max(BEHIND_NS, self._liveness.silent_ns, min(BEHIND_MARGIN * usual_ns, BEHIND_NS_MAX))
 
     def is_behind(self, region: str, *, now_ns: int) -> bool:
-        """Whether another region lacks what was committed longer ago than it may take it to apply it and say so.
+        """Whether another region lacks an entry that was committed longer ago than its usual time to apply it.
 
-        Its disk is slow, or it fetches what it missed. It takes no stripes of versions that are far ahead of it, so it
-        can't reduce. A member it may be: who is never waited for may never catch up with the others.
+        Its disk is slow, or it fetches missed versions. It takes no stripes of versions that are far ahead of it, so it
+        can't reduce. It may be a member: a region that is never waited for might never catch up.
         """
         if region == self._region:
             return False
-        applied = self._liveness.applied_index(region)
-        since_ns = next((at_ns for index, at_ns in self._commits if index > applied), now_ns)
+        applied_index = self._liveness.applied_index(region)
+        since_ns = next((at_ns for index, at_ns in self._commits if index > applied_index), now_ns)
         return now_ns - since_ns > self.behind_ns(region)
 
-    def saw_incarnation(self, learner: str, incarnation: int) -> None:
-        """An incarnation of this number is there, or will be the next: older ones are over."""
+    def observe_incarnation(self, learner: str, incarnation: int) -> None:
+        """Learn that this incarnation is there, or will be the next: older ones are over."""
         if not is_plausible_incarnation(incarnation, self._history.incarnation(learner)):
             return
         newest = max(incarnation, self._history.incarnation(learner), self._incarnations.get(learner, 0))
@@ -216,37 +208,37 @@ class Eligibility:
         """Whether the leader and the region hear each other."""
         return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
 
-    def reachability(self, *, now_ns: int, excluded: Collection[str] = (), probed: str = "") -> Reachability:
-        """See `assess_reachability`; without those that are left out, and reducers that are behind.
+    def reachability(self, *, now_ns: int, exclude: Collection[str] = (), probe: str = "") -> Reachability:
+        """Assess the regions, without suspended ones and without reducers that are behind; see `assess_reachability`.
 
         Args:
-            probed: the region that is tried again, if its pause is over.
+            probe: the region that is tried again, if its pause is over.
         """
-        reducers = self._book.held_back(BallotPart.REDUCER, probed=probed, now_ns=now_ns)
+        reducers = self._book.suspensions(BallotPart.REDUCER, probe=probe, now_ns=now_ns)
         behind = (name for name in self._regions if self.is_behind(name, now_ns=now_ns))
         return assess_reachability(
             self._region,
             self._regions,
             self._liveness,
             now_ns=now_ns,
-            excluded={*excluded, *reducers, *behind},
-            left_out=self._book.held_back(BallotPart.MEMBER, probed=probed, now_ns=now_ns),
+            exclude={*exclude, *reducers, *behind},
+            left_out=self._book.suspensions(BallotPart.MEMBER, probe=probe, now_ns=now_ns),
         )
 
     def members(
-        self, fragment: int, reachability: Reachability, *, now_ns: int, rejected: Mapping[str, str] | None = None
+        self, fragment: int, reachability: Reachability, *, now_ns: int, rejections: Mapping[str, str] | None = None
     ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-        """Who can contribute to the next round of a fragment.
+        """Find the learners that can contribute to the next round of a fragment.
 
         Args:
-            rejected: learners that may not, and why.
+            rejections: learners that may not, each with the reason.
 
         Returns:
-            Members, sorted; and the learners that step but can't, with reasons.
+            Members, sorted; and the learners that step but can't join, with reasons.
         """
         members, ineligible = [], []
         for name in reachability.learners:
-            fault = (rejected or {}).get(name, "") or self._fault(name, fragment, now_ns)
+            fault = (rejections or {}).get(name, "") or self._fault(name, fragment, now_ns)
             if fault:
                 ineligible.append((name, fault))
             else:

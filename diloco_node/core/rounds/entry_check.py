@@ -1,27 +1,30 @@
-"""What an entry may say after the entries before it: every region asks this before it keeps an entry.
+"""Rules for the next entry of the ledger: every region asks them before it takes an entry.
 
 The rules are those by which an honest leader makes entries (`core.rounds`), asked of the log as it is, committed or
 not. So a leader that was captured, or is broken, can put nothing into the ledger that ends the run later.
 
 - Genesis comes once, and is this run's, with a folder for each region. Before it nothing but leaders.
-- A round takes its fragment to the next version, with members whose steps follow the account.
-- What is discarded follows the account, too.
+- A round takes its fragment to the next version, with members whose steps follow the token account.
+- Discarded steps follow the account, too.
 - After the end there are no more rounds.
 
-Nothing is replayed: what an entry changes is kept with what was there before, until the entry is committed.
+The check goes back when entries are truncated. It replays nothing for that: the facts before each entry are remembered
+until the entry is committed, and the account takes back its own changes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from diloco_node.core.ledger.account import INCARNATIONS_KEPT
+from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.summary import decode_summary, named_disks
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.stripes import block_count, stripes_fault
 from diloco_node.core.merge.weights import refusal, to_float32
+from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.types import (
     Contribution,
     DiscardedBody,
@@ -37,20 +40,14 @@ from diloco_node.core.types import (
     SummaryBody,
 )
 
-INCARNATIONS_SKIPPED_MAX: Final = 1 << 20
-"""Lives of a learner that left no trace in the ledger, between two that did: twelve days of one restart a second. A
-larger number would bar the learner, which can't count any further."""
-
-_Key = tuple[Any, ...]
-
 Run = tuple[str, str, str, tuple[str, ...]]
 """run_id, settings_digest, manifest_digest and regions, sorted."""
 
 
 def run_fault(run: Run, body: GenesisBody) -> str:
-    """What tells the run that begins so from this one, with both values; empty if it is this one.
+    """Return how the run of this genesis differs from this one, with both values; empty if it does not.
 
-    The settings are not compared: it names those that the run began with, and some may change (D-093).
+    The settings are not compared: genesis names those that the run began with, and some may change (D-093).
     """
     run_id, _, manifest_digest, regions = run
     pairs = (
@@ -58,31 +55,66 @@ def run_fault(run: Run, body: GenesisBody) -> str:
         ("regions", ", ".join(body.regions), ", ".join(regions)),
         ("model", body.manifest_digest, manifest_digest),
     )
-    return "; ".join(f"its {what} is {there}, here it is {here}" for what, there, here in pairs if there != here)
+    return "; ".join(f"its {label} is {there}, here it is {here}" for label, there, here in pairs if there != here)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Facts that the entries so far state, without the token account.
+
+    Attributes:
+        versions: per fragment the last one; empty before genesis.
+        snapshots: per fragment the version of the newest snapshot, 0 if there is none.
+        disks: per region the id of its folder, empty for none.
+        summary: the entry up to which the newest named summary goes. is_finished: the run's end is in the log.
+    """
+
+    versions: tuple[int, ...] = ()
+    snapshots: tuple[int, ...] = ()
+    disks: Mapping[str, bytes] = field(default_factory=dict)
+    summary: int = 0
+    is_finished: bool = False
+
+    def after(self, body: EntryBody) -> _Facts:
+        """Return the facts after one more entry."""
+        if isinstance(body, GenesisBody):
+            zeros = (0,) * len(body.fragment_digests)
+            return replace(
+                self, versions=zeros, snapshots=zeros, disks=dict(zip(body.regions, body.disks, strict=True))
+            )
+        if isinstance(body, RoundBody):
+            return replace(self, versions=_with(self.versions, body.fragment, body.version))
+        if isinstance(body, SnapshotBody):
+            return replace(self, snapshots=_with(self.snapshots, body.fragment, body.version))
+        if isinstance(body, DiskNamedBody):
+            return replace(self, disks={**self.disks, body.region: body.disk})
+        if isinstance(body, SummaryBody):
+            return replace(self, summary=body.index)
+        return replace(self, is_finished=True) if isinstance(body, FinishedBody) else self
+
+
+def _with(versions: tuple[int, ...], fragment: int, version: int) -> tuple[int, ...]:
+    return (*versions[:fragment], version, *versions[fragment + 1 :])
 
 
 class EntryCheck:
     """Follows the log (`core.ledger.entry_gate.Meaning`).
 
     Args:
-        run: what all regions must agree on.
+        run: the facts that all regions must agree on.
         manifest: of the model. summary_entries: between two sums of the ledger, which close old incarnations.
     """
 
     def __init__(self, run: Run, manifest: Manifest, *, summary_entries: int) -> None:
-        self.index = 0
         self._run = run
         self._summary_entries = summary_entries
         self._regions = frozenset(run[3])
         self._fragments = manifest.fragments
         self._blocks = [block_count(fragment) for fragment in manifest.fragments]
-        # ("genesis",), ("finished",): True. ("version", fragment). ("covered", learner, incarnation, fragment): a step.
-        # ("disk", region): the id of its folder, empty for none.
-        # ("included", learner, fragment): (incarnation, version). ("closed", learner): the newest closed incarnation.
-        # ("lives", learner): incarnations that are not closed, ascending.
-        self._facts: dict[_Key, Any] = {}
-        # For each entry that may still be truncated, what its facts were before: None where there were none.
-        self._before: deque[list[tuple[_Key, Any]]] = deque()
+        self._account = Account()
+        self._facts = _Facts()
+        # The facts before each entry that may still be truncated, oldest first.
+        self._before: deque[_Facts] = deque()
         self._rules: dict[type, Callable[[Any, Entry], str]] = {
             GenesisBody: self._genesis_fault,
             LeaderBody: lambda body, _: self._region_fault(body.leader),
@@ -94,124 +126,63 @@ class EntryCheck:
             SummaryBody: self._summary_fault,
         }
 
+    @property
+    def index(self) -> int:
+        """The last entry that was taken."""
+        return self._account.index
+
     def begin(self, base: LedgerBase) -> None:
-        """Go on from a base as if its entries had been taken. Raises ProtocolViolation: it is none of such a ledger."""
+        """Go on from a base as if its entries had been taken.
+
+        Raises:
+            ProtocolViolation: the base is not one of such a ledger.
+        """
         summary = decode_summary(base.summary, fragments=len(self._fragments))
-        # Which sum was the last one named before the base, it does not say: entries behind it may name older ones.
-        facts: dict[_Key, Any] = {("genesis",): True}
-        if summary.finished:
-            facts["finished",] = True
-        for fragment, version in enumerate(summary.versions):
-            facts["version", fragment] = version
+        snapshots = (0,) * len(self._fragments)
         for body in summary.snapshots:
-            facts["snapshot", body.fragment] = body.version
-        for name, disk in named_disks(summary).items():
-            facts["disk", name] = disk
-        for closed in summary.closed:
-            facts["closed", closed.learner] = closed.incarnation
-        for line in summary.covered:
-            facts["lives", line.learner] = (*facts.get(("lives", line.learner), ()), line.incarnation)
-            for fragment in range(len(self._fragments)):
-                step = line.steps[fragment if len(line.steps) > 1 else 0]
-                facts["covered", line.learner, line.incarnation, fragment] = step
-        for one in summary.included:
-            facts["included", one.learner, one.fragment] = (one.incarnation, one.version)
-        self.index, self._facts = base.index, facts
+            snapshots = _with(snapshots, body.fragment, body.version)
+        # The base does not say which summary was named last before it: entries behind it may name older ones.
+        self._facts = _Facts(summary.versions, snapshots, named_disks(summary), is_finished=bool(summary.finished))
         self._before.clear()
+        self._account.restore(summary, base.index)
 
     def fault(self, entry: Entry) -> str:
-        """Why the entry can't be the next one; empty if it can."""
+        """Return why the entry can't be the next one; empty if it can."""
         body = entry.body
         rule = self._rules.get(type(body))
         if rule is None:
             return f"{type(body).__name__} is not known here"
-        if ("genesis",) not in self._facts and not isinstance(body, (GenesisBody, LeaderBody)):
+        if not self._facts.versions and not isinstance(body, (GenesisBody, LeaderBody)):
             return f"a {type(body).__name__} before genesis"
         return rule(body, entry)
 
     def take(self, entry: Entry) -> None:
-        """It is the next one."""
-        self.index = entry.index
-        before: list[tuple[_Key, Any]] = []
-        self._change(self._changes(entry.body), before)
+        """Take the entry as the next one."""
+        self._account.take(entry)
         if entry.index % self._summary_entries == 0:
-            self._change(self._closed_by_a_sum(), before)
-        self._before.append(before)
-
-    def _change(self, changes: Iterable[tuple[_Key, Any]], before: list[tuple[_Key, Any]]) -> None:
-        """Make the changes one by one; None takes a fact away."""
-        for key, value in changes:
-            before.append((key, self._facts.get(key)))
-            self._set(key, value)
-
-    def _set(self, key: _Key, value: Any) -> None:
-        if value is None:
-            self._facts.pop(key, None)
-        else:
-            self._facts[key] = value
+            # Every region sums up here and closes old incarnations by it. So a whole log says the same as its base.
+            self._account.close_old(len(self._fragments))
+        self._before.append(self._facts)
+        self._facts = self._facts.after(entry.body)
 
     def back_to(self, index: int) -> None:
-        """What was taken after this index is not in the log any more."""
+        """Take back the entries after this index: they are not in the log any more."""
         assert self.index - index <= len(self._before), (self.index, index)
         while self.index > index:
-            for key, value in reversed(self._before.pop()):
-                self._set(key, value)
-            self.index -= 1
+            self._facts = self._before.pop()
+            self._account.back_to(self.index - 1)
 
     def settle(self, index: int) -> None:
-        """Entries up to this index stay for ever."""
+        """Keep the entries up to this index for ever."""
         while len(self._before) > max(0, self.index - index):
             self._before.popleft()
-
-    def _changes(self, body: EntryBody) -> Iterable[tuple[_Key, Any]]:
-        if isinstance(body, GenesisBody):
-            yield ("genesis",), True
-            yield from ((("version", fragment.index), 0) for fragment in self._fragments)
-            yield from ((("disk", name), disk) for name, disk in zip(body.regions, body.disks, strict=True))
-        elif isinstance(body, DiskNamedBody):
-            yield ("disk", body.region), body.disk
-        elif isinstance(body, FinishedBody):
-            yield ("finished",), True
-        elif isinstance(body, SnapshotBody):
-            yield ("snapshot", body.fragment), body.version
-        elif isinstance(body, SummaryBody):
-            yield ("summary",), body.index
-        elif isinstance(body, DiscardedBody):
-            yield from self._covered(body)
-        elif isinstance(body, RoundBody):
-            yield ("version", body.fragment), body.version
-            for member in body.members:
-                one = member.contribution
-                yield from self._covered(one)
-                yield ("included", one.learner, one.fragment), (one.incarnation, body.version)
-
-    def _covered(self, body: Contribution | DiscardedBody) -> Iterable[tuple[_Key, Any]]:
-        yield ("covered", body.learner, body.incarnation, body.fragment), body.step_to
-        lives = self._lives(body.learner)
-        if body.incarnation not in lives:
-            yield ("lives", body.learner), tuple(sorted((*lives, body.incarnation)))
-
-    def _lives(self, learner: str) -> tuple[int, ...]:
-        found: tuple[int, ...] = self._facts.get(("lives", learner), ())
-        return found
-
-    def _closed_by_a_sum(self) -> list[tuple[_Key, Any]]:
-        """As the account closes them (`core.ledger.account`): so a whole log says what its base says."""
-        changes: list[tuple[_Key, Any]] = []
-        for name in sorted(self._regions):
-            lives = self._lives(name)
-            for closed in lives[:-INCARNATIONS_KEPT]:
-                changes.append((("closed", name), closed))
-                changes += ((("covered", name, closed, one.index), None) for one in self._fragments)
-            if len(lives) > INCARNATIONS_KEPT:
-                changes.append((("lives", name), lives[-INCARNATIONS_KEPT:]))
-        return changes
+        self._account.settle(index)
 
     def _genesis_fault(self, body: GenesisBody, _: Entry) -> str:
-        if ("genesis",) in self._facts:
+        if self._facts.versions:
             return "a second genesis"
-        if other := run_fault(self._run, body):
-            return f"genesis of another run: {other}"
+        if difference := run_fault(self._run, body):
+            return f"genesis of another run: {difference}"
         if len(body.fragment_digests) != len(self._fragments):
             return f"{len(body.fragment_digests)} digests for {len(self._fragments)} fragments"
         if len(body.disks) != len(body.regions) or len(set(body.disks)) != len(body.disks) or b"" in body.disks:
@@ -220,22 +191,22 @@ class EntryCheck:
 
     def _disk_fault(self, body: DiskNamedBody, _: Entry) -> str:
         """A folder's id is taken away before another one is named."""
-        named = self._facts.get(("disk", body.region), b"")
-        if bool(named) == bool(body.disk):
-            return f"{body.region}'s folder is {named.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
+        disk = self._facts.disks.get(body.region, b"")
+        if bool(disk) == bool(body.disk):
+            return f"{body.region}'s folder is {disk.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
         return self._region_fault(body.region)
 
     def _snapshot_fault(self, body: SnapshotBody, _: Entry) -> str:
         fault = self._fragment_fault(body.fragment)
         if fault:
             return fault
-        last, reached = self._facts.get(("snapshot", body.fragment), 0), self._facts["version", body.fragment]
-        if not last < body.version <= reached:
-            return f"a snapshot at version {body.version}, after {last}, where version {reached} is reached"
+        last, version = self._facts.snapshots[body.fragment], self._facts.versions[body.fragment]
+        if not last < body.version <= version:
+            return f"a snapshot at version {body.version}, after {last}, where version {version} is reached"
         return ""
 
     def _summary_fault(self, body: SummaryBody, entry: Entry) -> str:
-        last = self._facts.get(("summary",), 0)
+        last = self._facts.summary
         return "" if last < body.index < entry.index else f"a summary up to entry {body.index}, after one up to {last}"
 
     def _region_fault(self, name: str) -> str:
@@ -245,40 +216,27 @@ class EntryCheck:
         return "" if 0 <= fragment < len(self._fragments) else f"there is no fragment {fragment}"
 
     def _finished_fault(self, body: FinishedBody, _: Entry) -> str:
-        versions = tuple(self._facts["version", fragment.index] for fragment in self._fragments)
-        if ("finished",) in self._facts:
+        if self._facts.is_finished:
             return "a second end"
+        versions = self._facts.versions
         return "" if body.versions == versions else f"ends at versions {body.versions}, the ledger is at {versions}"
 
     def _discard_fault(self, body: DiscardedBody, _: Entry) -> str:
-        return (
-            self._region_fault(body.learner)
-            or self._fragment_fault(body.fragment)
-            or self._account_fault(body)
-            or self._incarnation_fault(body)
-        )
+        return self._region_fault(body.learner) or self._fragment_fault(body.fragment) or self._account_fault(body)
 
     def _account_fault(self, body: Contribution | DiscardedBody) -> str:
-        closed = self._facts.get(("closed", body.learner), -1)
-        if body.incarnation <= closed:
-            return f"incarnation {body.incarnation} of {body.learner} is closed, as all up to {closed}"
-        covered = self._facts.get(("covered", body.learner, body.incarnation, body.fragment), 0)
-        if body.step_from != covered or body.step_to <= body.step_from:
-            interval = f"({body.step_from}, {body.step_to}]"
-            return f"{interval} of {body.learner}'s incarnation {body.incarnation} does not follow step {covered}"
-        return ""
-
-    def _incarnation_fault(self, body: Contribution | DiscardedBody) -> str:
-        newest = max(self._lives(body.learner), default=0)
-        is_far = body.incarnation > newest + INCARNATIONS_SKIPPED_MAX
-        return f"incarnation {body.incarnation} of {body.learner} after {newest}" if is_far else ""
+        fault = self._account.fault(body)
+        newest = max(0, self._account.newest_incarnation(body.learner))
+        if not fault and not is_plausible_incarnation(body.incarnation, newest):
+            return f"incarnation {body.incarnation} of {body.learner} after {newest}"
+        return fault
 
     def _round_fault(self, body: RoundBody, entry: Entry) -> str:
         fault = self._fragment_fault(body.fragment)
         if fault:
             return fault
-        next_version = self._facts["version", body.fragment] + 1
-        if ("finished",) in self._facts:
+        next_version = self._facts.versions[body.fragment] + 1
+        if self._facts.is_finished:
             return "a round after the end"
         if body.version != next_version:
             return f"version {body.version} of fragment {body.fragment}, the next is {next_version}"
@@ -294,26 +252,20 @@ class EntryCheck:
         names = [member.contribution.learner for member in body.members]
         if not names or names != sorted(set(names)):
             return f"members {', '.join(names) or '(none)'}: each once, sorted, at least one"
-        for member in body.members:
-            fault = self._region_fault(member.contribution.learner) or self._contribution_fault(
-                member.contribution, body
-            )
-            if fault:
-                return fault
-        return ""
+        faults = (
+            self._region_fault(member.contribution.learner) or self._contribution_fault(member.contribution, body)
+            for member in body.members
+        )
+        return next((fault for fault in faults if fault), "")
 
-    def _contribution_fault(self, one: Contribution, body: RoundBody) -> str:
-        if one.fragment != body.fragment:
-            return f"{one.learner} contributes to fragment {one.fragment}, the round is of {body.fragment}"
-        if not 0 <= one.base_version < body.version:
-            return f"{one.learner}'s base is version {one.base_version} for a round to version {body.version}"
-        incarnation, version = self._facts.get(("included", one.learner, one.fragment), (-1, -1))
-        if one.incarnation < incarnation:
-            return f"incarnation {one.incarnation} of {one.learner} after {incarnation} was included"
-        if one.incarnation == incarnation and one.base_version < version:
-            return f"{one.learner}'s base is version {one.base_version}, it was included in {version}"
-        fault = refusal(one, len(self._fragments[body.fragment].pieces))
-        return (f"{one.learner} {fault}" if fault else "") or self._account_fault(one) or self._incarnation_fault(one)
+    def _contribution_fault(self, contribution: Contribution, body: RoundBody) -> str:
+        name = contribution.learner
+        if contribution.fragment != body.fragment:
+            return f"{name} contributes to fragment {contribution.fragment}, the round is of {body.fragment}"
+        if not 0 <= contribution.base_version < body.version:
+            return f"{name}'s base is version {contribution.base_version} for a round to version {body.version}"
+        fault = refusal(contribution, len(self._fragments[body.fragment].pieces))
+        return f"{name} {fault}" if fault else self._account_fault(contribution)
 
     @staticmethod
     def _numbers_fault(body: RoundBody, fragment: Fragment) -> str:

@@ -1,8 +1,8 @@
-"""Who failed a ballot, as far as the regions' own reports can tell.
+"""Culprits of a failed ballot, as far as the regions' own reports can tell.
 
-What is missing is missing between two: one that gives, one that takes. Of each pair either may be at fault, so the one
-is blamed that is in more of them, if that is more than half of those it could be in. Of a pair that nothing else
-explains, the reducer is blamed: to be without stripes for a while costs it nothing.
+Each missing stripe implicates two regions: its sender and its receiver. Blamed is the region that is in more of the
+pairs, if it is in more than half of those that it could be in. If nothing else explains a pair, its reducer is blamed:
+a while without stripes costs it nothing.
 """
 
 from __future__ import annotations
@@ -10,51 +10,53 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from diloco_node.core.rounds.open_round import OpenRound, Questioned, is_same_norm
+from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot, is_same_norm
 from diloco_node.core.rounds.suspicion import BallotPart, Blame
 
 Pair = tuple[str, str]
-"""(who gives, who takes)."""
+"""(sender, receiver)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Culprits:
-    """What explains a set of pairs; each with those that saw it, sorted.
+    """Regions that explain a set of pairs, each with its sorted counterparts.
 
     Attributes:
-        rest: pairs that nobody explains.
+        unexplained: pairs that no region explains.
     """
 
     givers: dict[str, list[str]]
     takers: dict[str, list[str]]
-    rest: frozenset[Pair]
+    unexplained: frozenset[Pair]
 
 
 def find_culprits(pairs: Collection[Pair], givers: Collection[str], takers: Collection[str]) -> Culprits:
-    """Blame, one after the other, who is in most of the pairs that are left; takers before givers.
+    """Blame the region with most of the remaining pairs, one after the other; takers before givers.
 
     Args:
-        givers, takers: all that could be in a pair. Nobody gives to itself.
+        givers, takers: all that could be in a pair. No region gives to itself.
     """
-    left, found = set(pairs), Culprits({}, {}, frozenset())
-    while left:
-        ranked = []
-        for at, (names, others, blamed) in enumerate(((takers, givers, found.takers), (givers, takers, found.givers))):
+    pairs_left, culprits = set(pairs), Culprits({}, {}, frozenset())
+    while pairs_left:
+        candidates = []
+        for at, (names, counterparts, blame_of) in enumerate(
+            ((takers, givers, culprits.takers), (givers, takers, culprits.givers))
+        ):
             for name in sorted(names):
-                seen_by = sorted(pair[at] for pair in left if pair[1 - at] == name)
-                if 2 * len(seen_by) > len(set(others) - {name}):
-                    ranked.append((-len(seen_by), at, name, seen_by, blamed))
-        if not ranked:
+                seen_by = sorted(pair[at] for pair in pairs_left if pair[1 - at] == name)
+                if 2 * len(seen_by) > len(set(counterparts) - {name}):
+                    candidates.append((-len(seen_by), at, name, seen_by, blame_of))
+        if not candidates:
             break
-        _, at, name, seen_by, blamed = min(ranked, key=lambda one: one[:3])
-        blamed[name] = seen_by
-        left = {pair for pair in left if pair[1 - at] != name}
-    return Culprits(found.givers, found.takers, frozenset(left))
+        _, at, name, seen_by, blame_of = min(candidates, key=lambda candidate: candidate[:3])
+        blame_of[name] = seen_by
+        pairs_left = {pair for pair in pairs_left if pair[1 - at] != name}
+    return Culprits(culprits.givers, culprits.takers, frozenset(pairs_left))
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """About one failed ballot.
+    """Findings about one failed ballot.
 
     Attributes:
         blames: sorted by region.
@@ -65,119 +67,126 @@ class Findings:
     cut_off: frozenset[str] = frozenset()
 
 
-def late_parts(one: OpenRound) -> Findings:
-    """Whose part is missing when the deadline of a ballot has passed."""
-    if one.is_merged:
-        return _late_payload(one)
-    if one.decision is not None:
-        blames = _late_stripes(one)
+def judge_absences(round_: OpenRound) -> Findings:
+    """Blame the regions that have not done their part by the deadline of a ballot."""
+    if round_.is_merged:
+        return _late_payload(round_)
+    if round_.decision is not None:
+        blames = _late_stripes(round_)
     else:
-        missing = [Blame(name, BallotPart.MEMBER, "its contribution did not come") for name in one.missing_members()]
-        found = _missing_stripes(one, sorted(one.contributions))
-        blames = missing + [_lacks(name, of) for name, of in found.takers.items()]
+        missing = [Blame(name, BallotPart.MEMBER, "its contribution did not come") for name in round_.missing_members()]
+        culprits = _missing_stripes(round_, sorted(round_.contributions))
+        blames = missing + [_lacks(name, of) for name, of in culprits.takers.items()]
     return Findings(tuple(sorted(blames, key=lambda blame: (blame.region, blame.part))))
 
 
-def _missing_stripes(one: OpenRound, members: list[str]) -> Culprits:
+def _missing_stripes(round_: OpenRound, members: list[str]) -> Culprits:
     pairs = {
         (member, reducer)
-        for reducer in one.late_reducers()
+        for reducer in round_.late_reducers()
         for member in members
-        if member != reducer and not one.is_received(member, one.stripes_of(reducer))
+        if member != reducer and not round_.is_received(member, round_.stripes_of(reducer))
     }
-    return find_culprits(pairs, members, one.reducers)
+    return find_culprits(pairs, members, round_.reducers)
 
 
 def _lacks(reducer: str, members: list[str]) -> Blame:
     return Blame(reducer, BallotPart.REDUCER, f"contributions of {', '.join(members)} did not reach it")
 
 
-def _late_stripes(one: OpenRound) -> list[Blame]:
-    assert one.decision is not None
-    found = _missing_stripes(one, [offered.learner for offered in one.decision.contributions])
+def _late_stripes(round_: OpenRound) -> list[Blame]:
+    assert round_.decision is not None
+    culprits = _missing_stripes(round_, [contribution.learner for contribution in round_.decision.contributions])
     blames = []
-    for name, at in found.givers.items():
+    for name, at in culprits.givers.items():
         reason = f"its contribution did not reach {', '.join(at)}"
         blames.append(Blame(name, BallotPart.MEMBER, reason))
-        if name in one.reducers:
+        if name in round_.reducers:
             # What it merges would not reach anybody either.
             blames.append(Blame(name, BallotPart.REDUCER, reason))
-    lacking = found.takers | _unexplained(found)
+    lacking = culprits.takers | _unexplained(culprits)
     blames += [_lacks(name, of) for name, of in lacking.items()]
-    waiting = {reducer for at in found.givers.values() for reducer in at}
-    for name in one.late_reducers():
+    waiting = {reducer for at in culprits.givers.values() for reducer in at}
+    for name in round_.late_reducers():
         if name not in lacking and name not in waiting:
             blames.append(Blame(name, BallotPart.REDUCER, "it has all contributions and did not merge them"))
     return blames
 
 
-def _unexplained(found: Culprits) -> dict[str, list[str]]:
-    """Pairs that nobody explains, by who takes."""
-    return {taker: sorted(one for one, at in found.rest if at == taker) for _, taker in sorted(found.rest)}
+def _unexplained(culprits: Culprits) -> dict[str, list[str]]:
+    """Return the pairs that nobody explains, by receiver."""
+    return {
+        taker: sorted(giver for giver, at in culprits.unexplained if at == taker)
+        for _, taker in sorted(culprits.unexplained)
+    }
 
 
-def _late_payload(one: OpenRound) -> Findings:
-    """All reducers said that they merged; the regions say what of it they have."""
-    observers = set(one.received_merged) | set(one.payload_holders())
+def _late_payload(round_: OpenRound) -> Findings:
+    """All reducers reported their merge; the regions report which merged stripes they have."""
+    observers = set(round_.merged_digests) | set(round_.payload_holders())
     pairs = {
         (name, reducer)
         for name in observers
-        for reducer in one.reducers
-        if reducer != name and not one.has_merged_of(reducer, name)
+        for reducer in round_.reducers
+        if reducer != name and not round_.has_stripes_of(reducer, name)
     }
     # Here a reducer gives and a region takes; still the reducer is blamed first.
-    found = find_culprits(pairs, observers, one.reducers)
+    culprits = find_culprits(pairs, observers, round_.reducers)
     blames = []
-    for reducer, at in sorted((found.takers | _unexplained(found)).items()):
+    for reducer, at in sorted((culprits.takers | _unexplained(culprits)).items()):
         reason = f"its merged stripe did not reach {', '.join(at)}"
-        blames.append(_disputed(one, reducer, len(observers - {reducer})) or Blame(reducer, BallotPart.REDUCER, reason))
-    return Findings(tuple(blames), frozenset(found.givers))
+        blames.append(
+            _disputed(round_, reducer, len(observers - {reducer})) or Blame(reducer, BallotPart.REDUCER, reason)
+        )
+    return Findings(tuple(blames), frozenset(culprits.givers))
 
 
-def disputed_reducers(one: OpenRound, regions: int) -> tuple[Blame, ...]:
-    """Reducers that told the leader another digest than the one that most of the other regions got.
+def dispute_reducers(round_: OpenRound, regions: int) -> tuple[Blame, ...]:
+    """Blame reducers that told the leader another digest than most of the other regions received.
 
     Args:
-        regions: of the run. Of two nobody can say who is wrong.
+        regions: number of the run's. Between two nobody can say who is wrong.
     """
-    blames = (_disputed(one, reducer, regions - 1) for reducer in one.reducers)
+    blames = (_disputed(round_, reducer, regions - 1) for reducer in round_.reducers)
     return tuple(blame for blame in blames if blame is not None) if regions > 2 else ()
 
 
-def _disputed(one: OpenRound, reducer: str, others: int) -> Blame | None:
-    against = [name for name in sorted(one.received_merged) if name != reducer and one.holds_other_of(reducer, name)]
-    if 2 * len(against) <= others:
+def _disputed(round_: OpenRound, reducer: str, observers: int) -> Blame | None:
+    against = [
+        name for name in sorted(round_.merged_digests) if name != reducer and round_.has_other_stripes_of(reducer, name)
+    ]
+    if 2 * len(against) <= observers:
         return None
     reason = f"it told another digest of its merged stripe than {', '.join(against)} got from it"
     return Blame(reducer, BallotPart.REDUCER, reason, is_proved=True)
 
 
-def differing_norms(before: Questioned, one: OpenRound) -> set[Pair]:
-    """(member, reducer): norms of the reducer that are not those which the leader found over the same blocks itself.
+def differing_norms(before: QuestionedBallot, round_: OpenRound) -> set[Pair]:
+    """Find pairs (member, reducer) where the reducer's norms differ from the leader's own over the same blocks.
 
     Args:
-        before: the ballot in question. one: the next one of the round, whose same stripes the leader reduced alone.
+        before: the ballot in question. round_: its next ballot, in which the leader reduced the same stripes alone.
     """
-    assert one.decision is not None
-    places = {offered: place for place, offered in enumerate(one.decision.contributions)}
+    assert round_.decision is not None
+    places = {contribution: place for place, contribution in enumerate(round_.decision.contributions)}
     pairs = set()
     for index, (stripe, report) in enumerate(zip(before.stripes, before.reports, strict=True)):
-        for offered, row in zip(before.contributions, report.contribution_norms, strict=True):
-            place = places.get(offered)
-            own = None if place is None else one.merged[index].contribution_norms[place]
-            if own is not None and not all(is_same_norm(a, b) for a, b in zip(row, own, strict=True)):
-                pairs.add((offered.learner, stripe.reducer))
+        for contribution, row in zip(before.contributions, report.contribution_norms, strict=True):
+            place = places.get(contribution)
+            own_row = None if place is None else round_.reports[index].contribution_norms[place]
+            if own_row is not None and not all(is_same_norm(a, b) for a, b in zip(row, own_row, strict=True)):
+                pairs.add((contribution.learner, stripe.reducer))
     return pairs
 
 
 def blame_norms(pairs: Collection[Pair], disputes: Mapping[str, Collection[str]]) -> tuple[Blame, ...]:
-    """Whose word about norms is wrong: the one of each pair that is in more pairs.
+    """Blame the region of each pair that is in more pairs: its word about norms is wrong.
 
-    A member may have sent other bytes to one reducer than to the leader. So a pair by itself costs the reducer its
-    stripes at first, and the member its place if it was in such a pair with another reducer before.
+    A member may have sent other bytes to one reducer than to the leader. So a single pair costs the reducer its stripes
+    at first. It costs the member its place if that one was in such a pair with another reducer before.
 
     Args:
-        disputes: per member, reducers with which it was in a pair by itself.
+        disputes: per member, reducers with which it was in a single pair.
     """
     blames = {}
     for member, reducer in sorted(pairs):

@@ -1,7 +1,7 @@
-"""What a region knows of the rounds that it follows.
+"""Rounds that a region follows: the current ballot of each, and some facts that outlive it.
 
-A followed round has a current ballot, and some facts that outlive it. Stripes may come before the ballot that explains
-them, because bulk and control are on different connections; they wait in `EarlyArrivals`.
+Stripes may come before the ballot that explains them, because bulk and control are on different connections. They wait
+in `EarlyArrivals`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionRepor
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
 EARLY_MAX: Final = 256
-"""Arrivals of one sender that are remembered. Of more its oldest ballots' are dropped: their rounds take a further
-ballot."""
+"""Arrivals that are remembered per sender. Beyond it, those of the sender's oldest ballots are dropped, and their
+rounds take a further ballot."""
 
 Arrival = ContributionStripeArrived | MergedStripeArrived
 Block = tuple[int, int]
@@ -23,7 +23,7 @@ Name = tuple[str, int, int]
 
 
 def name_of(contribution: Contribution) -> Name:
-    """What stays the same from ballot to ballot."""
+    """Return the name of a contribution, which stays the same from ballot to ballot."""
     return contribution.learner, contribution.incarnation, contribution.snapshot
 
 
@@ -32,102 +32,109 @@ class FollowedBallot:
     """This region's part in the current ballot of one round.
 
     Attributes:
-        leader: who opened it. opened: its announcement.
-        has_contributed, declined: its learner's answer in this ballot.
-        decision: what to merge, once decided.
-        reducing: stripes whose reduction was started, and the order of their sum (places in the decision).
-        reduced: those that are done.
-        merged: digests of merged stripes that are here. digest: of the payload, once it is being stored.
-        is_lost: its merged stripes went before they were written.
+        leader: the region that opened it. announcement: its message.
+        has_contributed, refusal: the learner's answer in this ballot.
+        decision: the contributions to merge, once the leader has decided.
+        sum_orders: stripes whose reduction was started, each with the order of its sum (places in the decision).
+        reductions: those that are done.
+        merged_digests: of the merged stripes that are here. digest: of the payload, once it is being stored.
+        is_lost: its merged stripes were dropped before they were written.
     """
 
     leader: str
-    opened: BallotOpened
+    announcement: BallotOpened
     has_contributed: bool = False
-    declined: str = ""
+    refusal: str = ""
     decision: MergeDecided | None = None
-    reducing: dict[int, list[int]] = field(default_factory=dict)
-    reduced: dict[int, ReductionDone] = field(default_factory=dict)
-    merged: dict[int, bytes] = field(default_factory=dict)
+    sum_orders: dict[int, list[int]] = field(default_factory=dict)
+    reductions: dict[int, ReductionDone] = field(default_factory=dict)
+    merged_digests: dict[int, bytes] = field(default_factory=dict)
     digest: bytes = b""
     is_lost: bool = False
 
     @property
-    def ballot(self) -> Ballot:
-        """Its number."""
-        return self.opened.ballot
+    def number(self) -> Ballot:
+        """The number of the ballot."""
+        return self.announcement.ballot
 
     def own_stripes(self, region: str) -> list[tuple[int, Stripe]]:
-        """What a region reduces, with the places in the ballot."""
-        return [(index, one) for index, one in enumerate(self.opened.stripes) if one.reducer == region]
+        """Return the stripes that a region reduces, with their places in the ballot."""
+        return [(index, stripe) for index, stripe in enumerate(self.announcement.stripes) if stripe.reducer == region]
 
     def lacking_reducers(self) -> tuple[str, ...]:
-        """Those whose merged stripes are not here, each once, in the order of the stripes."""
-        lacking = (stripe.reducer for index, stripe in enumerate(self.opened.stripes) if index not in self.merged)
+        """Return reducers whose merged stripes are not here, each once, in the order of the stripes."""
+        lacking = (
+            stripe.reducer for index, stripe in enumerate(self.announcement.stripes) if index not in self.merged_digests
+        )
         return tuple(dict.fromkeys(lacking))
 
     def keep_merged(self, event: MergedStripeArrived) -> None:
-        """The sender chose number and blocks; the shell may not have known the ballot's stripes yet."""
-        if 0 <= event.stripe < len(self.opened.stripes) and self.opened.stripes[event.stripe] == event.cut:
-            self.merged[event.stripe] = event.digest
+        """Remember a merged stripe, if its number and blocks are the ballot's.
 
-    def report_of(self, reduced: ReductionDone) -> ReductionReported:
-        """For the leader, with the norms in the order in which it named the contributions."""
-        order = self.reducing[reduced.stripe]
-        norms = dict(zip(order, reduced.contribution_norms, strict=True))
+        The sender chose both, and the shell may not have known the ballot's stripes when it took the bytes.
+        """
+        if 0 <= event.stripe < len(self.announcement.stripes) and self.announcement.stripes[event.stripe] == event.cut:
+            self.merged_digests[event.stripe] = event.digest
+
+    def report_of(self, reduction: ReductionDone) -> ReductionReported:
+        """Build the report of a reduction for the leader, with the norms in its order of the contributions."""
+        order = self.sum_orders[reduction.stripe]
+        norms = dict(zip(order, reduction.contribution_norms, strict=True))
         return ReductionReported(
-            self.ballot,
-            reduced.stripe,
-            reduced.squared_norms,
+            self.number,
+            reduction.stripe,
+            reduction.squared_norms,
             tuple(norms[place] for place in range(len(order))),
-            reduced.digest,
+            reduction.digest,
         )
 
     def reduced_blocks(self) -> dict[int, Block]:
-        """The blocks of what was reduced here, by stripe."""
-        stripes = self.opened.stripes
-        return {index: (stripes[index].block_start, stripes[index].block_stop) for index in self.reduced}
+        """Return the blocks of the stripes that were reduced here, by stripe."""
+        stripes = self.announcement.stripes
+        return {index: (stripes[index].block_start, stripes[index].block_stop) for index in self.reductions}
 
 
 @dataclass(slots=True)
 class FollowedRound:
-    """The round of one fragment that this region follows; what outlives its ballots.
+    """The round of one fragment that this region follows; the facts that outlive its ballots.
 
     Attributes:
         version: of the round that the rest is about.
-        part: the current ballot; None before one was opened.
-        pending: the learner's contribution to this round. sent: the name of the one that was sent to the reducers.
+        ballot: the current one; None before one was opened.
+        contribution: the learner's, for this round. sent_name: the name of the one that was sent to the reducers.
         requested_base: the base against which a snapshot was requested; None while none is being taken.
-        arrived: contributions and block ranges that are in this region's memory, in the order in which they came, with
-            the version that they are for.
+        arrivals: contributions and block ranges in this region's memory, in the order of arrival, each with its
+            version.
         residual: (version, ballot, blocks) of the residual that the last committed ballot left here.
     """
 
     version: int = -1
-    part: FollowedBallot | None = None
-    pending: Contribution | None = None
-    sent: Name | None = None
+    ballot: FollowedBallot | None = None
+    contribution: Contribution | None = None
+    sent_name: Name | None = None
     requested_base: int | None = None
-    arrived: dict[tuple[Name, Block], int] = field(default_factory=dict)
+    arrivals: dict[tuple[Name, Block], int] = field(default_factory=dict)
     residual: tuple[int, Ballot, dict[int, Block]] | None = None
 
-    def keep_stripe(self, part: FollowedBallot, event: ContributionStripeArrived, region: str) -> bool:
-        """Remember a stripe that a region is to reduce; False if it is another region's, or other blocks."""
+    def keep_stripe(self, ballot: FollowedBallot, event: ContributionStripeArrived, region: str) -> bool:
+        """Remember a stripe that a region is to reduce; False if it belongs to another region, or has other blocks."""
         index, contribution = event.stripe, event.contribution
-        if not 0 <= index < len(part.opened.stripes) or part.opened.stripes[index] != Stripe(region, *event.blocks):
+        if not 0 <= index < len(ballot.announcement.stripes) or ballot.announcement.stripes[index] != Stripe(
+            region, *event.blocks
+        ):
             return False
-        self.arrived[name_of(contribution), event.blocks] = contribution.base_version + 1
+        self.arrivals[name_of(contribution), event.blocks] = contribution.base_version + 1
         return True
 
-    def has_all(self, part: FollowedBallot, name: Name, region: str) -> bool:
-        """Whether everything of a contribution that a region is to reduce has arrived."""
-        own = [(stripe.block_start, stripe.block_stop) for _, stripe in part.own_stripes(region)]
-        return bool(own) and all((name, blocks) in self.arrived for blocks in own)
+    def has_all(self, ballot: FollowedBallot, name: Name, region: str) -> bool:
+        """Whether all stripes of a contribution that a region is to reduce have arrived."""
+        blocks_here = [(stripe.block_start, stripe.block_stop) for _, stripe in ballot.own_stripes(region)]
+        return bool(blocks_here) and all((name, blocks) in self.arrivals for blocks in blocks_here)
 
-    def received_names(self, part: FollowedBallot, region: str) -> list[Name]:
-        """Of each member the newest contribution of which that is so, sorted. A learner that died leaves older ones."""
-        whole = sorted({name for name, _ in self.arrived if self.has_all(part, name, region)})
-        return list({name[0]: name for name in whole if name[0] in part.opened.members}.values())
+    def received_names(self, ballot: FollowedBallot, region: str) -> list[Name]:
+        """Return each member's newest complete contribution, sorted. A learner that died leaves older ones behind."""
+        whole = sorted({name for name, _ in self.arrivals if self.has_all(ballot, name, region)})
+        return list({name[0]: name for name in whole if name[0] in ballot.announcement.members}.values())
 
     def residual_of(self, stripe: int, blocks: Block) -> Ballot | None:
         """The ballot that committed the version before, if it has left a residual over the same blocks here."""
@@ -138,7 +145,7 @@ class FollowedRound:
 
 
 class EarlyArrivals:
-    """By ballot, in the order in which they came."""
+    """Arrivals whose ballot is not known yet: by ballot, in the order in which they came."""
 
     def __init__(self) -> None:
         self._arrivals: dict[Ballot, list[Arrival]] = {}
@@ -149,30 +156,30 @@ class EarlyArrivals:
         return bool(self._arrivals)
 
     def keep(self, event: Arrival) -> None:
-        """Remember it."""
+        """Remember an arrival."""
         self._arrivals.setdefault(event.ballot, []).append(event)
         sender = _sender_of(event)
         counts = {
-            ballot: sum(_sender_of(one) == sender for one in events)
+            ballot: sum(_sender_of(arrival) == sender for arrival in events)
             for ballot, events in sorted(self._arrivals.items())
         }
         while sum(counts.values()) > EARLY_MAX:
             oldest = next(ballot for ballot, count in counts.items() if count)
-            self._leave(oldest, [one for one in self._arrivals[oldest] if _sender_of(one) != sender])
+            self._leave(oldest, [arrival for arrival in self._arrivals[oldest] if _sender_of(arrival) != sender])
             counts[oldest] = 0
 
     def take(self, ballot: Ballot, fragment: int) -> list[Arrival]:
-        """What came for a ballot that is known now."""
+        """Return the arrivals for a ballot that is known now, and forget them."""
         return [event for event in self._arrivals.pop(ballot, []) if _fragment_of(event) == fragment]
 
     def forget(self, fragment: int, ballot: Ballot) -> None:
-        """The fragment's round is over with this ballot: drop what came for it and for the ballots before."""
-        for older in [one for one in self._arrivals if one <= ballot]:
+        """Drop the fragment's arrivals for this ballot and all before it: its round is over."""
+        for older in [number for number in self._arrivals if number <= ballot]:
             self._leave(older, [event for event in self._arrivals[older] if _fragment_of(event) != fragment])
 
-    def _leave(self, ballot: Ballot, left: list[Arrival]) -> None:
-        if left:
-            self._arrivals[ballot] = left
+    def _leave(self, ballot: Ballot, arrivals: list[Arrival]) -> None:
+        if arrivals:
+            self._arrivals[ballot] = arrivals
         else:
             del self._arrivals[ballot]
 

@@ -1,11 +1,11 @@
-"""What the committed entries record of rounds: versions, who was included up to where, what was discarded.
+"""The committed past as rounds need it: versions, who was included up to where, which steps were discarded.
 
 The leader and every member ask the same questions here before steps are merged, so that none counts twice.
 """
 
 from __future__ import annotations
 
-from diloco_node.core.ledger.account import AccountCore
+from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.summary import GivenUp, Joined, RunSummary, named_disks
 from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.types import (
@@ -27,36 +27,38 @@ class Snapshots:
         self._last: list[tuple[SnapshotBody, ...]] = [() for _ in range(fragments)]
 
     def begin(self, genesis: GenesisBody) -> None:
-        """The run begins."""
+        """Begin with the states that genesis names."""
         self._last = [(SnapshotBody(at, 0, digest),) for at, digest in enumerate(genesis.fragment_digests)]
 
     def add(self, body: SnapshotBody) -> bool:
-        """Another one is committed; False if it is not newer than what is known, or of no fragment."""
+        """Take a committed snapshot; False if it is not newer than the last one, or of no fragment."""
         if not 0 <= body.fragment < len(self._last):
             return False
-        known = self._last[body.fragment]
-        if not known or body.version <= known[-1].version:
+        last = self._last[body.fragment]
+        if not last or body.version <= last[-1].version:
             return False
-        self._last[body.fragment] = (known[-1], body)
+        self._last[body.fragment] = (last[-1], body)
         return True
 
     def newest(self, fragment: int) -> SnapshotBody | None:
-        """The one that states are fetched at; None before genesis."""
-        known = self._last[fragment]
-        return known[-1] if known else None
+        """The newer snapshot, at which states are fetched; None before genesis."""
+        last = self._last[fragment]
+        return last[-1] if last else None
 
     def oldest(self, fragment: int) -> SnapshotBody | None:
-        """The older of the two, which others may be fetching still."""
-        known = self._last[fragment]
-        return known[0] if known else None
+        """The older snapshot, which others may still be fetching."""
+        last = self._last[fragment]
+        return last[0] if last else None
 
     def all(self) -> tuple[SnapshotBody, ...]:
-        """By fragment and version."""
-        return tuple(one for known in self._last for one in known)
+        """All snapshots, by fragment and version."""
+        return tuple(snapshot for pair in self._last for snapshot in pair)
 
     def restore(self, snapshots: tuple[SnapshotBody, ...]) -> None:
         """Go on from these, in their order."""
-        self._last = [tuple(one for one in snapshots if one.fragment == at) for at in range(len(self._last))]
+        self._last = [
+            tuple(snapshot for snapshot in snapshots if snapshot.fragment == at) for at in range(len(self._last))
+        ]
 
 
 class RoundHistory:
@@ -84,7 +86,7 @@ class RoundHistory:
         self.committed_at_ns = [0] * fragments
         self.finished: FinishedBody | None = None
         self.rounds_committed = 0
-        self.account = AccountCore()
+        self.account = Account()
         self.snapshots = Snapshots(fragments)
         self.rounds_included: dict[str, int] = {}
         self.disks: dict[str, bytes] = {}
@@ -94,7 +96,8 @@ class RoundHistory:
 
     def apply(self, entry: Entry, *, now_ns: int) -> None:
         """Take the next committed entry."""
-        self.account.apply(entry)
+        self.account.take(entry)
+        self.account.settle(entry.index)
         body = entry.body
         if isinstance(body, GenesisBody):
             self.genesis = body
@@ -119,18 +122,18 @@ class RoundHistory:
             self.replaced[body.region] = self.replaced.get(body.region, 0) + (body.disk != b"")
 
     def sum_up(self) -> RunSummary:
-        """What all entries so far say. Old incarnations are closed by it: every region does it after the same entry."""
+        """Sum up all entries so far. It closes old incarnations: every region does it after the same entry."""
         fragments = len(self.versions)
         self.account.close_old(fragments)
-        merged, discarded = self.account.totals(fragments)
+        merged_tokens, discarded_tokens = self.account.totals(fragments)
         return RunSummary(
             genesis=() if self.genesis is None else (self.genesis,),
             finished=() if self.finished is None else (self.finished,),
             versions=tuple(self.versions),
             version_entries=tuple(self.version_entries),
             snapshots=self.snapshots.all(),
-            merged=merged,
-            discarded=discarded,
+            merged=merged_tokens,
+            discarded=discarded_tokens,
             covered=self.account.covered_lines(fragments),
             closed=self.account.closed_lines(),
             included=self.account.included_lines(),
@@ -153,30 +156,32 @@ class RoundHistory:
         self.snapshots.restore(summary.snapshots)
         self.account.restore(summary, index)
         self._given_up = {
-            (one.learner, one.fragment): (one.incarnation, one.step_to, one.version) for one in summary.given_up
+            (line.learner, line.fragment): (line.incarnation, line.step_to, line.version) for line in summary.given_up
         }
         self._last_rounds = list(summary.last_rounds)
         self.rounds_committed = summary.rounds_committed
-        self.rounds_included = {one.learner: one.rounds for one in summary.joined}
+        self.rounds_included = {line.learner: line.rounds for line in summary.joined}
         self.disks = named_disks(summary)
         self.replaced = dict(zip(self.disks, summary.replaced, strict=False))
 
     def last_version(self, learner: str, fragment: int) -> int:
-        """The last version of the fragment that includes steps of this learner, of any incarnation; -1 if none."""
+        """Return the last version of the fragment that includes any incarnation of this learner; -1 if none does."""
         last = self.account.last_inclusion(learner, fragment)
         return -1 if last is None else last.version
 
-    def carried_since(self, offered: Contribution) -> int | None:
-        """The version since which the steps of a contribution were carried on: the last that includes its learner, or
-        the one for which this incarnation gave its steps up, as known when that was booked; None: it began so."""
-        last = self.account.last_inclusion(offered.learner, offered.fragment)
-        if last is not None and (last.incarnation, last.step_to) == (offered.incarnation, offered.step_from):
+    def carried_since(self, contribution: Contribution) -> int | None:
+        """Return the version since which a contribution's steps were carried on; None: its incarnation began with them.
+
+        It is the last one that includes the learner, or the one for which it gave its steps up, as booked.
+        """
+        last = self.account.last_inclusion(contribution.learner, contribution.fragment)
+        if last is not None and (last.incarnation, last.step_to) == (contribution.incarnation, contribution.step_from):
             return last.version
-        *given_up, version = self._given_up.get((offered.learner, offered.fragment), (-1, -1, -1))
-        return version if given_up == [offered.incarnation, offered.step_from] else None
+        *given_up, version = self._given_up.get((contribution.learner, contribution.fragment), (-1, -1, -1))
+        return version if given_up == [contribution.incarnation, contribution.step_from] else None
 
     def covered_step(self, learner: str, incarnation: int, fragment: int) -> int:
-        """Up to where an incarnation's steps are merged or discarded; 0 if none are."""
+        """Return the step up to which an incarnation is merged or discarded; 0 if it is not."""
         return self.account.covered(learner, incarnation, fragment)[0]
 
     def is_last_round(self, fragment: int, version: int) -> bool:
@@ -184,15 +189,15 @@ class RoundHistory:
         return version == self._last_rounds[fragment]
 
     def incarnation(self, learner: str) -> int:
-        """The newest incarnation of the learner in the ledger; -1 if it is not in it."""
+        """Return the newest incarnation of the learner in the ledger; -1 if it is not in it."""
         return self.account.newest_incarnation(learner)
 
     def steps_before(self, learner: str, incarnation: int) -> int:
-        """Steps of the learner's earlier incarnations that the ledger knows of: how far each got in any fragment."""
+        """Return the steps of the learner's earlier incarnations in the ledger: how far each got in any fragment."""
         return self.account.steps_before(learner, incarnation)
 
     def included_snapshot(self, learner: str, incarnation: int, fragment: int, *, base: int, version: int) -> int:
-        """The incarnation's last snapshot that versions (base, version] include; -1 if they include none.
+        """Return the incarnation's last snapshot that versions (base, version] include; -1 if they include none.
 
         Only the newest inclusion can be one of them: its base was at least the version of the one before.
         """
@@ -200,35 +205,30 @@ class RoundHistory:
         is_it = last is not None and base < last.version <= version and last.incarnation == incarnation
         return last.snapshot if is_it and last is not None else -1
 
-    def contribution_fault(self, offered: Contribution, *, version: int, incarnation_min: int) -> str:
-        """Why a contribution may not be merged into `version`; empty if it may. No step may count twice.
+    def contribution_fault(self, contribution: Contribution, *, version: int, incarnation_min: int) -> str:
+        """Return why a contribution may not be merged into `version`; empty if it may. No step may count twice.
 
         Args:
-            offered: what the learner offers.
+            contribution: the learner's offer.
             version: the new version of the round.
-            incarnation_min: an older incarnation of the learner is over, and what it trained is booked as discarded.
+            incarnation_min: older incarnations of the learner are over, and their steps are booked as discarded.
         """
-        if offered.incarnation < max(incarnation_min, self.incarnation(offered.learner)):
-            return f"incarnation {offered.incarnation} of {offered.learner} is over"
-        if not 0 <= offered.base_version < version:
-            return f"base version {offered.base_version} for a round to version {version}"
-        return self.account.refusal(offered)
+        if contribution.incarnation < max(incarnation_min, self.incarnation(contribution.learner)):
+            return f"incarnation {contribution.incarnation} of {contribution.learner} is over"
+        if not 0 <= contribution.base_version < version:
+            return f"base version {contribution.base_version} for a round to version {version}"
+        return self.account.fault(contribution)
 
     def discard_fault(self, body: DiscardedBody) -> str:
-        """Why an interval can't be booked as discarded; empty if it can."""
+        """Return why an interval can't be booked as discarded; empty if it can."""
         if not 0 <= body.fragment < len(self.versions):
             return f"there is no fragment {body.fragment}"
-        if self.account.is_closed(body.learner, body.incarnation):
-            return f"incarnation {body.incarnation} of {body.learner} is closed"
-        covered = self.covered_step(body.learner, body.incarnation, body.fragment)
-        if body.step_from != covered or body.step_to <= body.step_from or body.tokens < 0:
-            return f"({body.step_from}, {body.step_to}] does not follow step {covered}"
-        return ""
+        return self.account.fault(body)
 
     def _take_round(self, body: RoundBody) -> None:
         self.versions[body.fragment] = body.version
         self.rounds_committed += 1
-        self.recent[body.fragment].took([member.contribution for member in body.members])
+        self.recent[body.fragment].observe([member.contribution for member in body.members])
         if body.is_last:
             self._last_rounds[body.fragment] = body.version
         for member in body.members:

@@ -1,7 +1,7 @@
-"""What a leader does for rounds: opens ballots, decides merges, judges what comes back, puts rounds into the ledger.
+"""The leader of rounds: it opens ballots, decides merges, judges answers, and puts rounds into the ledger.
 
-Acts only between `begin` (it leads, and its log is settled) and `end`. Everything it needs it knows from the committed
-past, the heartbeats, and the answers to its ballots; a new leader asks again.
+It acts only between `begin` (this region leads, and its log is settled) and `end`. It knows only the committed past,
+the heartbeats and the answers to its own ballots; a new leader asks again.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import assert_never
 
-from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
 from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.answers import Answers, BallotAnswer
 from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.merging import MergeDecisions
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
@@ -32,7 +29,6 @@ from diloco_node.core.types import (
     EntryBody,
     FinishedBody,
     RoundBody,
-    RunSettings,
     Stripe,
 )
 from diloco_node.numeric import NS_PER_S
@@ -52,54 +48,30 @@ class RoundLeader:
             reach it: merging goes on when another leads.
     """
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        regions: tuple[str, ...],
-        manifest: Manifest,
-        settings: RunSettings,
-        history: RoundHistory,
-        liveness: Liveness,
-        effects: EffectBuffer,
-    ) -> None:
+    def __init__(self, context: RoundContext) -> None:
         self.proposals: deque[EntryBody] = deque()
         self.rounds: dict[int, OpenRound] = {}
         self.is_in_the_way = False
-        self._region = region
-        self._regions = tuple(sorted(regions))
-        self._fragments: tuple[Fragment, ...] = manifest.fragments
-        self._settings = settings
-        self._history = history
-        self._liveness = liveness
-        self._effects = effects
+        self._context = context
+        self._region, self._regions = context.region, context.regions
+        self._fragments, self._settings = context.fragments, context.settings
+        self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
+        # The leader's term, and the number of its last ballot in it: together no ballot ever has the same.
         self._term = 0
         self._number = 0
+        # Between `begin` and `end`. Outside of it `rounds` and `proposals` are empty.
         self._is_acting = False
+        # Something happened since the agenda was asked, so that its answer may have changed.
         self._is_stale = True
-        self._clock = BallotClock(manifest=manifest, settings=settings, liveness=liveness, regions=len(regions))
-        self._book = SuspicionBook(ballot_ns=settings.ballot_deadline_min_ns)
-        self._judge = Judge(region=region, regions=self._regions, book=self._book, effects=effects)
-        self._eligibility = Eligibility(
-            region=region, regions=regions, history=history, liveness=liveness, book=self._book
-        )
-        self._answers = Answers(
-            region=region,
-            fragments=self._fragments,
-            history=history,
-            liveness=liveness,
-            eligibility=self._eligibility,
-            proposals=self.proposals,
-            effects=effects,
-        )
-        self.progress = RunProgress(
-            regions=self._regions,
-            settings=settings,
-            history=history,
-            liveness=liveness,
-            fragments=len(self._fragments),
-        )
-        self._merges = MergeDecisions(fragments=self._fragments, settings=settings, history=history, effects=effects)
+        # What is learnt about times and suspects outlives a term, as far as `SuspicionBook.begin` keeps it.
+        self._clock = BallotClock(context)
+        self._book = SuspicionBook(ballot_ns=context.settings.ballot_deadline_min_ns)
+        self._judge = Judge(context, self._book)
+        self._eligibility = Eligibility(context, self._book)
+        self._answers = Answers(context, self._eligibility, self.proposals)
+        self.progress = RunProgress(context)
+        self._merges = MergeDecisions(context)
+        # One for each term.
         self._agenda = self._new_agenda()
 
     @property
@@ -124,7 +96,7 @@ class RoundLeader:
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """Who takes no part in ballots for now, and why."""
+        """Regions that take no part in ballots for now, each with the reason."""
         return self._book.left_out()
 
     def begin(
@@ -134,7 +106,7 @@ class RoundLeader:
         *,
         now_ns: int,
         left_out: tuple[LeftOut, ...] = (),
-        yielded: str = "",
+        predecessor: str = "",
     ) -> None:
         """Take over.
 
@@ -142,14 +114,14 @@ class RoundLeader:
             term: of this leader.
             reopen: rounds (fragment to version) that are known to have been open under an older leader; they were due.
             left_out: by the leader before, as far as is known here.
-            yielded: the leader before, if it gave its place to this region.
+            predecessor: the leader before, if it handed leadership to this region.
         """
         self._is_acting, self._is_stale = True, True
-        self._book.begin(left_out, self._regions, yielded=yielded, now_ns=now_ns)
+        self._book.begin(left_out, self._regions, predecessor=predecessor, now_ns=now_ns)
         self._term, self._number = term, 0
         self._agenda = self._new_agenda()
         for name in self._regions:
-            self.status_changed(name, now_ns=now_ns)
+            self.on_status(name, now_ns=now_ns)
         for fragment, version in sorted(reopen.items()):
             may_open = len(self.rounds) < self._settings.rounds_in_flight_max and self._history.finished is None
             if may_open and version == self._history.versions[fragment] + 1:
@@ -169,45 +141,45 @@ class RoundLeader:
         """When something may have to be decided even if nothing happens."""
         if not self._is_acting:
             return None
-        times = [one.deadline_ns for one in self.rounds.values() if not one.is_proposed]
+        times = [round_.deadline_ns for round_ in self.rounds.values() if not round_.is_proposed]
         if self._agenda.wake_at_ns is not None:
             times.append(self._agenda.wake_at_ns)
         return min(times, default=None)
 
-    def status_changed(self, region: str, *, now_ns: int) -> None:
-        """A region reported: its learner, or what it has applied."""
+    def on_status(self, region: str, *, now_ns: int) -> None:
+        """Take a region's report: about its learner, or how far it has applied the ledger."""
         if region != self._region:
-            self._eligibility.reported(region, now_ns=now_ns)
+            self._eligibility.on_report(region, now_ns=now_ns)
         status = self._liveness.learner(region)
-        self._agenda.opener.status_changed(region, status, now_ns=now_ns)
+        self._agenda.opener.on_status(region, status, now_ns=now_ns)
         if status is not None:
-            self._eligibility.saw_incarnation(region, status.incarnation)
+            self._eligibility.observe_incarnation(region, status.incarnation)
         self._is_stale = True
 
     def tick(self) -> None:
-        """A heartbeat has passed: who is alive may have changed, and messages may have been lost."""
+        """Repeat what may have been lost, and decide again: who is alive may have changed in a heartbeat."""
         self._is_stale = True
-        for one in self._open_rounds():
-            self._repeat(one)
+        for round_ in self._open_rounds():
+            self._repeat(round_)
 
-    def committed(self, entry: Entry, *, now_ns: int) -> None:
-        """An entry is committed."""
+    def on_commit(self, entry: Entry, *, now_ns: int) -> None:
+        """Take a committed entry."""
         body = entry.body
         self._is_stale = True
-        self._eligibility.committed(entry.index, now_ns=now_ns)
-        self._answers.committed(body)
+        self._eligibility.on_commit(entry.index, now_ns=now_ns)
+        self._answers.on_commit(body)
         if not isinstance(body, RoundBody):
             return
-        one = self.rounds.get(body.fragment)
-        if one is None or one.version > body.version:
+        round_ = self.rounds.get(body.fragment)
+        if round_ is None or round_.version > body.version:
             return
         del self.rounds[body.fragment]
-        if one.ballot != body.ballot:
+        if round_.ballot != body.ballot:
             return
-        took_ns = now_ns - one.opened_at_ns
-        self._agenda.committed(one, now_ns=now_ns)
-        self._judge.committed(one)
-        self._clock.took(body.fragment, now_ns - one.ballot_at_ns)
+        took_ns = now_ns - round_.opened_at_ns
+        self._agenda.on_commit(round_, now_ns=now_ns)
+        self._judge.on_commit(round_)
+        self._clock.observe(body.fragment, now_ns - round_.ballot_at_ns)
         names = ", ".join(member.contribution.learner for member in body.members)
         self._effects.note(
             "committed",
@@ -216,29 +188,29 @@ class RoundLeader:
             version=body.version,
         )
 
-    def arrived(self, peer: str, message: RoundMessage, *, now_ns: int) -> None:
-        """A region answered."""
+    def on_answer(self, peer: str, message: RoundMessage, *, now_ns: int) -> None:
+        """Take a region's answer to a ballot."""
         if not self._is_acting:
             return
         if isinstance(message, DiscardReported):
-            self._answers.discards_reported(peer, message, self.rounds, now_ns=now_ns)
+            self._answers.take_discards(peer, message, self.rounds, now_ns=now_ns)
             return
-        one = next((found for found in self._open_rounds() if found.ballot == message.ballot), None)
-        if one is not None and not one.is_proposed:
-            self._answers.take(one, peer, message)
+        round_ = next((candidate for candidate in self._open_rounds() if candidate.ballot == message.ballot), None)
+        if round_ is not None and not round_.is_proposed:
+            self._answers.take(round_, peer, message)
 
-    def finish_requested(self, reason: str) -> None:
-        """An operator asks for the end of the run."""
+    def request_finish(self, reason: str) -> None:
+        """End the run, as an operator asks."""
         if self._is_acting:
-            self._agenda.finish_requested(reason)
+            self._agenda.request_finish(reason)
             self._is_stale = True
 
     def advance(self, *, now_ns: int) -> None:
         """Decide everything that can be decided now."""
         if not self._is_acting:
             return
-        for one in self._open_rounds():
-            self._advance_round(one, now_ns)
+        for round_ in self._open_rounds():
+            self._advance_round(round_, now_ns)
         wake_at_ns = self._agenda.wake_at_ns
         if self._is_stale or (wake_at_ns is not None and now_ns >= wake_at_ns):
             self._is_stale = False
@@ -249,7 +221,7 @@ class RoundLeader:
             match step:
                 case Opening():
                     if not self._open(step, now_ns=now_ns):
-                        self._agenda.abandoned(step.fragment, now_ns=now_ns)
+                        self._agenda.on_abandon(step.fragment, now_ns=now_ns)
                 case GiveUp(fragment):
                     self._abandon(self.rounds[fragment], "the run ends without this round", now_ns=now_ns)
                 case FinishedBody():
@@ -257,187 +229,195 @@ class RoundLeader:
                 case _:
                     assert_never(step)
 
-    def _advance_round(self, one: OpenRound, now_ns: int) -> None:
-        if one.is_proposed:
+    def _advance_round(self, round_: OpenRound, now_ns: int) -> None:
+        if round_.is_proposed:
             return
-        lost = [name for name in one.reducers if not self._reaches(name, now_ns)]
-        if one.renamed:
-            self._next_ballot(one, self._judge.renamed(one, now_ns=now_ns), now_ns=now_ns)
-        elif lost:
-            self._next_ballot(one, f"reducer {', '.join(lost)} is lost", now_ns=now_ns)
-        elif one.decision is None:
-            self._try_decide(one, now_ns)
+        lost_reducers = [name for name in round_.reducers if not self._reaches(name, now_ns)]
+        if round_.renamers:
+            self._next_ballot(round_, self._judge.judge_renamers(round_, now_ns=now_ns), now_ns=now_ns)
+        elif lost_reducers:
+            self._next_ballot(round_, f"reducer {', '.join(lost_reducers)} is lost", now_ns=now_ns)
+        elif round_.decision is None:
+            self._try_decide(round_, now_ns)
         else:
-            self._try_propose(one, now_ns)
-        if self.rounds.get(one.fragment) is one and not one.is_proposed and now_ns >= one.deadline_ns:
-            reason = f"deadline passed while it {one.waiting()}"
-            is_cut_off = self._judge.deadline_passed(one, now_ns=now_ns)
-            self.is_in_the_way |= one.attempt > 0 and is_cut_off
-            self._next_ballot(one, reason, now_ns=now_ns, is_late=True)
+            self._try_propose(round_, now_ns)
+        if self.rounds.get(round_.fragment) is round_ and not round_.is_proposed and now_ns >= round_.deadline_ns:
+            reason = f"deadline passed while it {round_.wait_reason()}"
+            is_cut_off = self._judge.judge_late(round_, now_ns=now_ns)
+            self.is_in_the_way |= round_.attempt > 0 and is_cut_off
+            self._next_ballot(round_, reason, now_ns=now_ns, is_late=True)
 
-    def _try_decide(self, one: OpenRound, now_ns: int) -> None:
-        for name in one.missing_members():
+    def _try_decide(self, round_: OpenRound, now_ns: int) -> None:
+        for name in round_.missing_members():
             if not self._reaches(name, now_ns):
-                one.declined[name] = "lost before it contributed"
-        if one.missing_members():
+                round_.refusals[name] = "lost before it contributed"
+        if round_.missing_members():
             return
-        chosen = []
-        for name, offered in sorted(one.contributions.items()):
-            fault = self._answers.may_contribute(offered, one.version)
-            if not fault and not self._reaches(name, now_ns) and not one.is_received(name):
+        contributions = []
+        for name, contribution in sorted(round_.contributions.items()):
+            fault = self._answers.may_contribute(contribution, round_.version)
+            if not fault and not self._reaches(name, now_ns) and not round_.is_received(name):
                 fault = "lost before its stripes arrived"
             if fault:
-                one.declined[name] = fault
+                round_.refusals[name] = fault
             else:
-                chosen.append(offered)
-        if chosen:
-            decision = self._merges.decide(one, tuple(chosen))
-            for reducer in one.reducers:
+                contributions.append(contribution)
+        if contributions:
+            decision = self._merges.decide(round_, tuple(contributions))
+            for reducer in round_.reducers:
                 self._effects.send(reducer, decision)
         else:
-            reasons = ", ".join(f"{name}: {reason}" for name, reason in sorted(one.declined.items()))
-            self._abandon(one, f"nobody contributes ({reasons})", now_ns=now_ns)
+            reasons = ", ".join(f"{name}: {reason}" for name, reason in sorted(round_.refusals.items()))
+            self._abandon(round_, f"nobody contributes ({reasons})", now_ns=now_ns)
 
-    def _try_propose(self, one: OpenRound, now_ns: int) -> None:
-        assert one.decision is not None
-        if not one.is_merged:
-            for contribution in one.decision.contributions:
+    def _try_propose(self, round_: OpenRound, now_ns: int) -> None:
+        assert round_.decision is not None
+        if not round_.is_merged:
+            for contribution in round_.decision.contributions:
                 name = contribution.learner
-                if not self._reaches(name, now_ns) and not one.is_received(name):
-                    self._next_ballot(one, f"{name} is lost before its stripes arrived", now_ns=now_ns)
+                if not self._reaches(name, now_ns) and not round_.is_received(name):
+                    self._next_ballot(round_, f"{name} is lost before its stripes arrived", now_ns=now_ns)
                     return
             return
-        if self._is_wrong(one, now_ns):
+        if self._is_wrong(round_, now_ns):
             return
-        holders = one.payload_holders()
+        holders = round_.payload_holders()
         if 2 * len(holders) <= len(self._regions):
             return
         if self._region in holders:
-            one.is_proposed = True
-            self.proposals.append(self._merges.body(one))
-        elif one.held_since_ns is None:
-            one.held_since_ns = now_ns
-        elif now_ns - one.held_since_ns >= self._clock.patience_ns(one.fragment):
+            round_.is_proposed = True
+            self.proposals.append(self._merges.body(round_))
+        elif round_.held_since_ns is None:
+            round_.held_since_ns = now_ns
+        elif now_ns - round_.held_since_ns >= self._clock.patience_ns(round_.fragment):
             self.is_in_the_way = True
 
-    def _is_wrong(self, one: OpenRound, now_ns: int) -> bool:
-        """Whether a merged ballot can't be what it says; then there is another one."""
-        self._judge.answer_norms(one, now_ns=now_ns)
-        mismatched = one.norm_mismatch()
-        disputed = "" if mismatched else self._judge.disputed(one, now_ns=now_ns)
-        if disputed:
-            self._next_ballot(one, disputed, now_ns=now_ns)
-        elif mismatched:
-            text = self._judge.question_norms(one, mismatched, now_ns=now_ns)
-            own = tuple(Stripe(self._region, cut.block_start, cut.block_stop) for cut in one.stripes)
-            self._next_ballot(one, text or "norms are in question", now_ns=now_ns, stripes=None if text else own)
-        return bool(disputed or mismatched)
+    def _is_wrong(self, round_: OpenRound, now_ns: int) -> bool:
+        """Decide whether a merged ballot contradicts itself; if so, open the next one."""
+        self._judge.answer_norms(round_, now_ns=now_ns)
+        mismatch = round_.norm_mismatch()
+        dispute = "" if mismatch else self._judge.judge_digests(round_, now_ns=now_ns)
+        if dispute:
+            self._next_ballot(round_, dispute, now_ns=now_ns)
+        elif mismatch:
+            text = self._judge.question_norms(round_, mismatch, now_ns=now_ns)
+            own_stripes = tuple(Stripe(self._region, cut.block_start, cut.block_stop) for cut in round_.stripes)
+            self._next_ballot(
+                round_, text or "norms are in question", now_ns=now_ns, stripes=None if text else own_stripes
+            )
+        return bool(dispute or mismatch)
 
     def _next_number(self) -> Ballot:
-        """A ballot that never was before: one leader per term, one number per attempt of that leader."""
+        """Return a number that no ballot had before: a term has one leader, which counts its ballots."""
         self._number += 1
         return Ballot(self._term, self._number)
 
     def _open(self, opening: Opening, *, now_ns: int) -> bool:
-        """Open a round with everybody who can contribute; returns False when nobody can."""
+        """Open a round with everybody who can contribute; return False when nobody can."""
         fragment, version = opening.fragment, self._history.versions[opening.fragment] + 1
-        probed = self._judge.next_probe(self.rounds.values(), now_ns=now_ns)
-        reachability = self._eligibility.reachability(now_ns=now_ns, probed=probed)
+        probe = self._judge.next_probe(self.rounds.values(), now_ns=now_ns)
+        reachability = self._eligibility.reachability(now_ns=now_ns, probe=probe)
         members, ineligible = self._eligibility.members(fragment, reachability, now_ns=now_ns)
         if not members:
             return False
         stripes = self._stripes(fragment, reachability)
-        tried = self._judge.tried_parts(probed, members, [cut.reducer for cut in stripes], now_ns=now_ns)
-        one = OpenRound(
+        trials = self._judge.trials(probe, members, [cut.reducer for cut in stripes], now_ns=now_ns)
+        round_ = OpenRound(
             opened_at_ns=now_ns,
             is_last=opening.is_last,
             announcement=BallotOpened(
                 self._next_number(), fragment, version, members, stripes, left_out=self._book.left_out()
             ),
             ballot_at_ns=now_ns,
-            deadline=self._deadline(fragment, members, stripes, [name for name, _ in tried]),
-            tried=tried,
+            deadline=self._deadline(fragment, members, stripes, [name for name, _ in trials]),
+            trials=trials,
         )
-        self.rounds[fragment] = one
-        self._agenda.opener.opened(opening, now_ns=now_ns)
+        self.rounds[fragment] = round_
+        self._agenda.opener.on_open(opening, now_ns=now_ns)
         without = "; without " + ", ".join(f"{name} ({why})" for name, why in ineligible) if ineligible else ""
         self._effects.note(
             "open",
-            f"ballot {one.ballot}: {opening.reason}; members {', '.join(members)}{without}; reducers "
-            f"{', '.join(one.reducers)}; deadline {one.deadline.derivation}",
+            f"ballot {round_.ballot}: {opening.reason}; members {', '.join(members)}{without}; reducers "
+            f"{', '.join(round_.reducers)}; deadline {round_.deadline.derivation}",
             fragment=fragment,
             version=version,
         )
-        self._announce(one)
+        self._announce(round_)
         return True
 
     def _deadline(
-        self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], tried: Iterable[str]
+        self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], names: Iterable[str]
     ) -> Deadline:
         deadline = self._clock.deadline(fragment, members, stripes, attempt=0)
-        doublings = [self._book.doublings(name) for name in tried]
-        return self._clock.of_probe(fragment, deadline, max(doublings)) if doublings else deadline
+        doublings = [self._book.doublings(name) for name in names]
+        return self._clock.probe_deadline(fragment, deadline, max(doublings)) if doublings else deadline
 
     def _next_ballot(
         self,
-        one: OpenRound,
+        round_: OpenRound,
         reason: str,
         *,
         now_ns: int,
         is_late: bool = False,
         stripes: tuple[Stripe, ...] | None = None,
     ) -> None:
-        """Try the round again with what there is; contributions keep their name, so what arrived is not sent again."""
-        reachability = self._eligibility.reachability(now_ns=now_ns, excluded=one.excluded)
-        stripes = stripes or self._stripes(one.fragment, reachability)
-        able, _ = self._eligibility.members(one.fragment, reachability, now_ns=now_ns, rejected=one.rejected)
+        """Try the round again. Contributions keep their names, so that stripes which have arrived are not sent
+        again."""
+        reachability = self._eligibility.reachability(now_ns=now_ns, exclude=round_.exclusions)
+        stripes = stripes or self._stripes(round_.fragment, reachability)
+        able, _ = self._eligibility.members(round_.fragment, reachability, now_ns=now_ns, rejections=round_.rejections)
         usable = {
-            name: offered
-            for name, offered in one.contributions.items()
-            if name not in one.rejected and not self._answers.may_contribute(offered, one.version)
+            name: contribution
+            for name, contribution in round_.contributions.items()
+            if name not in round_.rejections and not self._answers.may_contribute(contribution, round_.version)
         }
-        plan = plan_next(one, stripes, usable=usable, able=able, reachable=reachability.reachable, is_late=is_late)
+        plan = plan_next(round_, stripes, usable=usable, able=able, reachable=reachability.reachable, is_late=is_late)
         if not plan.members:
-            self._abandon(one, f"{reason}; nobody is left to contribute", now_ns=now_ns)
+            self._abandon(round_, f"{reason}; nobody is left to contribute", now_ns=now_ns)
             return
-        ballot, attempt = self._next_number(), one.attempt + 1
-        one.begin_ballot(
-            BallotOpened(ballot, one.fragment, one.version, plan.members, stripes, plan.reused, self._book.left_out()),
-            deadline=self._clock.deadline(one.fragment, plan.members, stripes, attempt=attempt),
+        ballot, attempt = self._next_number(), round_.attempt + 1
+        round_.begin_ballot(
+            BallotOpened(
+                ballot, round_.fragment, round_.version, plan.members, stripes, plan.reused, self._book.left_out()
+            ),
+            deadline=self._clock.deadline(round_.fragment, plan.members, stripes, attempt=attempt),
             contributions=plan.contributions,
             now_ns=now_ns,
         )
         self._effects.note(
             "ballot",
-            f"ballot {ballot}: {reason}; members {', '.join(one.members)}; reducers {', '.join(one.reducers)}; "
-            f"deadline {one.deadline.derivation}",
-            fragment=one.fragment,
-            version=one.version,
+            f"ballot {ballot}: {reason}; members {', '.join(round_.members)}; reducers {', '.join(round_.reducers)}; "
+            f"deadline {round_.deadline.derivation}",
+            fragment=round_.fragment,
+            version=round_.version,
         )
-        self._announce(one)
-        self._try_decide(one, now_ns)
+        self._announce(round_)
+        self._try_decide(round_, now_ns)
 
-    def _abandon(self, one: OpenRound, reason: str, *, now_ns: int) -> None:
-        """Give up; the fragment stays at its version and is opened again when it can be."""
-        self._effects.note("abandoned", f"ballot {one.ballot}: {reason}", fragment=one.fragment, version=one.version)
-        del self.rounds[one.fragment]
-        self._agenda.abandoned(one.fragment, now_ns=now_ns)
+    def _abandon(self, round_: OpenRound, reason: str, *, now_ns: int) -> None:
+        """Give the round up. The fragment stays at its version and is opened again when it can be."""
+        self._effects.note(
+            "abandoned", f"ballot {round_.ballot}: {reason}", fragment=round_.fragment, version=round_.version
+        )
+        del self.rounds[round_.fragment]
+        self._agenda.on_abandon(round_.fragment, now_ns=now_ns)
 
-    def _announce(self, one: OpenRound) -> None:
+    def _announce(self, round_: OpenRound) -> None:
         for name in self._regions:
-            self._effects.send(name, one.announcement)
+            self._effects.send(name, round_.announcement)
 
-    def _repeat(self, one: OpenRound) -> None:
-        """Ask every region that is not done what it has; whatever was lost on the way is sent again."""
-        if one.is_proposed:
+    def _repeat(self, round_: OpenRound) -> None:
+        """Announce the ballot again to every region that is not done, and the decision to late reducers: messages get
+        lost."""
+        if round_.is_proposed:
             return
-        done = one.payload_holders() if one.is_merged else one.holders
+        names_done = round_.payload_holders() if round_.is_merged else round_.holders
         for name in self._regions:
-            if name not in done:
-                self._effects.send(name, one.announcement)
-        if one.decision is not None:
-            for name in one.late_reducers():
-                self._effects.send(name, one.decision)
+            if name not in names_done:
+                self._effects.send(name, round_.announcement)
+        if round_.decision is not None:
+            for name in round_.late_reducers():
+                self._effects.send(name, round_.decision)
 
     def _reaches(self, region: str, now_ns: int) -> bool:
         return self._eligibility.reaches(region, now_ns=now_ns)
@@ -453,12 +433,4 @@ class RoundLeader:
         return [self.rounds[fragment] for fragment in sorted(self.rounds)]
 
     def _new_agenda(self) -> Agenda:
-        return Agenda(
-            fragments=len(self._fragments),
-            settings=self._settings,
-            history=self._history,
-            liveness=self._liveness,
-            eligibility=self._eligibility,
-            progress=self.progress,
-            effects=self._effects,
-        )
+        return Agenda(self._context, self._eligibility, self.progress)

@@ -1,90 +1,98 @@
-"""What a leader decides about the numbers of a merge: weights, clips, coefficients; then its share and factors.
+"""Numbers of a merge as the leader decides them: weights, clips, coefficients; then share and factors.
 
-Who is in the merge is decided by the ballots (`leader`). The arithmetic is that of `core.merge.weights` and
+The ballots decide who is in the merge (`leader`). The arithmetic is that of `core.merge.weights` and
 `core.merge.outliers`.
 """
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.merge import outliers
 from diloco_node.core.merge import weights as weighing
-from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.messages import MergeDecided
-from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import OpenRound
-from diloco_node.core.types import CarryMode, Contribution, Member, MergeRule, RoundBody, RunSettings
+from diloco_node.core.types import CarryMode, Contribution, Member, MergeRule, RoundBody
 
 
 class MergeDecisions:
     """See the module. Remembers whose contributions are too long, to raise an alarm only when that begins."""
 
-    def __init__(
-        self, *, fragments: tuple[Fragment, ...], settings: RunSettings, history: RoundHistory, effects: EffectBuffer
-    ) -> None:
-        self._fragments = fragments
-        self._settings = settings
-        self._history = history
-        self._effects = effects
+    def __init__(self, context: RoundContext) -> None:
+        self._fragments, self._settings = context.fragments, context.settings
+        self._history, self._effects = context.history, context.effects
         self._outliers: set[tuple[str, int]] = set()
 
     def clear(self) -> None:
-        """This region leads no longer: the next time all are new."""
+        """Forget whose contributions are too long: this region leads no longer."""
         self._outliers.clear()
 
-    def decide(self, one: OpenRound, chosen: tuple[Contribution, ...]) -> MergeDecided:
-        """Fix weights, what of each counts, and coefficients; the stripes may still be on their way."""
-        rules = self._rules(one)
-        one.weights = weighing.weights(
-            chosen,
-            self._versions_missed(chosen, one.version),
+    def decide(self, round_: OpenRound, contributions: tuple[Contribution, ...]) -> MergeDecided:
+        """Fix weights, clips and coefficients; the stripes may still be on their way."""
+        rules = self._rules(round_)
+        round_.weights = weighing.weights(
+            contributions,
+            self._versions_missed(contributions, round_.version),
             weight_cap=self._settings.weight_cap,
             carry_steps_limit=self._settings.carry_steps_limit,
         )
-        recent = self._history.recent[one.fragment]
-        one.clips = outliers.clips(chosen, self._fragments[one.fragment].piece_sizes, recent)
-        self._note_outliers(one, outliers.excess(chosen, one.clips, recent))
-        coefficients = weighing.coefficients(chosen, one.weights, rules, one.clips)
-        one.decision = MergeDecided(one.ballot, one.fragment, one.version, chosen, coefficients)
-        return one.decision
+        recent = self._history.recent[round_.fragment]
+        round_.clips = outliers.clips(contributions, self._fragments[round_.fragment].piece_sizes, recent)
+        self._note_outliers(round_, outliers.excess(contributions, round_.clips, recent))
+        coefficients = weighing.coefficients(contributions, round_.weights, rules, round_.clips)
+        round_.decision = MergeDecided(round_.ballot, round_.fragment, round_.version, contributions, coefficients)
+        return round_.decision
 
-    def body(self, one: OpenRound) -> RoundBody:
-        """The entry of a round whose stripes are all merged."""
-        assert one.decision is not None
-        chosen = one.decision.contributions
-        share = 1.0 if one.is_last else weighing.share(one.weights, self._versions_missed(chosen, one.version))
+    def body(self, round_: OpenRound) -> RoundBody:
+        """Return the ledger entry of a round whose stripes are all merged."""
+        assert round_.decision is not None
+        contributions = round_.decision.contributions
+        share = (
+            1.0
+            if round_.is_last
+            else weighing.share(round_.weights, self._versions_missed(contributions, round_.version))
+        )
         factors = weighing.factors(
-            chosen, one.weights, self._rules(one), one.clips, one.merged_squared_norms(), share=share
+            contributions, round_.weights, self._rules(round_), round_.clips, round_.merged_squared_norms(), share=share
         )
-        members = tuple(Member(offered, weight) for offered, weight in zip(chosen, one.weights, strict=True))
+        members = tuple(
+            Member(contribution, weight) for contribution, weight in zip(contributions, round_.weights, strict=True)
+        )
         return RoundBody(
-            one.fragment, one.version, one.ballot, members, share, factors, one.stripes, one.digest, one.is_last
+            round_.fragment,
+            round_.version,
+            round_.ballot,
+            members,
+            share,
+            factors,
+            round_.stripes,
+            round_.digest,
+            round_.is_last,
         )
 
-    def _note_outliers(self, one: OpenRound, excess: dict[str, str]) -> None:
-        """An alarm when a learner's contributions to a fragment begin to be too long, a line as long as they are."""
-        for name in one.members:
+    def _note_outliers(self, round_: OpenRound, excess: dict[str, str]) -> None:
+        """Raise an alarm when a learner's contributions to a fragment begin to be too long; note each further one."""
+        for name in round_.members:
             fault = excess.get(name, "")
-            is_new = bool(fault) and (name, one.fragment) not in self._outliers
+            is_new = bool(fault) and (name, round_.fragment) not in self._outliers
             if fault:
-                self._outliers.add((name, one.fragment))
+                self._outliers.add((name, round_.fragment))
                 text = f"contribution of {name}: {fault}"
-                self._effects.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=is_new)
+                self._effects.note("norms", text, fragment=round_.fragment, version=round_.version, is_alarm=is_new)
             else:
-                self._outliers.discard((name, one.fragment))
+                self._outliers.discard((name, round_.fragment))
 
-    def _rules(self, one: OpenRound) -> tuple[MergeRule, ...]:
-        """Per piece; the last round is a plain mean (`core.merge.outer.outer_of`)."""
-        rules = self._fragments[one.fragment].rules
-        return (MergeRule.AVG,) * len(rules) if one.is_last else rules
+    def _rules(self, round_: OpenRound) -> tuple[MergeRule, ...]:
+        """Return the rule of each piece; the last round is a plain mean (`core.merge.outer.outer_of`)."""
+        rules = self._fragments[round_.fragment].rules
+        return (MergeRule.AVG,) * len(rules) if round_.is_last else rules
 
-    def _versions_missed(self, chosen: tuple[Contribution, ...], version: int) -> tuple[int, ...]:
-        """Per contribution, versions over which its learner carried steps; 0 where nothing was carried over any.
+    def _versions_missed(self, contributions: tuple[Contribution, ...], version: int) -> tuple[int, ...]:
+        """Return per contribution over how many versions its learner carried steps; 0 if it carried none.
 
-        A learner that gave its steps up after a long cut has carried nothing over the versions before that: its
-        contribution holds a cycle like anybody's, and what it kept of those after it.
+        A learner that gave its steps up after a long cut has carried nothing over the versions before that. Its
+        contribution holds a cycle like anybody's, and the steps that it has carried since.
         """
         if self._settings.carry is not CarryMode.CARRY:
-            return (0,) * len(chosen)
-        since = [self._history.carried_since(offered) for offered in chosen]
-        return tuple(0 if one is None else version - 1 - one for one in since)
+            return (0,) * len(contributions)
+        since = [self._history.carried_since(contribution) for contribution in contributions]
+        return tuple(0 if version_before is None else version - 1 - version_before for version_before in since)

@@ -1,11 +1,10 @@
-"""Which round the leader opens next, and why none is open: due learners, quorum, grace, pacing, measured times."""
+"""The next round to open, and why none is open: due learners, quorum, grace, pacing, measured times."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.quorum import LearnerDue, ReportSpread, RoundTiming, decide_open, quorum_size
 from diloco_node.core.merge.schedule import (
     StepTime,
@@ -14,9 +13,9 @@ from diloco_node.core.merge.schedule import (
     most_overdue_first,
     overdue_steps,
 )
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
-from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import LearnerStatus, RunSettings
+from diloco_node.core.types import LearnerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +36,26 @@ class Opening:
 
 
 class Opener:
-    """Keeps when each learner became due, and decides.
+    """Remembers when each learner became due, and decides which round to open.
 
     Attributes:
         reason: why no round is opened now, in words; empty when one was.
         wake_at_ns: when to ask again even if nothing happens; None: only an event changes the answer.
     """
 
-    def __init__(self, *, settings: RunSettings, fragments: int, history: RoundHistory, liveness: Liveness) -> None:
+    def __init__(self, context: RoundContext) -> None:
         self.reason = ""
         self.wake_at_ns: int | None = None
-        self._settings = settings
-        self._fragments = fragments
-        self._history = history
-        self._liveness = liveness
-        self._due: dict[int, dict[str, int]] = {fragment: {} for fragment in range(fragments)}
+        self._settings, self._fragments = context.settings, len(context.fragments)
+        self._history, self._liveness = context.history, context.liveness
+        self._due: dict[int, dict[str, int]] = {fragment: {} for fragment in range(self._fragments)}
         self._last_open_ns: int | None = None
         self._quorum_time = StepTime()
         self._sync_time = StepTime()
         self._spread = ReportSpread()
 
-    def status_changed(self, region: str, status: LearnerStatus | None, *, now_ns: int) -> None:
-        """A learner reported (or is gone): note for which fragments it became due just now."""
+    def on_status(self, region: str, status: LearnerStatus | None, *, now_ns: int) -> None:
+        """Take a report (None: the learner is gone), and remember for which fragments it became due just now."""
         for fragment, due in self._due.items():
             if status is None or self._overdue(fragment, status) < 0:
                 due.pop(region, None)
@@ -70,23 +67,23 @@ class Opener:
         """When the last round was opened by this leader; 0 if none was."""
         return self._last_open_ns or 0
 
-    def opened(self, opening: Opening, *, now_ns: int) -> None:
-        """A round was opened: pace the next, learn from this one."""
+    def on_open(self, opening: Opening, *, now_ns: int) -> None:
+        """Take an opened round: pace the next one, learn from this one."""
         self._last_open_ns = now_ns
         due = opening.due_at_ns
         if due:
-            needed = quorum_size(opening.learners, self._settings.quorum_min)
-            quorum_ns = due[min(needed, len(due)) - 1]
+            quorum = quorum_size(opening.learners, self._settings.quorum_min)
+            quorum_ns = due[min(quorum, len(due)) - 1]
             self._quorum_time = self._quorum_time.after(quorum_ns - due[0])
             last_ns = due[-1] if len(due) == opening.learners else now_ns
             self._spread = self._spread.after(last_ns - quorum_ns)
 
-    def committed(self, sync_ns: int) -> None:
-        """A round that was opened here is committed after this time."""
+    def on_commit(self, sync_ns: int) -> None:
+        """Take the time from opening to commit of a round that was opened here."""
         self._sync_time = self._sync_time.after(sync_ns)
 
     def timing(self, reachability: Reachability) -> RoundTiming:
-        """What is measured now."""
+        """Return the times that are measured now."""
         averages = [status.step_time_ns for _, status in self._statuses(reachability)]
         return RoundTiming(
             step_time_ns=median_step_time_ns(averages),
@@ -105,7 +102,7 @@ class Opener:
         *,
         now_ns: int,
     ) -> Opening | None:
-        """The round to open now, if any; else `reason` and `wake_at_ns` say what is waited for.
+        """Return the round to open now, if any; else `reason` and `wake_at_ns` say what is waited for.
 
         The most overdue fragment goes first; one that waits for its grace window does not hold up the others.
 
@@ -140,7 +137,7 @@ class Opener:
             )
             if decision.open:
                 self.reason = ""
-                due = sorted(one.due_at_ns for one in learners if one.due_at_ns is not None)
+                due = sorted(learner.due_at_ns for learner in learners if learner.due_at_ns is not None)
                 return Opening(fragment, decision.reason, tuple(due), len(learners))
             if decision.wake_at_ns is not None:
                 self.wake_at_ns = min(self.wake_at_ns or decision.wake_at_ns, decision.wake_at_ns)
@@ -149,14 +146,14 @@ class Opener:
         return None
 
     def _statuses(self, reachability: Reachability) -> list[tuple[str, LearnerStatus]]:
-        found = ((name, self._liveness.learner(name)) for name in reachability.learners)
-        return [(name, status) for name, status in found if status is not None]
+        statuses = ((name, self._liveness.learner(name)) for name in reachability.learners)
+        return [(name, status) for name, status in statuses if status is not None]
 
     def _overdue(self, fragment: int, status: LearnerStatus) -> int:
-        """Steps since it became due; negative while it is not.
+        """Return the steps since the learner became due; negative while it is not.
 
-        A report from before the apply of the last version still counts from the cycle before: nobody is due by it, or
-        each round would be followed by another one at once.
+        A report from before the apply of the last version still counts from the cycle before. It makes nobody due:
+        otherwise another round would follow each round at once.
         """
         position = status.positions[fragment]
         if position.base_version < self._history.versions[fragment]:
@@ -170,12 +167,12 @@ class Opener:
         )
 
     def _learners(self, fragment: int, reachability: Reachability, eligibility: Eligibility) -> list[LearnerDue]:
-        """Live learners that have some version, due or not."""
-        found = []
+        """Return live learners that have some version, due or not."""
+        learners = []
         for name, status in self._statuses(reachability):
             if status.positions[fragment].base_version < 0:
                 continue
             is_over = status.incarnation < eligibility.incarnation_min(name)
             is_due = not is_over and self._overdue(fragment, status) >= 0
-            found.append(LearnerDue(name, self._due[fragment].get(name) if is_due else None))
-        return found
+            learners.append(LearnerDue(name, self._due[fragment].get(name) if is_due else None))
+        return learners

@@ -1,12 +1,11 @@
-"""What every region does for rounds, as the leader orders: contribute, reduce its stripe, store the payload.
+"""Every region's part in rounds, as the leader orders: contribute, reduce its stripes, store the payload.
 
-A region never decides about a round. It follows the highest ballot of the current leader and forgets lower ones; what
-its learner contributed keeps its name and bytes from ballot to ballot, until the round of that fragment commits.
+A region never decides about a round. It follows the highest ballot of the current leader and forgets lower ones. Its
+learner's contribution keeps name and bytes from ballot to ballot, until the round of that fragment commits.
 """
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import (
     CloseBallot,
     ContributionStripeArrived,
@@ -18,7 +17,6 @@ from diloco_node.core.events import (
     StorePayload,
     TakeSnapshot,
 )
-from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.stripes import block_count, stripes_fault
 from diloco_node.core.messages import (
     BallotOpened,
@@ -31,267 +29,272 @@ from diloco_node.core.messages import (
     StripesReceived,
 )
 from diloco_node.core.recovery.versions import Versions
-from diloco_node.core.rounds.followed import Block, EarlyArrivals, FollowedBallot, FollowedRound, Name, name_of
-from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.context import RoundContext
+from diloco_node.core.rounds.followed import EarlyArrivals, FollowedBallot, FollowedRound, name_of
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_MAX
-from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody, RunSettings
+from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
 
 
 class RoundParticipant:
     """See the module. Feed it facts, then call `pump`.
 
-    Args:
-        manifest: of the model.
-
     Attributes:
-        left_out: whom the leader leaves out of its ballots, as its last one said.
+        left_out: regions that the leader leaves out of its ballots, by its last announcement.
     """
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        regions: tuple[str, ...],
-        manifest: Manifest,
-        settings: RunSettings,
-        history: RoundHistory,
-        versions: Versions,
-        effects: EffectBuffer,
-    ) -> None:
+    def __init__(self, context: RoundContext, versions: Versions) -> None:
         self.left_out: tuple[LeftOut, ...] = ()
-        self._region = region
-        self._others = tuple(sorted(name for name in regions if name != region))
-        self._settings = settings
-        self._history = history
+        self._region = context.region
+        self._peers = tuple(name for name in context.regions if name != context.region)
+        self._settings, self._history, self._effects = context.settings, context.history, context.effects
         self._versions = versions
-        self._effects = effects
         self._learner: LearnerStatus | None = None
-        self._pieces = [len(fragment.pieces) for fragment in manifest.fragments]
-        self._blocks = [block_count(fragment) for fragment in manifest.fragments]
-        self._fragments = [FollowedRound() for _ in manifest.fragments]
+        self._pieces = [len(fragment.pieces) for fragment in context.fragments]
+        self._blocks = [block_count(fragment) for fragment in context.fragments]
+        # Per fragment the round that is followed. Its version never goes back.
+        self._rounds = [FollowedRound() for _ in context.fragments]
         self._early = EarlyArrivals()
-        self._committed: list[list[RoundBody]] = [[] for _ in manifest.fragments]
+        # Per fragment the committed rounds that are not applied here: their bytes are still of use.
+        self._to_apply: list[list[RoundBody]] = [[] for _ in context.fragments]
+        # Fragments with news since the last `pump`.
         self._dirty: set[int] = set()
 
     def open_versions(self) -> dict[int, int]:
-        """Fragment to version of rounds that are open as far as is known here: a new leader opens them again."""
+        """Return the open rounds that are known here, fragment to version: a new leader opens them again."""
         return {
-            fragment: one.version
-            for fragment, one in enumerate(self._fragments)
-            if one.part is not None and one.version == self._history.versions[fragment] + 1
+            fragment: round_.version
+            for fragment, round_ in enumerate(self._rounds)
+            if round_.ballot is not None and round_.version == self._history.versions[fragment] + 1
         }
 
     def is_storing(self, body: RoundBody) -> bool:
         """Whether this very payload is being written to disk."""
-        part = self._fragments[body.fragment].part
-        is_this = part is not None and part.ballot == body.ballot and part.digest == body.payload_digest
-        return is_this and part is not None and not part.is_lost
+        ballot = self._rounds[body.fragment].ballot
+        is_this = ballot is not None and ballot.number == body.ballot and ballot.digest == body.payload_digest
+        return is_this and ballot is not None and not ballot.is_lost
 
     def is_following(self, body: RoundBody) -> bool:
         """Whether this region takes part in the ballot that made the payload, so that its stripes are on their way."""
-        part = self._fragments[body.fragment].part
-        return part is not None and part.ballot == body.ballot
+        ballot = self._rounds[body.fragment].ballot
+        return ballot is not None and ballot.number == body.ballot
 
     def open_rounds(self) -> list[tuple[int, int, Ballot, str]]:
-        """(fragment, version, ballot, what it waits for here) of each open round that is known here."""
-        found = []
-        for fragment, one in enumerate(self._fragments):
-            if one.part is not None and one.version > self._history.versions[fragment]:
-                found.append((fragment, one.version, one.part.ballot, self._waits_for(one, one.part)))
-        return found
+        """Return (fragment, version, ballot, what it waits for here) of each open round that is known here."""
+        rounds = []
+        for fragment, round_ in enumerate(self._rounds):
+            if round_.ballot is not None and round_.version > self._history.versions[fragment]:
+                rounds.append(
+                    (fragment, round_.version, round_.ballot.number, self._wait_reason(round_, round_.ballot))
+                )
+        return rounds
 
     def standing(self, fragment: int) -> tuple[int, Ballot, str, tuple[str, ...]] | None:
-        """(version, ballot, phase, whom it waits for) of a fragment's open round as far as this region sees it."""
-        one = self._fragments[fragment]
-        if one.part is None or one.version <= self._history.versions[fragment]:
+        """Return (version, ballot, phase, regions it waits for) of a fragment's open round, as this region sees it."""
+        round_ = self._rounds[fragment]
+        if round_.ballot is None or round_.version <= self._history.versions[fragment]:
             return None
-        version, part = one.version, one.part
-        if part.digest:
-            return version, part.ballot, "commit", ()
-        if self._region in part.opened.members and not part.has_contributed and not part.declined:
-            return version, part.ballot, "gather", (self._region,)
-        if part.decision is None and part.own_stripes(self._region):
-            return version, part.ballot, "gather", ()
-        return version, part.ballot, "reduce", part.lacking_reducers()
+        version, ballot = round_.version, round_.ballot
+        if ballot.digest:
+            return version, ballot.number, "commit", ()
+        if self._region in ballot.announcement.members and not ballot.has_contributed and not ballot.refusal:
+            return version, ballot.number, "gather", (self._region,)
+        if ballot.decision is None and ballot.own_stripes(self._region):
+            return version, ballot.number, "gather", ()
+        return version, ballot.number, "reduce", ballot.lacking_reducers()
 
-    def _waits_for(self, one: FollowedRound, part: FollowedBallot) -> str:
-        if part.digest:
-            return "waits for the commit" if self._is_stored(one, part) else "writes the payload"
-        if self._region in part.opened.members and not part.has_contributed and not part.declined:
-            return "waits for the learner's snapshot" if one.requested_base is not None else "waits for the learner"
-        if part.decision is None and part.own_stripes(self._region):
-            return f"waits for the decision of {part.leader}"
-        return f"waits for merged stripes of {', '.join(part.lacking_reducers())}"
+    def _wait_reason(self, round_: FollowedRound, ballot: FollowedBallot) -> str:
+        if ballot.digest:
+            return "waits for the commit" if self._is_stored(round_, ballot) else "writes the payload"
+        if self._region in ballot.announcement.members and not ballot.has_contributed and not ballot.refusal:
+            return "waits for the learner's snapshot" if round_.requested_base is not None else "waits for the learner"
+        if ballot.decision is None and ballot.own_stripes(self._region):
+            return f"waits for the decision of {ballot.leader}"
+        return f"waits for merged stripes of {', '.join(ballot.lacking_reducers())}"
 
     def learner_changed(self, status: LearnerStatus | None) -> None:
-        """The learner reported, attached or is gone. A new incarnation knows nothing of the old one's snapshots."""
+        """Take the learner's report; None: it is gone. A new incarnation knows nothing of the old one's snapshots."""
         is_new_incarnation = status is not None and (
             self._learner is None or self._learner.incarnation != status.incarnation
         )
-        for one in self._fragments:
+        for round_ in self._rounds:
             if status is None:
-                one.requested_base = None
-            elif is_new_incarnation and one.pending is not None and one.pending.incarnation != status.incarnation:
-                one.pending = None
+                round_.requested_base = None
+            elif (
+                is_new_incarnation
+                and round_.contribution is not None
+                and round_.contribution.incarnation != status.incarnation
+            ):
+                round_.contribution = None
         self._learner = status
-        self._dirty.update(range(len(self._fragments)))
+        self._dirty.update(range(len(self._rounds)))
 
     def snapshot_taken(self, contribution: Contribution) -> None:
-        """The learner has made a contribution."""
-        one = self._fragments[contribution.fragment]
+        """Take the contribution that the learner was asked for."""
+        round_ = self._rounds[contribution.fragment]
         is_current = self._learner is not None and self._learner.incarnation == contribution.incarnation
-        if not is_current or contribution.learner != self._region or one.requested_base != contribution.base_version:
+        if not is_current or contribution.learner != self._region or round_.requested_base != contribution.base_version:
             # An answer to a question of an earlier round or incarnation: what it names is resolved by now.
             return
-        one.requested_base, one.pending = None, contribution
+        round_.requested_base, round_.contribution = None, contribution
         self._dirty.add(contribution.fragment)
 
     def snapshot_refused(self, fragment: int, version: int, reason: str) -> None:
-        """The learner could not: request it again if its base has moved on since, else decline."""
-        one = self._fragments[fragment]
-        requested_base, one.requested_base = one.requested_base, None
-        if one.part is None or one.version != version or requested_base is None:
+        """Ask for the snapshot again if the learner's base has moved on since, else decline: the learner refused it."""
+        round_ = self._rounds[fragment]
+        requested_base, round_.requested_base = round_.requested_base, None
+        if round_.ballot is None or round_.version != version or requested_base is None:
             return
         if self._learner is not None and self._learner.positions[fragment].base_version == requested_base:
-            self._decline(one.part, reason)
+            self._decline(round_.ballot, reason)
         self._dirty.add(fragment)
 
-    def ballot_opened(self, leader: str, opened: BallotOpened) -> None:
-        """Follow a ballot, or answer again if it is the one that is followed. Lower ones are refused by silence.
+    def ballot_opened(self, leader: str, announcement: BallotOpened) -> None:
+        """Follow a ballot, or answer again if it is the one that is followed. Lower ones are ignored.
 
-        One whose stripes are none of the fragment is refused aloud: nobody could cut a contribution by them.
+        A ballot whose stripes do not fit the fragment raises an alarm: nobody could cut a contribution by them.
         """
-        if not 0 <= opened.fragment < len(self._fragments):
+        if not 0 <= announcement.fragment < len(self._rounds):
             return
-        one = self._fragments[opened.fragment]
-        if opened.version <= self._history.versions[opened.fragment] or opened.version < one.version:
+        round_ = self._rounds[announcement.fragment]
+        if (
+            announcement.version <= self._history.versions[announcement.fragment]
+            or announcement.version < round_.version
+        ):
             return
         fault = stripes_fault(
-            opened.stripes, regions=(self._region, *self._others), blocks=self._blocks[opened.fragment]
+            announcement.stripes, regions=(self._region, *self._peers), blocks=self._blocks[announcement.fragment]
         )
         if fault:
             text = f"ballot of {leader}: {fault}"
-            self._effects.note("ballot", text, fragment=opened.fragment, version=opened.version, is_alarm=True)
+            self._effects.note(
+                "ballot", text, fragment=announcement.fragment, version=announcement.version, is_alarm=True
+            )
             return
-        part = one.part
-        if part is not None and opened.version == one.version:
-            if opened.ballot == part.ballot:
-                self._repeat_reports(one, part)
+        ballot = round_.ballot
+        if ballot is not None and announcement.version == round_.version:
+            if announcement.ballot == ballot.number:
+                self._repeat_reports(round_, ballot)
                 return
-            if opened.ballot < part.ballot:
+            if announcement.ballot < ballot.number:
                 return
-            self._effects.emit(CloseBallot(part.ballot, opened.fragment, one.version, committed=False))
-        if opened.version > one.version:
-            one.version, one.pending, one.sent, one.requested_base = opened.version, None, None, None
+            self._effects.emit(CloseBallot(ballot.number, announcement.fragment, round_.version, committed=False))
+        if announcement.version > round_.version:
+            round_.version, round_.contribution, round_.sent_name, round_.requested_base = (
+                announcement.version,
+                None,
+                None,
+                None,
+            )
         self.left_out = tuple(
             LeftOut(name.region, name.part, name.reason[:REASON_SHOWN_MAX])
-            for name in opened.left_out[:LEFT_OUT_SHOWN_MAX]
+            for name in announcement.left_out[:LEFT_OUT_SHOWN_MAX]
         )
-        one.part = FollowedBallot(leader, opened)
+        round_.ballot = FollowedBallot(leader, announcement)
         # What came before the announcement, and what has arrived in the ballots before.
-        for event in self._early.take(opened.ballot, opened.fragment):
+        for event in self._early.take(announcement.ballot, announcement.fragment):
             if isinstance(event, MergedStripeArrived):
-                one.part.keep_merged(event)
+                round_.ballot.keep_merged(event)
             else:
-                one.keep_stripe(one.part, event, self._region)
-        self._send_durable(one, one.part)
-        self._dirty.add(opened.fragment)
+                round_.keep_stripe(round_.ballot, event, self._region)
+        self._report_stripes(round_, round_.ballot)
+        self._dirty.add(announcement.fragment)
 
     def merge_decided(self, decision: MergeDecided) -> None:
-        """Reduce this, or report again what came of it."""
-        one = self._fragments[decision.fragment] if 0 <= decision.fragment < len(self._fragments) else None
-        if one is None or one.part is None or one.part.ballot != decision.ballot:
+        """Reduce as the leader decided, or report the result again."""
+        round_ = self._rounds[decision.fragment] if 0 <= decision.fragment < len(self._rounds) else None
+        if round_ is None or round_.ballot is None or round_.ballot.number != decision.ballot:
             return
-        part = one.part
-        fault = _decision_fault(decision, part.opened, self._pieces[decision.fragment])
+        ballot = round_.ballot
+        fault = _decision_fault(decision, ballot.announcement, self._pieces[decision.fragment])
         if fault:
-            text = f"decision of {part.leader}: {fault}"
-            self._effects.note("decision", text, fragment=decision.fragment, version=one.version, is_alarm=True)
+            text = f"decision of {ballot.leader}: {fault}"
+            self._effects.note("decision", text, fragment=decision.fragment, version=round_.version, is_alarm=True)
             return
-        if part.decision is None:
-            part.decision = decision
+        if ballot.decision is None:
+            ballot.decision = decision
             self._dirty.add(decision.fragment)
             return
-        for _, reduced in sorted(part.reduced.items()):
-            self._effects.send(part.leader, part.report_of(reduced))
+        for _, reduction in sorted(ballot.reductions.items()):
+            self._effects.send(ballot.leader, ballot.report_of(reduction))
 
     def stripe_arrived(self, event: ContributionStripeArrived) -> None:
-        """A stripe of a contribution is here, perhaps before the ballot that explains which blocks it is."""
+        """Take a stripe of a contribution, perhaps before the ballot that explains which blocks it is."""
         contribution = event.contribution
         fragment = contribution.fragment
-        one = self._fragments[fragment]
+        round_ = self._rounds[fragment]
         version = contribution.base_version + 1
         if version <= self._history.versions[fragment]:
             self._free_late(event.ballot, fragment, version)
-        elif one.part is not None and event.ballot == one.part.ballot:
-            if one.keep_stripe(one.part, event, self._region):
+        elif round_.ballot is not None and event.ballot == round_.ballot.number:
+            if round_.keep_stripe(round_.ballot, event, self._region):
                 self._dirty.add(fragment)
-                if one.has_all(one.part, name_of(contribution), self._region):
-                    self._effects.send(one.part.leader, StripesReceived(event.ballot, *name_of(contribution)))
-        elif one.part is None or event.ballot > one.part.ballot:
+                if round_.has_all(round_.ballot, name_of(contribution), self._region):
+                    self._effects.send(round_.ballot.leader, StripesReceived(event.ballot, *name_of(contribution)))
+        elif round_.ballot is None or event.ballot > round_.ballot.number:
             self._early.keep(event)
 
     def merged_arrived(self, event: MergedStripeArrived) -> None:
-        """A merged stripe is here."""
-        one = self._fragments[event.fragment]
+        """Take a merged stripe."""
+        round_ = self._rounds[event.fragment]
         if event.version <= self._history.versions[event.fragment]:
             self._free_late(event.ballot, event.fragment, event.version)
-        elif one.part is not None and one.part.ballot == event.ballot:
-            one.part.keep_merged(event)
+        elif round_.ballot is not None and round_.ballot.number == event.ballot:
+            round_.ballot.keep_merged(event)
             self._dirty.add(event.fragment)
-        elif one.part is None or event.ballot > one.part.ballot:
+        elif round_.ballot is None or event.ballot > round_.ballot.number:
             self._early.keep(event)
 
     def stripe_reduced(self, event: ReductionDone) -> None:
-        """The stripe of this region is merged: tell the leader, give it to everybody."""
-        for one in self._fragments:
-            part = one.part
-            if part is not None and part.ballot == event.ballot and event.stripe in part.reducing:
-                part.reduced[event.stripe] = event
-                stripe = part.opened.stripes[event.stripe]
-                self._effects.send(part.leader, part.report_of(event))
+        """Report a merged stripe of this region to the leader, and send it to everybody."""
+        for round_ in self._rounds:
+            ballot = round_.ballot
+            if ballot is not None and ballot.number == event.ballot and event.stripe in ballot.sum_orders:
+                ballot.reductions[event.stripe] = event
+                stripe = ballot.announcement.stripes[event.stripe]
+                self._effects.send(ballot.leader, ballot.report_of(event))
                 self._effects.emit(
                     SendMerged(
                         event.ballot,
                         event.stripe,
-                        part.opened.fragment,
-                        part.opened.version,
+                        ballot.announcement.fragment,
+                        ballot.announcement.version,
                         event.digest,
                         stripe.block_start,
                         stripe.block_stop,
-                        self._others,
+                        self._peers,
                     )
                 )
 
     def payload_stored(self, fragment: int, version: int, digest: bytes) -> None:
-        """A payload is on disk: tell the leader if it is the one of the current ballot."""
-        one = self._fragments[fragment]
-        if one.part is not None and one.version == version and one.part.digest == digest:
-            self._effects.send(one.part.leader, PayloadDurable(one.part.ballot, digest))
+        """Tell the leader that a payload is on disk, if it is the one of the current ballot."""
+        round_ = self._rounds[fragment]
+        if round_.ballot is not None and round_.version == version and round_.ballot.digest == digest:
+            self._effects.send(round_.ballot.leader, PayloadDurable(round_.ballot.number, digest))
 
-    def payload_not_stored(self, fragment: int, ballot: Ballot) -> None:
-        """The merged stripes went before they were written: should the ballot commit, its payload is to be fetched."""
-        part = self._fragments[fragment].part
-        if part is not None and part.ballot == ballot:
-            part.is_lost = True
+    def payload_not_stored(self, fragment: int, number: Ballot) -> None:
+        """Remember that merged stripes were dropped before they were written: if the ballot commits, its payload is
+        fetched."""
+        ballot = self._rounds[fragment].ballot
+        if ballot is not None and ballot.number == number:
+            ballot.is_lost = True
 
-    def committed(self, body: RoundBody) -> None:
-        """A round is decided for good; its bytes are kept until it is applied."""
-        self._committed[body.fragment].append(body)
+    def on_commit(self, body: RoundBody) -> None:
+        """Take a committed round; its bytes stay until it is applied."""
+        self._to_apply[body.fragment].append(body)
 
-    def applied(self, fragment: int, version: int) -> None:
-        """The fragment is at `version`: nothing of the rounds up to there is needed any more."""
-        closed = [body for body in self._committed[fragment] if body.version <= version]
-        self._committed[fragment] = [body for body in self._committed[fragment] if body.version > version]
-        one = self._fragments[fragment]
-        for body in closed:
-            self._close(one, body)
-        if one.version <= version:
-            one.part = one.pending = one.sent = one.requested_base = None
-        one.arrived = {key: made for key, made in one.arrived.items() if made > version}
-        if closed:
-            self._early.forget(fragment, closed[-1].ballot)
+    def on_apply(self, fragment: int, version: int) -> None:
+        """Close the rounds up to `version`, which the fragment has applied: none of their bytes are needed any more."""
+        bodies = [body for body in self._to_apply[fragment] if body.version <= version]
+        self._to_apply[fragment] = [body for body in self._to_apply[fragment] if body.version > version]
+        round_ = self._rounds[fragment]
+        for body in bodies:
+            self._close(round_, body)
+        if round_.version <= version:
+            round_.ballot = round_.contribution = round_.sent_name = round_.requested_base = None
+        round_.arrivals = {key: version_ for key, version_ in round_.arrivals.items() if version_ > version}
+        if bodies:
+            self._early.forget(fragment, bodies[-1].ballot)
         self._dirty.add(fragment)
 
     def pump(self) -> None:
@@ -299,76 +302,88 @@ class RoundParticipant:
         while self._dirty:
             fragment = min(self._dirty)
             self._dirty.discard(fragment)
-            one = self._fragments[fragment]
-            if one.part is not None and one.version > self._history.versions[fragment]:
-                self._contribute(one, one.part)
-                self._reduce(one, one.part)
-                self._store(one, one.part)
+            round_ = self._rounds[fragment]
+            if round_.ballot is not None and round_.version > self._history.versions[fragment]:
+                self._contribute(round_, round_.ballot)
+                self._reduce(round_, round_.ballot)
+                self._store(round_, round_.ballot)
 
-    def _contribute(self, one: FollowedRound, part: FollowedBallot) -> None:
-        opened = part.opened
+    def _contribute(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
+        announcement = ballot.announcement
         if (
-            self._region not in opened.members
-            or part.has_contributed
-            or part.declined
-            or one.requested_base is not None
+            self._region not in announcement.members
+            or ballot.has_contributed
+            or ballot.refusal
+            or round_.requested_base is not None
         ):
             return
-        reason = self._decline_reason(opened.fragment)
+        reason = self._decline_reason(announcement.fragment)
         if reason:
-            self._decline(part, reason)
-        elif one.pending is not None:
-            part.has_contributed = True
-            self._effects.send(part.leader, Contributed(part.ballot, one.pending))
+            self._decline(ballot, reason)
+        elif round_.contribution is not None:
+            ballot.has_contributed = True
+            self._effects.send(ballot.leader, Contributed(ballot.number, round_.contribution))
             # What the reducers have may be of a learner that has died since.
-            reused = opened.reused if one.sent == name_of(one.pending) else ()
-            skip = tuple(sorted(there.stripe for there in reused if there.learner == self._region))
-            one.sent = name_of(one.pending)
-            self._effects.emit(SendContribution(part.ballot, one.version, one.pending, opened.stripes, skip))
-        elif not self._may_contribute(opened.fragment, one.version):
+            stripes_there = announcement.reused if round_.sent_name == name_of(round_.contribution) else ()
+            skip = tuple(sorted(there.stripe for there in stripes_there if there.learner == self._region))
+            round_.sent_name = name_of(round_.contribution)
+            self._effects.emit(
+                SendContribution(ballot.number, round_.version, round_.contribution, announcement.stripes, skip)
+            )
+        elif not self._may_contribute(announcement.fragment, round_.version):
             assert self._learner is not None
-            one.requested_base = self._learner.positions[opened.fragment].base_version
-            self._effects.emit(TakeSnapshot(opened.fragment, one.version, one.requested_base))
+            round_.requested_base = self._learner.positions[announcement.fragment].base_version
+            self._effects.emit(TakeSnapshot(announcement.fragment, round_.version, round_.requested_base))
 
-    def _reduce(self, one: FollowedRound, part: FollowedBallot) -> None:
+    def _reduce(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         """Start the sum of every stripe of this region whose contributions are all here."""
-        decision = part.decision
+        decision = ballot.decision
         if decision is None:
             return
-        for index, stripe in part.own_stripes(self._region):
+        for index, stripe in ballot.own_stripes(self._region):
             blocks = (stripe.block_start, stripe.block_stop)
-            is_whole = all((name_of(named), blocks) in one.arrived for named in decision.contributions)
-            if index in part.reducing or not is_whole:
+            is_whole = all(
+                (name_of(contribution), blocks) in round_.arrivals for contribution in decision.contributions
+            )
+            if index in ballot.sum_orders or not is_whole:
                 continue
-            order = self._order_of_sum(decision.contributions, list(one.arrived))
-            part.reducing[index] = order
+            order = self._order_of_sum(decision.contributions)
+            ballot.sum_orders[index] = order
             self._effects.emit(
                 ReduceStripe(
-                    ballot=part.ballot,
-                    fragment=part.opened.fragment,
-                    version=one.version,
+                    ballot=ballot.number,
+                    fragment=ballot.announcement.fragment,
+                    version=round_.version,
                     stripe=index,
                     block_start=stripe.block_start,
                     block_stop=stripe.block_stop,
                     contributions=tuple(decision.contributions[place] for place in order),
                     coefficients=tuple(decision.coefficients[place] for place in order),
-                    residual_of=one.residual_of(index, blocks) if self._settings.error_feedback else None,
+                    residual_of=round_.residual_of(index, blocks) if self._settings.error_feedback else None,
                 )
             )
 
-    def _store(self, one: FollowedRound, part: FollowedBallot) -> None:
-        if part.digest or len(part.merged) < len(part.opened.stripes):
+    def _store(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
+        if ballot.digest or len(ballot.merged_digests) < len(ballot.announcement.stripes):
             return
-        part.digest = payload_digest([part.merged[index] for index in range(len(part.opened.stripes))])
-        if self._is_stored(one, part):
-            self._effects.send(part.leader, PayloadDurable(part.ballot, part.digest))
+        ballot.digest = payload_digest(
+            [ballot.merged_digests[index] for index in range(len(ballot.announcement.stripes))]
+        )
+        if self._is_stored(round_, ballot):
+            self._effects.send(ballot.leader, PayloadDurable(ballot.number, ballot.digest))
         else:
             self._effects.emit(
-                StorePayload(part.ballot, part.opened.fragment, one.version, part.digest, part.opened.stripes)
+                StorePayload(
+                    ballot.number,
+                    ballot.announcement.fragment,
+                    round_.version,
+                    ballot.digest,
+                    ballot.announcement.stripes,
+                )
             )
 
     def _may_contribute(self, fragment: int, version: int) -> str:
-        """Why the learner can't contribute just yet; empty if it can. It is checked again when something changes.
+        """Return why the learner can't contribute just yet; empty if it can. Asked again when something changes.
 
         The snapshot is taken against version - 1, after the learner has applied it: so an offer always resolves the
         snapshot before, and a base is never older than the last inclusion.
@@ -376,90 +391,93 @@ class RoundParticipant:
         if self._learner is None:
             return "no learner"
         position = self._learner.positions[fragment]
-        covered = self._history.covered_step(self._region, self._learner.incarnation, fragment)
+        covered_step = self._history.covered_step(self._region, self._learner.incarnation, fragment)
         if position.base_version != version - 1:
             return f"the learner is at version {position.base_version}"
         if self._history.versions[fragment] != version - 1:
             return f"version {version - 1} is not committed here"
-        if position.included_step != covered:
-            return f"steps ({covered}, {position.included_step}] are not booked yet"
+        if position.included_step != covered_step:
+            return f"steps ({covered_step}, {position.included_step}] are not booked yet"
         return ""
 
     def _decline_reason(self, fragment: int) -> str:
-        """Why the learner will not contribute to this ballot at all; empty if it will, perhaps later."""
+        """Return why the learner will not contribute to this ballot at all; empty if it will, perhaps later."""
         if self._learner is None:
             return "no learner is attached"
         if self._learner.finished:
             return "the learner has stopped"
         position = self._learner.positions[fragment]
-        has_pending = self._fragments[fragment].pending is not None
+        has_pending = self._rounds[fragment].contribution is not None
         if not has_pending and position.base_version >= 0 and self._learner.step <= position.included_step:
             return "no steps since the last inclusion"
         return ""
 
-    def _order_of_sum(self, named: tuple[Contribution, ...], arrived: list[tuple[Name, Block]]) -> list[int]:
-        """The order in which contributions are added: by learner, for float32 sums depend on it.
+    def _order_of_sum(self, contributions: tuple[Contribution, ...]) -> list[int]:
+        """Return the places of the contributions in the order in which they are added.
 
-        Args:
-            named: as the leader listed them.
-            arrived: in the order of arrival, which must not matter.
+        Float32 sums depend on the order. So it follows the learners' names, not the leader's list or the arrival.
         """
-        del arrived
-        return sorted(range(len(named)), key=lambda place: named[place].learner)
+        return sorted(range(len(contributions)), key=lambda place: contributions[place].learner)
 
-    def _repeat_reports(self, one: FollowedRound, part: FollowedBallot) -> None:
-        """Everything that was reported in this ballot; any of it may have been lost."""
-        if part.has_contributed and one.pending is not None:
-            self._effects.send(part.leader, Contributed(part.ballot, one.pending))
-        if part.declined:
-            self._effects.send(part.leader, Declined(part.ballot, part.declined))
-        if any(index not in part.reduced for index, _ in part.own_stripes(self._region)):
-            self._send_durable(one, part)
-        for _, reduced in sorted(part.reduced.items()):
-            self._effects.send(part.leader, part.report_of(reduced))
-        if part.digest and self._is_stored(one, part):
-            self._effects.send(part.leader, PayloadDurable(part.ballot, part.digest))
-        digests = tuple(part.merged.get(index, b"") for index in range(len(part.opened.stripes)))
-        self._effects.send(part.leader, MergedReceived(part.ballot, digests))
+    def _repeat_reports(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
+        """Send all reports of this ballot again; any of them may have been lost."""
+        if ballot.has_contributed and round_.contribution is not None:
+            self._effects.send(ballot.leader, Contributed(ballot.number, round_.contribution))
+        if ballot.refusal:
+            self._effects.send(ballot.leader, Declined(ballot.number, ballot.refusal))
+        if any(index not in ballot.reductions for index, _ in ballot.own_stripes(self._region)):
+            self._report_stripes(round_, ballot)
+        for _, reduction in sorted(ballot.reductions.items()):
+            self._effects.send(ballot.leader, ballot.report_of(reduction))
+        if ballot.digest and self._is_stored(round_, ballot):
+            self._effects.send(ballot.leader, PayloadDurable(ballot.number, ballot.digest))
+        digests = tuple(ballot.merged_digests.get(index, b"") for index in range(len(ballot.announcement.stripes)))
+        self._effects.send(ballot.leader, MergedReceived(ballot.number, digests))
 
-    def _send_durable(self, one: FollowedRound, part: FollowedBallot) -> None:
-        for name in one.received_names(part, self._region):
-            self._effects.send(part.leader, StripesReceived(part.ballot, *name))
+    def _report_stripes(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
+        for name in round_.received_names(ballot, self._region):
+            self._effects.send(ballot.leader, StripesReceived(ballot.number, *name))
 
-    def _decline(self, part: FollowedBallot, reason: str) -> None:
-        part.declined = reason
-        self._effects.send(part.leader, Declined(part.ballot, reason))
+    def _decline(self, ballot: FollowedBallot, reason: str) -> None:
+        ballot.refusal = reason
+        self._effects.send(ballot.leader, Declined(ballot.number, reason))
 
-    def _is_stored(self, one: FollowedRound, part: FollowedBallot) -> bool:
-        return self._versions.has_stored(part.opened.fragment, one.version, part.digest)
+    def _is_stored(self, round_: FollowedRound, ballot: FollowedBallot) -> bool:
+        return self._versions.has_stored(ballot.announcement.fragment, round_.version, ballot.digest)
 
-    def _close(self, one: FollowedRound, body: RoundBody) -> None:
-        part = one.part
-        one.residual = None
-        is_followed = part is not None and one.version == body.version
-        if is_followed and part is not None:
-            if part.ballot != body.ballot:
-                self._effects.emit(CloseBallot(part.ballot, body.fragment, body.version, committed=False))
-            elif part.reduced:
-                one.residual = (body.version, body.ballot, part.reduced_blocks())
-        if is_followed or one.arrived or self._early.has_any:
+    def _close(self, round_: FollowedRound, body: RoundBody) -> None:
+        ballot = round_.ballot
+        round_.residual = None
+        is_followed = ballot is not None and round_.version == body.version
+        if is_followed and ballot is not None:
+            if ballot.number != body.ballot:
+                self._effects.emit(CloseBallot(ballot.number, body.fragment, body.version, committed=False))
+            elif ballot.reductions:
+                round_.residual = (body.version, body.ballot, ballot.reduced_blocks())
+        if is_followed or round_.arrivals or self._early.has_any:
             self._effects.emit(CloseBallot(body.ballot, body.fragment, body.version, committed=True))
 
     def _free_late(self, ballot: Ballot, fragment: int, version: int) -> None:
-        """Bytes of a round that is over. Before it is applied here, it is still to be closed with all it has."""
-        residual = self._fragments[fragment].residual
+        """Free late bytes of a finished round, unless this region has yet to apply it.
+
+        Before the apply, `on_apply` closes the round with all its bytes.
+        """
+        residual = self._rounds[fragment].residual
         is_kept = residual is not None and residual[1] == ballot
         if version <= self._versions.applied[fragment] and not is_kept:
             self._effects.emit(CloseBallot(ballot, fragment, version, committed=False))
 
 
-def _decision_fault(decision: MergeDecided, opened: BallotOpened, pieces: int) -> str:
-    """Why a leader's decision is none about this ballot; empty if it is. Its sum is worked out as it stands."""
-    names = [one.learner for one in decision.contributions]
-    if decision.version != opened.version or not names or len(names) != len(set(names)):
-        return f"version {decision.version} of {names}, the ballot is for version {opened.version}"
+def _decision_fault(decision: MergeDecided, announcement: BallotOpened, pieces: int) -> str:
+    """Return why a leader's decision does not fit its ballot; empty if it does. The sum follows the decision
+    blindly."""
+    names = [contribution.learner for contribution in decision.contributions]
+    if decision.version != announcement.version or not names or len(names) != len(set(names)):
+        return f"version {decision.version} of {names}, the ballot is for version {announcement.version}"
     strange = [
-        one for one in decision.contributions if one.learner not in opened.members or one.fragment != decision.fragment
+        contribution
+        for contribution in decision.contributions
+        if contribution.learner not in announcement.members or contribution.fragment != decision.fragment
     ]
     if strange:
         return f"{strange[0].learner}'s contribution to fragment {strange[0].fragment} has no part in it"

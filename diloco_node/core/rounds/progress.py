@@ -1,8 +1,8 @@
-"""How far the run is, by the figures that end it: what the leader asks, and what each region tells its learner.
+"""The run's position by the figures that end it: the leader asks it, and each region tells its learner.
 
-Learners differ in speed, and come and go. So the position of the run is that of its median learner, and a learner that
-is away for a moment counts with what it has made: or each restart of a slow one would move the run to where the faster
-ones are, and might end it.
+Learners differ in speed, and come and go. So the run is where its median learner is, and a learner that is away for a
+moment counts with its steps so far. Otherwise each restart of a slow one would move the run to where the faster ones
+are, and might end it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.bounds import INCARNATION_MAX
-from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import RunSettings
+from diloco_node.core.rounds.context import RoundContext
 
 ABSENT_NS: Final = 300_000_000_000
 """A learner that made no step for so long no longer counts, as long as most are left. Restarts and cuts of minutes do
@@ -22,7 +20,7 @@ not move the run, and a minority that is gone for good holds up its end by no mo
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
-    """Where the run is.
+    """The position of the run.
 
     Attributes:
         steps: of the median learner, all its incarnations together; of an even number the lower of the middle two.
@@ -34,60 +32,52 @@ class RunPosition:
 
 
 class RunProgress:
-    """Keeps when each learner's count last grew, and answers.
+    """Remembers when each learner last made a step, and answers.
 
     Args:
         regions: of the run. fragments: P.
     """
 
-    def __init__(
-        self,
-        *,
-        regions: tuple[str, ...],
-        settings: RunSettings,
-        history: RoundHistory,
-        liveness: Liveness,
-        fragments: int,
-    ) -> None:
-        self._regions = regions
-        self._settings = settings
-        self._history = history
-        self._liveness = liveness
-        self._fragments = fragments
+    def __init__(self, context: RoundContext) -> None:
+        self._regions, self._fragments = context.regions, len(context.fragments)
+        self._settings, self._history, self._liveness = context.settings, context.history, context.liveness
         self._grew: dict[str, tuple[int, int]] = {}
 
     def learner_steps(self, *, now_ns: int) -> list[int]:
-        """Steps of each learner that is there, or was not long ago; all its incarnations together.
+        """Return the steps of each learner that is there, or was not long ago; all its incarnations together.
 
-        Where only a minority makes steps, or only a minority is heard of, all count with what they have made: or a
-        region that was cut off would take itself for the run, and the first to go on after a stall of all would be it.
+        If only a minority makes steps, or is heard of, all learners count with their steps so far. Otherwise a region
+        that was cut off would take itself for the run; so would the first region to go on after a stall of all.
         """
-        every, recent = [], []
+        all_steps, recent = [], []
         for name in self._regions:
             steps = self.steps_of(name)
             if steps == 0 and self._liveness.learner(name) is None:
                 continue  # it was never there: the run does not stand at its start for it
-            known, grew_ns = self._grew.get(name, (-1, now_ns))
-            if steps > known:
+            steps_before, grew_ns = self._grew.get(name, (-1, now_ns))
+            if steps > steps_before:
                 self._grew[name] = (steps, now_ns)
                 grew_ns = now_ns
-            every.append(steps)
+            all_steps.append(steps)
             if now_ns - grew_ns < ABSENT_NS:
                 recent.append(steps)
-        return recent if 2 * len(recent) > len(every) else every
+        return recent if 2 * len(recent) > len(all_steps) else all_steps
 
     def position(self, *, now_ns: int) -> RunPosition:
-        """Where the run is now, as far as this region knows."""
+        """Return where the run is now, as far as this region knows."""
         steps, settings = lower_median(self.learner_steps(now_ns=now_ns)), self._settings
-        parts = []
+        fractions = []
         if settings.steps_max > 0:
-            parts.append(steps / settings.steps_max)
+            fractions.append(steps / settings.steps_max)
         if settings.tokens_max > 0:
-            parts.append(self._history.account.merged_tokens(self._fragments) / settings.tokens_max)
-        return RunPosition(steps, min(1.0, max(parts)) if parts else None)
+            fractions.append(self._history.account.merged_tokens(self._fragments) / settings.tokens_max)
+        return RunPosition(steps, min(1.0, max(fractions)) if fractions else None)
 
     def steps_of(self, name: str) -> int:
-        """Of a region's learner, in all its lives: by its last report; without one, and before it, by the ledger."""
+        """Return the steps of a region's learner in all its lives.
+
+        They come from its last report; without one, and before its incarnation, from the ledger.
+        """
         in_ledger = self._history.steps_before(name, INCARNATION_MAX + 1)
         status = self._liveness.learner(name)
         if status is None:
@@ -96,6 +86,6 @@ class RunProgress:
 
 
 def lower_median(values: list[int]) -> int:
-    """Of an even number the lower one of the middle two: of two, one may be wrong. 0 of none."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2] if ordered else 0
+    """Return the median, for an even number the lower of the middle two: one of two may be wrong. 0 for none."""
+    in_order = sorted(values)
+    return in_order[(len(in_order) - 1) // 2] if in_order else 0

@@ -1,11 +1,11 @@
-"""Whom the leader leaves out of its ballots, as member or as reducer, for how long, and why.
+"""Regions that the leader leaves out of its ballots as member or as reducer: for how long, and why.
 
-A region whose control lives while its bulk fails, or that says what the others deny, must not hold up every round. Who
-fails its part once is tried by the next ballot, with a short deadline. Who fails twice in a row is left out for a
-while, who disagrees with the majority of the others at once. When the while is over, a short ballot tries the region
-again. Each further failure doubles the pause.
+A region whose control lives while its bulk fails must not hold up every round; nor may one that contradicts the others.
+A region that fails its part once is tried by the next ballot, with a short deadline. It is suspended for a while if it
+fails twice in a row, and at once if it disagrees with the majority of the others. After the pause a short ballot tries
+it again. Each further failure doubles the pause.
 
-The book belongs to one leader. The next one learns again, with what the ballots of this one said as a first strike.
+The book belongs to one leader. The next one learns again; what the ballots of this one said is its first strike.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ DOUBLINGS_MAX: Final = 4
 """The pause doubles up to 16 times: with ballots of 2 s to about a minute, in which a healed region is back."""
 
 CLEAN_BALLOTS: Final = 64
-"""So many ballots without a fault take one doubling back: who fails each 64th costs the others little."""
+"""Ballots without a fault that take one doubling back: a failure in every 64th costs the others little."""
 
-YIELDED: Final = "it led before, and gave its place away"
+HANDED_OVER: Final = "it led before, and gave its place away"
 
 LEFT_OUT_SHOWN_MAX: Final = 16
 REASON_SHOWN_MAX: Final = 160
-"""What a ballot says of those that are left out stays short."""
+"""Longest reason that a ballot tells of a suspended region."""
 
 
 class BallotPart(StrEnum):
-    """What a region does in a ballot."""
+    """The role of a region in a ballot."""
 
     MEMBER = "member"
     REDUCER = "reducer"
@@ -48,7 +48,7 @@ class Blame:
     """A region that failed its part in a ballot.
 
     Attributes:
-        reason: what was seen, and by whom.
+        reason: the observation, and whose it is.
         is_proved: the majority of the others says otherwise; else it only was late.
     """
 
@@ -60,12 +60,12 @@ class Blame:
 
 @dataclass(slots=True)
 class _Suspect:
-    """One region in one part.
+    """The record of one region in one role.
 
     Attributes:
         failures: in a row. failed_at_ns: the last one.
-        level: how often it was left out, less what was forgiven.
-        until_ns: it is left out, and may be tried from then on; None: it takes part.
+        level: how often it was suspended, less what was forgiven.
+        until_ns: it is suspended, and may be tried from then on; None: it takes part.
         clean: ballots without a fault since the last one.
     """
 
@@ -89,91 +89,103 @@ class SuspicionBook:
         self._suspects: dict[tuple[str, BallotPart], _Suspect] = {}
 
     def blame(self, blame: Blame, *, opened_at_ns: int, now_ns: int) -> int | None:
-        """A region failed its part in a ballot that was opened then.
+        """Record that a region failed its part in a ballot.
+
+        Args:
+            opened_at_ns: of that ballot.
 
         Returns:
-            How long it is left out from now on; None if it is not, or was already.
+            How long it is suspended from now on; None if it is not, or was already.
         """
-        one = self._suspects.setdefault((blame.region, blame.part), _Suspect(blame.reason))
-        is_same_cause = opened_at_ns < one.failed_at_ns
-        is_out = one.until_ns is not None and now_ns < one.until_ns
+        suspect = self._suspects.setdefault((blame.region, blame.part), _Suspect(blame.reason))
+        is_same_cause = opened_at_ns < suspect.failed_at_ns
+        is_out = suspect.until_ns is not None and now_ns < suspect.until_ns
         if is_out or (is_same_cause and not blame.is_proved):
             return None  # Ballots that were open at the same time fail together, and say it once.
-        one.failures, one.failed_at_ns, one.clean, one.reason = one.failures + 1, now_ns, 0, blame.reason
-        if one.failures < FAILURES_MAX and one.level == 0 and not blame.is_proved:
+        suspect.failures, suspect.failed_at_ns, suspect.clean, suspect.reason = (
+            suspect.failures + 1,
+            now_ns,
+            0,
+            blame.reason,
+        )
+        if suspect.failures < FAILURES_MAX and suspect.level == 0 and not blame.is_proved:
             return None
-        pause_ns = self._pause_ns << min(one.level, DOUBLINGS_MAX)
-        one.level = min(one.level, DOUBLINGS_MAX) + 1
-        one.until_ns = now_ns + pause_ns
+        pause_ns = self._pause_ns << min(suspect.level, DOUBLINGS_MAX)
+        suspect.level = min(suspect.level, DOUBLINGS_MAX) + 1
+        suspect.until_ns = now_ns + pause_ns
         return pause_ns
 
-    def did(self, region: str, part: BallotPart) -> bool:
-        """A ballot committed in which the region did its part; returns whether it was left out before."""
-        one = self._suspects.get((region, part))
-        if one is None:
+    def on_success(self, region: str, role: BallotPart) -> bool:
+        """Record a committed ballot in which the region did its part; return whether it was suspended before."""
+        suspect = self._suspects.get((region, role))
+        if suspect is None:
             return False
-        was_out = one.until_ns is not None
-        one.failures, one.until_ns, one.clean = 0, None, one.clean + 1
-        if one.clean >= CLEAN_BALLOTS:
-            one.clean, one.level = 0, one.level - 1
-        if one.level <= 0:
-            del self._suspects[region, part]
+        was_out = suspect.until_ns is not None
+        suspect.failures, suspect.until_ns, suspect.clean = 0, None, suspect.clean + 1
+        if suspect.clean >= CLEAN_BALLOTS:
+            suspect.clean, suspect.level = 0, suspect.level - 1
+        if suspect.level <= 0:
+            del self._suspects[region, role]
         return was_out
 
-    def begin(self, left_out: Iterable[LeftOut], regions: Iterable[str], *, yielded: str = "", now_ns: int = 0) -> None:
-        """This region leads now: whom the leader before left out has failed once here. Its next failure counts.
+    def begin(
+        self, left_out: Iterable[LeftOut], regions: Iterable[str], *, predecessor: str = "", now_ns: int = 0
+    ) -> None:
+        """Begin as a new leader. Regions that the leader before left out have failed once: their next failure counts.
 
         Args:
-            yielded: the leader before, if it gave its place away: it stops, or held up the others. It is left out for
-                the first pause.
+            predecessor: the leader before, if it gave its place away: it stops, or held up the others. It is suspended
+                for the first pause.
         """
         self._suspects.clear()
-        known = {(name, part) for name in regions for part in BallotPart}
-        for one in left_out:
-            if (one.region, one.part) in known:
-                reason = f"{one.reason[:REASON_SHOWN_MAX]}, said the leader before"
-                self._suspects[one.region, BallotPart(one.part)] = _Suspect(reason, failures=1)
-        for part in BallotPart if yielded else ():
+        known_roles = {(name, role) for name in regions for role in BallotPart}
+        for line in left_out:
+            if (line.region, line.part) in known_roles:
+                reason = f"{line.reason[:REASON_SHOWN_MAX]}, said the leader before"
+                self._suspects[line.region, BallotPart(line.part)] = _Suspect(reason, failures=1)
+        for role in BallotPart if predecessor else ():
             until_ns = now_ns + self._pause_ns
-            self._suspects[yielded, part] = _Suspect(YIELDED, failures=FAILURES_MAX, level=1, until_ns=until_ns)
+            self._suspects[predecessor, role] = _Suspect(HANDED_OVER, failures=FAILURES_MAX, level=1, until_ns=until_ns)
 
-    def held_back(self, part: BallotPart, *, probed: str = "", now_ns: int) -> dict[str, str]:
-        """Who is left out, and why.
+    def suspensions(self, role: BallotPart, *, probe: str = "", now_ns: int) -> dict[str, str]:
+        """Return the suspended regions of a role, each with the reason.
 
         Args:
-            probed: is tried, if its pause is over.
+            probe: a region that is tried now, if its pause is over.
         """
         return {
-            name: one.reason
-            for (name, own), one in sorted(self._suspects.items())
-            if own is part and one.until_ns is not None and (name != probed or now_ns < one.until_ns)
+            name: suspect.reason
+            for (name, suspect_role), suspect in sorted(self._suspects.items())
+            if suspect_role is role and suspect.until_ns is not None and (name != probe or now_ns < suspect.until_ns)
         }
 
     def next_probe(self, *, now_ns: int, without: Collection[str] = ()) -> str:
-        """The region whose pause is over for the longest time, of others than these; empty if there is none."""
+        """Return the region whose pause is over for the longest time, without some; empty if there is none."""
         over = [
-            (one.until_ns, name)
-            for (name, _), one in self._suspects.items()
-            if one.until_ns is not None and one.until_ns <= now_ns and name not in without
+            (suspect.until_ns, name)
+            for (name, _), suspect in self._suspects.items()
+            if suspect.until_ns is not None and suspect.until_ns <= now_ns and name not in without
         ]
         return min(over)[1] if over else ""
 
     def doublings(self, region: str) -> int:
-        """How often the region failed a probe, for the time that the next one gets."""
+        """Return how often the region failed a probe: its next one gets more time."""
         return max(
-            (one.level - 1 for (name, _), one in self._suspects.items() if name == region and one.level), default=0
+            (suspect.level - 1 for (name, _), suspect in self._suspects.items() if name == region and suspect.level),
+            default=0,
         )
 
-    def is_doubted(self, region: str, part: BallotPart) -> bool:
-        """Whether it failed this part in its last ballot, and is not left out for it: the next ballot shows more."""
-        one = self._suspects.get((region, part))
-        return one is not None and one.failures > 0 and one.until_ns is None
+    def is_doubted(self, region: str, role: BallotPart) -> bool:
+        """Whether the region failed this role in its last ballot, and is not suspended for it: the next ballot shows
+        more."""
+        suspect = self._suspects.get((region, role))
+        return suspect is not None and suspect.failures > 0 and suspect.until_ns is None
 
     def left_out(self) -> tuple[LeftOut, ...]:
-        """For the ballots and the status, by region."""
-        found = [
-            LeftOut(name, part.value, one.reason[:REASON_SHOWN_MAX])
-            for (name, part), one in sorted(self._suspects.items())
-            if one.until_ns is not None
+        """Return the suspensions for ballots and status, by region."""
+        lines = [
+            LeftOut(name, role.value, suspect.reason[:REASON_SHOWN_MAX])
+            for (name, role), suspect in sorted(self._suspects.items())
+            if suspect.until_ns is not None
         ]
-        return tuple(found[:LEFT_OUT_SHOWN_MAX])
+        return tuple(lines[:LEFT_OUT_SHOWN_MAX])

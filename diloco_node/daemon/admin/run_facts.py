@@ -92,7 +92,7 @@ class RunFacts:
         refusals, disks = dict(self._refusals()), self._core.ledger.disks
         return {
             "run": self._run(),
-            "voters": [name for name in self._spec.regions if disks.named(name)] if disks.has_view else None,
+            "voters": [name for name in self._spec.regions if disks.disk_of(name)] if disks.has_view else None,
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
             "token_account": self._account(learner),
             "phase_seconds": self._phases.document(),

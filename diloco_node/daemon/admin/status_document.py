@@ -161,7 +161,7 @@ def region_status(
             {"peer": peer, "reason": reason, "count": count}
             for (peer, reason), count in sorted(transport.rejections.items())
         ],
-        "quarantine": {peer: why for peer in links if (why := transport.quarantined(peer))},
+        "quarantine": {peer: why for peer in links if (why := transport.quarantine_reason(peer))},
         "notes": list(notes.last),
         **extra,
     }

@@ -27,7 +27,7 @@ RETURNS_BEFORE: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class FailureModel:
-    """What the paper leaves open.
+    """Values that the paper leaves open.
 
     Attributes:
         step_s: of an inner step.
@@ -69,7 +69,7 @@ def failure_plan(
         target = FaultTarget(rng.choice(names), "learner")
         back_s = now_s + scale * unit_return(rng.random(), model)
         plan += [PlannedFault(int(at_s * NS_PER_S), "kill", target) for at_s in (now_s, back_s) if 0 <= at_s < seconds]
-    return FaultPlan(tuple(sorted(plan, key=lambda one: one.at_ns)))
+    return FaultPlan(tuple(sorted(plan, key=lambda fault: fault.at_ns)))
 
 
 def unit_return(uniform: float, model: FailureModel) -> float:

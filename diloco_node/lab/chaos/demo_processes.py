@@ -32,15 +32,15 @@ _FORKED_NO_EXEC: Final = 0x40
 """Where the kernel's flags stand in /proc/PID/stat behind the name, and the one of a fork that runs no new program."""
 
 
-class HeldProcess:
-    """One process by a descriptor: whatever happens to its number, a signal reaches this one or nobody."""
+class ProcessHandle:
+    """Handle of a process: a signal reaches this process or nobody, whatever happens to its number."""
 
     def __init__(self, process: Process, descriptor: int) -> None:
         self.process = process
         self._descriptor = descriptor
 
     @classmethod
-    def hold(cls, process: Process) -> HeldProcess | None:
+    def hold(cls, process: Process) -> ProcessHandle | None:
         """None if it has ended."""
         try:
             descriptor = os.pidfd_open(process.pid)
@@ -65,19 +65,19 @@ class HeldProcess:
 
 
 @contextlib.contextmanager
-def held(processes: list[Process]) -> Iterator[list[HeldProcess]]:
-    """Those of them that are still there."""
-    found = [one for process in processes if (one := HeldProcess.hold(process)) is not None]
+def hold_all(processes: list[Process]) -> Iterator[list[ProcessHandle]]:
+    """Hold those processes that are still there, until the end of the block."""
+    handles = [handle for process in processes if (handle := ProcessHandle.hold(process)) is not None]
     try:
-        yield found
+        yield handles
     finally:
-        for one in found:
-            one.close()
+        for handle in handles:
+            handle.close()
 
 
 @dataclass(frozen=True, slots=True)
 class DemoFile:
-    """What `demo.json` says.
+    """Contents of `demo.json`.
 
     Attributes:
         folder: of the demo, with a folder for each region. demo: the process of the demo.
@@ -121,7 +121,8 @@ class DemoFile:
             if document["format"] != _FORMAT:
                 raise ValueError(f"format {document['format']!r}, not {_FORMAT}")
             supervisors = {
-                str(name): None if one is None else _process(one) for name, one in document["regions"].items()
+                str(name): None if document is None else _process(document)
+                for name, document in document["regions"].items()
             }
             return cls(folder, _process(document["demo"]), supervisors)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -137,11 +138,11 @@ class DemoFile:
         """Where the daemons of this demo look for faults."""
         return self.folder / FAULTS_FOLDER
 
-    def find(self, target: FaultTarget, *, attached: int | None = None) -> list[Process]:
+    def find(self, target: FaultTarget, *, learner_pid: int | None = None) -> list[Process]:
         """The processes of a target that are there now, the supervisor first.
 
         Args:
-            attached: the number of the process that the daemon names as its learner, if it does. Only that number
+            learner_pid: the number of the process that the daemon names as its learner, if it does. Only that number
                 among the region's own learner processes counts.
 
         Raises:
@@ -153,12 +154,16 @@ class DemoFile:
         if supervisor is None or not is_alive(supervisor):
             return []
         state = f"DILOCO_STATE={(self.folder / target.region).resolve()}"
-        parts = {
+        processes = {
             "supervisor": [supervisor],
-            "daemon": marked(state, f"DILOCO_CHILD=daemon-{supervisor.pid}"),
-            "learner": _learner(marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}"), attached),
+            "daemon": find_marked(state, f"DILOCO_CHILD=daemon-{supervisor.pid}"),
+            "learner": _learner(find_marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}"), learner_pid),
         }
-        return [one for part in parts.values() for one in part] if target.part == REGION else parts[target.part]
+        return (
+            [process for group in processes.values() for process in group]
+            if target.part == REGION
+            else processes[target.part]
+        )
 
 
 def is_alive(process: Process) -> bool:
@@ -177,15 +182,15 @@ def _state(process: Process) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What stands in /proc/PID/stat behind the name; nothing but empty texts if it is gone."""
+    """Return the fields of /proc/PID/stat behind the name; empty texts for a process that is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     return [""] * (_FLAGS + 1)
 
 
-def left_behind(state_dir: Path) -> list[Process]:
+def find_left_behind(state_dir: Path) -> list[Process]:
     """Processes that a dead supervisor of this folder has left."""
-    return marked(f"DILOCO_STATE={state_dir.resolve()}")
+    return find_marked(f"DILOCO_STATE={state_dir.resolve()}")
 
 
 def running_demo() -> Path:
@@ -194,29 +199,33 @@ def running_demo() -> Path:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    found = []
+    folders = []
     for path in sorted(Path("runs").glob(f"*/{DEMO_FILE}")):
         with contextlib.suppress(ConfigError):
             if DemoFile.load(path.parent).is_running:
-                found.append(path.parent)
-    if len(found) != 1:
-        here = "no demo runs" if not found else f"{len(found)} demos run ({', '.join(map(str, found))})"
+                folders.append(path.parent)
+    if len(folders) != 1:
+        here = "no demo runs" if not folders else f"{len(folders)} demos run ({', '.join(map(str, folders))})"
         raise ConfigError(f"{here} in runs/ here: name its folder with --folder")
-    return found[0]
+    return folders[0]
 
 
-def marked(*settings: str) -> list[Process]:
+def find_marked(*settings: str) -> list[Process]:
     """Processes, the oldest first, whose environment holds all of these settings; never this one."""
-    wanted, found = [one.encode() for one in settings], []
+    settings_wanted, processes = [setting.encode() for setting in settings], []
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal() or int(path.name) == os.getpid():
             continue
         process = process_of(int(path.name))
         environment = _words(int(path.name), "environ")
         # Looked at before and after: else the environment may be that of an earlier process of this number.
-        if all(one in environment for one in wanted) and process is not None and process_of(process.pid) == process:
-            found.append(process)
-    return sorted(found, key=lambda one: (one.start_ticks, one.pid))
+        if (
+            all(setting in environment for setting in settings_wanted)
+            and process is not None
+            and process_of(process.pid) == process
+        ):
+            processes.append(process)
+    return sorted(processes, key=lambda process: (process.start_ticks, process.pid))
 
 
 def _words(pid: int, file: str) -> list[bytes]:
@@ -226,19 +235,19 @@ def _words(pid: int, file: str) -> list[bytes]:
     return []
 
 
-def _learner(family: list[Process], attached: int | None) -> list[Process]:
-    """Of a learner, what launched it, and what it is forked from: what trains.
+def _learner(family: list[Process], learner_pid: int | None) -> list[Process]:
+    """Return the process that trains: neither a learner's launcher nor the process that it was forked from.
 
     The one that is attached; if none is, the newest of those that have no child among them and are no fork server.
     """
-    if known := [process for process in family if process.pid == attached]:
-        return known
+    if named := [process for process in family if process.pid == learner_pid]:
+        return named
     parents = {_stat(process.pid)[1] for process in family}
-    return [one for one in family if str(one.pid) not in parents and not _is_fork_server(one.pid)][-1:]
+    return [process for process in family if str(process.pid) not in parents and not _is_fork_server(process.pid)][-1:]
 
 
 def _is_fork_server(pid: int) -> bool:
-    """Whether it was started as one. What was forked from it has the same command line, but has started no program."""
+    """Whether it was started as a fork server. Its forks have the same command line, but started no program."""
     return os.fsencode(FORK_SERVER) in _words(pid, "cmdline") and not int(_stat(pid)[_FLAGS] or "0") & _FORKED_NO_EXEC
 
 

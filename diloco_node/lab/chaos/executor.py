@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.lab.chaos.demo_processes import DemoFile, HeldProcess, held
+from diloco_node.lab.chaos.demo_processes import DemoFile, ProcessHandle, hold_all
 from diloco_node.lab.chaos.fault_files import fault_file, switch_off, switch_on
 from diloco_node.lab.chaos.fault_plan import DAEMON_ONLY, REGION, FaultPlan, FaultTarget, PlannedFault, check_fault
 from diloco_node.numeric import NS_PER_S
@@ -28,7 +28,7 @@ Sleep = Callable[[float], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class StruckFault:
-    """What became of a fault.
+    """Outcome of a fault.
 
     Attributes:
         at_ns: when it was carried out, on the plan's clock.
@@ -74,15 +74,15 @@ class FaultExecutor:
         load: Callable[[], DemoFile],
         *,
         now_ns: Callable[[], int],
-        told: Callable[[StruckFault], None] = lambda _: None,
-        attached: Callable[[str], int | None] = lambda _: None,
+        on_strike: Callable[[StruckFault], None] = lambda _: None,
+        learner_pid: Callable[[str], int | None] = lambda _: None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.struck: list[StruckFault] = []
+        self.strikes: list[StruckFault] = []
         self._load = load
         self._now_ns = now_ns
-        self._told = told
-        self._attached = attached
+        self._on_strike = on_strike
+        self._attached = learner_pid
         self._sleep = sleep
         self._stops: Counter[Process] = Counter()
 
@@ -103,17 +103,17 @@ class FaultExecutor:
         """
         check_fault(fault)
         demo = await asyncio.to_thread(self._load)
-        attached = await asyncio.to_thread(self._attached, fault.target.region)
-        processes = await asyncio.to_thread(demo.find, _whom(fault), attached=attached)
-        with held(processes) as found:
+        learner_pid = await asyncio.to_thread(self._attached, fault.target.region)
+        processes = await asyncio.to_thread(demo.find, _struck_target(fault), learner_pid=learner_pid)
+        with hold_all(processes) as handles:
             number = SIGNALS.get(fault.kind)
-            struck = [one for one in found if number is None or one.send(number)]
-            done = self._note(fault, tuple(one.process.pid for one in struck))
-            if struck and fault.kind in DAEMON_ONLY:
+            victims = [handle for handle in handles if number is None or handle.send(number)]
+            strike = self._note(fault, tuple(victim.process.pid for victim in victims))
+            if victims and fault.kind in DAEMON_ONLY:
                 await self._switch(fault_file(demo.faults, fault.target.region, fault.kind), fault.lasts_ns)
-            elif struck and number is None:
-                await self._hold_up(struck, fault)
-        return done
+            elif victims and number is None:
+                await self._hold_up(victims, fault)
+        return strike
 
     async def _switch(self, file: Path, lasts_ns: int) -> None:
         until_ns = switch_on(file, lasts_ns)
@@ -122,39 +122,39 @@ class FaultExecutor:
         finally:
             switch_off(file, until_ns)
 
-    async def _hold_up(self, found: Sequence[HeldProcess], fault: PlannedFault) -> None:
+    async def _hold_up(self, handles: Sequence[ProcessHandle], fault: PlannedFault) -> None:
         """Stop and continue them: once, or in turns that leave a slow one a part of its time."""
         turns, stop_s, run_s = 1, fault.lasts_ns / NS_PER_S, 0.0
         if fault.kind == "slow":
             turns, stop_s, run_s = max(1, round(stop_s / (SLOW_STOP_S + SLOW_RUN_S))), SLOW_STOP_S, SLOW_RUN_S
         for _ in range(turns):
-            with self._stopped(found):
+            with self._stopped(handles):
                 await self._sleep(stop_s)
             await self._sleep(run_s)
 
     @contextlib.contextmanager
-    def _stopped(self, found: Sequence[HeldProcess]) -> Iterator[None]:
+    def _stopped(self, handles: Sequence[ProcessHandle]) -> Iterator[None]:
         """SIGSTOP, and SIGCONT at the end: of a process that several faults stop, at the end of the last one."""
-        for one in found:
-            self._stops[one.process] += 1
-            one.send(signal.SIGSTOP)
+        for handle in handles:
+            self._stops[handle.process] += 1
+            handle.send(signal.SIGSTOP)
         try:
             yield
         finally:
-            for one in found:
-                self._stops[one.process] -= 1
-                if not self._stops[one.process]:
-                    one.send(signal.SIGCONT)
+            for handle in handles:
+                self._stops[handle.process] -= 1
+                if not self._stops[handle.process]:
+                    handle.send(signal.SIGCONT)
 
     def _note(self, fault: PlannedFault, pids: tuple[int, ...]) -> StruckFault:
-        done = StruckFault(self._now_ns(), fault, pids)
-        self.struck.append(done)
-        self._told(done)
-        return done
+        strike = StruckFault(self._now_ns(), fault, pids)
+        self.strikes.append(strike)
+        self._on_strike(strike)
+        return strike
 
 
-def _whom(fault: PlannedFault) -> FaultTarget:
-    """Whose processes are looked for."""
+def _struck_target(fault: PlannedFault) -> FaultTarget:
+    """Return the processes to look for."""
     region = fault.target.region
     if fault.kind in DAEMON_ONLY:
         return FaultTarget(region, "daemon")

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, order=True)
 class FaultTarget:
-    """Whom a fault strikes: a region's daemon, learner or supervisor, or all three (`part` is REGION)."""
+    """Target of a fault: a region's daemon, learner or supervisor, or all three (`part` is REGION)."""
 
     region: str
     part: str = REGION
@@ -49,7 +49,7 @@ class FaultTarget:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """One fault.
+    """A fault at its time.
 
     Attributes:
         at_ns: from the beginning of the training.
@@ -70,12 +70,12 @@ class FaultPlan:
     faults: tuple[PlannedFault, ...]
 
     def until(self, end_ns: int) -> FaultPlan:
-        """Those that begin before `end_ns`; none of them lasts longer than that."""
+        """Return the faults that begin before `end_ns`, cut there."""
         return FaultPlan(
             tuple(
-                PlannedFault(one.at_ns, one.kind, one.target, min(one.lasts_ns, end_ns - one.at_ns))
-                for one in self.faults
-                if one.at_ns < end_ns
+                PlannedFault(fault.at_ns, fault.kind, fault.target, min(fault.lasts_ns, end_ns - fault.at_ns))
+                for fault in self.faults
+                if fault.at_ns < end_ns
             )
         )
 
@@ -86,7 +86,7 @@ def draw_gap(rng: random.Random, mean: float) -> float:
 
 
 def draw_one(rng: random.Random, odds: Mapping[T, int]) -> T:
-    """One of them, as often as its odds say. Iterates in the mapping's order."""
+    """Draw an item as often as its odds say. Iterates in the mapping's order."""
     return rng.choices(list(odds), list(odds.values()))[0]
 
 
@@ -111,11 +111,11 @@ def storm(
     if end_ns / mtbf_ns > FAULTS_MAX / 2:
         raise ConfigError(f"a storm has at most {FAULTS_MAX // 2:,} faults: take a longer mean time between them")
     rng = random.Random(f"storm {seed}")
-    names, parts = sorted(regions), {part: 1 for part in VICTIMS if part in victims}
+    names, odds = sorted(regions), {victim: 1 for victim in VICTIMS if victim in victims}
     faults: list[PlannedFault] = []
     at_ns = int(draw_gap(rng, mtbf_ns))
     while at_ns < end_ns and len(faults) < FAULTS_MAX:
-        faults.append(PlannedFault(at_ns, "kill", FaultTarget(rng.choice(names), draw_one(rng, parts))))
+        faults.append(PlannedFault(at_ns, "kill", FaultTarget(rng.choice(names), draw_one(rng, odds))))
         at_ns += int(draw_gap(rng, mtbf_ns))
     return FaultPlan(tuple(faults))
 
@@ -141,14 +141,14 @@ def parse_target(text: str, regions: Sequence[str]) -> FaultTarget:
     """
     if text in regions:
         return FaultTarget(text)
-    region, _, part = text.rpartition(".")
+    region, _, process = text.rpartition(".")
     if region not in regions:
         raise ConfigError(f"there is no region {text!r}; there are {', '.join(sorted(regions))}")
-    if part not in PARTS:
+    if process not in PARTS:
         raise ConfigError(
-            f"{region} has no {part!r}: name the region, or {', '.join(f'{region}.{one}' for one in PARTS)}"
+            f"{region} has no {process!r}: name the region, or {', '.join(f'{region}.{process}' for process in PARTS)}"
         )
-    return FaultTarget(region, part)
+    return FaultTarget(region, process)
 
 
 def check_fault(fault: PlannedFault) -> None:

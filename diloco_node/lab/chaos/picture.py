@@ -1,4 +1,4 @@
-"""A picture of a run: each region's life over time, its merges, and what struck it. One SVG, no script. Pure."""
+"""Picture of a run: each region's life, its merges, and what struck it. A single SVG without scripts. Pure."""
 
 from __future__ import annotations
 
@@ -61,35 +61,35 @@ def draw_life(
         f'<text x="{LEFT}" y="20" font-size="15">{escape(title)}</text>',
         *_legend(),
     ]
-    for row, (name, own) in enumerate(spans.items()):
+    for row, (name, life) in enumerate(spans.items()):
         y = TOP + row * ROW
         lines.append(f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>')
-        for span in own:
+        for span in life:
             seconds = (span.to_ns - span.from_ns) / NS_PER_S
             lines.append(
                 f'<rect x="{x(span.from_ns)}" y="{y}" width="{round((span.to_ns - span.from_ns) * scale, 1)}" '
                 f'height="{BAND}" fill="{COLOURS[span.state]}"><title>{span.state} for {seconds:.1f} s</title></rect>'
             )
-        joined = [merge.at_ns for merge in merges if name in merge.members and 0 < merge.at_ns <= end_ns]
-        ticks = "".join(f"M{x(at_ns)} {y + BAND + 2}v{TICK}" for at_ns in joined)
+        times = [merge.at_ns for merge in merges if name in merge.members and 0 < merge.at_ns <= end_ns]
+        ticks = "".join(f"M{x(at_ns)} {y + BAND + 2}v{TICK}" for at_ns in times)
         if ticks:
             lines.append(f'<path d="{ticks}" stroke="#444" stroke-width="0.6"/>')
         lines += [
-            _fault_mark(one, x(one.at_ns), y)
-            for one in faults
-            if one.fault.target.region == name and not one.is_missed and 0 <= one.at_ns <= end_ns
+            _fault_mark(fault, x(fault.at_ns), y)
+            for fault in faults
+            if fault.fault.target.region == name and not fault.is_missed and 0 <= fault.at_ns <= end_ns
         ]
     lines += _axis(x, end_ns, TOP + ROW * len(spans))
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _fault_mark(one: StruckFault, x: float, y: int) -> str:
+def _fault_mark(fault: StruckFault, x: float, y: int) -> str:
     """A triangle above the band, with the first letter of what it struck."""
-    part = one.fault.target.part
-    what = f"{one.fault.kind} {one.fault.target} at {one.at_ns / NS_PER_S:.1f} s"
+    victim = fault.fault.target.part
+    title = f"{fault.fault.kind} {fault.fault.target} at {fault.at_ns / NS_PER_S:.1f} s"
     return (
-        f'<g><title>{escape(what)}</title><path d="M{x} {y}l-4 -7h8z" fill="black"/>'
-        f'<text x="{x}" y="{y - 8}" font-size="8" text-anchor="middle">{part[0].upper()}</text></g>'
+        f'<g><title>{escape(title)}</title><path d="M{x} {y}l-4 -7h8z" fill="black"/>'
+        f'<text x="{x}" y="{y - 8}" font-size="8" text-anchor="middle">{victim[0].upper()}</text></g>'
     )
 
 

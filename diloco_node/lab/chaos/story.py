@@ -1,4 +1,4 @@
-"""What a run did over its time, from samples of its regions and from its ledger: the figures of a report. Pure.
+"""Story of a run, from samples of its regions and from its ledger: the figures of a report. Pure.
 
 All times are nanoseconds from the beginning of the training; before it they are negative. The window is the training:
 from 0 to its end, without the order to finish and what follows it.
@@ -24,7 +24,7 @@ MINUTE_NS: Final = 60 * NS_PER_S
 
 @dataclass(frozen=True, slots=True)
 class RegionSample:
-    """One region at one moment.
+    """State of a region at one moment.
 
     Attributes:
         has_daemon: its daemon answers, and a learner is attached to it.
@@ -56,22 +56,22 @@ class RunSample:
     @property
     def commit_index(self) -> int:
         """The newest that anyone knows."""
-        return max(one.commit_index for one in self.regions.values())
+        return max(region.commit_index for region in self.regions.values())
 
     @property
     def rounds(self) -> int:
         """Committed, likewise."""
-        return max(one.rounds for one in self.regions.values())
+        return max(region.rounds for region in self.regions.values())
 
     @property
     def tokens_merged(self) -> int:
         """Likewise."""
-        return max(one.tokens_merged for one in self.regions.values())
+        return max(region.tokens_merged for region in self.regions.values())
 
 
 @dataclass(frozen=True, slots=True)
 class MergeMember:
-    """What one learner brought to a merge; `tokens` are weighted with the fragment's part of the model."""
+    """Share of a learner in a merge; `tokens` are weighted with the fragment's part of the model."""
 
     incarnation: int
     step_to: int
@@ -87,7 +87,7 @@ class TimedMerge:
 
 
 class LifeState(StrEnum):
-    """What a region's learner is doing."""
+    """States of a region's learner."""
 
     TRAINING = "training"
     ALONE = "training without its daemon"
@@ -98,7 +98,7 @@ class LifeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LifeSpan:
-    """One state of a region, from when to when."""
+    """Span of time in which a region was in one state."""
 
     from_ns: int
     to_ns: int
@@ -119,9 +119,14 @@ def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: 
             break
         body = entry.body
         if isinstance(body, RoundBody):
-            part = sizes[body.fragment] / total
-            made = [member.contribution for member in body.members]
-            members = {one.learner: MergeMember(one.incarnation, one.step_to, part * one.tokens) for one in made}
+            share = sizes[body.fragment] / total
+            contributions = [member.contribution for member in body.members]
+            members = {
+                contribution.learner: MergeMember(
+                    contribution.incarnation, contribution.step_to, share * contribution.tokens
+                )
+                for contribution in contributions
+            }
             merges.append(TimedMerge(samples[at].at_ns, members))
     return merges
 
@@ -134,7 +139,7 @@ def training(
     end_ns: int,
     final: tuple[int, float | None],
 ) -> dict[str, Any]:
-    """The report's field `training`: what was done within the window. Of any demo, so that two can be compared.
+    """Build the report's field `training`: the work within the window. Two demos are compared by it.
 
     Args:
         merges: all of them; None: not all are known any more, so figures of single regions are None.
@@ -144,12 +149,14 @@ def training(
     commits = _at(samples, end_ns, "rounds") - _at(samples, 0, "rounds")
     of_regions: dict[str, Any] = dict.fromkeys(("tokens_merged_of", "participation_of"))
     if merges is not None:
-        inside = [one for one in merges if 0 < one.at_ns <= end_ns]
-        joined = {name: [one.members[name].tokens for one in inside if name in one.members] for name in regions}
+        inside = [merge for merge in merges if 0 < merge.at_ns <= end_ns]
+        tokens_of = {
+            name: [merge.members[name].tokens for merge in inside if name in merge.members] for name in regions
+        }
         of_regions = {
-            "tokens_merged_of": {name: round(sum(tokens)) for name, tokens in joined.items()},
+            "tokens_merged_of": {name: round(sum(tokens)) for name, tokens in tokens_of.items()},
             "participation_of": {
-                name: len(tokens) / len(inside) if inside else None for name, tokens in joined.items()
+                name: len(tokens) / len(inside) if inside else None for name, tokens in tokens_of.items()
             },
         }
     return {
@@ -166,17 +173,17 @@ def training(
 
 def _at(samples: Sequence[RunSample], at_ns: int, name: str) -> int:
     """The most that was known at a time; 0 before the first sample."""
-    return max((getattr(one, name) for one in samples if one.at_ns <= at_ns), default=0)
+    return max((getattr(sample, name) for sample in samples if sample.at_ns <= at_ns), default=0)
 
 
 def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
     """The longest time within the window in which no round was committed, as far as the samples tell."""
     times: list[int] = []
     rounds = _at(samples, 0, "rounds")
-    for one in samples:
-        if 0 < one.at_ns <= end_ns and one.rounds > rounds:
-            times.append(one.at_ns)
-            rounds = one.rounds
+    for sample in samples:
+        if 0 < sample.at_ns <= end_ns and sample.rounds > rounds:
+            times.append(sample.at_ns)
+            rounds = sample.rounds
     return int(longest_gap(times, 0, end_ns))
 
 
@@ -191,16 +198,16 @@ def loss_course(samples: Sequence[RunSample], end_ns: int) -> list[tuple[int, fl
     A region that has just come back may measure older parameters: in a storm the final model is what tells.
     """
     points: list[tuple[int, float]] = []
-    known: dict[str, float] = {}
+    losses: dict[str, float] = {}
     tokens = 0
     for sample in samples:
         if sample.at_ns > end_ns:
             break
         tokens = max(tokens, sample.tokens_merged)
-        for name, one in sorted(sample.regions.items()):
-            if one.val_loss is not None and one.val_loss != known.get(name):
-                known[name] = one.val_loss
-                points.append((tokens, one.val_loss))
+        for name, region in sorted(sample.regions.items()):
+            if region.val_loss is not None and region.val_loss != losses.get(name):
+                losses[name] = region.val_loss
+                points.append((tokens, region.val_loss))
     return points
 
 
@@ -208,18 +215,18 @@ def loss_at(points: Sequence[Sequence[float]], tokens: float) -> float | None:
     """The loss of a course at a number of tokens, by a straight line between its points; None outside of them."""
     for (before, loss_before), (after, loss_after) in pairwise(points):
         if before <= tokens <= after:
-            part = (tokens - before) / (after - before) if after > before else 1.0
-            return float(loss_before + part * (loss_after - loss_before))
+            share = (tokens - before) / (after - before) if after > before else 1.0
+            return float(loss_before + share * (loss_after - loss_before))
     return None
 
 
-def reached_ns(samples: Sequence[RunSample], tokens: int) -> int:
+def merged_at_ns(samples: Sequence[RunSample], tokens: int) -> int:
     """When so many tokens were merged, as far as the samples tell; if they never were, the time of the last one."""
     last_ns = samples[-1].at_ns if samples else 0
-    return next((one.at_ns for one in samples if one.at_ns > 0 and one.tokens_merged >= tokens), last_ns)
+    return next((sample.at_ns for sample in samples if sample.at_ns > 0 and sample.tokens_merged >= tokens), last_ns)
 
 
-def compared(own: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tokens: bool) -> dict[str, Any]:
+def compare(training: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tokens: bool) -> dict[str, Any]:
     """A run beside an undisturbed one, both as `training` has them: goodput, and the losses at equal tokens.
 
     The final model's loss stands beside the other run's at as many tokens: that of its final model where both runs end
@@ -229,30 +236,33 @@ def compared(own: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tok
     Args:
         ends_by_tokens: both runs end when the same number of tokens is merged.
     """
-    mine, theirs = own["tokens_merged_of"], baseline["tokens_merged_of"]
-    tokens, loss = own["final"]["tokens"], own["final"]["val_loss"]
+    tokens_of, baseline_tokens_of = training["tokens_merged_of"], baseline["tokens_merged_of"]
+    tokens, loss = training["final"]["tokens"], training["final"]["val_loss"]
     # Both windows are as long, unless the runs end at a number of tokens.
-    slower = baseline["seconds"] / own["seconds"] if own["seconds"] else 0.0
-    other = baseline["final"]["val_loss"] if ends_by_tokens else loss_on_the_way(baseline, tokens)
+    slower = baseline["seconds"] / training["seconds"] if training["seconds"] else 0.0
+    baseline_loss = baseline["final"]["val_loss"] if ends_by_tokens else loss_on_the_way(baseline, tokens)
     return {
-        "goodput": _ratio(own["tokens_merged"] * slower, baseline["tokens_merged"]),
+        "goodput": _ratio(training["tokens_merged"] * slower, baseline["tokens_merged"]),
         "goodput_of": (
-            {name: _ratio(mine[name] * slower, theirs[name]) for name in sorted(mine.keys() & theirs.keys())}
-            if mine is not None and theirs is not None
+            {
+                name: _ratio(tokens_of[name] * slower, baseline_tokens_of[name])
+                for name in sorted(tokens_of.keys() & baseline_tokens_of.keys())
+            }
+            if tokens_of is not None and baseline_tokens_of is not None
             else None
         ),
         "loss": {
             "tokens": tokens,
             "own": loss,
-            "undisturbed": other,
+            "undisturbed": baseline_loss,
             "undisturbed_tokens": baseline["final"]["tokens"] if ends_by_tokens else tokens,
-            "change": loss / other - 1 if loss is not None and other else None,
+            "change": loss / baseline_loss - 1 if loss is not None and baseline_loss else None,
         },
     }
 
 
 def loss_on_the_way(training: Mapping[str, Any], tokens: int) -> float | None:
-    """What a run measured when so many tokens were merged.
+    """Return the loss that a run measured on its way, at so many merged tokens.
 
     No last round came before that, and the learning rate was not at its end. Such a loss may be a percent worse than
     that of a final model (D-Q4, D-108).
@@ -262,25 +272,26 @@ def loss_on_the_way(training: Mapping[str, Any], tokens: int) -> float | None:
     return loss_at([*training["val_losses"], *last], tokens)
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def _ratio(amount: float, whole: float) -> float | None:
+    return amount / whole if whole else None
 
 
 def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence[TimedMerge]) -> int | None:
-    """From a death until a merge has steps that the region's learner made after it; None: there was none.
+    """Return the time from a death until a merge has steps that the region's learner made later; None: there is none.
 
-    What the learner had sent before it died may be merged after that, and does not count.
+    Steps that the learner had sent before it died may be merged after that, and do not count.
     """
     region = fault.fault.target.region
-    known = bisect_right(samples, fault.at_ns, key=lambda one: one.at_ns)
-    before = samples[known - 1].regions[region] if known else None
+    samples_before = bisect_right(samples, fault.at_ns, key=lambda sample: sample.at_ns)
+    before = samples[samples_before - 1].regions[region] if samples_before else None
     incarnation, step = (before.incarnation, before.step) if before is not None else (0, 0)
     lives_on = fault.fault.target.part == "daemon"
-    for merge in islice(merges, bisect_right(merges, fault.at_ns, key=lambda one: one.at_ns), None):
-        part = merge.members.get(region)
-        if part is None:
+    for merge in islice(merges, bisect_right(merges, fault.at_ns, key=lambda merge: merge.at_ns), None):
+        member = merge.members.get(region)
+        if member is None:
             continue
-        if part.incarnation > incarnation or (lives_on and part.incarnation == incarnation and part.step_to > step):
+        is_later = lives_on and member.incarnation == incarnation and member.step_to > step
+        if member.incarnation > incarnation or is_later:
             return merge.at_ns - fault.at_ns
     return None
 
@@ -292,55 +303,64 @@ def rejoins(
 
     A region that was struck again before that is counted apart: its time is that of two deaths.
     """
-    deaths = [one for one in faults if one.fault.kind in ("kill", "stop") and not one.is_missed]
+    deaths = [fault for fault in faults if fault.fault.kind in ("kill", "stop") and not fault.is_missed]
     times_of: dict[str, list[int]] = {}
-    for one in sorted(deaths, key=lambda one: one.at_ns):
-        times_of.setdefault(one.fault.target.region, []).append(one.at_ns)
-    found: dict[str, dict[str, Any]] = {}
-    for part in VICTIMS:
-        own = [one for one in deaths if one.fault.target.part == part]
+    for fault in sorted(deaths, key=lambda fault: fault.at_ns):
+        times_of.setdefault(fault.fault.target.region, []).append(fault.at_ns)
+    documents: dict[str, dict[str, Any]] = {}
+    for victim in VICTIMS:
+        victim_deaths = [fault for fault in deaths if fault.fault.target.part == victim]
         taken_ns, again, never = [], 0, 0
-        for one in own:
-            took_ns = rejoin_ns(one, samples, merges)
-            times = times_of[one.fault.target.region]
-            later = bisect_right(times, one.at_ns)
-            if later < len(times) and (took_ns is None or times[later] < one.at_ns + took_ns):
+        for fault in victim_deaths:
+            took_ns = rejoin_ns(fault, samples, merges)
+            times = times_of[fault.fault.target.region]
+            later = bisect_right(times, fault.at_ns)
+            if later < len(times) and (took_ns is None or times[later] < fault.at_ns + took_ns):
                 again += 1
             elif took_ns is None:
                 never += 1
             else:
                 taken_ns.append(took_ns)
-        if own:
-            found[part] = {
-                "count": len(own),
+        if victim_deaths:
+            documents[victim] = {
+                "count": len(victim_deaths),
                 "seconds_median": median(taken_ns) / NS_PER_S if taken_ns else None,
                 "seconds_most": max(taken_ns) / NS_PER_S if taken_ns else None,
                 "struck_again": again,
                 "never": never,
             }
-    return found
+    return documents
 
 
 def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, end_ns: int) -> list[LifeSpan]:
-    """What a region did within the window: spans without gaps, no two neighbours alike.
+    """Return a region's states within the window: spans without gaps, no two neighbours alike.
 
     After each time without learner or daemon, or at a standstill, it is catching up until a merge has steps that its
     learner made from then on.
     """
-    joined = [(one.at_ns, one.members[region]) for one in merges if region in one.members]
+    merges_of_region = [(merge.at_ns, merge.members[region]) for merge in merges if region in merge.members]
     spans: list[LifeSpan] = []
     is_back, away_ns, at = True, 0, 0
-    inside = [one for one in samples if one.at_ns <= end_ns]
+    inside = [sample for sample in samples if sample.at_ns <= end_ns]
     for number, sample in enumerate(inside):
         to_ns = inside[number + 1].at_ns if number + 1 < len(inside) else end_ns
-        own = sample.regions[region]
-        if not own.has_learner or own.is_stopped or not own.has_daemon:
-            state = LifeState.DEAD if not own.has_learner else LifeState.STOPPED if own.is_stopped else LifeState.ALONE
+        region_sample = sample.regions[region]
+        if not region_sample.has_learner or region_sample.is_stopped or not region_sample.has_daemon:
+            state = (
+                LifeState.DEAD
+                if not region_sample.has_learner
+                else LifeState.STOPPED
+                if region_sample.is_stopped
+                else LifeState.ALONE
+            )
             is_back, away_ns = False, sample.at_ns
         else:
-            while not is_back and at < len(joined) and joined[at][0] <= sample.at_ns:
-                at_ns, part = joined[at]
-                is_later = (part.incarnation, part.step_to) > (own.incarnation, own.attached_step)
+            while not is_back and at < len(merges_of_region) and merges_of_region[at][0] <= sample.at_ns:
+                at_ns, member = merges_of_region[at]
+                is_later = (member.incarnation, member.step_to) > (
+                    region_sample.incarnation,
+                    region_sample.attached_step,
+                )
                 is_back = at_ns > away_ns and is_later
                 at += 1
             state = LifeState.TRAINING if is_back else LifeState.CATCHING_UP

@@ -54,7 +54,7 @@ def read_tape(file: Path, regions: Sequence[str]) -> FaultPlan:
                 raise ConfigError(f"{file}, line {number}: {error}") from None
     if len(faults) > FAULTS_MAX:
         raise ConfigError(f"{file} has {len(faults)} faults: at most {FAULTS_MAX}")
-    return FaultPlan(tuple(sorted(faults, key=lambda one: (one.at_ns, one.target, one.kind))))
+    return FaultPlan(tuple(sorted(faults, key=lambda fault: (fault.at_ns, fault.target, fault.kind))))
 
 
 def _fault(line: str, regions: Sequence[str]) -> PlannedFault:

@@ -104,7 +104,7 @@ async def _strike(kind: str, target: str, lasts_ns: int, folder: Path | None) ->
     executor = FaultExecutor(
         lambda: DemoFile.load(place),
         now_ns=lambda: time.monotonic_ns() - began_ns,
-        attached=lambda region: _attached_learner(place / region),
+        learner_pid=lambda region: _attached_learner(place / region),
     )
     task = asyncio.current_task()
     assert task is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from diloco_node.cli.program import LABORATORY
+from diloco_node.cli.application import LABORATORY
 from diloco_node.lab.cli import chaos, simulate, wan
 from diloco_node.lab.cli.demo import demo
 

@@ -63,39 +63,39 @@ def hunt(
     from diloco_node.lab.sim.simulation import format_report
 
     first, last = seed_range(seeds)
-    asked = Hunt(first, last, regions, events, schedule, liar)
-    began_s, done, total_events, failed = time.monotonic(), 0, 0, []
+    order = Hunt(first, last, regions, events, schedule, liar)
+    began_s, count, total_events, failures = time.monotonic(), 0, 0, []
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failures]} failed"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=asked.seeds, failures=0)
+        bar = progress.add_task("", total=order.seeds, failures=0)
         # Told to end, it ends its processes, and says how far it came.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with contextlib.closing(reports(asked, jobs=jobs)) as found, contextlib.suppress(KeyboardInterrupt):
-            for report in found:
-                done, total_events = done + 1, total_events + report.events
+        with contextlib.closing(reports(order, jobs=jobs)) as results, contextlib.suppress(KeyboardInterrupt):
+            for report in results:
+                count, total_events = count + 1, total_events + report.events
                 if not report.is_good:
-                    failed.append(report)
+                    failures.append(report)
                     if not as_json:
                         typer.echo(format_report(report))
-                progress.update(bar, completed=done, failures=len(failed))
-                if len(failed) >= failures_max:
+                progress.update(bar, completed=count, failures=len(failures))
+                if len(failures) >= failures_max:
                     break
     took_s = time.monotonic() - began_s
     if as_json:
         document = {
             "seeds": [first, last],
-            "done": done,
+            "done": count,
             "events": total_events,
             "seconds": round(took_s, 3),
-            "failed": [dataclasses.asdict(report) | {"command": report.command} for report in failed],
+            "failed": [dataclasses.asdict(report) | {"command": report.command} for report in failures],
         }
         typer.echo(json.dumps(document, indent=1))
     else:
         pace = f"{total_events / took_s:,.0f} events a second" if took_s else ""
-        typer.echo(f"{done} of {asked.seeds} seeds run, {len(failed)} failed; {total_events:,} events, {pace}")
-        for report in failed:
+        typer.echo(f"{count} of {order.seeds} seeds run, {len(failures)} failed; {total_events:,} events, {pace}")
+        for report in failures:
             typer.echo(report.command)
-    if failed:
+    if failures:
         raise typer.Exit(1)
-    if done < asked.seeds:
+    if count < order.seeds:
         raise KeyboardInterrupt  # for the exit code

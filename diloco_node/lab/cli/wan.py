@@ -52,15 +52,15 @@ def up(
     if choice.backend == "none":
         raise ConfigError(f"no WAN can be emulated here: {choice.why}")
     state = emulation.up(file, run=run_name(name or file.stem), choice=choice, seed=seed)
-    measured = _measure(state) if probe else None
+    pairs = _measure(state) if probe else None
     if as_json:
-        typer.echo(json.dumps({**_document(state), "pairs": measured}))
+        typer.echo(json.dumps({**_document(state), "pairs": pairs}))
         return
     typer.echo(f"{state.run}: back-end {choice.backend}, {choice.why}")
     places = [(place.region, place.address, f"ip netns exec {place.namespace} COMMAND") for place in state.places()]
     for line in table_lines([("region", "left"), ("address", "left"), ("run there", "left")], places):
         typer.echo(line)
-    _echo_pairs(measured)
+    _echo_pairs(pairs)
     typer.echo(f"end it with: diloco-node wan down {state.run}")
 
 
@@ -73,21 +73,21 @@ def down(
     """Remove an emulation: its keeper, namespaces and files, also after a crash. Nothing else is touched."""
     from diloco_node.lab.wan import emulation
     from diloco_node.lab.wan import emulation_state as state
-    from diloco_node.lab.wan.namespaces import PROBE, named
+    from diloco_node.lab.wan.namespaces import PROBE, match_run
 
     _need_root()
-    known = state.runs()
+    run_names = state.runs()
     if everything:
-        wanted = known
+        chosen_names = run_names
     elif name is not None:
-        wanted = [named(name, known) or name]
-    elif len(lasting := [run for run in known if not run.startswith(PROBE)]) <= 1:
-        wanted = lasting
+        chosen_names = [match_run(name, run_names) or name]
+    elif len(lasting := [run for run in run_names if not run.startswith(PROBE)]) <= 1:
+        chosen_names = lasting
     else:
-        raise ConfigError(f"several emulations are there: {', '.join(known)}; name one, or give --all")
-    if not wanted:
+        raise ConfigError(f"several emulations are there: {', '.join(run_names)}; name one, or give --all")
+    if not chosen_names:
         typer.echo("no emulation is there")
-    for run in wanted:
+    for run in chosen_names:
         for line in emulation.down(run):
             typer.echo(line)
 
@@ -96,29 +96,29 @@ def down(
 def cut(
     *,
     region: Annotated[str, typer.Argument(metavar="REGION")],
-    other: OtherOption = "",
+    peer: OtherOption = "",
     one_way: OneWayOption = "",
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Cut a region off: from everyone or from one, both ways or one way. `heal` with the same words takes it back."""
-    _send("cut", region, other, one_way, name=name, as_json=as_json)
+    _send("cut", region, peer, one_way, name=name, as_json=as_json)
 
 
 @app.command()
 def heal(
     *,
     region: Annotated[str | None, typer.Argument(metavar="[REGION]", help="Default: all of them.")] = None,
-    other: OtherOption = "",
+    peer: OtherOption = "",
     one_way: OneWayOption = "",
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Take back cuts and changes: without options all that names the region, without a region all there are."""
     if region is not None:
-        _send("heal", region, other, one_way, name=name, as_json=as_json)
+        _send("heal", region, peer, one_way, name=name, as_json=as_json)
         return
-    if other or one_way:
+    if peer or one_way:
         raise ConfigError("--from and --one-way say which path of a region: name the region, or leave them out")
     from diloco_node.lab.wan import emulation
 
@@ -135,7 +135,7 @@ def heal(
 def set_path(
     *,
     region: Annotated[str, typer.Argument(metavar="REGION")],
-    other: OtherOption = "",
+    peer: OtherOption = "",
     one_way: OneWayOption = "",
     delay: Annotated[str | None, typer.Option("--delay", help="One way, such as 80ms.")] = None,
     jitter: Annotated[str | None, typer.Option("--jitter", help="Such as 5ms.")] = None,
@@ -151,7 +151,7 @@ def set_path(
     _send(
         "set",
         region,
-        other,
+        peer,
         one_way,
         name=name,
         as_json=as_json,
@@ -164,27 +164,27 @@ def set_path(
 
 @app.command()
 def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
-    """What is emulated, what is cut, and what each pair has carried, lost and dropped."""
+    """Show what is emulated and cut, and how much each pair has carried, lost and dropped."""
     from diloco_node.lab.wan import emulation
 
     _need_root()
     state = emulation.find(name)
-    told = emulation.command(state, {"do": "status"})
+    answer = emulation.command(state, {"do": "status"})
     if as_json:
-        typer.echo(json.dumps({**_document(state), **told}))
+        typer.echo(json.dumps({**_document(state), **answer}))
         return
     typer.echo(f"{state.run}: back-end {state.backend}, {state.why}")
-    typer.echo(f"in force: {', '.join(told['conditions']) or 'nothing, all links are as in the file'}")
-    for line in told["log"]:
+    typer.echo(f"in force: {', '.join(answer['conditions']) or 'nothing, all links are as in the file'}")
+    for line in answer["log"]:
         typer.echo(f"  {line}")
     figures = ("bytes_passed", "packets_lost", "packets_overflowed", "packets_cut")
-    pairs = [(pair["from"], pair["to"], *(f"{pair[key]:,}" for key in figures)) for pair in told.get("pairs", [])]
+    pairs = [(pair["from"], pair["to"], *(f"{pair[key]:,}" for key in figures)) for pair in answer.get("pairs", [])]
     headings = ("bytes", "packets lost", "overflowed", "cut")
     if pairs:
         for line in table_lines([("from", "left"), ("to", "left"), *((name, "right") for name in headings)], pairs):
             typer.echo(line)
-    if "qdiscs" in told:
-        typer.echo(told["qdiscs"])
+    if "qdiscs" in answer:
+        typer.echo(answer["qdiscs"])
 
 
 @app.command()
@@ -200,14 +200,14 @@ def measure(*, name: NameOption = None, as_json: JsonOption = False) -> None:
         _echo_pairs(pairs)
 
 
-def _send(what: str, region: str, other: str, one_way: str, *, name: str | None, as_json: bool, **values: Any) -> None:
+def _send(verb: str, region: str, peer: str, one_way: str, *, name: str | None, as_json: bool, **values: Any) -> None:
     from diloco_node.lab.wan import emulation
 
     _need_root()
     if one_way not in ("", "out", "in"):
         raise ConfigError(f"--one-way is {one_way!r}: use out or in")
     state = emulation.find(name)
-    command = {"do": what, "region": region, "other": other, "direction": one_way or "both", **values}
+    command = {"do": verb, "region": region, "other": peer, "direction": one_way or "both", **values}
     _show_answer(emulation.command(state, command), as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""What a demo records while it runs: who lives, what is merged, what is lost; for the report at its end."""
+"""Samples of a demo while it runs, for its report: processes that live, tokens merged, losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CourseRecorder:
     def begin(self) -> None:
         """The training begins now; samples of before have negative times."""
         now_ns = time.monotonic_ns()
-        self.samples = [RunSample(one.at_ns - now_ns, one.regions) for one in self.samples]
+        self.samples = [RunSample(sample.at_ns - now_ns, sample.regions) for sample in self.samples]
         self.began_ns = now_ns
 
     def now_ns(self) -> int:
@@ -52,7 +52,7 @@ class CourseRecorder:
             pid = attached_learner(status)
             self._learners[region.name] = process_of(pid) if pid is not None else None
         # A daemon that has just started names no learner, although the one that it had may train on.
-        known = self._learners.get(region.name)
+        process = self._learners.get(region.name)
         if learner is None:
             known_before = before or RegionSample(False, False)
             incarnation, step, attached_step = known_before.incarnation, known_before.step, known_before.attached_step
@@ -61,8 +61,8 @@ class CourseRecorder:
             attached_step = int(learner["attached_step"])
         return RegionSample(
             has_daemon=is_attached,
-            has_learner=known is not None and is_alive(known),
-            is_stopped=known is not None and is_stopped(known),
+            has_learner=process is not None and is_alive(process),
+            is_stopped=process is not None and is_stopped(process),
             incarnation=incarnation,
             step=step,
             attached_step=attached_step,

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco_node.core.ledger.account_check import AccountReport, check_account
 from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
@@ -15,6 +14,7 @@ from diloco_node.core.types import DiskNamedBody, Entry, FragmentPosition, Learn
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.errors import StorageError
+from diloco_node.lab.account_check import AccountReport, check_account
 from diloco_node.lab.chaos.story import RunSample, TimedMerge, timed_merges
 from diloco_node.planning.rates import format_rate
 from diloco_node.storage.store import RegionStore
@@ -35,7 +35,7 @@ REGION_FIELDS = (
 
 
 def read_region_report(state_dir: Path) -> dict[str, Any]:
-    """What a region's daemon left at its end.
+    """Read the report that a region's daemon left at its end.
 
     Raises:
         StorageError: there is none: the daemon did not end in order.
@@ -57,9 +57,9 @@ def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[LedgerBa
     """
     ledgers = []
     for state_dir in state_dirs:
-        recovered = RegionStore(state_dir, is_read_only=True).load(fragments)
-        ledgers.append((recovered.base, recovered.entries))
-    base, longest = max(ledgers, key=lambda one: one[0].index + len(one[1]))
+        recovery = RegionStore(state_dir, is_read_only=True).load(fragments)
+        ledgers.append((recovery.base, recovery.entries))
+    base, longest = max(ledgers, key=lambda ledger: ledger[0].index + len(ledger[1]))
     verify_chain(longest, previous_index=base.index, previous_hash=base.hash)
     hashes = {entry.index: entry.hash for entry in longest}
     for state_dir, (_, entries) in zip(state_dirs, ledgers, strict=True):
@@ -82,14 +82,14 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
     manifest = _manifest(folder / regions[0])
     base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
     summary = _summary(base, len(manifest.fragments))
-    trained = {
-        (region, counted.incarnation): (counted.steps, counted.tokens)
+    counters = {
+        (region, counter.incarnation): (counter.steps, counter.tokens)
         for region in regions
-        for counted in read_trained(folder / region)
+        for counter in read_trained(folder / region)
     }
     return check_account(
         entries,
-        trained,
+        counters,
         fragment_sizes=[fragment.size for fragment in manifest.fragments],
         positions=positions,
         summary=summary,
@@ -110,10 +110,10 @@ def read_merges(folder: Path, regions: Sequence[str], samples: Sequence[RunSampl
 
 def _replaced(summary: RunSummary | None, entries: Iterable[Entry]) -> set[str]:
     """Regions whose folder was lost and replaced in the run."""
-    found = {entry.body.region for entry in entries if isinstance(entry.body, DiskNamedBody)}
+    names = {entry.body.region for entry in entries if isinstance(entry.body, DiskNamedBody)}
     if summary is not None and summary.replaced:
-        found |= {name for name, times in zip(summary.genesis[0].regions, summary.replaced, strict=True) if times}
-    return found
+        names |= {name for name, times in zip(summary.genesis[0].regions, summary.replaced, strict=True) if times}
+    return names
 
 
 def build_report(
@@ -129,22 +129,24 @@ def build_report(
     Raises:
         StorageError: something that a finished run has is missing or damaged.
     """
-    own = {region: read_region_report(folder / region) for region in regions}
+    reports = {region: read_region_report(folder / region) for region in regions}
     manifest = _manifest(folder / regions[0])
     base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
     summary = _summary(base, len(manifest.fragments))
     rounds_before = 0 if summary is None else summary.rounds_committed
     positions = {
-        region: learner_status(report["learner"]) for region, report in own.items() if report.get("learner") is not None
+        region: learner_status(report["learner"])
+        for region, report in reports.items()
+        if report.get("learner") is not None
     }
     account = check_folder(folder, regions, positions)
-    digests = {report["digest"] for report in own.values()}
-    global_losses = [report["val_loss_global"] for report in own.values() if report["val_loss_global"] is not None]
+    digests = {report["digest"] for report in reports.values()}
+    global_losses = [report["val_loss_global"] for report in reports.values() if report["val_loss_global"] is not None]
     return {
-        "regions": [{"name": region, **{key: own[region][key] for key in REGION_FIELDS}} for region in regions],
+        "regions": [{"name": region, **{key: reports[region][key] for key in REGION_FIELDS}} for region in regions],
         "rounds_committed": rounds_before + sum(isinstance(entry.body, RoundBody) for entry in entries),
-        "rounds_in_flight_max": max(report["rounds_in_flight_max"] for report in own.values()),
-        "learner_blocked_seconds": sum(report["learner_blocked_seconds"] for report in own.values()),
+        "rounds_in_flight_max": max(report["rounds_in_flight_max"] for report in reports.values()),
+        "learner_blocked_seconds": sum(report["learner_blocked_seconds"] for report in reports.values()),
         "tokens": {
             "trained": account.trained,
             "merged": account.merged,
@@ -158,20 +160,20 @@ def build_report(
         "val_loss_global": max(global_losses) if global_losses else None,
         "wan": wan,
         "outage": outage,
-        "budget": _budget(own),
+        "budget": _budget(reports),
         "folder": str(folder.resolve()),
     }
 
 
-def _budget(own: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Of each region: its ceilings at the end, and how much of egress it used while something waited to be sent.
+def _budget(reports: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return each region's ceilings at the end, and the share of egress that it used while something waited.
 
     None when no region has a ceiling.
     """
     keys = ("egress_bytes_per_s", "ingress_bytes_per_s", "used_bytes", "allowed_bytes", "share_used")
     rows = [
         {"name": region, **{key: report["budget"][key] for key in keys}, "warning": report["budget_warning"]}
-        for region, report in own.items()
+        for region, report in reports.items()
     ]
     has_ceiling = any(row[key] is not None for row in rows for key in keys[:2])
     return rows if has_ceiling else None
@@ -186,8 +188,8 @@ def budget_lines(report: Mapping[str, Any]) -> list[str]:
             for direction in ("egress", "ingress")
             if row[f"{direction}_bytes_per_s"] is not None
         ]
-        used = "" if row["share_used"] is None else f"; {row['share_used']:.1%} of it used when there was work"
-        lines.append(f"budget             {row['name']}: {', '.join(limits) or 'no limit'}{used}")
+        usage = "" if row["share_used"] is None else f"; {row['share_used']:.1%} of it used when there was work"
+        lines.append(f"budget             {row['name']}: {', '.join(limits) or 'no limit'}{usage}")
         lines += [f"                   {row['warning']}"] if row["warning"] else []
     return lines
 

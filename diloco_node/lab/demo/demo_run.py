@@ -46,7 +46,7 @@ NAMES: Final = (
 REGIONS_DEFAULT: Final = 4
 
 WAN_PORTS: Final = (7400, 7401)
-"""Of every region in its own network: for the others, and its admin port."""
+"""Ports of every region in its own network: for the others, and its admin port."""
 
 SYNC_EVERY: Final = 16
 """Inner steps between two rounds of a fragment."""
@@ -125,7 +125,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 class Demo:
-    """One demo: prepare, start, watch, finish, report."""
+    """A demo's steps: prepare, start, watch, finish, report."""
 
     def __init__(self, options: DemoOptions, folder: Path) -> None:
         self.options = options
@@ -194,16 +194,16 @@ class Demo:
         return 0 if report["equal_digests"] and report["tokens"]["balanced"] else 1
 
     def _add_course(self, report: dict[str, Any]) -> None:
-        """What was done within the time asked for, or that it took, and what a storm did to it."""
+        """Add the work within the time asked for, or that it took, and the storm's part."""
         samples, tokens = self.course.samples, self.options.tokens
-        end_ns = story.reached_ns(samples, tokens) if tokens else int(self.options.seconds * NS_PER_S)
+        end_ns = story.merged_at_ns(samples, tokens) if tokens else int(self.options.seconds * NS_PER_S)
         merges = read_merges(self.folder, self.names, samples)
         final = report["tokens"]["merged"], report["val_loss_global"]
-        done = story.training(samples, merges, regions=self.names, end_ns=end_ns, final=final)
-        done |= {"settings": self.settings}
+        training = story.training(samples, merges, regions=self.names, end_ns=end_ns, final=final)
+        training |= {"settings": self.settings}
         report |= {
-            "training": done,
-            "chaos": self.storm.document(samples, merges, done) if self.storm is not None else None,
+            "training": training,
+            "chaos": self.storm.document(samples, merges, training) if self.storm is not None else None,
         }
 
     def _prepare(self) -> None:
@@ -246,7 +246,7 @@ class Demo:
         self.keeper = RegionKeeper(self.folder, self.folder / "run.toml", self.regions, view.line)
         await self.keeper.start()
         started_s = time.monotonic()
-        await self._watch(view, started_s, until=self._all_step, limit_s=START_S, what="to start training")
+        await self._watch(view, started_s, until=self._all_step, limit_s=START_S, purpose="to start training")
         trains_s = time.monotonic()
         self.keeper.is_starting = False
         self.course.begin()
@@ -282,11 +282,11 @@ class Demo:
             trains_s,
             until=lambda: self.keeper is not None and self.keeper.is_over,
             limit_s=ending_s - trains_s + FINISH_S,
-            what="to finish",
+            purpose="to finish",
         )
 
     def _is_given_up(self) -> bool:
-        return self._interrupted.is_set() or (self.keeper is not None and bool(self.keeper.over))
+        return self._interrupted.is_set() or (self.keeper is not None and bool(self.keeper.end_reasons))
 
     @contextlib.asynccontextmanager
     async def _outages(self, view: LiveView) -> AsyncIterator[None]:
@@ -342,7 +342,7 @@ class Demo:
         *,
         until: Any,
         limit_s: float | None,
-        what: str = "",
+        purpose: str = "",
     ) -> None:
         """Poll and draw until something is so.
 
@@ -354,7 +354,7 @@ class Demo:
         while not self._interrupted.is_set() and not until():
             elapsed_s = time.monotonic() - started_s
             if limit_s is not None and elapsed_s > limit_s:
-                raise DilocoError(f"the regions took more than {limit_s:.0f} s {what}:\n{self._last_lines()}")
+                raise DilocoError(f"the regions took more than {limit_s:.0f} s {purpose}:\n{self._last_lines()}")
             assert self.keeper is not None
             self.keeper.check()
             for task in self._tasks:
@@ -412,10 +412,10 @@ def print_report(report: dict[str, Any]) -> None:
         f"tokens             {tokens['trained']:,} trained = {tokens['merged']:,} merged + {tokens['carried']:,} "
         f"carried + {tokens['discarded']:,} discarded; the ledger {whole}"
     )
-    for one in tokens["uncounted"]:
+    for learner in tokens["uncounted"]:
         console.print(
-            f"                   {one['learner']} lost its folder, and with it the count of incarnation "
-            f"{one['incarnation']}: what that trained since its last merge is in none of these"
+            f"                   {learner['learner']} lost its folder, and with it the count of incarnation "
+            f"{learner['incarnation']}: what that trained since its last merge is in none of these"
         )
     console.print(f"learners blocked   {report['learner_blocked_seconds']:.2f} s in all, over all regions")
     if report["wan"] is not None:

@@ -112,9 +112,9 @@ class DemoWan:
         """And back."""
         await self._command("heal", region)
 
-    async def _command(self, what: str, region: str = "") -> None:
+    async def _command(self, order: str, region: str = "") -> None:
         if self._state is not None:
-            command = {"do": what, **({"region": region} if region else {})}
+            command = {"do": order, **({"region": region} if region else {})}
             await asyncio.to_thread(emulation.command, self._state, command)
 
     def report(self) -> dict[str, Any]:
@@ -129,24 +129,24 @@ class DemoWan:
             },
             "timetable": [
                 {
-                    "at_seconds": one.at_ns / 1e9,
-                    "seconds": one.for_ns / 1e9,
-                    "what": f"{'cut' if one.change is None else 'degraded'} {one.scope}",
+                    "at_seconds": outage.at_ns / 1e9,
+                    "seconds": outage.for_ns / 1e9,
+                    "what": f"{'cut' if outage.change is None else 'degraded'} {outage.scope}",
                 }
-                for one in self.topology.outages
+                for outage in self.topology.outages
             ],
         }
 
 
 def _worst(pairs: Sequence[Mapping[str, Any]]) -> str:
     """The largest round trip and the least goodput, relative to the file's figures."""
-    measured = [pair for pair in pairs if pair["rtt_measured_ms"] is not None]
-    if not measured:
+    reachable = [pair for pair in pairs if pair["rtt_measured_ms"] is not None]
+    if not reachable:
         return f"none of {len(pairs)} pairs could be measured"
-    trips = max((pair["rtt_measured_ms"] / pair["rtt_ms"] - 1 for pair in measured if pair["rtt_ms"]), default=0.0)
-    goodput = min(pair["goodput_bits_per_s"] / pair["rate_bits_per_s"] for pair in measured)
+    trips = max((pair["rtt_measured_ms"] / pair["rtt_ms"] - 1 for pair in reachable if pair["rtt_ms"]), default=0.0)
+    goodput = min(pair["goodput_bits_per_s"] / pair["rate_bits_per_s"] for pair in reachable)
     return (
-        f"in {len(measured)} of {len(pairs)} pairs round trips are at most {trips:+.1%} off the file, goodput is at "
+        f"in {len(reachable)} of {len(pairs)} pairs round trips are at most {trips:+.1%} off the file, goodput is at "
         f"least {goodput:.0%} of the rate"
     )
 
@@ -166,7 +166,7 @@ class LossWatch:
 
     def start(self, regions: Sequence[RegionProcess]) -> None:
         """The region is about to be healed."""
-        self.before = {region.name: shown for region in regions if (shown := _own_loss(region)) is not None}
+        self.before = {region.name: loss for region in regions if (loss := _own_loss(region)) is not None}
 
     @property
     def is_complete(self) -> bool:
@@ -179,11 +179,11 @@ class LossWatch:
         The loss that is shown was measured in the last `cycle_steps`, so after two cycles it is of one cycle later.
         """
         for region in regions:
-            shown = _own_loss(region)
-            if shown is None or region.name in self.after or region.name not in self.before:
+            loss = _own_loss(region)
+            if loss is None or region.name in self.after or region.name not in self.before:
                 continue
-            if shown[0] >= self.before[region.name][0] + 2 * self.cycle_steps:
-                self.after[region.name] = shown
+            if loss[0] >= self.before[region.name][0] + 2 * self.cycle_steps:
+                self.after[region.name] = loss
 
     def document(self) -> dict[str, Any]:
         """Fields of the report; the change is relative, and positive when the loss rose."""
@@ -197,7 +197,7 @@ class LossWatch:
 
 @dataclass(slots=True)
 class DemoOutage:
-    """One region cut off in the middle of a demo, and what happened. Run `run` beside the training.
+    """Outage of a region in the middle of a demo, and its effects. Run `run` beside the training.
 
     Attributes:
         cycle_steps: inner steps between two rounds of a fragment.
@@ -216,24 +216,24 @@ class DemoOutage:
         await self._poll()
         # Not the leader: that a leader can be lost is another matter, and would hide what the cut itself costs.
         victim = next(region for region in reversed(self.regions) if region.status.get("role") != "leader")
-        others = [region for region in self.regions if region is not victim]
+        peers = [region for region in self.regions if region is not victim]
         self.document = {"region": victim.name}
         await self.wan.cut(victim.name)
         await self._poll()  # what was committed until the cut came into force is not the others' alone
-        cut_s, steps, commits = time.monotonic(), _steps(victim), _commits(others)
-        steps_of_others = sum(map(_steps, others))
+        cut_s, steps, commits = time.monotonic(), _steps(victim), _commits(peers)
+        steps_of_others = sum(map(_steps, peers))
         self.say(f"outage: {victim.name} is cut off from everyone")
         await asyncio.sleep((OUTAGE_UNTIL - OUTAGE_FROM) * seconds)
         await self._poll()
         self.document |= {
             "seconds": time.monotonic() - cut_s,
             "inner_steps": _steps(victim) - steps,
-            "inner_steps_of_others": (sum(map(_steps, others)) - steps_of_others) / len(others),
-            "commits_of_others": _commits(others) - commits,
+            "inner_steps_of_others": (sum(map(_steps, peers)) - steps_of_others) / len(peers),
+            "commits_of_others": _commits(peers) - commits,
             "seconds_to_versions_at_heal": None,
             "seconds_to_equal_digests": None,
         }
-        due = _most(others)
+        due = _most(peers)
         losses = LossWatch(self.cycle_steps)
         losses.start(self.regions)
         await self.wan.heal(victim.name)
@@ -241,10 +241,10 @@ class DemoOutage:
             f"outage: {victim.name} is back; it took {self.document['inner_steps']} steps alone, each of the others "
             f"{self.document['inner_steps_of_others']:.0f} and {self.document['commits_of_others']} rounds together"
         )
-        await self._watch_return(victim, others, due, losses)
+        await self._watch_return(victim, peers, due, losses)
 
     async def _watch_return(
-        self, victim: RegionProcess, others: Sequence[RegionProcess], due: Sequence[int], losses: LossWatch
+        self, victim: RegionProcess, peers: Sequence[RegionProcess], due: Sequence[int], losses: LossWatch
     ) -> None:
         """Until the region has what the others had at the heal, and then the very bytes that another one has.
 
@@ -254,18 +254,20 @@ class DemoOutage:
         that another one has shown since the heal.
         """
         healed_s = time.monotonic()
-        shown: set[tuple[tuple[int, ...], str]] = set()
+        states: set[tuple[tuple[int, ...], str]] = set()
         while self.document["seconds_to_equal_digests"] is None or not losses.is_complete:
             await self._poll()
             losses.look(self.regions)
             self.document |= losses.document()
             elapsed_s = time.monotonic() - healed_s
-            shown |= {state for region in others if (state := _state(region)) is not None}
+            states |= {state for region in peers if (state := _state(region)) is not None}
             versions = victim.status.get("versions") or []
-            has_all = len(versions) == len(due) and all(own >= other for own, other in zip(versions, due, strict=True))
+            has_all = len(versions) == len(due) and all(
+                version >= due_version for version, due_version in zip(versions, due, strict=True)
+            )
             if has_all and self.document["seconds_to_versions_at_heal"] is None:
                 self.document["seconds_to_versions_at_heal"] = elapsed_s
-            if has_all and self.document["seconds_to_equal_digests"] is None and _state(victim) in shown:
+            if has_all and self.document["seconds_to_equal_digests"] is None and _state(victim) in states:
                 self.document["seconds_to_equal_digests"] = elapsed_s
                 self.say(f"outage: {victim.name} holds the same bytes as the others {elapsed_s:.1f} s after the heal")
             await asyncio.sleep(HEALED_POLL_S)
@@ -276,9 +278,9 @@ class DemoOutage:
 
 async def _ask_anew(region: RegionProcess) -> None:
     """Ask again where no answer came in time: figures of before a cut are not to be taken for those of after it."""
-    known = region.status
+    status = region.status
     for _ in range(POLLS_MAX):
-        if await region.poll() is not known:
+        if await region.poll() is not status:
             return
 
 

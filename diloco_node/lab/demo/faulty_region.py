@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
 def run_start(arguments: list[str], daemon: Sequence[str]) -> int:
     """`diloco-node start ...` with another program as its daemon: what Python is to run. The exit code."""
     from diloco_node.cli import start
-    from diloco_node.cli.program import operator_app, run
+    from diloco_node.cli.application import operator_app, run
 
     prepare = start.prepare
 

@@ -19,7 +19,7 @@ from typing import Final
 
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import DilocoError
-from diloco_node.lab.chaos.demo_processes import DemoFile, held, left_behind
+from diloco_node.lab.chaos.demo_processes import DemoFile, find_left_behind, hold_all
 from diloco_node.lab.demo.region_processes import RegionProcess
 from diloco_node.numeric import NS_PER_S
 from diloco_node.supervisor.supervisor import FINAL_CODES
@@ -31,7 +31,7 @@ FAILURES_WITHIN_NS: Final = 10 * NS_PER_S
 """RestartSec, StartLimitBurst and StartLimitIntervalSec of the unit, which are systemd's own defaults."""
 
 GONE_S: Final = 10.0
-"""What a killed process has to leave the machine."""
+"""Limit for a killed process to leave the machine."""
 
 GONE_POLL_S: Final = 0.02
 
@@ -68,7 +68,7 @@ class RegionKeeper:
 
     Attributes:
         folder: of the demo. config: its run.toml.
-        over: of each region that has ended for good, why; empty when it ended as it should.
+        end_reasons: of each region that has ended for good, why; empty when it ended as it should.
         is_starting: not all have trained yet: who ends then is not started again, for its settings may be wrong.
     """
 
@@ -76,7 +76,7 @@ class RegionKeeper:
     config: Path
     regions: Sequence[RegionProcess]
     say: Callable[[str], None]
-    over: dict[str, str] = field(default_factory=dict)
+    end_reasons: dict[str, str] = field(default_factory=dict)
     is_starting: bool = True
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _supervisors: dict[str, Process | None] = field(default_factory=dict)
@@ -97,15 +97,15 @@ class RegionKeeper:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
-        ended = await asyncio.gather(*(self._end(region) for region in self.regions), return_exceptions=True)
-        for error in ended:
+        results = await asyncio.gather(*(self._end(region) for region in self.regions), return_exceptions=True)
+        for error in results:
             if error is not None:
                 raise error
 
     @property
     def is_over(self) -> bool:
         """Whether every region has ended for good."""
-        return len(self.over) == len(self.regions)
+        return len(self.end_reasons) == len(self.regions)
 
     def check(self) -> None:
         """Raise what ended a region that should run.
@@ -117,7 +117,7 @@ class RegionKeeper:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
         for region in self.regions:
-            if why := self.over.get(region.name):
+            if why := self.end_reasons.get(region.name):
                 raise DilocoError(f"region {region.name}: {why}\n{region.last_lines()}")
 
     async def _keep(self, region: RegionProcess) -> None:
@@ -130,7 +130,7 @@ class RegionKeeper:
             if self.is_starting:
                 why = "it ended too early"
             if why is not None:
-                self.over[region.name] = why
+                self.end_reasons[region.name] = why
                 return
             self.say(f"region {region.name}: its supervisor ended with {code}; started again")
             await self._clear(region)
@@ -151,11 +151,11 @@ class RegionKeeper:
 
     async def _kill_left(self, region: RegionProcess) -> None:
         until_s = time.monotonic() + GONE_S
-        while found := await asyncio.to_thread(left_behind, region.state_dir):
+        while processes := await asyncio.to_thread(find_left_behind, region.state_dir):
             if time.monotonic() > until_s:
-                pids = ", ".join(str(one.pid) for one in found)
+                pids = ", ".join(str(process.pid) for process in processes)
                 raise DilocoError(f"region {region.name}: processes {pids} do not end; look at what holds them up")
-            with held(found) as children:
+            with hold_all(processes) as children:
                 for child in children:
                     child.send(signal.SIGKILL)
             await asyncio.sleep(GONE_POLL_S)

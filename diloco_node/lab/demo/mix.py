@@ -38,21 +38,21 @@ class LearnerMix:
         return fastest_s * max(self.speeds) / self.speeds[index] if self.speeds else fastest_s
 
     def median_step_seconds(self, fastest_s: float) -> float:
-        """Of the learner that says where the run is: of an even number the slower one of the middle two."""
+        """Return the step time of the middle learner; of an even number, the slower one of the middle two."""
         times = sorted(self.step_seconds(fastest_s, index) for index in range(len(self.speeds)))
         return times[len(times) // 2] if times else fastest_s
 
     def tokens_per_second(self, fastest_s: float, regions: int, *, batch: int, context: int) -> float:
-        """Of all regions together, where nothing holds them up. `batch`: of those whose batches are not given."""
+        """Return the rate of all regions if nothing holds them up. `batch`: for learners without one of their own."""
         batches = self.batches or (batch,) * regions
-        return sum(one * context / self.step_seconds(fastest_s, index) for index, one in enumerate(batches))
+        return sum(batch * context / self.step_seconds(fastest_s, index) for index, batch in enumerate(batches))
 
     def settings(self, fastest_s: float, index: int) -> tuple[str, ...]:
-        """What `start --set` gets in a region."""
-        found = [f"model.step_time_min={round(1000 * self.step_seconds(fastest_s, index))}ms"] if self.speeds else []
+        """Return a region's settings for `start --set`."""
+        settings = [f"model.step_time_min={round(1000 * self.step_seconds(fastest_s, index))}ms"] if self.speeds else []
         for name, values in (("batch", self.batches), ("ranks", self.ranks), ("shard", self.shards)):
-            found += [f"model.{name}={values[index]}"] if values else []
-        return tuple(found)
+            settings += [f"model.{name}={values[index]}"] if values else []
+        return tuple(settings)
 
 
 def parse_mix(speeds: str, batches: str, names: Sequence[str], *, ranks: str = "", shards: str = "") -> LearnerMix:
@@ -70,34 +70,34 @@ def parse_mix(speeds: str, batches: str, names: Sequence[str], *, ranks: str = "
         parsed("--ranks", ranks, _ranks),
         parsed("--shard", shards, _shards),
     )
-    given: dict[str, Sequence[object]] = {
+    lists: dict[str, Sequence[object]] = {
         "--speeds": mix.speeds,
         "--batches": mix.batches,
         "--ranks": mix.ranks,
         "--shard": mix.shards,
     }
-    for flag, values in given.items():
+    for flag, values in lists.items():
         if values and len(values) != len(names):
             raise ConfigError(f"{flag} has {len(values)} values for {len(names)} regions: give one for each, in order")
     return mix
 
 
 def _speeds(text: str) -> tuple[float, ...]:
-    values = tuple(float(part) for part in text.split(",")) if text else ()
-    if values and not all(math.isfinite(one) and 0 < one <= SPEEDS_APART_MAX * min(values) for one in values):
+    values = tuple(float(word) for word in text.split(",")) if text else ()
+    if values and not all(math.isfinite(speed) and 0 < speed <= SPEEDS_APART_MAX * min(values) for speed in values):
         raise ValueError(f"use positive numbers, the largest at most {SPEEDS_APART_MAX:g} times the smallest")
     return values
 
 
 def _batches(text: str) -> tuple[int, ...]:
-    values = tuple(int(part) for part in text.split(",")) if text else ()
+    values = tuple(int(word) for word in text.split(",")) if text else ()
     if values and not (min(values) >= 1 and max(values) <= BATCH_MAX):
         raise ValueError(f"use whole numbers from 1 to {BATCH_MAX}")
     return values
 
 
 def _ranks(text: str) -> tuple[int, ...]:
-    values = tuple(int(part) for part in text.split(",")) if text else ()
+    values = tuple(int(word) for word in text.split(",")) if text else ()
     if values and not (min(values) >= 1 and max(values) <= RANKS_MAX):
         raise ValueError(f"use whole numbers from 1 to {RANKS_MAX}")
     return values

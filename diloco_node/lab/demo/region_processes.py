@@ -29,7 +29,7 @@ PORT_MIN: Final = 12_000
 
 @dataclass(slots=True)
 class RegionProcess:
-    """One `diloco-node start`.
+    """A `diloco-node start` as a child process.
 
     Attributes:
         name: the region. admin_port: of its daemon. state_dir: its folder.
@@ -70,7 +70,7 @@ class RegionProcess:
                 self.name,
                 "--config",
                 str(config),
-                *(part for one in self.settings for part in ("--set", one)),
+                *(word for setting in self.settings for word in ("--set", setting)),
                 *(("--", *command) if command else ()),
                 stdout=output,
                 stderr=output,
@@ -137,9 +137,9 @@ async def poll_all(regions: Sequence[RegionProcess], *, wait_s: float) -> None:
             region.asking = asyncio.create_task(region.poll(), name=f"ask {region.name}")
     asking = [region.asking for region in regions if region.asking is not None]
     if asking:
-        done, _ = await asyncio.wait(asking, timeout=wait_s)
-        for one in done:
-            one.result()
+        answers, _ = await asyncio.wait(asking, timeout=wait_s)
+        for answer in answers:
+            answer.result()
 
 
 async def order_finish(

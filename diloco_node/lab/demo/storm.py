@@ -50,8 +50,10 @@ def comparable(options: DemoOptions, names: Sequence[str], *, step_seconds: floa
     Args:
         names: its regions. step_seconds: what an inner step of the fastest learner takes at least.
     """
-    compared = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in UNCOMPARED}
-    return compared | {
+    settings = {
+        option.name: getattr(options, option.name) for option in fields(options) if option.name not in UNCOMPARED
+    }
+    return settings | {
         "regions": sorted(names),
         "step_seconds": step_seconds,
         "data": [str(Path(path).resolve()) for path in options.data],
@@ -71,23 +73,23 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     try:
         report = json.loads(file.read_text())
         training, is_storm = dict(report["training"]), report["chaos"] is not None
-        known = dict(training["settings"])
-        story.compared(training, training, ends_by_tokens=False)  # all that is compared is there
+        baseline_settings = dict(training["settings"])
+        story.compare(training, training, ends_by_tokens=False)  # all that is compared is there
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None
     if is_storm:
         raise ConfigError(f"--baseline {file} is of a storm: name the report of the same demo without --chaos")
-    for name, wanted in settings.items():
-        if name not in known or known[name] != wanted:
-            shown = json.dumps(known.get(name))
+    for name, value in settings.items():
+        if name not in baseline_settings or baseline_settings[name] != value:
+            baseline_value = json.dumps(baseline_settings.get(name))
             raise ConfigError(
-                f"--baseline {file} is of another demo: {name} is {shown} there and {json.dumps(wanted)} here"
+                f"--baseline {file} is of another demo: {name} is {baseline_value} there and {json.dumps(value)} here"
             )
     return training
 
 
 class DemoStorm:
-    """What strikes a demo.
+    """Storm over a demo.
 
     Args:
         options: of the demo. names: its regions. folder: of the demo.
@@ -136,7 +138,7 @@ class DemoStorm:
                 self._names, seed=options.seed, mtbf_ns=self._mtbf.ns, end_ns=end_ns, victims=self._victims
             )
         self._baseline = read_baseline(options.baseline, settings) if options.baseline is not None else None
-        self._struck: Sequence[StruckFault] = ()
+        self._strikes: Sequence[StruckFault] = ()
 
     async def run(
         self, regions: Sequence[RegionProcess], now_ns: Callable[[], int], say: Callable[[str], None]
@@ -144,18 +146,18 @@ class DemoStorm:
         """Strike, until the plan is at its end. The plan is left in the folder, as a tape."""
         (self._folder / TAPE_NAME).write_text(tape_text(self.plan))
 
-        def told(one: StruckFault) -> None:
-            missed = ": nobody was there" if one.is_missed else ""
-            say(f"chaos: {one.at_ns / NS_PER_S:6.1f} s  {one.fault.kind} {one.fault.target}{missed}")
+        def told(fault: StruckFault) -> None:
+            suffix = ": nobody was there" if fault.is_missed else ""
+            say(f"chaos: {fault.at_ns / NS_PER_S:6.1f} s  {fault.fault.kind} {fault.fault.target}{suffix}")
 
         statuses = {region.name: region for region in regions}
         executor = FaultExecutor(
             lambda: DemoFile.load(self._folder),
             now_ns=now_ns,
-            told=told,
-            attached=lambda name: attached_learner(statuses[name].status),
+            on_strike=told,
+            learner_pid=lambda name: attached_learner(statuses[name].status),
         )
-        self._struck = executor.struck
+        self._strikes = executor.strikes
         try:
             await executor.run(self.plan)
         except* DilocoError as errors:
@@ -165,17 +167,17 @@ class DemoStorm:
         self, samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, training: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
-        counts = Counter((one.fault.kind, one.fault.target.part) for one in self._struck if not one.is_missed)
+        counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in self._strikes if not fault.is_missed)
         end_ns = int(training["seconds"] * NS_PER_S)
         lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "picture"))
         if merges is not None:
             spans = {name: story.life(name, samples, merges, end_ns=end_ns) for name in self._names}
             title = f"{len(self._names)} regions, {sum(counts.values())} faults in {training['seconds']:.0f} s"
             picture = self._folder / PICTURE_NAME
-            picture.write_text(draw_life(title, spans, merges, self._struck, end_ns=end_ns))
+            picture.write_text(draw_life(title, spans, merges, self._strikes, end_ns=end_ns))
             lives = {
-                "rejoin": story.rejoins(self._struck, samples, merges),
-                "seconds_of": {name: _seconds_of(own) for name, own in spans.items()},
+                "rejoin": story.rejoins(self._strikes, samples, merges),
+                "seconds_of": {name: _seconds_of(spans_of_region) for name, spans_of_region in spans.items()},
                 "picture": str(picture.resolve()),
             }
         is_drawn = self._options.tape is None
@@ -187,14 +189,14 @@ class DemoStorm:
             "calm_seconds": None if self._options.tokens else CALM_S,
             "calm_tokens": self.calm_tokens if self._options.tokens else None,
             "struck": {
-                kind: {part: counts[kind, part] for part in VICTIMS if counts[kind, part]}
+                kind: {victim: counts[kind, victim] for victim in VICTIMS if counts[kind, victim]}
                 for kind in KINDS
-                if any(counts[kind, part] for part in VICTIMS)
+                if any(counts[kind, victim] for victim in VICTIMS)
             },
-            "missed": sum(one.is_missed for one in self._struck),
-            "faults": [one.document() for one in self._struck],
+            "missed": sum(fault.is_missed for fault in self._strikes),
+            "faults": [fault.document() for fault in self._strikes],
             "baseline": str(self._options.baseline) if self._options.baseline is not None else None,
-            "compared": story.compared(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
+            "compared": story.compare(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
             if self._baseline is not None
             else None,
             **lives,
@@ -212,42 +214,43 @@ def _seconds_of(spans: Sequence[story.LifeSpan]) -> dict[str, float]:
 def storm_lines(report: Mapping[str, Any]) -> list[str]:
     """The field `chaos` for people, with what of `training` belongs to it."""
     chaos, training = report["chaos"], report["training"]
-    struck = "; ".join(
-        f"{kind} " + ", ".join(f"{count} {part}" for part, count in parts.items())
-        for kind, parts in chaos["struck"].items()
+    strikes = "; ".join(
+        f"{kind} " + ", ".join(f"{count} {victim}" for victim, count in victims.items())
+        for kind, victims in chaos["struck"].items()
     )
     source = f"seed {chaos['seed']}, a kill per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["tape"]
     calm = f"{chaos['calm_tokens']:,} tokens" if chaos["calm_seconds"] is None else f"{chaos['calm_seconds']:.0f} s"
     lines = [
-        f"storm              {source}: {struck or 'nothing was struck'}; {chaos['missed']} met nobody; the last "
+        f"storm              {source}: {strikes or 'nothing was struck'}; {chaos['missed']} met nobody; the last "
         f"{calm} were calm",
         f"commits            {training['commits_per_minute']:.0f} a minute, at most "
         f"{training['longest_gap_seconds']:.1f} s between two",
     ]
-    for part, one in (chaos["rejoin"] or {}).items():
-        median, most = one["seconds_median"], one["seconds_most"]
+    for victim, rejoin in (chaos["rejoin"] or {}).items():
+        median, most = rejoin["seconds_median"], rejoin["seconds_most"]
         times = "-" if median is None else f"median {median:.1f} s, at most {most:.1f} s"
         lines.append(
-            f"in merges again    {part}: {times}, of {one['count']}; {one['struck_again']} struck again before, "
-            f"{one['never']} not in time"
+            f"in merges again    {victim}: {times}, of {rejoin['count']}; {rejoin['struck_again']} struck again before "
+            f"that, {rejoin['never']} not in time"
         )
-    compared = chaos["compared"]
-    for name, own in (chaos["seconds_of"] or {}).items():
-        goodput_of = compared["goodput_of"] if compared is not None else None
+    comparison = chaos["compared"]
+    for name, seconds_of in (chaos["seconds_of"] or {}).items():
+        goodput_of = comparison["goodput_of"] if comparison is not None else None
         goodput = "" if goodput_of is None else f", goodput {_percent(goodput_of.get(name))}"
-        spent = ", ".join(f"{seconds:.0f} s {state}" for state, seconds in own.items() if seconds)
+        spent = ", ".join(f"{seconds:.0f} s {state}" for state, seconds in seconds_of.items() if seconds)
         lines.append(
             f"  {name:<17}{training['tokens_merged_of'][name]:,} tokens merged{goodput}, participation "
             f"{_percent(training['participation_of'][name])}; {spent}"
         )
-    if compared is None:
+    if comparison is None:
         lines.append(
             "goodput            unknown: run the same demo without --chaos, and give its report: --baseline FILE"
         )
     else:
-        loss = compared["loss"]
+        loss = comparison["loss"]
         lines.append(
-            f"goodput            {_percent(compared['goodput'])} of the tokens a second that the undisturbed run merged"
+            f"goodput            {_percent(comparison['goodput'])} of the tokens a second that the undisturbed run "
+            "merged"
         )
         if loss["change"] is not None:
             lines.append(
@@ -258,5 +261,5 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
     return [*lines, f"picture            {chaos['picture'] or unknown}"]
 
 
-def _percent(part: float | None) -> str:
-    return "-" if part is None else f"{part:.1%}"
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

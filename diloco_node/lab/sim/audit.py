@@ -24,7 +24,7 @@ Identity = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Line:
-    """One learner incarnation's account of one fragment.
+    """Account of a fragment for a learner's incarnation.
 
     Attributes:
         end: the last step that was merged or discarded; the next interval must begin there.
@@ -66,48 +66,48 @@ class Audit:
 
     def _merged(self, body: RoundBody, contribution: Contribution, counters: Counters) -> None:
         line = self._line(contribution.learner, contribution.incarnation, body.fragment)
-        what = f"{contribution.learner}/{contribution.incarnation} in {body.fragment}/{body.version}"
+        label = f"{contribution.learner}/{contribution.incarnation} in {body.fragment}/{body.version}"
         if contribution.fragment != body.fragment:
-            self._violate(f"account: {what} names fragment {contribution.fragment}")
+            self._violate(f"account: {label} names fragment {contribution.fragment}")
         if contribution.base_version < line.included_version:
             self._violate(
-                f"account: {what} has base {contribution.base_version}, "
+                f"account: {label} has base {contribution.base_version}, "
                 f"but version {line.included_version} already included it"
             )
         if contribution.base_version >= body.version:
-            self._violate(f"account: {what} has base {contribution.base_version}, not before the version it makes")
+            self._violate(f"account: {label} has base {contribution.base_version}, not before the version it makes")
         # Fragment by fragment: a ballot that was decided while a learner lived may commit after its next incarnation
         # was merged in another one. What may be decided, `sim.checkers` asks at that moment.
         where = (contribution.learner, body.fragment)
         if contribution.incarnation < self._newest.get(where, 0):
-            self._violate(f"account: {what} is of a dead incarnation: {self._newest[where]} was merged there")
+            self._violate(f"account: {label} is of a dead incarnation: {self._newest[where]} was merged there")
         self._newest[where] = contribution.incarnation
-        self._interval(line, what, contribution.step_from, contribution.step_to)
+        self._interval(line, label, contribution.step_from, contribution.step_to)
         line.included_version = body.version
         line.merged_steps += contribution.steps
         line.merged_tokens += contribution.tokens
-        self._check_trained(line, what, counters[contribution.learner].get(contribution.incarnation))
+        self._check_trained(line, label, counters[contribution.learner].get(contribution.incarnation))
 
     def _discarded(self, body: DiscardedBody, counters: Counters) -> None:
         line = self._line(body.learner, body.incarnation, body.fragment)
-        what = f"{body.learner}/{body.incarnation} discarded of {body.fragment}"
-        self._interval(line, what, body.step_from, body.step_to)
+        label = f"{body.learner}/{body.incarnation} discarded of {body.fragment}"
+        self._interval(line, label, body.step_from, body.step_to)
         line.discarded_steps += body.step_to - body.step_from
         line.discarded_tokens += body.tokens
-        self._check_trained(line, what, counters[body.learner].get(body.incarnation))
+        self._check_trained(line, label, counters[body.learner].get(body.incarnation))
 
     def _line(self, learner: str, incarnation: int, fragment: int) -> Line:
         return self.lines.setdefault((learner, incarnation, fragment), Line())
 
-    def _interval(self, line: Line, what: str, step_from: int, step_to: int) -> None:
+    def _interval(self, line: Line, label: str, step_from: int, step_to: int) -> None:
         if step_from != line.end or step_to <= step_from:
-            self._violate(f"account: {what} covers ({step_from}, {step_to}], the account stands at {line.end}")
+            self._violate(f"account: {label} covers ({step_from}, {step_to}], the account stands at {line.end}")
         line.end = max(line.end, step_to)
 
-    def _check_trained(self, line: Line, what: str, trained: tuple[int, int] | None) -> None:
+    def _check_trained(self, line: Line, label: str, counters: tuple[int, int] | None) -> None:
         tokens = line.merged_tokens + line.discarded_tokens
-        if trained is None or line.end > trained[0] or tokens > trained[1]:
-            self._violate(f"account: {what}: {line.end} steps and {tokens} tokens, but trained are {trained}")
+        if counters is None or line.end > counters[0] or tokens > counters[1]:
+            self._violate(f"account: {label}: {line.end} steps and {tokens} tokens, but trained are {counters}")
 
     def close(self, hosts: Mapping[str, Host]) -> None:
         """At rest: trained = merged + discarded + carried, for every incarnation and fragment there ever was."""
@@ -140,17 +140,24 @@ class Audit:
 
     def _close_line(self, host: Host, incarnation: int, fragment: int) -> None:
         line = self.lines.get((host.name, incarnation, fragment), Line())
-        what = f"{host.name}/{incarnation} fragment {fragment}"
+        label = f"{host.name}/{incarnation} fragment {fragment}"
         learner = host.learner
         if learner is None or learner.incarnation != incarnation:
             steps, tokens = host.disk.counters[incarnation]
-            booked = (line.merged_steps + line.discarded_steps, line.merged_tokens + line.discarded_tokens)
-            if booked != (steps, tokens):
-                self._violate(f"account: {what} trained {(steps, tokens)} and is gone, but {booked} are booked: {line}")
+            account = (line.merged_steps + line.discarded_steps, line.merged_tokens + line.discarded_tokens)
+            if account != (steps, tokens):
+                self._violate(
+                    f"account: {label} trained {(steps, tokens)} and is gone, but {account} are booked: {line}"
+                )
             return
-        part = learner.parts[fragment]
-        carried = learner.step - line.end
-        if carried < 0 or learner.tokens < line.merged_tokens + line.discarded_tokens:
-            self._violate(f"account: {what} carries {carried} steps: {line}")
-        if part.position.base_version >= line.included_version and part.position.included_step != line.end:
-            self._violate(f"account: {what} counts from {part.position.included_step}, the ledger from {line.end}")
+        fragment_state = learner.parts[fragment]
+        carried_steps = learner.step - line.end
+        if carried_steps < 0 or learner.tokens < line.merged_tokens + line.discarded_tokens:
+            self._violate(f"account: {label} carries {carried_steps} steps: {line}")
+        if (
+            fragment_state.position.base_version >= line.included_version
+            and fragment_state.position.included_step != line.end
+        ):
+            self._violate(
+                f"account: {label} counts from {fragment_state.position.included_step}, the ledger from {line.end}"
+            )

@@ -1,4 +1,4 @@
-"""What must always hold, watched while a simulated run goes on.
+"""Promises that must always hold, checked while a simulated run goes on.
 
 `Checkers` looks at the world from above: at every core's committed entries, at what each core sends, at the disks. It
 keeps one committed history for all regions and lets independent witnesses follow it: the token account (`audit.py`)
@@ -30,12 +30,12 @@ VIOLATIONS_MAX = 20
 
 
 _REFUSED = ("does not append what can't be", "follows it no more")
-"""What a core says of an entry that it refuses, its own or its leader's."""
+"""Words of a core about an entry that it refuses, its own or its leader's."""
 
 
 @dataclass(slots=True)
 class Watched:
-    """What is remembered of one region.
+    """Memory of a region.
 
     Attributes:
         commit_index: the highest that its current daemon has shown.
@@ -148,10 +148,10 @@ class Checkers:
         if self.oracle.contribution_made(snapshot.contribution, snapshot.encoded) and host.learner is not None:
             learner = host.learner
             position = learner.parts[snapshot.contribution.fragment].position
-            named = (snapshot.contribution.step_from, snapshot.contribution.step_to, snapshot.contribution.tokens)
-            made = (position.included_step, learner.step, learner.tokens - position.included_tokens)
-            if named != made:
-                self.violate(f"work: {snapshot.contribution} names {named}, its learner has trained {made}")
+            claim = (snapshot.contribution.step_from, snapshot.contribution.step_to, snapshot.contribution.tokens)
+            work = (position.included_step, learner.step, learner.tokens - position.included_tokens)
+            if claim != work:
+                self.violate(f"work: {snapshot.contribution} names {claim}, its learner has trained {work}")
 
     def complaint(self, region: str, text: str) -> None:
         """A fake found a broken rule of the seam."""
@@ -163,46 +163,46 @@ class Checkers:
             return
         ledger = view.ledger(host.core)
         commit_index = ledger.commit_index
-        watched = self._watched[host.name]
+        watch = self._watched[host.name]
         if ledger.is_leader:
-            self._check_own_term(host, watched)
-        if ledger.cluster_commit_index != watched.known_index:
-            self._check_known(host, watched, ledger.cluster_commit_index)
-        if commit_index == watched.commit_index:
+            self._check_own_term(host, watch)
+        if ledger.cluster_commit_index != watch.known_index:
+            self._check_known(host, watch, ledger.cluster_commit_index)
+        if commit_index == watch.commit_index:
             return
-        if commit_index < watched.commit_index:
-            self.violate(f"commit: {host.name} went back from {watched.commit_index} to {commit_index}")
-        for index in range(max(watched.commit_index, view.base_index(host.core)) + 1, commit_index + 1):
+        if commit_index < watch.commit_index:
+            self.violate(f"commit: {host.name} went back from {watch.commit_index} to {commit_index}")
+        for index in range(max(watch.commit_index, view.base_index(host.core)) + 1, commit_index + 1):
             entry = view.entry(host.core, index)
             if index <= len(self.history):
                 self._check_same(host, entry)
             else:
                 self._committed(host, entry)
-        watched.commit_index = commit_index
+        watch.commit_index = commit_index
 
-    def _check_own_term(self, host: Host, watched: Watched) -> None:
-        """What a leader finds committed by counting disks must be of its own term."""
+    def _check_own_term(self, host: Host, watch: Watched) -> None:
+        """An entry that a leader commits by counting disks must be of its own term."""
         index, term = view.cluster_commit_index(host.core), view.term(host.core)
-        if index > watched.counted_index and watched.led_term == term:
+        if index > watch.counted_index and watch.led_term == term:
             entry = view.entry(host.core, index)
             if entry.term != term:
                 self.violate(f"old term: {host.name} in term {term} commits entry {index} of term {entry.term}")
-        watched.counted_index, watched.led_term = index, term
+        watch.counted_index, watch.led_term = index, term
 
-    def _check_known(self, host: Host, watched: Watched, index: int) -> None:
-        """What a core takes as committed must be in its log as it was committed, on its own disk or not yet.
+    def _check_known(self, host: Host, watch: Watched, index: int) -> None:
+        """An entry that a core takes as committed must be in its log as it was committed, on its own disk or not yet.
 
         The last such entry is enough: the hashes of all before are in its own.
         """
-        known = min(index, view.last_index(host.core), len(self.history))
-        if known > view.base_index(host.core):
-            self._check_same(host, view.entry(host.core, known))
-        watched.known_index = index
+        index_max = min(index, view.last_index(host.core), len(self.history))
+        if index_max > view.base_index(host.core):
+            self._check_same(host, view.entry(host.core, index_max))
+        watch.known_index = index
 
     def _check_same(self, host: Host, entry: Entry) -> None:
-        known = self.history[entry.index - 1]
-        if known.hash != entry.hash:
-            self.violate(f"one value: entry {entry.index} at {host.name} is {entry}, committed before: {known}")
+        first_entry = self.history[entry.index - 1]
+        if first_entry.hash != entry.hash:
+            self.violate(f"one value: entry {entry.index} at {host.name} is {entry}, committed before: {first_entry}")
 
     def _committed(self, host: Host, entry: Entry) -> None:
         """The first core shows this entry as committed."""
@@ -242,16 +242,16 @@ class Checkers:
     def _acknowledges(self, host: Host, peer: str, message: msg.AppendEntriesReply) -> None:
         if not message.accepted or not message.durable_index:
             return
-        watched = self._watched[host.name]
+        watch = self._watched[host.name]
         if message.durable_index > view.last_index(host.core):
             self.violate(f"durable: {host.name} acknowledges {message.durable_index}, beyond its log")
             return
         if message.durable_index <= view.base_index(host.core):
             return  # the states of the base are checked where entries are acknowledged behind it
         entry = view.entry(host.core, message.durable_index)
-        if watched.acknowledged == (entry.index, entry.hash):
+        if watch.acknowledged == (entry.index, entry.hash):
             return
-        watched.acknowledged = (entry.index, entry.hash)
+        watch.acknowledged = (entry.index, entry.hash)
         if not host.disk.holds(entry):
             self.violate(f"durable: {host.name} acknowledges entry {entry.index} to {peer}, its disk does not have it")
             return
@@ -264,9 +264,9 @@ class Checkers:
     def _votes_for(self, host: Host, peer: str, message: msg.RequestVoteReply) -> None:
         if message.pre_vote or not message.granted:
             return
-        known = self._votes.setdefault((host.name, message.term), peer)
-        if known != peer:
-            self.violate(f"vote: {host.name} votes for {known} and {peer} in term {message.term}")
+        vote = self._votes.setdefault((host.name, message.term), peer)
+        if vote != peer:
+            self.violate(f"vote: {host.name} votes for {vote} and {peer} in term {message.term}")
         self._check_up_to_date(host, peer, message.term)
         disk = host.disk
         if disk.votes.get(message.term, "").split(" ")[0] != peer:
@@ -281,53 +281,57 @@ class Checkers:
             return
         # While the vote is written, entries may join the log that waited for their payload. They are acknowledged to
         # nobody before the new leader has them. With one of this very term somebody else was elected meanwhile.
-        own = self._watched[host.name].voted.get(term, view.log_end(host.core))
-        other = view.log_end(candidate)
-        if own > other and own[0] < term:
-            self.violate(f"vote: {host.name} at {own} votes for {peer}, whose log ends at {other} (term, index)")
+        own_end = self._watched[host.name].voted.get(term, view.log_end(host.core))
+        candidate_end = view.log_end(candidate)
+        if own_end > candidate_end and own_end[0] < term:
+            self.violate(
+                f"vote: {host.name} at {own_end} votes for {peer}, whose log ends at {candidate_end} (term, index)"
+            )
 
     def _holds_payload(self, host: Host, peer: str, message: msg.PayloadDurable) -> None:
-        opened = self._ballots.get(message.ballot)
-        if opened is None and self.liars:
+        ballot = self._ballots.get(message.ballot)
+        if ballot is None and self.liars:
             return
-        if opened is None:
+        if ballot is None:
             self.violate(f"ballot: {host.name} holds {message.ballot}, which was never opened")
             return
-        key = (opened[1].fragment, opened[1].version, message.digest)
+        key = (ballot[1].fragment, ballot[1].version, message.digest)
         if key not in host.disk.payloads:
             self.violate(f"payload: {host.name} tells {peer} that it holds {key[:2]}, its disk does not have it")
 
     def _opens(self, host: Host, _: str, message: msg.BallotOpened) -> None:
         message = replace(message, reused=())
-        owner, known = self._ballots.setdefault(message.ballot, (host.name, message))
-        if owner != host.name or known != message:
-            self.violate(f"ballot: {message.ballot} opened by {owner} as {known} and by {host.name} as {message}")
+        owner, first_message = self._ballots.setdefault(message.ballot, (host.name, message))
+        if owner != host.name or first_message != message:
+            self.violate(
+                f"ballot: {message.ballot} opened by {owner} as {first_message} and by {host.name} as {message}"
+            )
 
     def _decides(self, host: Host, _: str, message: msg.MergeDecided) -> None:
-        known = self._decisions.get(message.ballot)
-        if known is not None:
-            if known != message:
-                self.violate(f"ballot: {message.ballot} decided as {known} and by {host.name} as {message}")
+        first_decision = self._decisions.get(message.ballot)
+        if first_decision is not None:
+            if first_decision != message:
+                self.violate(f"ballot: {message.ballot} decided as {first_decision} and by {host.name} as {message}")
             return
         self._decisions[message.ballot] = message
-        for offered in message.contributions:
-            status = host.core.liveness.learner(offered.learner)
+        for contribution in message.contributions:
+            status = host.core.liveness.learner(contribution.learner)
             known_incarnation = max(
-                view.merged_incarnation(host.core, offered.learner), 0 if status is None else status.incarnation
+                view.merged_incarnation(host.core, contribution.learner), 0 if status is None else status.incarnation
             )
-            if known_incarnation > offered.incarnation:
+            if known_incarnation > contribution.incarnation:
                 self.violate(
-                    f"incarnation: {host.name} merges {offered.incarnation} of {offered.learner} into "
+                    f"incarnation: {host.name} merges {contribution.incarnation} of {contribution.learner} into "
                     f"{message.fragment}/{message.version}, but knows {known_incarnation}"
                 )
-            if self._is_booking(host, offered):
-                self.violate(f"booking: {host.name} merges {offered}, whose steps are in its log as discarded")
+            if self._is_booking(host, contribution):
+                self.violate(f"booking: {host.name} merges {contribution}, whose steps are in its log as discarded")
 
-    def _is_booking(self, host: Host, offered: Contribution) -> bool:
+    def _is_booking(self, host: Host, contribution: Contribution) -> bool:
         """Whether steps of the same account are in the leader's log as discarded, but not committed yet."""
         open_entries = range(view.cluster_commit_index(host.core) + 1, view.last_index(host.core) + 1)
         bodies = [view.entry(host.core, index).body for index in open_entries]
-        account = (offered.learner, offered.incarnation, offered.fragment)
+        account = (contribution.learner, contribution.incarnation, contribution.fragment)
         return any(
             isinstance(body, DiscardedBody) and (body.learner, body.incarnation, body.fragment) == account
             for body in bodies
@@ -335,14 +339,14 @@ class Checkers:
 
     def _contributes(self, host: Host, _: str, message: msg.Contributed) -> None:
         """In all ballots of a round an incarnation contributes the same snapshot: what arrived is not sent again."""
-        opened = self._ballots.get(message.ballot)
-        if opened is None:
+        ballot = self._ballots.get(message.ballot)
+        if ballot is None:
             return
-        offered = message.contribution
-        key = (host.name, offered.incarnation, offered.fragment, opened[1].version)
-        known = self._snapshots.setdefault(key, offered.snapshot)
-        if known != offered.snapshot:
-            self.violate(f"snapshot: {host.name} offers {known}, then {offered.snapshot} to {key[2]}/{key[3]}")
+        contribution = message.contribution
+        key = (host.name, contribution.incarnation, contribution.fragment, ballot[1].version)
+        snapshot = self._snapshots.setdefault(key, contribution.snapshot)
+        if snapshot != contribution.snapshot:
+            self.violate(f"snapshot: {host.name} offers {snapshot}, then {contribution.snapshot} to {key[2]}/{key[3]}")
 
     def _proposes(self, host: Host, effect: ev.PersistLedger) -> None:
         """A leader proposes a round only when a majority has this very payload on disk."""
@@ -355,17 +359,17 @@ class Checkers:
             if not isinstance(body, RoundBody) or entry.term != view.term(host.core):
                 continue
             key = (body.fragment, body.version, body.payload_digest)
-            holders = [name for name, one in sorted(self.hosts.items()) if key in one.disk.payloads]
+            holders = [name for name, host in sorted(self.hosts.items()) if key in host.disk.payloads]
             if 2 * len({*holders, *self.liars}) <= len(self._setup.regions):
                 self.violate(f"holders: {host.name} proposes {key[:2]}, whose payload only {holders} have")
 
     def _applies(self, host: Host, effect: ev.ApplyVersion) -> None:
         self._sync(host)
         body = effect.body
-        committed = self.oracle.committed.get((body.fragment, body.version))
-        if committed is None:
+        round_body = self.oracle.committed.get((body.fragment, body.version))
+        if round_body is None:
             self.violate(f"apply: {host.name} applies {body.fragment}/{body.version}, which is not committed")
-        elif committed != body:
+        elif round_body != body:
             self.violate(f"apply: {host.name} applies another {body.fragment}/{body.version} than was committed")
 
     def _offers(self, host: Host, effect: ev.OfferVersion) -> None:
@@ -381,23 +385,23 @@ class Checkers:
         return disk.lost is not None and self._keeps(disk.lost, entry)
 
     def _unproducible(self, disk: Disk, index: int) -> str:
-        """What is missing on this disk to produce parameters and momentum at entry `index` (or later ones) from it
+        """Say what this disk lacks to produce parameters and momentum at entry `index` (or later ones) from it
         alone; empty if nothing is."""
-        wanted: dict[int, dict[int, bytes]] = {}
+        digests: dict[int, dict[int, bytes]] = {}
         summed_up = self.history[: disk.base.index]
-        for entry in [*summed_up, *(one for one in disk.entries if one.index <= index)]:
+        for entry in [*summed_up, *(entry for entry in disk.entries if entry.index <= index)]:
             if isinstance(entry.body, RoundBody):
-                wanted.setdefault(entry.body.fragment, {})[entry.body.version] = entry.body.payload_digest
+                digests.setdefault(entry.body.fragment, {})[entry.body.version] = entry.body.payload_digest
             elif isinstance(entry.body, GenesisBody):
                 missing = _missing_theta_0(disk, entry.body)
                 if missing:
                     return f"has no Theta_0 of fragments {missing} on its disk"
-        for fragment in sorted(wanted):
+        for fragment in sorted(digests):
             rotten = [key[1] for key in disk.rotten if len(key) == 2 and key[0] == fragment]
-            held = max([disk.states[fragment].version if fragment in disk.states else 0, *rotten])
-            for version, digest in sorted(wanted[fragment].items()):
+            newest = max([disk.states[fragment].version if fragment in disk.states else 0, *rotten])
+            for version, digest in sorted(digests[fragment].items()):
                 key = (fragment, version, digest)
-                if version > held and key not in disk.payloads and key not in disk.rotten:
+                if version > newest and key not in disk.payloads and key not in disk.rotten:
                     return f"can't produce {fragment}/{version} of entry {index} from its disk"
         return ""
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def ledger(core: Any) -> LedgerCore:
     """The ledger inside a region core."""
-    found: LedgerCore = core.ledger
-    return found
+    ledger_core: LedgerCore = core.ledger
+    return ledger_core
 
 
 def commit_index(core: Any) -> int:
@@ -50,8 +50,8 @@ def base_index(core: Any) -> int:
 
 def merged_incarnation(core: Any, learner: str) -> int:
     """The newest incarnation of the learner in its ledger; -1 if there is none."""
-    found: int = core.history.incarnation(learner)
-    return found
+    incarnation: int = core.history.incarnation(learner)
+    return incarnation
 
 
 def is_leader(core: Any) -> bool:
@@ -65,12 +65,12 @@ def term(core: Any) -> int:
 
 
 def rounds(core: Any) -> RoundLeader:
-    """What it decides about rounds while it leads."""
-    found: RoundLeader = core.leader
-    return found
+    """The part of a core that decides about rounds while it leads."""
+    leader: RoundLeader = core.leader
+    return leader
 
 
 def participant(core: Any) -> RoundParticipant:
     """Its part in rounds that others lead."""
-    found: RoundParticipant = core.participant
-    return found
+    member: RoundParticipant = core.participant
+    return member

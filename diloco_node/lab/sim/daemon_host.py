@@ -1,6 +1,6 @@
 """A region of the fake world whose daemon is the real one: pump, effects, fetches and parameters of `daemon`.
 
-What is fake is what lies around it: the event loop (`sim.loop`), the folder (`lab.sim.fake_store`), the links
+Its surroundings are fakes: the event loop (`lab.sim.loop`), the folder (`lab.sim.fake_store`), the links
 (`lab.sim.fake_transport`) and the learner, which speaks `wire.learner_link` here.
 """
 
@@ -53,8 +53,8 @@ class LinkedLearner(FakeLearner):
         port.check_lent(offer)
         super()._apply(replace(offer, theta=offer.theta.copy()))
         position = self.parts[offer.fragment].position
-        applied = learner_link.OfferApplied(offer.fragment, position.base_version, position, 1.0, 0)
-        port.say(applied)
+        answer = learner_link.OfferApplied(offer.fragment, position.base_version, position, 1.0, 0)
+        port.say(answer)
 
 
 class ObservedCore:
@@ -93,7 +93,7 @@ class ObservedCore:
 
 
 class RealPlane:
-    """What checkers ask of the daemon's parameters."""
+    """View of the daemon's parameters for checkers."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
@@ -104,12 +104,12 @@ class RealPlane:
         return self._parameters.versions
 
     def digest(self, fragment: int) -> bytes:
-        """Of parameters and momentum in memory."""
+        """Digest of parameters and momentum in memory."""
         return fragment_digest(self._parameters._theta[fragment], self._parameters._momentum[fragment])
 
 
 class DaemonHost(Host):
-    """One region with the real effects.
+    """A region with the real effects.
 
     Attributes:
         loop, hands, transport: of the daemon's current life.
@@ -122,8 +122,8 @@ class DaemonHost(Host):
     hands: Effects
     transport: FakeTransport
 
-    def __init__(self, name: str, **given: Any) -> None:
-        super().__init__(name, **given)
+    def __init__(self, name: str, **arguments: Any) -> None:
+        super().__init__(name, **arguments)
         self.disk = self.folder_disk = FolderDisk(id=self.disk.id)
         self.break_chance = self.drop_chance = 0.0
         self.spoil_effects: Callable[[Effects], None] = lambda _: None
@@ -173,10 +173,10 @@ class DaemonHost(Host):
             background=threads(1, BACKGROUND_NS_MAX),
             disk=threads(1, MS // 10),
         )
-        recovered = store.load(len(self.setup.layouts))
+        recovery = store.load(len(self.setup.layouts))
         parameters = Parameters(manifest, settings, store, pools.pool, files=pools.files, background=pools.background)
         self.plane = cast(Any, RealPlane(parameters))
-        self.core = self.make_core(self.name, self.setup, recovered, self.world.rng.getrandbits(63), self.world.now_ns)
+        self.core = self.make_core(self.name, self.setup, recovery, self.world.rng.getrandbits(63), self.world.now_ns)
         self.transport = FakeTransport(self, life, self._lives)
         self._proxy = LearnerProxy(
             region=self.name,
@@ -208,8 +208,8 @@ class DaemonHost(Host):
             save_counter_file=lambda incarnation, _: store.save_counters(incarnation, self._counted(incarnation)),
         )
         self.spoil_effects(self.hands)
-        observed = cast(RegionCore, ObservedCore(self.core, self))
-        self._pump = Pump(observed, self.hands.perform, self._now_ns, on_fault=partial(self._broke, life))
+        core = cast(RegionCore, ObservedCore(self.core, self))
+        self._pump = Pump(core, self.hands.perform, self._now_ns, on_fault=partial(self._broke, life))
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
         self._observer.daemon_started(self)
         self.network.daemon_changed(self.name)
@@ -319,10 +319,10 @@ class DaemonHost(Host):
         self.world.note(self.name, "learner started", b"learner")
         self._attach_learner()
 
-    def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:
+    def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
         """See LearnerPort. A process that was not welcomed has no counters."""
         if incarnation != learner_link.NEW_PROCESS:
-            super().persist_counters(incarnation, steps, tokens, done)
+            super().persist_counters(incarnation, steps, tokens, on_done)
 
     async def _save_counters(self, incarnation: int) -> None:
         await self.hands.disk.save_counters(incarnation, self._proxy.counters)
@@ -396,7 +396,7 @@ class DaemonHost(Host):
         self._proxy.on_message(message)
 
     def tell_daemon(self, event: ev.Event) -> None:
-        """What the fake learner says to its daemon, in the words of the link."""
+        """Carry the fake learner's words to its daemon, in the messages of the link."""
         match event:
             case ev.LearnerReported(status=status) if status.incarnation == learner_link.NEW_PROCESS:
                 return

@@ -45,7 +45,7 @@ class MergedBlocks(NamedTuple):
 
 
 class ResidualKey(NamedTuple):
-    """Whose residual it is: a reducer uses one only with the ballot that the core names, over the same blocks."""
+    """Key of a residual: a reducer uses one only with the ballot that the core names, over the same blocks."""
 
     ballot: Ballot
     fragment: int
@@ -108,8 +108,8 @@ class DataPlane:
         if stripe_digest(body) != header.digest:
             self._complain(f"merged stripe with other bytes than its digest: {header}")
             return False
-        part = MergedBlocks(header.block_start, header.block_stop, body)
-        self._merged.setdefault(header.ballot, {})[header.stripe] = part
+        blocks = MergedBlocks(header.block_start, header.block_stop, body)
+        self._merged.setdefault(header.ballot, {})[header.stripe] = blocks
         return True
 
     def merged_part(self, ballot: Ballot, stripe: int) -> MergedBlocks | None:
@@ -122,30 +122,33 @@ class DataPlane:
         codec_up, codec_down = self._setup.settings.codec_up, self._setup.settings.codec_down
         pairs = list(zip(effect.contributions, effect.coefficients, strict=True))
         if self.is_order_loose:
-            arrived = list(self._contributions)
-            keys = [contribution_key(one, effect.block_start, effect.block_stop) for one in effect.contributions]
-            order = sorted(range(len(pairs)), key=lambda at: -arrived.index(keys[at]) if keys[at] in arrived else 0)
+            arrivals = list(self._contributions)
+            keys = [
+                contribution_key(contribution, effect.block_start, effect.block_stop)
+                for contribution in effect.contributions
+            ]
+            order = sorted(range(len(pairs)), key=lambda at: -arrivals.index(keys[at]) if keys[at] in arrivals else 0)
             pairs = [pairs[at] for at in order]
-        parts, spreads = [], []
+        contributions, spreads = [], []
         for contribution, row in pairs:
-            kept = self._contributions.get(contribution_key(contribution, effect.block_start, effect.block_stop))
-            if kept is None:
+            stored = self._contributions.get(contribution_key(contribution, effect.block_start, effect.block_stop))
+            if stored is None:
                 self._complain(f"asked to reduce a stripe that is not here: {effect.ballot} {contribution}")
                 return None
-            parts.append(tensors.decode(kept[1], codec_up))
+            contributions.append(tensors.decode(stored[1], codec_up))
             spreads.append(layout.spread(row, effect.block_start, effect.block_stop))
         residual = self._residual(effect)
-        reduced = tensors.reduce_stripe(parts, spreads, residual, codec_down)
+        reduction = tensors.reduce_stripe(contributions, spreads, residual, codec_down)
         blocks = (effect.block_start, effect.block_stop)
-        self._pending[ResidualKey(effect.ballot, effect.fragment, *blocks)] = reduced.residual
-        self._loose[(effect.fragment, *blocks)] = reduced.residual
-        self._merged.setdefault(effect.ballot, {})[effect.stripe] = MergedBlocks(*blocks, reduced.encoded)
+        self._pending[ResidualKey(effect.ballot, effect.fragment, *blocks)] = reduction.residual
+        self._loose[(effect.fragment, *blocks)] = reduction.residual
+        self._merged.setdefault(effect.ballot, {})[effect.stripe] = MergedBlocks(*blocks, reduction.encoded)
         return ReductionDone(
             ballot=effect.ballot,
             stripe=effect.stripe,
-            squared_norms=layout.squared_norms(reduced.decoded, *blocks),
-            contribution_norms=tuple(layout.squared_norms(part, *blocks) for part in parts),
-            digest=stripe_digest(reduced.encoded),
+            squared_norms=layout.squared_norms(reduction.decoded, *blocks),
+            contribution_norms=tuple(layout.squared_norms(contribution, *blocks) for contribution in contributions),
+            digest=stripe_digest(reduction.encoded),
         )
 
     def close(self, effect: CloseBallot) -> None:
@@ -162,41 +165,43 @@ class DataPlane:
         for key, (version, _) in list(self._contributions.items()):
             if key.fragment == effect.fragment and version <= effect.version:
                 del self._contributions[key]
-        for installed in [key for key in self._installed if key.fragment == effect.fragment]:
-            del self._installed[installed]
+        for residual in [residual for residual in self._installed if residual.fragment == effect.fragment]:
+            del self._installed[residual]
         self._installed.update(residuals)
 
     def assemble(self, effect: StorePayload) -> DiskPayload | None:
         """The payload of a ballot from its merged stripes; None (with a complaint) if it is not whole."""
-        parts = self._merged.get(effect.ballot, {})
-        ranges = tuple((parts[index].block_start, parts[index].block_stop) for index in sorted(parts))
-        stored = DiskPayload(ranges, b"".join(parts[index].encoded for index in sorted(parts)))
-        if self.digest_of(effect.fragment, stored) != effect.digest:
+        merged_blocks = self._merged.get(effect.ballot, {})
+        ranges = tuple(
+            (merged_blocks[index].block_start, merged_blocks[index].block_stop) for index in sorted(merged_blocks)
+        )
+        payload = DiskPayload(ranges, b"".join(merged_blocks[index].encoded for index in sorted(merged_blocks)))
+        if self.digest_of(effect.fragment, payload) != effect.digest:
             self._complain(f"asked to store a payload that is not here: {effect}")
             return None
-        return stored
+        return payload
 
-    def digest_of(self, fragment: int, stored: DiskPayload) -> bytes:
+    def digest_of(self, fragment: int, payload: DiskPayload) -> bytes:
         """The digest of a payload; empty if its stripes don't cover the fragment, or its bytes are more than theirs."""
         layout, codec = self._setup.layouts[fragment], self._setup.settings.codec_down
-        edges = [0, *(stop for _, stop in stored.ranges)]
-        if [start for start, _ in stored.ranges] != edges[:-1] or edges[-1] != layout.blocks:
+        edges = [0, *(stop for _, stop in payload.ranges)]
+        if [start for start, _ in payload.ranges] != edges[:-1] or edges[-1] != layout.blocks:
             return b""
-        if len(stored.data) != layout.byte_range(0, layout.blocks, codec)[1]:
+        if len(payload.data) != layout.byte_range(0, layout.blocks, codec)[1]:
             return b""
-        return tensors.payload_digest(stored.data, layout, stored.ranges, codec)
+        return tensors.payload_digest(payload.data, layout, payload.ranges, codec)
 
     def apply(self, body: RoundBody) -> bool:
         """The outer step of a committed round; False (with a complaint) if it can't be done."""
-        stored = self._disk.payloads.get((body.fragment, body.version, body.payload_digest))
-        if self.versions[body.fragment] != body.version - 1 or stored is None:
+        payload = self._disk.payloads.get((body.fragment, body.version, body.payload_digest))
+        if self.versions[body.fragment] != body.version - 1 or payload is None:
             at = self.versions[body.fragment]
-            self._complain(f"asked to apply {body.fragment}/{body.version} at {at}, payload: {stored is not None}")
+            self._complain(f"asked to apply {body.fragment}/{body.version} at {at}, payload: {payload is not None}")
             return False
         layout = self._setup.layouts[body.fragment]
         settings = self._setup.settings
         lr, mu = outer_of(settings, body)
-        delta = layout.spread(body.factors, 0, layout.blocks) * tensors.decode(stored.data, settings.codec_down)
+        delta = layout.spread(body.factors, 0, layout.blocks) * tensors.decode(payload.data, settings.codec_down)
         theta, momentum = outer_step(
             self.theta[body.fragment],
             self.momentum[body.fragment],
@@ -210,12 +215,12 @@ class DataPlane:
 
     def adopt(self, fragment: int, version: int) -> bool:
         """Take the state on disk; False (with a complaint) if there is none."""
-        stored = self._disk.states.get(fragment)
-        if stored is None or stored.version != version:
-            held = None if stored is None else stored.version
-            self._complain(f"asked to adopt {fragment}/{version}, on disk is {held}")
+        state = self._disk.states.get(fragment)
+        if state is None or state.version != version:
+            there = None if state is None else state.version
+            self._complain(f"asked to adopt {fragment}/{version}, on disk is {there}")
             return False
-        self.theta[fragment], self.momentum[fragment] = stored.theta, stored.momentum
+        self.theta[fragment], self.momentum[fragment] = state.theta, state.momentum
         self.versions[fragment] = version
         return True
 
@@ -224,7 +229,7 @@ class DataPlane:
         return DiskState(self.versions[fragment], self.theta[fragment], self.momentum[fragment])
 
     def digest(self, fragment: int) -> bytes:
-        """Of parameters and momentum in memory."""
+        """Digest of parameters and momentum in memory."""
         return tensors.state_digest(self.theta[fragment], self.momentum[fragment])
 
     def _residual(self, effect: ReduceStripe) -> F32 | None:

@@ -39,7 +39,7 @@ class DiskState:
 
 @dataclass(frozen=True, slots=True)
 class LedgerWrite:
-    """One `PersistLedger`: hard state first, then the cut, then the entries one by one."""
+    """A `PersistLedger`: hard state first, then the cut, then the entries in order."""
 
     term: int
     voted_for: str
@@ -50,7 +50,7 @@ class LedgerWrite:
 
 @dataclass(slots=True)
 class Disk:
-    """What is fsynced in one region, and what is on its way.
+    """Disk of a region: fsynced contents, and writes on their way.
 
     Attributes:
         term, voted_for, base, entries: the ledger file; the entries follow the base.
@@ -98,7 +98,7 @@ class Disk:
         write()
 
     def crash(self, rng: random.Random, *, is_power_cut: bool) -> None:
-        """The process dies. What was not fsynced is lost, or torn: a prefix of it may have reached the disk.
+        """The process dies. Writes without an fsync are lost, or torn: a prefix of them may have reached the disk.
 
         After a power cut mostly nothing of it is there; after a killed process mostly everything, for the kernel
         lives on. Whole files are there or not (they are renamed when they are complete).
@@ -117,7 +117,7 @@ class Disk:
         self.late_writes.clear()
 
     def recovered(self, fragments: int) -> Recovered:
-        """What a starting daemon finds."""
+        """Return what a starting daemon reads."""
         return Recovered(
             term=self.term,
             voted_for=self.voted_for,
@@ -139,29 +139,33 @@ class Disk:
 
     def holds(self, entry: Entry) -> bool:
         """Whether the entry is here, or summed up."""
-        held = self.entry(entry.index)
-        return entry.index <= self.base.index or (held is not None and held.hash == entry.hash)
+        entry_here = self.entry(entry.index)
+        return entry.index <= self.base.index or (entry_here is not None and entry_here.hash == entry.hash)
 
     def keep_state(self, fragment: int, state: DiskState) -> None:
         """A state file is there."""
         self.older_states[fragment, state.version] = state
-        held = self.states.get(fragment)
-        if held is None or held.version <= state.version:
+        newest = self.states.get(fragment)
+        if newest is None or newest.version <= state.version:
             self.states[fragment] = state
 
     def set_states_aside(self, fragment: int, version_min: int) -> None:
         """Forget the states of the fragment from this version on."""
         for key in [key for key in self.older_states if key[0] == fragment and key[1] >= version_min]:
             del self.older_states[key]
-        left = [state for (one, _), state in sorted(self.older_states.items(), key=lambda at: at[0]) if one == fragment]
+        states = [
+            state
+            for (number, _), state in sorted(self.older_states.items(), key=lambda at: at[0])
+            if number == fragment
+        ]
         self.states.pop(fragment, None)
-        if left:
-            self.states[fragment] = left[-1]
+        if states:
+            self.states[fragment] = states[-1]
 
     def prune(self, fragment: int, keep_from_version: int) -> None:
         """Forget payloads and states of the fragment before this version, but what this region itself may need."""
-        held = self.states.get(fragment)
-        keep_from = min(keep_from_version, -1 if held is None else held.version)
+        newest = self.states.get(fragment)
+        keep_from = min(keep_from_version, -1 if newest is None else newest.version)
         for key in [key for key in self.payloads if key[0] == fragment and key[1] < keep_from]:
             del self.payloads[key]
         for name in [name for name in self.older_states if name[0] == fragment and name[1] < keep_from]:
@@ -169,17 +173,17 @@ class Disk:
 
     def _apply(self, write: LedgerWrite, *, records: int | None) -> None:
         """Apply the first `records` records of the write, all if None."""
-        left = 2 + len(write.entries) if records is None else records
-        if left >= 1:
+        records_left = 2 + len(write.entries) if records is None else records
+        if records_left >= 1:
             self.term = write.term
             self.voted_for = write.voted_for if self.keeps_vote else ""
             self.votes[self.term] = self.voted_for
-        if left >= 2:
+        if records_left >= 2:
             if write.truncate_from:
                 del self.entries[write.truncate_from - 1 - self.base.index :]
             if write.base is not None:
                 # A new file takes the place of the old one: all of it is there, or nothing.
-                left = 2 + len(write.entries)
+                records_left = 2 + len(write.entries)
                 del self.entries[: write.base.index - self.base.index]
                 self.base = write.base
-            self.entries.extend(write.entries[: left - 2])
+            self.entries.extend(write.entries[: records_left - 2])

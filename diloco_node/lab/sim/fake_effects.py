@@ -1,4 +1,4 @@
-"""What the fake daemon does when its core wants something done: the simulator's `daemon/effects/effects.py`."""
+"""Effects of the fake daemon when its core wants something done: the simulator's `daemon/effects/effects.py`."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class FakeEffects:
         self._host.write_ledger(write, lambda: self._host.post(ev.LedgerPersisted(effect.token)))
 
     def _store_payload(self, effect: ev.StorePayload) -> None:
-        stored = self._host.plane.assemble(effect)
-        if stored is None:
+        payload = self._host.plane.assemble(effect)
+        if payload is None:
             self._host.post(ev.PayloadNotStored(effect.ballot, effect.fragment, effect.version))
         else:
-            self._host.write_payload(effect.fragment, effect.version, effect.digest, stored)
+            self._host.write_payload(effect.fragment, effect.version, effect.digest, payload)
 
     def _take_snapshot(self, effect: ev.TakeSnapshot) -> None:
         if self._host.learner is None:
@@ -111,8 +111,8 @@ class FakeEffects:
         )
 
     def _send_merged(self, effect: ev.SendMerged) -> None:
-        part = self._host.plane.merged_part(effect.ballot, effect.stripe)
-        if part is None:
+        blocks = self._host.plane.merged_part(effect.ballot, effect.stripe)
+        if blocks is None:
             self._host.complain(f"asked to send a merged stripe that is not here: {effect}")
             return
         header = msg.MergedStripe(
@@ -125,7 +125,7 @@ class FakeEffects:
             effect.block_stop,
         )
         for peer in effect.peers:
-            self._host.transfer(peer, header, part.encoded)
+            self._host.transfer(peer, header, blocks.encoded)
 
     def _close_ballot(self, effect: ev.CloseBallot) -> None:
         self._host.plane.close(effect)

@@ -58,7 +58,7 @@ class FakeSnapshot:
 
 @dataclass(slots=True)
 class Part:
-    """One fragment in the learner.
+    """A fragment in the learner.
 
     Attributes:
         theta, base: shape (n,), float32.
@@ -88,7 +88,7 @@ class Offer:
 
 
 class LearnerPort(Protocol):
-    """What a learner sees of its region."""
+    """A learner's view of its region."""
 
     def tell_daemon(self, event: Event) -> None:
         """Send a fact to the daemon, if there is one."""
@@ -98,8 +98,8 @@ class LearnerPort(Protocol):
         """Put an encoded contribution where the daemon reads it."""
         ...
 
-    def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:
-        """Write the trained counters to disk; call `done` after the fsync."""
+    def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
+        """Write the trained counters to disk; call `on_done` after the fsync."""
         ...
 
     def complain(self, text: str) -> None:
@@ -108,7 +108,7 @@ class LearnerPort(Protocol):
 
 
 class FakeLearner:
-    """One incarnation of a region's learner.
+    """An incarnation of a region's learner.
 
     Attributes:
         life: over when the process is dead.
@@ -144,22 +144,22 @@ class FakeLearner:
     @property
     def is_training(self) -> bool:
         """Every fragment has been given its first version, and nobody said stop."""
-        return not self.finished and all(part.position.base_version >= 0 for part in self.parts)
+        return not self.finished and all(local.position.base_version >= 0 for local in self.parts)
 
     def status(self) -> LearnerStatus:
-        """What it reports."""
+        """Report as the learner sends it."""
         return LearnerStatus(
             incarnation=self.incarnation,
             step=self.step,
             tokens=self.tokens,
             step_time_ns=self._step_time_ns,
-            positions=tuple(part.position for part in self.parts),
+            positions=tuple(local.position for local in self.parts),
             finished=self.finished,
         )
 
     def attached(self, trained_before: tuple[tuple[int, int, int], ...]) -> LearnerAttached:
-        """What it tells a new daemon."""
-        numbers = tuple(part.snapshot.contribution.snapshot if part.snapshot else -1 for part in self.parts)
+        """Return the words of a learner to a new daemon."""
+        numbers = tuple(local.snapshot.contribution.snapshot if local.snapshot else -1 for local in self.parts)
         return LearnerAttached(status=self.status(), snapshots=numbers, trained_before=trained_before)
 
     def ask_snapshot(self, effect: TakeSnapshot) -> None:
@@ -192,9 +192,9 @@ class FakeLearner:
             for fragment in sorted(self._offers):
                 if self._boundaries >= self._apply_from.get(fragment, 0):
                     self._apply(self._offers.pop(fragment))
-            asked, self._asked = self._asked, {}
-            for fragment in sorted(asked):
-                self._take_snapshot(asked[fragment])
+            orders, self._asked = self._asked, {}
+            for fragment in sorted(orders):
+                self._take_snapshot(orders[fragment])
             if self._stop_reason:
                 self.finished = True
             self._report()
@@ -221,23 +221,23 @@ class FakeLearner:
     def _train(self) -> None:
         self.step += 1
         self.tokens += self._world.rng.randint(60, 70)
-        for fragment, part in enumerate(self.parts):
+        for fragment, local in enumerate(self.parts):
             update = self._pool[fragment][self._world.rng.randrange(POOL_VECTORS)]
-            part.theta = part.theta + update
-            part.work += update
+            local.theta = local.theta + update
+            local.work += update
 
-    def _take_snapshot(self, asked: TakeSnapshot) -> None:
-        part = self.parts[asked.fragment]
-        if part.position.base_version != asked.base_version:
-            self._refuse(asked, f"the learner is at version {part.position.base_version}")
+    def _take_snapshot(self, order: TakeSnapshot) -> None:
+        local = self.parts[order.fragment]
+        if local.position.base_version != order.base_version:
+            self._refuse(order, f"the learner is at version {local.position.base_version}")
             return
-        if part.snapshot is None:
-            if self.step == part.position.included_step:
-                self._refuse(asked, "no steps since the last inclusion")
+        if local.snapshot is None:
+            if self.step == local.position.included_step:
+                self._refuse(order, "no steps since the last inclusion")
                 return
-            part.snapshot = self._make_snapshot(asked.fragment, part)
-        snapshot = part.snapshot
-        snapshot.version = asked.version
+            local.snapshot = self._make_snapshot(order.fragment, local)
+        snapshot = local.snapshot
+        snapshot.version = order.version
         self._port.offer_contribution(snapshot)
         self._port.persist_counters(
             self.incarnation,
@@ -246,85 +246,85 @@ class FakeLearner:
             lambda: self._port.tell_daemon(SnapshotTaken(snapshot.contribution)),
         )
 
-    def _refuse(self, asked: TakeSnapshot, reason: str) -> None:
-        self._port.tell_daemon(SnapshotRefused(asked.fragment, asked.version, reason))
+    def _refuse(self, order: TakeSnapshot, reason: str) -> None:
+        self._port.tell_daemon(SnapshotRefused(order.fragment, order.version, reason))
 
-    def _make_snapshot(self, fragment: int, part: Part) -> FakeSnapshot:
+    def _make_snapshot(self, fragment: int, local: Part) -> FakeSnapshot:
         layout = self._setup.layouts[fragment]
-        encoded = tensors.encode(part.base - part.theta, self._setup.settings.codec_up)
-        decoded = tensors.decode(encoded, self._setup.settings.codec_up)
+        body = tensors.encode(local.base - local.theta, self._setup.settings.codec_up)
+        values = tensors.decode(body, self._setup.settings.codec_up)
         self._snapshots += 1
         contribution = Contribution(
             learner=self._region,
             incarnation=self.incarnation,
             fragment=fragment,
-            base_version=part.position.base_version,
+            base_version=local.position.base_version,
             snapshot=self._snapshots,
-            step_from=part.position.included_step,
+            step_from=local.position.included_step,
             step_to=self.step,
-            tokens=self.tokens - part.position.included_tokens,
-            squared_norms=layout.squared_norms(decoded, 0, layout.blocks),
+            tokens=self.tokens - local.position.included_tokens,
+            squared_norms=layout.squared_norms(values, 0, layout.blocks),
         )
-        self._check_work(part, decoded, contribution)
-        return FakeSnapshot(contribution, part.theta, part.work.copy(), encoded)
+        self._check_work(local, values, contribution)
+        return FakeSnapshot(contribution, local.theta, local.work.copy(), body)
 
-    def _check_work(self, part: Part, decoded: F32, contribution: Contribution) -> None:
+    def _check_work(self, local: Part, values: F32, contribution: Contribution) -> None:
         """The outer gradient must hold the work of exactly the steps it names, within float32 and bf16 rounding."""
-        done = part.work - part.included_work
-        error = float(np.abs(decoded + done).max())
-        if error > 0.02 * float(np.abs(done).max()) + 1e-3:
+        work = local.work - local.included_work
+        error = float(np.abs(values + work).max())
+        if error > 0.02 * float(np.abs(work).max()) + 1e-3:
             self._port.complain(f"work: {contribution} is off by {error:.3g} from the steps it names")
 
     def _apply(self, offer: Offer) -> None:
-        part = self.parts[offer.fragment]
-        if offer.version <= part.position.base_version:
+        local = self.parts[offer.fragment]
+        if offer.version <= local.position.base_version:
             return
-        if part.position.base_version < 0:
-            part.theta = part.base = offer.theta
-            part.position = replace(part.position, base_version=offer.version, cycle_start_step=self.step)
+        if local.position.base_version < 0:
+            local.theta = local.base = offer.theta
+            local.position = replace(local.position, base_version=offer.version, cycle_start_step=self.step)
             return
-        self._carry(part, offer)
+        self._carry(local, offer)
 
-    def _carry(self, part: Part, offer: Offer) -> None:
-        mode, snapshot = self._setup.settings.carry, part.snapshot
-        included: tuple[int, int] | None = None
+    def _carry(self, local: Part, offer: Offer) -> None:
+        mode, snapshot = self._setup.settings.carry, local.snapshot
+        counters: tuple[int, int] | None = None
         # An offer may have crossed the report of the version that includes the same snapshot: it is in the base then.
-        if offer.included_snapshot > part.last_included:
+        if offer.included_snapshot > local.last_included:
             if snapshot is None or snapshot.contribution.snapshot != offer.included_snapshot:
                 self._port.complain(
                     f"carry: version {offer.version} includes unknown snapshot {offer.included_snapshot}"
                 )
                 return
-            tokens = part.position.included_tokens + snapshot.contribution.tokens
-            included = (snapshot.contribution.step_to, tokens)
-            part.included_work = snapshot.work
-            part.last_included = offer.included_snapshot
-        since = included[0] if included is not None else part.position.included_step
-        base_version = part.position.base_version
+            tokens = local.position.included_tokens + snapshot.contribution.tokens
+            counters = (snapshot.contribution.step_to, tokens)
+            local.included_work = snapshot.work
+            local.last_included = offer.included_snapshot
+        since = counters[0] if counters is not None else local.position.included_step
+        base_version = local.position.base_version
         plan = carry_plan(
             mode,
-            included=included is not None,
+            is_included=counters is not None,
             # Planted faults include a snapshot again under a later version: that is for the checkers to find.
-            versions_missed=max(0, offer.version - (snapshot.version if included and snapshot else base_version)),
+            versions_missed=max(0, offer.version - (snapshot.version if counters and snapshot else base_version)),
             steps_since_inclusion=self.step - since,
             carry_steps_limit=self._setup.settings.carry_steps_limit,
         )
-        anchors = {Anchor.BASE: part.base, Anchor.SNAPSHOT: snapshot.values if snapshot else None, Anchor.NONE: None}
-        part.theta = carry_over(plan, new=offer.theta, theta=part.theta, anchor=anchors[plan.anchor])
+        anchors = {Anchor.BASE: local.base, Anchor.SNAPSHOT: snapshot.values if snapshot else None, Anchor.NONE: None}
+        local.theta = carry_over(plan, new=offer.theta, theta=local.theta, anchor=anchors[plan.anchor])
         self._has_thrown_away |= plan.anchor is Anchor.NONE or plan.carry_factor <= 0.0
         # Of the work that is in no version, lam of it is still in theta - base.
-        part.included_work = part.work - plan.carry_factor * (part.work - part.included_work)
-        part.base = offer.theta
-        part.position = position_after(
-            part.position,
-            included=included,
+        local.included_work = local.work - plan.carry_factor * (local.work - local.included_work)
+        local.base = offer.theta
+        local.position = position_after(
+            local.position,
+            inclusion=counters,
             step=self.step,
             tokens=self.tokens,
             version=offer.version,
             mode=mode,
             is_kept=plan.anchor is not Anchor.NONE,
         )
-        part.snapshot = None
+        local.snapshot = None
 
 
 def update_pool(world: World, layouts: tuple[FragmentLayout, ...]) -> Pool:

@@ -27,7 +27,7 @@ STATES_KEPT = 2
 
 @dataclass(slots=True)
 class DiskWork:
-    """What one call has the disk do: the time that takes, and what is durable after it."""
+    """A call's work on the disk: the time it takes, and what is durable after it."""
 
     ns: int = 0
     writes: list[Callable[[], None]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class DiskTime:
         self._work = DiskWork()
 
     def take(self) -> DiskWork | None:
-        """What it had the disk do; None if it did not wait for it."""
+        """Return the disk's work; None if the call did not wait for it."""
         return self._work if self._work.ns else None
 
     def add(self, ns: int, write: Callable[[], None] | None = None) -> None:
@@ -104,8 +104,8 @@ class FolderDisk(Disk):
         self.damaged.discard(key)
 
     def versions(self, fragment: int) -> list[int]:
-        """Of the states of a fragment, sorted."""
-        return sorted(version for one, version in self.older_states if one == fragment)
+        """Return the versions of a fragment's states, sorted."""
+        return sorted(version for number, version in self.older_states if number == fragment)
 
     def find_newest(self, fragment: int) -> None:
         """Keep `states` true."""
@@ -133,7 +133,7 @@ class FakeDraft:
 
 
 class FakeStore:
-    """What one process has open of a region's folder.
+    """A region's folder as a process has it open.
 
     Args:
         disk: what survives the process.
@@ -157,20 +157,20 @@ class FakeStore:
         self._term = disk.term
         self._vote = disk.voted_for
 
-    def wait_for_disk(self, what: str) -> int:
-        """One fsync; its time is added. Raises StorageError if the disk refuses."""
+    def wait_for_disk(self, operation: str) -> int:
+        """Wait for an fsync; its time is added. Raises StorageError if the disk refuses."""
         ns = self._fsync_ns()
         self._time.add(ns)
         if self._disk.is_full:
-            raise StorageError(f"can't {what}: No space left on device")
+            raise StorageError(f"can't {operation}: No space left on device")
         if self._disk.fsync_failures:
             self._disk.fsync_failures -= 1
-            raise StorageError(f"can't {what}: Input/output error")
+            raise StorageError(f"can't {operation}: Input/output error")
         return ns
 
-    def _write_file(self, what: str, write: Callable[[], None]) -> None:
+    def _write_file(self, operation: str, write: Callable[[], None]) -> None:
         """A whole file, renamed when it is complete: there or not."""
-        self.wait_for_disk(what)
+        self.wait_for_disk(operation)
         self._disk.late_writes.append(write)
         self._durable(partial(self._disk.fsync_write, write))
 
@@ -252,11 +252,11 @@ class FakeStore:
     def read_payload(self, fragment: int, version: int, digest: bytes) -> U8:
         """See RegionStore."""
         key = (fragment, version, digest)
-        stored = self._disk.payloads.get(key)
-        if stored is None or key in self._disk.damaged:
+        payload = self._disk.payloads.get(key)
+        if payload is None or key in self._disk.damaged:
             self._disk.set_aside_payload(key)
             raise DamagedFile(f"payload {fragment}.{version}: fetch it from a peer")
-        return np.frombuffer(stored.data, np.uint8).copy()
+        return np.frombuffer(payload.data, np.uint8).copy()
 
     def store_state(self, fragment: int, version: int, theta: F32, momentum: F32, digest: bytes) -> None:
         """See RegionStore."""
@@ -299,18 +299,18 @@ class FakeStore:
             if key[1] < keep_from_version and key[1] <= oldest_kept:
                 self._disk.drop_payload(key)
 
-    def save_counters(self, incarnation: int, counted: tuple[int, int]) -> None:
-        """What an incarnation of the learner has trained; it never goes back."""
+    def save_counters(self, incarnation: int, counters: tuple[int, int]) -> None:
+        """Save the steps and tokens of a learner's incarnation; they never go back."""
 
         def write() -> None:
-            held = self._disk.counters.get(incarnation, (0, 0))
-            self._disk.counters[incarnation] = max(held, counted)
+            counters_before = self._disk.counters.get(incarnation, (0, 0))
+            self._disk.counters[incarnation] = max(counters_before, counters)
 
         self._write_file("save counters", write)
 
-    def write_final(self, done: Callable[[], None]) -> None:
-        """The final model; `done` is called when it is durable."""
-        self._write_file("write the final model", done)
+    def write_final(self, on_done: Callable[[], None]) -> None:
+        """The final model; `on_done` is called when it is durable."""
+        self._write_file("write the final model", on_done)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -68,7 +68,7 @@ class FragmentLayout:
         return value_bytes * self.block_starts[block_start], value_bytes * self.block_starts[block_stop]
 
     def spread(self, per_piece: Sequence[float], block_start: int, block_stop: int) -> F32:
-        """One factor per piece as one factor per value of the block range, float32."""
+        """Spread factors of pieces to the values of the block range, float32."""
         low, high = self.block_starts[block_start], self.block_starts[block_stop]
         whole = np.repeat(np.array(per_piece, np.float32), self.pieces)
         return whole[low:high]
@@ -79,8 +79,8 @@ class FragmentLayout:
         wide = values.astype(np.float64)
         norms = []
         for start, stop in zip(self.piece_starts, self.piece_starts[1:], strict=False):
-            part = wide[max(start, low) - low : max(0, min(stop, high) - low)]
-            norms.append(float(np.dot(part, part)))
+            block = wide[max(start, low) - low : max(0, min(stop, high) - low)]
+            norms.append(float(np.dot(block, block)))
         return tuple(norms)
 
 
@@ -89,8 +89,8 @@ def encode(values: F32, codec: Codec) -> bytes:
     if codec is Codec.FP32:
         return values.astype("<f4", copy=False).tobytes()
     bits = values.view(np.uint32)
-    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
-    return rounded.astype("<u2").tobytes()
+    halves = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
+    return halves.astype("<u2").tobytes()
 
 
 def decode(data: bytes, codec: Codec) -> F32:
@@ -100,20 +100,20 @@ def decode(data: bytes, codec: Codec) -> F32:
     return (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def reduce_stripe(parts: Sequence[F32], coefficients: Sequence[F32], residual: F32 | None, codec: Codec) -> Reduced:
+def reduce_stripe(vectors: Sequence[F32], coefficients: Sequence[F32], residual: F32 | None, codec: Codec) -> Reduced:
     """The weighted float32 sum of decoded parts, in the given order, encoded again."""
-    total = np.zeros(len(parts[0]), np.float32)
-    for part, coefficient in zip(parts, coefficients, strict=True):
-        total += coefficient * part
+    total = np.zeros(len(vectors[0]), np.float32)
+    for vector, coefficient in zip(vectors, coefficients, strict=True):
+        total += coefficient * vector
     if residual is not None:
         total += residual
-    encoded = encode(total, codec)
-    decoded = decode(encoded, codec)
-    return Reduced(encoded, decoded, total - decoded)
+    body = encode(total, codec)
+    values = decode(body, codec)
+    return Reduced(body, values, total - values)
 
 
 def state_digest(theta: F32, momentum: F32) -> bytes:
-    """What regions compare: the codec's digest of a fragment."""
+    """Return the codec's digest of a fragment, by which regions compare."""
     return digest.fragment_digest(theta, momentum)
 
 

@@ -32,7 +32,7 @@ RETRY_NS = 100 * MS
 
 @dataclass(slots=True, eq=False)
 class OutgoingBody:
-    """One body on its way.
+    """A body on its way.
 
     Attributes:
         gate: done when the last byte has left, or the link is lost.
@@ -57,7 +57,7 @@ class Incoming:
 
 
 class FakeTransport:
-    """One daemon's links."""
+    """Links of a daemon."""
 
     def __init__(self, host: DaemonHost, life: Life, lives: int) -> None:
         self._host = host
@@ -82,7 +82,7 @@ class FakeTransport:
         return True
 
     async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
-        """See Transport. One at a time of each lane: rounds, and recovery."""
+        """See Transport. Each lane has a single transfer at a time: rounds, and recovery."""
         lane = (peer, isinstance(header, (Payload, State)))
         async with self._turns.setdefault(lane, asyncio.Lock()):
             if peer not in self._up:
@@ -153,23 +153,23 @@ class FakeTransport:
         body = bytes(transfer.body) if is_whole else None
         self._deliver(peer, delay_ns, transfer, "transfer_ended", number, body)
 
-    def _deliver(self, peer: str, delay_ns: int, transfer: OutgoingBody, what: str, *args: object) -> None:
+    def _deliver(self, peer: str, delay_ns: int, transfer: OutgoingBody, method: str, *args: object) -> None:
         life = self._network.places[peer].daemon_life
         if life is not None:
-            self._world.after(delay_ns, life, self._arrive, peer, transfer, what, args)
+            self._world.after(delay_ns, life, self._arrive, peer, transfer, method, args)
 
-    def _arrive(self, peer: str, transfer: OutgoingBody, what: str, args: tuple[object, ...]) -> None:
+    def _arrive(self, peer: str, transfer: OutgoingBody, method: str, args: tuple[object, ...]) -> None:
         """At the receiver, unless the connection it came on is gone; what meets a cut, or overtakes, waits."""
         if self._life.is_over or self._up.get(peer) != transfer.link:
             return
-        is_early = what == "transfer_ended" and not transfer.has_begun
+        is_early = method == "transfer_ended" and not transfer.has_begun
         link = self._network.links[self._host.name, peer]
         is_stuck = link.cuts or link.bulk_cuts or 0 < link.bulk_bytes_max < transfer.body.nbytes
         if is_stuck or is_early:
-            self._deliver(peer, RETRY_NS, transfer, what, *args)
+            self._deliver(peer, RETRY_NS, transfer, method, *args)
             return
         transfer.has_begun = True
-        getattr(self._network.places[peer], what)(self._host.name, *args)
+        getattr(self._network.places[peer], method)(self._host.name, *args)
 
     # ---- the receiving half; all on the loop -------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class FakeTransport:
             self._up[peer] = self._links
         else:
             self._up.pop(peer, None)
-            for _, transfer in [one for one in self._outgoing.values() if one[0] == peer]:
+            for _, transfer in [entry for entry in self._outgoing.values() if entry[0] == peer]:
                 transfer.is_lost = True
                 _open(transfer.gate, LinkLost(f"{peer}: link lost"))
             for key in sorted(key for key in self._incoming if key[0] == peer):

@@ -1,4 +1,4 @@
-"""What goes wrong in phase one of a simulated run, and how it is healed for phase two."""
+"""Faults of phase one of a simulated run, and how they are healed for phase two."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "slow disk": 1,
     },
 }
-"""What goes wrong how often in each kind of run."""
+"""Odds of each fault, by schedule."""
 
 ODDS = {"usual": 5, "elections": 3, "gray": 2, "away": 1}
 """How often a seed draws each schedule."""
@@ -190,16 +190,16 @@ class Chaos:
         self._next_at_event = self._world.events + 1 + int(draw_gap(self._world.rng, self._mean_gap_events))
 
     def _inject(self) -> None:
-        picked = draw_one(self._world.rng, self._odds)
-        undo = self._kinds[picked]()
+        kind = draw_one(self._world.rng, self._odds)
+        undo = self._kinds[kind]()
         if undo is not None:
-            self.injected[picked] += 1
-            self._world.note("world", f"fault: {picked}", picked.encode())
+            self.injected[kind] += 1
+            self._world.note("world", f"fault: {kind}", kind.encode())
             self._number += 1
             self._undo[self._number] = undo
             lasts_ns = int(draw_gap(self._world.rng, LASTS_MEAN_NS)) + 50 * MS
-            if picked in LASTS_NS:
-                lasts_ns = self._world.draw_ns(*LASTS_NS[picked])
+            if kind in LASTS_NS:
+                lasts_ns = self._world.draw_ns(*LASTS_NS[kind])
             self._world.after(lasts_ns, None, self._end, self._number)
 
     def _end(self, number: int) -> None:
@@ -260,21 +260,21 @@ class Chaos:
 
     def _partition(self) -> Callable[[], None] | None:
         """Two groups that do not hear each other; each may be the larger one."""
-        shuffled = self._world.rng.sample(self._names, len(self._names))
-        split = self._world.rng.randint(1, len(shuffled) - 1) if len(shuffled) > 1 else 0
-        pairs = [(a, b) for a in shuffled[:split] for b in shuffled[split:]]
+        names = self._world.rng.sample(self._names, len(self._names))
+        split = self._world.rng.randint(1, len(names) - 1) if len(names) > 1 else 0
+        pairs = [(a, b) for a in names[:split] for b in names[split:]]
         return self._cut([*pairs, *((b, a) for a, b in pairs)])
 
     def _one_way(self) -> Callable[[], None] | None:
-        """One region is not heard by some others, but hears them; or the other way round."""
-        one = self._pick().name
-        others = [name for name in self._names if name != one]
-        if not others:
+        """Let some others not hear a region, though it hears them; or the other way round."""
+        region = self._pick().name
+        peers = [name for name in self._names if name != region]
+        if not peers:
             return None
-        heard = self._world.rng.sample(others, self._world.rng.randint(1, len(others)))
+        sources = self._world.rng.sample(peers, self._world.rng.randint(1, len(peers)))
         if self._world.rng.random() < 0.5:
-            return self._cut([(one, other) for other in heard])
-        return self._cut([(other, one) for other in heard])
+            return self._cut([(region, source) for source in sources])
+        return self._cut([(source, region) for source in sources])
 
     def _cut(self, pairs: list[tuple[str, str]]) -> Callable[[], None] | None:
         if not pairs:
@@ -324,10 +324,10 @@ class Chaos:
     def _set_links(self) -> None:
         for pair, link in self._network.links.items():
             usual = self._usual[pair]
-            here = [one for one in self._troubles if one.region in ("", *pair)]
-            slower = max((one.slower for one in here), default=1)
-            link.loss = max([usual.loss, *(one.loss for one in here)])
-            link.duplicate = max([usual.duplicate, *(one.duplicate for one in here)])
+            here = [trouble for trouble in self._troubles if trouble.region in ("", *pair)]
+            slower = max((trouble.slower for trouble in here), default=1)
+            link.loss = max([usual.loss, *(trouble.loss for trouble in here)])
+            link.duplicate = max([usual.duplicate, *(trouble.duplicate for trouble in here)])
             link.delay_ns = slower * usual.delay_ns
             link.jitter_ns = slower * usual.jitter_ns + (50 * MS if here else 0)
 

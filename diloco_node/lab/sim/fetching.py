@@ -1,4 +1,4 @@
-"""What a region lacks: the fake shell's part of asking peers for payloads and states, and of serving them."""
+"""Fetches of a region: the fake shell's part of asking peers for payloads and states, and of serving them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FETCH_SILENCE_NS = 4 * SECOND
 
 @dataclass(slots=True)
 class FakeFetch:
-    """What was asked of a peer and has not come."""
+    """A request to a peer that is not answered yet."""
 
     order: ev.FetchPayload | ev.FetchState
     number: int
@@ -87,11 +87,11 @@ class FakeFetches:
             return
         del self._open[key]
         if isinstance(fetch.order, ev.FetchPayload):
-            stored = DiskPayload(block_ranges(fetch.order.stripes), body)
-            if self._host.plane.digest_of(header.fragment, stored) != fetch.order.digest:
+            payload = DiskPayload(block_ranges(fetch.order.stripes), body)
+            if self._host.plane.digest_of(header.fragment, payload) != fetch.order.digest:
                 self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "other bytes than its digest"))
                 return
-            self._host.write_payload(header.fragment, header.version, header.digest, stored)
+            self._host.write_payload(header.fragment, header.version, header.digest, payload)
             return
         theta, momentum = tensors.split_state(body)
         if tensors.state_digest(theta, momentum) != fetch.order.digest:
@@ -106,10 +106,10 @@ class FakeFetches:
     def serve(self, peer: str, message: msg.PayloadRequested | msg.StateRequested) -> None:
         """A peer asks."""
         if isinstance(message, msg.PayloadRequested):
-            stored = self._host.disk.payloads.get((message.fragment, message.version, message.digest))
-            if stored is not None:
+            payload = self._host.disk.payloads.get((message.fragment, message.version, message.digest))
+            if payload is not None:
                 header = msg.Payload(message.fragment, message.version, message.digest)
-                self._host.transfer(peer, header, stored.data)
+                self._host.transfer(peer, header, payload.data)
                 return
             self._refuse(peer, message.fragment, message.version)
             return

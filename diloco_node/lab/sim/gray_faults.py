@@ -15,10 +15,10 @@ CRAWL_BYTES_PER_S = 100
 """A link on which nothing of any size arrives in time."""
 
 BLACK_HOLE_BYTES = 300
-"""What is larger is lost on its way; payloads of the simulator have one to three thousand bytes."""
+"""Larger transfers are lost on their way; payloads of the simulator have one to three thousand bytes."""
 
 OTHER_BYTES = ("other bytes than its digest",)
-"""What a fake says of a transfer that was corrupted on its way."""
+"""Words of a fake about a transfer that was corrupted on its way."""
 
 
 class GrayFaults:
@@ -32,18 +32,18 @@ class GrayFaults:
 
     def cut_one_way(self) -> Undo | None:
         """Nothing of bulk reaches, or leaves, the region."""
-        one, is_source = self._pick(), self._world.rng.random() < 0.5
-        return self._cut([pair for pair in self._network.links if pair[0 if is_source else 1] == one])
+        name, is_source = self._pick(), self._world.rng.random() < 0.5
+        return self._cut([pair for pair in self._network.links if pair[0 if is_source else 1] == name])
 
     def cut_both_ways(self) -> Undo | None:
         """Nothing of bulk reaches or leaves the region."""
-        one = self._pick()
-        return self._cut([pair for pair in self._network.links if one in pair])
+        name = self._pick()
+        return self._cut([pair for pair in self._network.links if name in pair])
 
     def crawl(self) -> Undo | None:
         """Bulk from and to the region goes at a few bytes a second."""
-        one = self._pick()
-        links = [link for pair, link in self._network.links.items() if one in pair]
+        name = self._pick()
+        links = [link for pair, link in self._network.links.items() if name in pair]
         usual = [link.rate_bytes_per_s for link in links]
         if any(rate <= CRAWL_BYTES_PER_S for rate in usual):
             return None
@@ -59,8 +59,8 @@ class GrayFaults:
 
     def lose_large(self) -> Undo | None:
         """Large transfers from the region are lost, small ones arrive."""
-        one = self._pick()
-        links = [link for pair, link in self._network.links.items() if pair[0] == one]
+        name = self._pick()
+        links = [link for pair, link in self._network.links.items() if pair[0] == name]
         if any(link.bulk_bytes_max for link in links):
             return None
         for link in links:
@@ -74,14 +74,14 @@ class GrayFaults:
 
     def corrupt(self) -> Undo | None:
         """Merged stripes and payloads of the region arrive with a wrong byte; their digests show it."""
-        one = self._pick()
-        if one in self._network.bulk_spoilers:
+        name = self._pick()
+        if name in self._network.bulk_spoilers:
             return None
         self._checkers.tolerated.update(OTHER_BYTES)
-        self._network.bulk_spoilers[one] = self._corrupted
+        self._network.bulk_spoilers[name] = self._corrupted
 
         def restore() -> None:
-            del self._network.bulk_spoilers[one]
+            del self._network.bulk_spoilers[name]
 
         return restore
 

@@ -1,4 +1,4 @@
-"""One region of the fake world: a disk, a daemon that comes and goes, a learner that comes and goes.
+"""A region of the fake world: a disk, a daemon that comes and goes, a learner that comes and goes.
 
 `Host` is to the simulator what `daemon/node.py` is to the real daemon: it feeds facts to the region core, carries its
 effects out in virtual time, and answers each effect once unless the daemon dies first.
@@ -35,7 +35,7 @@ CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
 
 
 class Observer(Protocol):
-    """Who watches a host; see `checkers`. Called synchronously, changes nothing."""
+    """Observer of a host; see `checkers`. Called synchronously, changes nothing."""
 
     def daemon_started(self, host: Host) -> None:
         """A new core recovered from the disk."""
@@ -63,7 +63,7 @@ class Observer(Protocol):
 
 
 class Host:
-    """One region.
+    """A region.
 
     Attributes:
         name, setup, world, network, disk.
@@ -139,13 +139,13 @@ class Host:
         self.fetches.forget()
         self._armed_ns = -1
         self._ledger_free_ns = self.world.now_ns
-        recovered = self.disk.recovered(len(self.setup.layouts))
+        recovery = self.disk.recovered(len(self.setup.layouts))
         seed = self.world.rng.getrandbits(63)
-        self.core = self.make_core(self.name, self.setup, recovered, seed, self.world.now_ns)
+        self.core = self.make_core(self.name, self.setup, recovery, seed, self.world.now_ns)
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
         self._observer.daemon_started(self)
         self.network.daemon_changed(self.name)
-        if not recovered.base.index and not any(isinstance(entry.body, GenesisBody) for entry in recovered.entries):
+        if not recovery.base.index and not any(isinstance(entry.body, GenesisBody) for entry in recovery.entries):
             self.after(LOCAL_NS, self._tell_initial)
         self.post(ev.TimerFired())
         self._attach_learner()
@@ -313,13 +313,13 @@ class Host:
         self.contribution_area[snapshot.contribution.fragment] = snapshot
         self._observer.snapshot_seen(self, snapshot)
 
-    def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:
+    def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
         """Write the trained counters; they never go back."""
 
         def write() -> None:
             self.disk.counters[incarnation] = max(self.disk.counters.get(incarnation, (0, 0)), (steps, tokens))
-            if done is not None:
-                done()
+            if on_done is not None:
+                on_done()
 
         self.world.after(self.fsync_ns(), self.learner.life if self.learner else None, write)
 
@@ -346,9 +346,9 @@ class Host:
 
     def _tell_initial(self) -> None:
         states = [self.disk.states.get(fragment) for fragment in range(len(self.setup.layouts))]
-        held = [state for state in states if state is not None and state.version == 0]
-        if len(held) == len(states):
-            digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in held)
+        genesis = [state for state in states if state is not None and state.version == 0]
+        if len(genesis) == len(states):
+            digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in genesis)
             self.post(ev.InitialStateStored(self.setup.manifest.digest, digests))
 
     # ---- disk, network and time of this life -------------------------------------------------------------------------
@@ -358,42 +358,42 @@ class Host:
         self.world.after(delay_ns, self._life, call, *args)
 
     def fsync_ns(self) -> int:
-        """What the next fsync takes, drawn."""
+        """Draw the time of the next fsync."""
         return self.disk_factor * self.world.draw_ns(self.setup.fsync_ns_min, self.setup.fsync_ns_max)
 
-    def write_ledger(self, write: LedgerWrite, done: Callable[[], None]) -> None:
-        """Append to the ledger, one write after the other; `done` comes when it is durable."""
+    def write_ledger(self, write: LedgerWrite, on_done: Callable[[], None]) -> None:
+        """Append to the ledger, one write after the other; `on_done` comes when it is durable."""
         self.disk.ledger_queue.append(write)
         self._ledger_free_ns = max(self._ledger_free_ns, self.world.now_ns) + self.fsync_ns()
         delay_ns = self._ledger_free_ns - self.world.now_ns
         if self.fsync_is_late:
-            self.after(LOCAL_NS, done)
+            self.after(LOCAL_NS, on_done)
             self.after(delay_ns + SECOND // 2, self.disk.fsync_ledger)
             return
 
         def fsynced() -> None:
             self.disk.fsync_ledger()
-            done()
+            on_done()
 
         self.after(delay_ns, fsynced)
 
-    def write_file(self, write: Callable[[], None], done: Callable[[], None]) -> None:
-        """A file that is there once it is fsynced and renamed; `done` comes then."""
+    def write_file(self, write: Callable[[], None], on_done: Callable[[], None]) -> None:
+        """A file that is there once it is fsynced and renamed; `on_done` comes then."""
         self.disk.late_writes.append(write)
 
         def fsynced() -> None:
             self.disk.fsync_write(write)
             if not self.fsync_is_late:
-                done()
+                on_done()
 
         self.after(self.fsync_ns() + (SECOND // 2 if self.fsync_is_late else 0), fsynced)
         if self.fsync_is_late:
-            self.after(LOCAL_NS, done)
+            self.after(LOCAL_NS, on_done)
 
-    def write_payload(self, fragment: int, version: int, digest: bytes, stored: DiskPayload) -> None:
+    def write_payload(self, fragment: int, version: int, digest: bytes, payload: DiskPayload) -> None:
         """Write a payload and tell the core when it is durable."""
         self.write_file(
-            lambda: self.disk.payloads.__setitem__((fragment, version, digest), stored),
+            lambda: self.disk.payloads.__setitem__((fragment, version, digest), payload),
             lambda: self.post(ev.PayloadStored(fragment, version, digest)),
         )
 

@@ -19,7 +19,7 @@ AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class Hunt:
-    """What to run.
+    """Seeds to run, and how.
 
     Attributes:
         first, last: seeds, both counted.
@@ -78,8 +78,8 @@ def reports(hunt: Hunt, *, jobs: int) -> Generator[SimReport, None, None]:
     try:
         running: set[Future[SimReport]] = {pool.submit(run, seed) for seed in islice(seeds, AHEAD * jobs)}
         while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            running |= {pool.submit(run, seed) for seed in islice(seeds, len(done))}
-            yield from (one.result() for one in done)
+            futures, running = wait(running, return_when=FIRST_COMPLETED)
+            running |= {pool.submit(run, seed) for seed in islice(seeds, len(futures))}
+            yield from (future.result() for future in futures)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -1,10 +1,10 @@
-"""One region that lies: some of what it sends says something else than its core said, in one field at a time.
+"""A region that lies: some of its messages differ from its core's, in one field at a time.
 
 A lie is of the field's type and passes the schema, so only a check of its meaning can find it. Control messages, bodies
 that it proposes as leader, and the headers and bytes of bulk transfers are changed.
 
-What a majority is counted by is left as it is (`COUNTED`), unless `breaks_majorities`: no Raft stands a voter that
-votes twice, acknowledges what it does not have, or leads a term for which nobody elected it.
+Fields by which majorities are counted (`COUNTED`) stay as they are, unless `breaks_majorities`: no Raft stands a voter
+that votes twice, acknowledges what it does not have, or leads a term for which nobody elected it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REMEMBERED_MAX = 16
 HUGE = (2**31, 2**40, 2**50, 2**62, 2**63 - 1)
 
 TOLERATED = ("other bytes than its digest", "stripe of")
-"""What a fake says of bytes that do not fit their header."""
+"""Words of a fake about bytes that do not fit their header."""
 
 
 class Liar:
@@ -80,74 +80,74 @@ class Liar:
         """The frame, or one with a lie in it."""
         message = decode_control(frame)
         self._remember(message)
-        told = self._changed(message) if self._is_lying() else message
-        if told == message or not self._is_of_model(told):
+        lie = self._changed(message) if self._is_lying() else message
+        if lie == message or not self._is_of_model(lie):
             return frame
         try:
-            lie = encode_control(told)
-            decode_control(lie)
+            lying_frame = encode_control(lie)
+            decode_control(lying_frame)
         except (ValueError, TypeError, ProtocolViolation):
             return frame
-        self._world.note(self.region, f"LIE to {target}: {told}", b"lie")
-        return lie
+        self._world.note(self.region, f"LIE to {target}: {lie}", b"lie")
+        return lying_frame
 
     def _bulk(self, target: str, header: bytes, body: bytes) -> tuple[bytes, bytes]:
         begin = decode_bulk(header)
         if not isinstance(begin, TransferBegin) or not self._is_lying():
             return header, body
-        told, data = begin.header, body
+        lie, data = begin.header, body
         if self._rng.random() < 0.3:
             data = self._other_bytes(body)
-            self._count(f"{type(told).__name__} bytes")
+            self._count(f"{type(lie).__name__} bytes")
         else:
-            told = self._changed(told)
-        if not self._is_of_model(told):
+            lie = self._changed(lie)
+        if not self._is_of_model(lie):
             return header, body
         try:
-            lie = encode_begin(0, told, len(data))
-            decode_bulk(lie)
+            lying_header = encode_begin(0, lie, len(data))
+            decode_bulk(lying_header)
         except (ValueError, TypeError, ProtocolViolation):
             return header, body
-        self._world.note(self.region, f"LIE to {target}: {told}, {len(data)} bytes", b"lie")
-        return lie, data
+        self._world.note(self.region, f"LIE to {target}: {lie}, {len(data)} bytes", b"lie")
+        return lying_header, data
 
     def _is_lying(self) -> bool:
         return not self.is_over and self._rng.random() < self.rate
 
-    def _is_of_model(self, told: Any) -> bool:
+    def _is_of_model(self, lie: Any) -> bool:
         """Whether the fakes of the other side can look at it: the daemon's own checks of blocks are not theirs."""
-        held = told.contribution if isinstance(told, msg.ContributionStripe) else told
-        asks_or_brings = isinstance(told, msg.StateRequested | msg.PayloadRequested | msg.ContributionStripe)
-        if asks_or_brings and not 0 <= held.fragment < len(self._layouts):
+        contribution = lie.contribution if isinstance(lie, msg.ContributionStripe) else lie
+        asks_or_brings = isinstance(lie, msg.StateRequested | msg.PayloadRequested | msg.ContributionStripe)
+        if asks_or_brings and not 0 <= contribution.fragment < len(self._layouts):
             return False
-        if isinstance(told, msg.ContributionStripe):
-            return 0 <= told.block_start < told.block_stop <= self._layouts[held.fragment].blocks
+        if isinstance(lie, msg.ContributionStripe):
+            return 0 <= lie.block_start < lie.block_stop <= self._layouts[contribution.fragment].blocks
         return True
 
     def _changed(self, value: Any) -> Any:
         """The same dataclass with one field changed, somewhere inside it."""
-        counted = () if self._breaks_majorities else COUNTED.get(type(value), ())
-        fields = [field.name for field in dataclasses.fields(value) if field.name not in counted]
+        fields_counted = () if self._breaks_majorities else COUNTED.get(type(value), ())
+        fields = [field.name for field in dataclasses.fields(value) if field.name not in fields_counted]
         if not fields:
             return value
         name = self._rng.choice(fields)
         path = f"{type(value).__name__}.{name}"
-        held = getattr(value, name)
-        if not dataclasses.is_dataclass(held):
+        field_value = getattr(value, name)
+        if not dataclasses.is_dataclass(field_value):
             self._count(path)
-        changed = self._other(path, name, held)
-        return replace(value, **{name: changed})
+        field_lie = self._other(path, name, field_value)
+        return replace(value, **{name: field_lie})
 
     def _other(self, path: str, name: str, value: Any) -> Any:
         """Another value of the same type."""
         kind = type(value)
-        others = [one for one in self._said.get((kind.__name__, name), ()) if one != value]
-        if others and self._rng.random() < 0.25:
-            return self._rng.choice(others)
+        candidates = [candidate for candidate in self._said.get((kind.__name__, name), ()) if candidate != value]
+        if candidates and self._rng.random() < 0.25:
+            return self._rng.choice(candidates)
         if dataclasses.is_dataclass(value):
             return self._changed(value)
         if value is None:
-            return self._rng.choice(others) if others else None
+            return self._rng.choice(candidates) if candidates else None
         if kind is tuple:
             return self._other_tuple(path, name, value)
         make = _MAKERS.get(kind)
@@ -164,9 +164,9 @@ class Liar:
             return value[:at] + value[at + 1 :]
         if how < 0.4:
             return tuple(reversed(value))
-        if how < 0.5 and all(isinstance(one, float) for one in value):
+        if how < 0.5 and all(isinstance(number, float) for number in value):
             factor = self._rng.choice((0.0, 1e-6, 1e6, 1e30))
-            return tuple(one * factor for one in value)
+            return tuple(number * factor for number in value)
         return (*value[:at], self._other(path, name, value[at]), *value[at + 1 :])
 
     def _spoil_core(self, make_core: CoreFactory) -> CoreFactory:
@@ -177,11 +177,11 @@ class Liar:
             propose = core.ledger.propose
 
             def propose_lie(body: Any, *, now_ns: int) -> Any:
-                told = self._changed(body) if self._is_lying() else body
-                if told != body and core.ledger._has_payload(told):
+                lie = self._changed(body) if self._is_lying() else body
+                if lie != body and core.ledger._has_payload(lie):
                     self.has_forged = True
-                    self._world.note(self.region, f"LIE in its log: {told}", b"lie")
-                    return propose(told, now_ns=now_ns)
+                    self._world.note(self.region, f"LIE in its log: {lie}", b"lie")
+                    return propose(lie, now_ns=now_ns)
                 return propose(body, now_ns=now_ns)
 
             core.ledger.propose = propose_lie
@@ -194,14 +194,14 @@ class Liar:
         if not dataclasses.is_dataclass(value):
             return
         for field in dataclasses.fields(value):
-            part = getattr(value, field.name)
-            if dataclasses.is_dataclass(part):
-                self._remember(part)
-            said = self._said.setdefault((type(part).__name__, field.name), [])
-            if len(said) < REMEMBERED_MAX:
-                said.append(part)
+            field_value = getattr(value, field.name)
+            if dataclasses.is_dataclass(field_value):
+                self._remember(field_value)
+            values = self._said.setdefault((type(field_value).__name__, field.name), [])
+            if len(values) < REMEMBERED_MAX:
+                values.append(field_value)
             elif self._rng.random() < 0.02:
-                said[self._rng.randrange(REMEMBERED_MAX)] = part
+                values[self._rng.randrange(REMEMBERED_MAX)] = field_value
 
     def _other_bytes(self, body: bytes) -> bytes:
         how = self._rng.random()
@@ -220,8 +220,8 @@ class Liar:
             for low, high in zip(body[::2], body[1::2], strict=False)
         )
 
-    def _count(self, what: str) -> None:
-        self.lies[what] = self.lies.get(what, 0) + 1
+    def _count(self, label: str) -> None:
+        self.lies[label] = self.lies.get(label, 0) + 1
 
 
 def _other_int(rng: Random, value: int) -> int:

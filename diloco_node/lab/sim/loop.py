@@ -1,6 +1,6 @@
 """An asyncio event loop in virtual time: what the daemon awaits happens when the world says so.
 
-One loop is one process: it ends with its life. There is no selector and no thread. A call that the daemon hands to a
+A loop stands for a process, and ends with its life. It has no selector and no thread. A call that the daemon hands a
 thread is made after a drawn while, and its outcome comes back later still if the call waited for the disk. A loop can
 be stalled: what should run on it waits, while threads, links and disks go on.
 """
@@ -188,10 +188,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class VirtualThreads(Executor):
-    """So many threads of one process. A call takes a while of its own, and what it waits for the disk.
+    """Threads of a process. A call takes a while of its own, and its time at the disk.
 
-    A call is made at the end of its while: what it reads may have changed since it was asked for. What it has written
-    is durable when the disk has taken its time, and only then the loop hears of it.
+    A call is made at the end of its while, so it reads the state of that moment. Its writes are durable when the disk
+    has taken its time, and only then the loop hears of them.
 
     Args:
         disk: what the call has to wait for.
@@ -227,8 +227,8 @@ class VirtualThreads(Executor):
         self._disk.begin()
         try:
             result = call(*args)
-        except Exception as raised:  # noqa: BLE001 - as a thread does
-            error = raised
+        except Exception as failure:  # noqa: BLE001 - as a thread does
+            error = failure
         work = self._disk.take()
         if work is None:
             self._done(future, result, error)

@@ -2,7 +2,7 @@
 
 It knows the encoded bytes of every contribution that a learner ever offered, takes weights, share and stripes from the
 ledger's entries and works out coefficients, sums, residuals, payload digest, factors and the outer step itself, in the
-order of learner names. What regions hold must be these very bits.
+order of learner names. Regions must hold these very bits.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Oracle:
         self._momentum: list[F32] = []
         self._digests: dict[tuple[int, int], bytes] = {}
 
-    def contribution_made(self, contribution: Contribution, encoded: bytes) -> bool:
+    def contribution_made(self, contribution: Contribution, body: bytes) -> bool:
         """A learner offers these bytes under this name, which never stands for others. Returns whether it is new."""
         is_new = _name(contribution) not in self._encoded
-        known = self._encoded.setdefault(_name(contribution), (contribution, encoded))
-        if known != (contribution, encoded):
-            self._violate(f"contribution: one name, two contents: {known[0]} and {contribution}")
+        first = self._encoded.setdefault(_name(contribution), (contribution, body))
+        if first != (contribution, body):
+            self._violate(f"contribution: one name, two contents: {first[0]} and {contribution}")
         return is_new
 
     def discarded(self, body: DiscardedBody) -> None:
@@ -68,34 +68,34 @@ class Oracle:
         self._residual_of[effect.ballot, effect.stripe] = effect.residual_of
 
     def genesis(self, body: GenesisBody, candidates: Sequence[Sequence[F32]]) -> None:
-        """Theta_0 of each fragment is what some region's learner proposed.
+        """Theta_0 of each fragment must be what some region's learner proposed.
 
-        Of different regions, perhaps: one that had begun to fetch a leader's Theta_0 when that leader was lost may come
-        to lead itself, and proposes what it then has.
+        Fragments may come from different regions. A region that was fetching a leader's Theta_0 when that was lost
+        may come to lead itself, and proposes what it has by then.
         """
-        offered = {
-            (fragment, tensors.state_digest(part, np.zeros_like(part))): part
+        parameters = {
+            (fragment, tensors.state_digest(values, np.zeros_like(values))): values
             for theta in candidates
-            for fragment, part in enumerate(theta)
+            for fragment, values in enumerate(theta)
         }
-        if any((fragment, digest) not in offered for fragment, digest in enumerate(body.fragment_digests)):
+        if any((fragment, digest) not in parameters for fragment, digest in enumerate(body.fragment_digests)):
             self._violate("genesis: no region ever had this Theta_0")
             return
         for fragment, digest in enumerate(body.fragment_digests):
-            part = offered[fragment, digest]
-            self._theta.append(part)
-            self._momentum.append(np.zeros_like(part))
+            values = parameters[fragment, digest]
+            self._theta.append(values)
+            self._momentum.append(np.zeros_like(values))
             self._digests[fragment, 0] = digest
             self._versions[fragment] = 0
 
     def digest_seen(self, region: str, event: ev.DigestComputed) -> None:
         """A region's digest of a version must be the oracle's."""
-        expected = self._digests.get((event.fragment, event.version))
-        if expected is None and self.liars and (event.fragment, event.version) in self.committed:
-            self._digests[event.fragment, event.version] = expected = event.digest
-        if expected is None:
+        digest_before = self._digests.get((event.fragment, event.version))
+        if digest_before is None and self.liars and (event.fragment, event.version) in self.committed:
+            self._digests[event.fragment, event.version] = digest_before = event.digest
+        if digest_before is None:
             self._violate(f"digest: {region} is at {event.fragment}/{event.version}, which is not committed")
-        elif expected != event.digest:
+        elif digest_before != event.digest:
             self._violate(
                 f"digest: {region} has other bytes at {event.fragment}/{event.version} than the history makes"
             )
@@ -114,17 +114,19 @@ class Oracle:
         if not any(learner in self.liars for learner in learners):
             self._check_weights(body)
         for member in body.members:
-            one = member.contribution
-            self._carried[one.learner, one.fragment, one.incarnation, one.step_to] = body.version
+            contribution = member.contribution
+            self._carried[
+                contribution.learner, contribution.fragment, contribution.incarnation, contribution.step_to
+            ] = body.version
         if not self.liars:
             self._check_payload(body)
 
     def initial_digests(self, theta: Sequence[F32]) -> tuple[bytes, ...]:
         """Per fragment the digest of a proposed Theta_0 with zero momentum."""
-        return tuple(tensors.state_digest(part, np.zeros_like(part)) for part in theta)
+        return tuple(tensors.state_digest(values, np.zeros_like(values)) for values in theta)
 
     def digest_of(self, fragment: int, version: int) -> bytes | None:
-        """What the history makes of this version."""
+        """Return what the history makes of this version."""
         return self._digests.get((fragment, version))
 
     def versions(self) -> tuple[int, ...]:
@@ -134,39 +136,41 @@ class Oracle:
     def _check_weights(self, body: RoundBody) -> None:
         """Weights and share follow from the members' steps, tokens and the versions that they missed."""
         contributions = [member.contribution for member in body.members]
-        missed = [self._versions_missed(one, body.version) for one in contributions]
+        misses = [self._versions_missed(contribution, body.version) for contribution in contributions]
         settings = self._setup.settings
-        expected = weights.weights(
-            contributions, missed, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
+        weights_due = weights.weights(
+            contributions, misses, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
         )
-        found = tuple(member.weight for member in body.members)
-        if found != expected:
-            self._violate(f"weights: {body.fragment}/{body.version} has {found}, expected {expected}")
-        share = 1.0 if body.is_last else weights.share(expected, missed)
+        weights_named = tuple(member.weight for member in body.members)
+        if weights_named != weights_due:
+            self._violate(f"weights: {body.fragment}/{body.version} has {weights_named}, expected {weights_due}")
+        share = 1.0 if body.is_last else weights.share(weights_due, misses)
         if body.share != share:
             self._violate(f"share: {body.fragment}/{body.version} has {body.share}, expected {share}")
 
     def _recent_rounds(self, fragment: int) -> Iterator[outliers.RecentRounds]:
-        """What the leader may know of the rounds before: all that count, or fewer if its ledger began with a base."""
+        """Check the leader's knowledge of earlier rounds: all that count, or fewer if its ledger began with a base."""
         rounds = list(self._recent[fragment])
         for first in range(len(rounds) + 1):
             recent = outliers.RecentRounds()
             for contributions in rounds[first:]:
-                recent.took(contributions)
+                recent.observe(contributions)
             yield recent
 
-    def _versions_missed(self, offered: Contribution, version: int) -> int:
+    def _versions_missed(self, contribution: Contribution, version: int) -> int:
         """Versions over which its steps were carried; 0 if they were not."""
         if self._setup.settings.carry is not CarryMode.CARRY:
             return 0
-        since = self._carried.get((offered.learner, offered.fragment, offered.incarnation, offered.step_from))
+        since = self._carried.get(
+            (contribution.learner, contribution.fragment, contribution.incarnation, contribution.step_from)
+        )
         return 0 if since is None else version - 1 - since
 
     def _check_payload(self, body: RoundBody) -> None:
         contributions = [member.contribution for member in body.members]
         for contribution in contributions:
-            known = self._encoded.get(_name(contribution))
-            if known is None or known[0] != contribution:
+            first = self._encoded.get(_name(contribution))
+            if first is None or first[0] != contribution:
                 self._violate(f"contribution: {contribution} in {body.fragment}/{body.version} was never offered")
                 return
         layout = self._setup.layouts[body.fragment]
@@ -175,26 +179,26 @@ class Oracle:
             rules = (MergeRule.AVG,) * len(rules)
         member_weights = [member.weight for member in body.members]
         sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
-        parts: list[tensors.Reduced] = []
+        stripes: list[tensors.Reduced] = []
         for recent in self._recent_rounds(body.fragment):
             clips = outliers.clips(contributions, sizes, recent)
             rows = weights.coefficients(contributions, member_weights, rules, clips)
-            parts = [
+            stripes = [
                 self._merge_stripe(body, index, (stripe.block_start, stripe.block_stop), rows)
                 for index, stripe in enumerate(body.stripes)
             ]
-            if payload_digest(stripe_digest(part.encoded) for part in parts) == body.payload_digest:
+            if payload_digest(stripe_digest(stripe.encoded) for stripe in stripes) == body.payload_digest:
                 break
         else:
             self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
             return
         self._recent[body.fragment].append(contributions)
-        decoded = np.concatenate([part.decoded for part in parts])
-        norms = layout.squared_norms(decoded, 0, layout.blocks)
-        expected = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)
-        if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(expected, body.factors, strict=True)):
-            self._violate(f"factors: {body.fragment}/{body.version} has {body.factors}, expected {expected}")
-        self._step(body, decoded)
+        values = np.concatenate([stripe.decoded for stripe in stripes])
+        norms = layout.squared_norms(values, 0, layout.blocks)
+        factors_due = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)
+        if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(factors_due, body.factors, strict=True)):
+            self._violate(f"factors: {body.fragment}/{body.version} has {body.factors}, expected {factors_due}")
+        self._step(body, values)
 
     def _merge_stripe(
         self, body: RoundBody, index: int, blocks: Blocks, rows: Sequence[Sequence[float]]
@@ -202,32 +206,32 @@ class Oracle:
         layout = self._setup.layouts[body.fragment]
         settings = self._setup.settings
         low, high = layout.byte_range(*blocks, settings.codec_up)
-        parts = [
+        stripes = [
             tensors.decode(self._encoded[_name(member.contribution)][1][low:high], settings.codec_up)
             for member in body.members
         ]
         residual = self._residual_before(body, index, blocks)
-        reduced = tensors.reduce_stripe(
-            parts, [layout.spread(row, *blocks) for row in rows], residual, settings.codec_down
+        reduction = tensors.reduce_stripe(
+            stripes, [layout.spread(row, *blocks) for row in rows], residual, settings.codec_down
         )
-        self._residuals[body.fragment, body.ballot, blocks] = reduced.residual
-        return reduced
+        self._residuals[body.fragment, body.ballot, blocks] = reduction.residual
+        return reduction
 
     def _residual_before(self, body: RoundBody, index: int, blocks: Blocks) -> F32 | None:
         """Only the residual of the ballot that committed the version before, over the same blocks, may be added."""
-        named = self._residual_of.get((body.ballot, index))
-        if named is None:
+        residual_ballot = self._residual_of.get((body.ballot, index))
+        if residual_ballot is None:
             return None
         before = self.committed.get((body.fragment, body.version - 1))
-        residual = self._residuals.get((body.fragment, named, blocks))
-        if before is None or before.ballot != named or residual is None:
+        residual = self._residuals.get((body.fragment, residual_ballot, blocks))
+        if before is None or before.ballot != residual_ballot or residual is None:
             self._violate(
-                f"residual: {body.fragment}/{body.version} adds that of {named}, "
+                f"residual: {body.fragment}/{body.version} adds that of {residual_ballot}, "
                 f"but {before.ballot if before else None} committed the version before"
             )
         return residual
 
-    def _step(self, body: RoundBody, decoded: F32) -> None:
+    def _step(self, body: RoundBody, values: F32) -> None:
         if not self._theta:
             return
         layout = self._setup.layouts[body.fragment]
@@ -235,7 +239,7 @@ class Oracle:
         theta, momentum = outer_step(
             self._theta[body.fragment],
             self._momentum[body.fragment],
-            layout.spread(body.factors, 0, layout.blocks) * decoded,
+            layout.spread(body.factors, 0, layout.blocks) * values,
             lr=lr,
             mu=mu,
         )

@@ -12,7 +12,7 @@ from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.setup import Setup
 
 
-def make_core(region: str, setup: Setup, recovered: Recovered, seed: int, now_ns: int) -> Any:
+def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns: int) -> Any:
     """Return the real core, unharmed."""
     return RegionCore(
         region=region,
@@ -21,7 +21,7 @@ def make_core(region: str, setup: Setup, recovered: Recovered, seed: int, now_ns
         settings_digest="simulated",
         manifest=setup.manifest,
         settings=setup.settings,
-        recovered=recovered,
+        recovered=recovery,
         seed=seed,
         now_ns=now_ns,
     )
@@ -37,7 +37,7 @@ def _keep(setup: Setup) -> Setup:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One rule to break in every region of a run, to show that some checker notices.
+    """A rule to break in every region of a run, to show that some checker notices.
 
     Attributes:
         name: for reports.
@@ -55,8 +55,8 @@ class Fault:
     adapt: Callable[[Setup], Setup] = _keep
     schedule: str = ""
 
-    def make_core(self, region: str, setup: Setup, recovered: Recovered, seed: int, now_ns: int) -> Any:
+    def make_core(self, region: str, setup: Setup, recovery: Recovered, seed: int, now_ns: int) -> Any:
         """Return the real core with the fault in it."""
-        core = make_core(region, setup, recovered, seed, now_ns)
+        core = make_core(region, setup, recovery, seed, now_ns)
         self.spoil(core)
         return core

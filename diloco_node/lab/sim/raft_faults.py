@@ -78,9 +78,9 @@ class RaftFaults:
             leader = self._leader()
             if leader is None:
                 return False
-            others = [host.core for name, host in self._hosts.items() if name != leader.name and host.core is not None]
-            counted = view.cluster_commit_index(leader.core)
-            if not others or counted <= max(view.cluster_commit_index(core) for core in others):
+            peers = [host.core for name, host in self._hosts.items() if name != leader.name and host.core is not None]
+            index = view.cluster_commit_index(leader.core)
+            if not peers or index <= max(view.cluster_commit_index(core) for core in peers):
                 return False
             self._kill(leader)
             return True
@@ -98,15 +98,15 @@ class RaftFaults:
         leader = self._leader()
         if leader is None:
             return None
-        others = [name for name in self._names if name != leader.name]
-        friends = self._world.rng.sample(others, max(0, (len(self._names) - 1) // 2 - 1))
+        peers = [name for name in self._names if name != leader.name]
+        friends = self._world.rng.sample(peers, max(0, (len(self._names) - 1) // 2 - 1))
         return self._isolate([leader.name, *friends])
 
     def restart_majority(self) -> Undo | None:
         """Restart a majority, one right after the other."""
-        picked = self._world.rng.sample(self._names, len(self._names) // 2 + 1)
+        names = self._world.rng.sample(self._names, len(self._names) // 2 + 1)
         at_ns = 0
-        for name in picked:
+        for name in names:
             self._world.after(at_ns, None, self._bounce, self._hosts[name])
             at_ns += self._world.draw_ns(100 * MS, 600 * MS)
         return _nothing
@@ -126,9 +126,9 @@ class RaftFaults:
         return max(leading, key=lambda host: view.term(host.core), default=None)
 
     def _isolate(self, names: list[str]) -> Undo | None:
-        rest = [name for name in self._names if name not in names]
-        pairs = [(one, other) for one in names for other in rest]
-        pairs += [(other, one) for one, other in pairs]
+        peers = [name for name in self._names if name not in names]
+        pairs = [(source, target) for source in names for target in peers]
+        pairs += [(target, source) for source, target in pairs]
         for source, target in pairs:
             self._network.cut(source, target)
 

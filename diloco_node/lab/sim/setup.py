@@ -1,4 +1,4 @@
-"""What a seed stands for before anything happens: regions, run settings, model, link speeds, disk speeds."""
+"""Setup that a seed stands for: regions, run settings, model, link speeds, disk speeds."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def draw_setup(rng: random.Random, regions: int) -> Setup:
         rng: the seed's.
         regions: how many; 0 draws 3 to 5.
     """
-    drawn = rng.choice((3, 3, 4, 5))
-    count = regions or drawn  # drawn in any case, so that naming the drawn number changes nothing
+    usual_count = rng.choice((3, 3, 4, 5))
+    count = regions or usual_count  # drawn in any case, so that naming the drawn number changes nothing
     if not 1 <= count <= len(NAMES):
         raise ValueError(f"from 1 to {len(NAMES)} regions can be simulated, not {count}")
     fragments = rng.choice((2, 3, 4))

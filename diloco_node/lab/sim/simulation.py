@@ -1,4 +1,4 @@
-"""One simulated run: N real region cores in the fake world, first under faults, then healed.
+"""A simulated run: N real region cores in the fake world, first under faults, then healed.
 
 Phase one checks safety while things go wrong. Phase two heals everything and demands progress: new rounds on every
 fragment, all regions at equal versions with equal bytes, and a complete token account, within a virtual deadline. Then
@@ -52,12 +52,12 @@ COMMITS_AFTER_HEALING = 2
 
 FAST = "fast"
 HOSTS: dict[str, type[Host]] = {FAST: Host, "daemon": DaemonHost}
-"""Who carries out what the cores want: fakes that are quick, or the daemon's own effects over a fake disk and links."""
+"""Hosts that carry out effects: fakes that are quick, or the daemon's own effects over a fake disk and links."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimReport:
-    """What one seed did.
+    """Outcome of a seed.
 
     Attributes:
         seed, regions, events_wanted, fault, effects: what was run; `fault` is the planted one, or empty.
@@ -125,7 +125,7 @@ class Simulation:
         self.network = FakeNetwork(self.world, draw_links(rng, self.setup))
         self.checkers = Checkers(self.world, self.setup)
         pool = update_pool(self.world, self.setup.layouts)
-        shared = _theta(rng, self.setup)
+        shared_theta = _theta(rng, self.setup)
         make_planted: CoreFactory = fault.make_core if fault is not None else make_core
 
         def make_watched(region: str, *arguments: Any) -> Any:
@@ -135,7 +135,7 @@ class Simulation:
 
         self.hosts: dict[str, Host] = {}
         for name in self.setup.regions:
-            theta = shared if self.setup.is_theta_shared else _theta(rng, self.setup)
+            theta = shared_theta if self.setup.is_theta_shared else _theta(rng, self.setup)
             host = host_type(
                 name,
                 setup=self.setup,
@@ -192,7 +192,7 @@ class Simulation:
             self.checkers.violate(f"crash: {type(error).__name__}: {error} in {place.name}, {place.filename}")
 
     def begin_lies(self, *, breaks_majorities: bool = False) -> Liar:
-        """One region, drawn, lies from now on; the checks are about the others."""
+        """Draw a region that lies from now on; the checks are about the others."""
         rng = self.world.rng
         region = rng.choice(self.setup.regions)
         liars = frozenset({region})
@@ -205,17 +205,18 @@ class Simulation:
 
     def has_everybody(self, after: tuple[int, ...]) -> bool:
         """Each fragment has a round with every honest learner in it, after these versions."""
-        found = {
+        fragments = {
             fragment
             for (fragment, version), body in self.checkers.oracle.committed.items()
-            if version > after[fragment] and self.honest.keys() <= {one.contribution.learner for one in body.members}
+            if version > after[fragment]
+            and self.honest.keys() <= {member.contribution.learner for member in body.members}
         }
-        return len(found) == len(after)
+        return len(fragments) == len(after)
 
     def has_caught_up(self, versions_min: tuple[int, ...]) -> bool:
         """Every region and learner is at the same versions, at least `versions_min`."""
         versions = self.checkers.oracle.versions()
-        if any(version < wanted for version, wanted in zip(versions, versions_min, strict=True)):
+        if any(version < version_min for version, version_min in zip(versions, versions_min, strict=True)):
             return False
         return all(_is_at(host, versions) for host in self.honest.values())
 
@@ -305,13 +306,13 @@ def _simulate(
     simulation = Simulation(seed, regions=regions, fault=fault, host_type=HOSTS[effects])
     world, checkers = simulation.world, simulation.checkers
     simulation.start()
-    drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
+    schedule_drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
     chaos = Chaos(
         world,
         simulation.network,
         simulation.hosts,
         checkers,
-        schedule=schedule or (fault.schedule if fault is not None else "") or drawn,
+        schedule=schedule or (fault.schedule if fault is not None else "") or schedule_drawn,
         mean_gap_events=world.rng.choice((150, 250, 400)),
     )
     liar = simulation.begin_lies() if lies else None
@@ -378,13 +379,15 @@ def _end_lies(simulation: Simulation, liar: Liar) -> None:
 def _demand_progress(simulation: Simulation) -> None:
     world, checkers = simulation.world, simulation.checkers
     before = tuple(max(0, version) for version in checkers.oracle.versions())
-    wanted = tuple(version + COMMITS_AFTER_HEALING for version in before)
+    versions_min = tuple(version + COMMITS_AFTER_HEALING for version in before)
     deadline_ns = world.now_ns + HEAL_DEADLINE_NS
     due = checkers.audit.open_lines(simulation.hosts)
 
     def has_gone_on() -> bool:
         return world.now_ns > deadline_ns or (
-            simulation.has_caught_up(wanted) and simulation.has_everybody(before) and checkers.audit.is_booked(due)
+            simulation.has_caught_up(versions_min)
+            and simulation.has_everybody(before)
+            and checkers.audit.is_booked(due)
         )
 
     simulation.run_until(has_gone_on)
@@ -394,7 +397,7 @@ def _demand_progress(simulation: Simulation) -> None:
         at = {name: host.plane.versions for name, host in sorted(simulation.hosts.items())}
         checkers.violate(
             f"progress: {HEAL_DEADLINE_NS // SECOND} s after healing versions are {checkers.oracle.versions()}, "
-            f"wanted {wanted} with everybody in one of them; regions at {at}; "
+            f"wanted {versions_min} with everybody in one of them; regions at {at}; "
             f"unbooked lines: {checkers.audit.open_lines(simulation.hosts)}"
         )
         return
@@ -439,7 +442,7 @@ def format_report(report: SimReport, *, tail_lines: int = 40) -> str:
         f"trace {report.trace_digest}",
     ]
     if report.liar:
-        lies = ", ".join(f"{count} {what}" for what, count in report.lies.items()) or "none"
+        lies = ", ".join(f"{count} {label}" for label, count in report.lies.items()) or "none"
         lines.append(f"{report.liar} lied: {lies}")
     if report.is_good:
         lines.append("every check held")
@@ -455,7 +458,7 @@ def _is_at(host: Host, versions: tuple[int, ...]) -> bool:
     return (
         tuple(host.plane.versions) == versions
         and host.learner is not None
-        and tuple(part.position.base_version for part in host.learner.parts) == versions
+        and tuple(local.position.base_version for local in host.learner.parts) == versions
     )
 
 

@@ -1,4 +1,4 @@
-"""What may go wrong around the daemon's own effects besides crashes and cuts: disks, loops that stand still, links.
+"""Troubles of the daemon's own effects besides crashes and cuts: disks, loops that stand still, links.
 
 Each fault keeps to what the protocol promises to survive: rot never takes the last good copy of anything, and what a
 disk refuses, or a link loses, comes through when it is over.
@@ -25,7 +25,7 @@ BREAK_CHANCE = 0.5
 DROP_CHANCE = 0.6
 
 MAJORITY_NEEDS = 3
-"""Of fewer regions none may lose its folder."""
+"""Least number of regions of which one may lose its folder."""
 
 TROUBLES: dict[str, dict[str, int]] = {
     "usual": {
@@ -90,9 +90,9 @@ class Troubles:
         """Bytes of a payload or state change; found when they are read. Every region but this one has it whole."""
         here = self._pick()
         disk = here.folder_disk
-        others = [host.folder_disk for host in self._hosts.values() if host is not here]
-        payloads = [key for key in sorted(disk.payloads) if _is_safe(others, key)]
-        states = [key for key in sorted(disk.older_states) if _is_safe(others, key)]
+        disks = [host.folder_disk for host in self._hosts.values() if host is not here]
+        payloads = [key for key in sorted(disk.payloads) if _is_safe(disks, key)]
+        states = [key for key in sorted(disk.older_states) if _is_safe(disks, key)]
         if disk.damaged or not payloads + states:
             return None
         keys: list[RottenKey] = [*payloads, *states]
@@ -100,7 +100,7 @@ class Troubles:
         return _nothing
 
     def _lose_disk(self) -> Undo | None:
-        """One folder at a time: all the others hold what is committed, and every region's present folder is named."""
+        """Lose a folder, if all the others hold what is committed, and every region's present folder is named."""
         hosts = list(self._hosts.values())
         if len(hosts) < MAJORITY_NEEDS or any(host.core is None for host in hosts):
             return None
@@ -138,10 +138,10 @@ class Troubles:
         return partial(setattr, host, "drop_chance", 0.0)
 
 
-def _is_safe(others: list[FolderDisk], key: RottenKey) -> bool:
+def _is_safe(disks: list[FolderDisk], key: RottenKey) -> bool:
     """The others can stand in for it: nothing of this fragment is damaged there, and they have a state of it."""
     fragment = key[0]
-    return all(fragment in disk.states and not any(one[0] == fragment for one in disk.damaged) for disk in others)
+    return all(fragment in disk.states and not any(key[0] == fragment for key in disk.damaged) for disk in disks)
 
 
 def _nothing() -> None:

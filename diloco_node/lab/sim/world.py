@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 MS: int = 1_000_000
-"""One millisecond in nanoseconds."""
+"""A millisecond in nanoseconds."""
 
 SECOND: int = 1_000_000_000
-"""One second in nanoseconds."""
+"""A second in nanoseconds."""
 
 LOCAL_NS: int = 100_000
 """Between daemon and learner over their Unix socket; first in, first out."""
@@ -28,11 +28,11 @@ TRACE_TAIL = 200
 """Lines of the trace that are kept for a report."""
 
 NOTED_BYTES_MAX = 65_536
-"""What is noted goes into the digest in pieces of about this size: many small updates take longer."""
+"""Notes go into the digest in pieces of about this size: many small updates take longer."""
 
 
 class Life:
-    """One life of a process: what was scheduled for it does not happen once it is over."""
+    """A life of a process: what was scheduled for it does not happen once it is over."""
 
     __slots__ = ("is_over",)
 
@@ -77,19 +77,19 @@ class World:
             return True
         return False
 
-    def note(self, place: str, what: object, fingerprint: bytes) -> None:
+    def note(self, place: str, subject: object, fingerprint: bytes) -> None:
         """Add a line to the trace.
 
         Args:
             place: the region it happened in, or "world".
-            what: shown in the tail of a report; formatted only then.
+            subject: shown in the tail of a report; formatted only then.
             fingerprint: what of it goes into the digest of the trace; must not depend on hash order.
         """
         self._noted += b"%d %s " % (self.now_ns, place.encode())
         self._noted += fingerprint
         if len(self._noted) > NOTED_BYTES_MAX:
             self._digest_noted()
-        self._tail.append((self.now_ns, place, what))
+        self._tail.append((self.now_ns, place, subject))
 
     def trace_digest(self) -> str:
         """SHA-256 over everything that was noted; equal runs have equal digests."""
@@ -103,21 +103,21 @@ class World:
     def trace_tail(self, lines: int = TRACE_TAIL) -> list[str]:
         """The last lines of the trace, oldest first."""
         tail = list(self._tail)[-lines:]
-        return [f"{at_ns / SECOND:10.4f}s {place:8} {_shorten(what)}" for at_ns, place, what in tail]
+        return [f"{at_ns / SECOND:10.4f}s {place:8} {_shorten(subject)}" for at_ns, place, subject in tail]
 
     def draw_ns(self, low_ns: int, high_ns: int) -> int:
         """A time drawn evenly from [low_ns, high_ns]."""
         return low_ns + int(self.rng.random() * (high_ns - low_ns + 1))
 
 
-def _shorten(what: object, limit: int = 240) -> str:
-    text = what if isinstance(what, str) else repr(what)
+def _shorten(subject: object, limit: int = 240) -> str:
+    text = subject if isinstance(subject, str) else repr(subject)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 @dataclass(slots=True)
 class FakeLink:
-    """One direction between two places.
+    """A direction between two places.
 
     Attributes:
         delay_ns, jitter_ns: a frame takes delay + [0, jitter].
@@ -141,7 +141,7 @@ class FakeLink:
 
 
 class NetworkEnd(Protocol):
-    """What the network delivers to."""
+    """Receiver of the network's messages."""
 
     @property
     def daemon_life(self) -> Life | None:

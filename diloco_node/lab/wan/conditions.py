@@ -1,4 +1,4 @@
-"""What the links are like just now: the topology, with cuts and changes on top. Pure; both back-ends obey it."""
+"""Present state of the links: the topology, with cuts and changes on top. Pure; both back-ends obey it."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Conditions:
         """
         self._check(scope)
         is_whole = scope == Scope(scope.region)
-        taken = 0
+        count = 0
         for table in (self._cuts, self._changes):
-            for one in list(table):
-                if one == scope or (is_whole and scope.region in (one.region, one.other)):
-                    del table[one]
-                    taken += 1
-        return taken
+            for key in list(table):
+                if key == scope or (is_whole and scope.region in (key.region, key.other)):
+                    del table[key]
+                    count += 1
+        return count
 
     def end(self, scope: Scope, *, is_cut: bool) -> None:
         """Take back exactly one cut or change, as the timetable does; nothing when it is not in force."""
@@ -69,7 +69,7 @@ class Conditions:
             self._changes.pop(scope, None)
 
     def path(self, source: str, destination: str) -> Path | None:
-        """What the path is like; None: cut. Later changes come on top of earlier ones."""
+        """Return the path as it is now; None: cut. Later changes come on top of earlier ones."""
         pair = (source, destination)
         if any(pair in scope.pairs(self.topology.names) for scope in self._cuts):
             return None
@@ -84,7 +84,7 @@ class Conditions:
         return {pair: self.path(*pair) for pair in self.topology.paths}
 
     def lines(self) -> list[str]:
-        """What is in force, in words, for `wan status`."""
+        """Return cuts and changes in force, in words, for `wan status`."""
         return [f"cut {scope}" for scope in self._cuts] + [f"changed {scope}" for scope in self._changes]
 
     def _check(self, scope: Scope) -> None:
@@ -110,8 +110,8 @@ class Timetable:
     """
 
     def __init__(self, outages: Sequence[Outage], *, started_ns: int) -> None:
-        steps = [_Step(started_ns + one.at_ns, True, one) for one in outages]
-        steps += [_Step(started_ns + one.at_ns + one.for_ns, False, one) for one in outages]
+        steps = [_Step(started_ns + outage.at_ns, True, outage) for outage in outages]
+        steps += [_Step(started_ns + outage.at_ns + outage.for_ns, False, outage) for outage in outages]
         # At one instant ends come first: an outage that follows another of the same scope is not taken back by it.
         self._steps = sorted(steps, key=lambda step: (step.at_ns, step.is_start))
 
@@ -122,7 +122,7 @@ class Timetable:
 
     def advance(self, conditions: Conditions, *, now_ns: int) -> list[str]:
         """Carry out what is due; a line for each."""
-        done = []
+        lines = []
         while self._steps and self._steps[0].at_ns <= now_ns:
             step = self._steps.pop(0)
             outage = step.outage
@@ -133,5 +133,5 @@ class Timetable:
             else:
                 conditions.change(outage.scope, outage.change)
             verb = "cut" if outage.change is None else "degraded"
-            done.append(f"{outage.scope}: {verb if step.is_start else 'healed'}")
-        return done
+            lines.append(f"{outage.scope}: {verb if step.is_start else 'healed'}")
+        return lines

@@ -59,7 +59,7 @@ class Attachment:
 
 
 def load_attachment(environment: Mapping[str, str]) -> Attachment:
-    """What the environment names.
+    """Read what the environment names.
 
     Raises:
         ConfigError: a name or file is missing or wrong, a region is not in the topology, or an address is no number.
@@ -68,7 +68,7 @@ def load_attachment(environment: Mapping[str, str]) -> Attachment:
     config = load_config(Path(_required(environment, "WAN_CONFIG", "/config/run.toml")))
     config.check_region(region)
     topology = load_topology(Path(_required(environment, "WAN_TOPOLOGY", "/config/netem/us-4.toml")))
-    addresses = {name: _ipv4(name, own.address) for name, own in config.regions.items()}
+    addresses = {name: _ipv4(name, settings.address) for name, settings in config.regions.items()}
     for name in addresses:
         topology.region(name)
     return Attachment(
@@ -103,20 +103,22 @@ def probe_kernel() -> Kernel:
     Raises:
         DilocoError: not even those can be made: NET_ADMIN is missing.
     """
-    one, other = TRY_DEVICES
+    device, peer_device = TRY_DEVICES
     with contextlib.suppress(DilocoError):
-        run_ip("link", "delete", one)
-    run_ip("link", "add", one, "type", "veth", "peer", "name", other)
+        run_ip("link", "delete", device)
+    run_ip("link", "add", device, "type", "veth", "peer", "name", peer_device)
     try:
-        found = {part: all(_try_tc(line, one, other) for line in lines) for part, lines in PARTS.items()}
+        abilities = {
+            ability: all(_try_tc(line, device, peer_device) for line in lines) for ability, lines in PARTS.items()
+        }
     finally:
-        run_ip("link", "delete", one)
-    return Kernel(**found, ifb=_make_ingress_device())
+        run_ip("link", "delete", device)
+    return Kernel(**abilities, ifb=_make_ingress_device())
 
 
-def _try_tc(line: str, device: str, other: str) -> bool:
+def _try_tc(line: str, device: str, peer_device: str) -> bool:
     try:
-        run_tool("tc", *line.format(device=device, other=other).split())
+        run_tool("tc", *line.format(device=device, other=peer_device).split())
     except DilocoError:
         return False
     return True
@@ -139,8 +141,8 @@ def _devices() -> dict[str, int]:
 
 def find_device(address: str) -> tuple[str, int]:
     """The device that has an address, and the kernel's number of it; `("", 0)` when none has it."""
-    found: list[dict[str, Any]] = json.loads(run_ip("-json", "-4", "address", "show") or "[]")
-    for device in found:
+    devices: list[dict[str, Any]] = json.loads(run_ip("-json", "-4", "address", "show") or "[]")
+    for device in devices:
         if any(entry.get("local") == address for entry in device.get("addr_info", ())):
             return str(device["ifname"]), int(device["ifindex"])
     return "", 0
@@ -198,35 +200,35 @@ class ContainerLink:
 
     def _shape(self, device: str) -> None:
         """From the start: what an earlier process of this container left is removed."""
-        own = self._attachment
+        attachment = self._attachment
         # Set when all of it is done: a device that went away half-way is shaped at the next look.
         self._uplink = None
-        for lost in (f"{device} root", f"{device} ingress", f"{INGRESS_DEVICE} root"):
+        for queue in (f"{device} root", f"{device} ingress", f"{INGRESS_DEVICE} root"):
             with contextlib.suppress(DilocoError):
-                run_tool("tc", "qdisc", "del", "dev", *lost.split())
-        uplink = Uplink(own.topology, own.region, own.peers, device, self._kernel)
+                run_tool("tc", "qdisc", "del", "dev", *queue.split())
+        uplink = Uplink(attachment.topology, attachment.region, attachment.peers, device, self._kernel)
         _tc_batch(uplink.lines() + uplink.ingress_lines())
-        is_lossy = any(own.topology.paths[own.region, peer].loss_ppm for peer in own.peers)
+        is_lossy = any(attachment.topology.paths[attachment.region, peer].loss_ppm for peer in attachment.peers)
         # netem loses whole segments of up to 64 KiB: where there is loss, single packets are sent.
         run_ip("link", "set", device, "gso_max_segs", str(1 if is_lossy and self._kernel.netem else SEGMENTS_MAX))
-        self._applied = {peer: own.topology.paths[own.region, peer] for peer in own.peers}
+        self._applied = {peer: attachment.topology.paths[attachment.region, peer] for peer in attachment.peers}
         self._uplink = uplink
-        link = own.topology.region(own.region)
-        self._say(f"{own.region} on {device} ({own.address}): out {link.egress}, in {link.ingress}")
+        link = attachment.topology.region(attachment.region)
+        self._say(f"{attachment.region} on {device} ({attachment.address}): out {link.egress}, in {link.ingress}")
 
     def _follow(self, uplink: Uplink) -> None:
         """The timetable's cuts and changes, as far as they differ from what is applied."""
-        own = self._attachment
-        for peer, applied in self._applied.items():
-            wanted = self._conditions.path(own.region, peer)
-            if wanted == applied:
+        attachment = self._attachment
+        for peer, path_before in self._applied.items():
+            path = self._conditions.path(attachment.region, peer)
+            if path == path_before:
                 continue
-            if wanted is None:
-                run_ip("route", "replace", "blackhole", f"{own.peers[peer]}/32")
+            if path is None:
+                run_ip("route", "replace", "blackhole", f"{attachment.peers[peer]}/32")
             else:
-                _remove_void(own.peers[peer])
-                _tc_batch(uplink.path_lines(peer, wanted))
-            self._applied[peer] = wanted
+                _remove_void(attachment.peers[peer])
+                _tc_batch(uplink.path_lines(peer, path))
+            self._applied[peer] = path
 
 
 def _tc_batch(lines: Sequence[str]) -> None:
@@ -295,9 +297,9 @@ def run(attachment: Attachment, command: Sequence[str], user: str) -> int:
     while child.returncode is None:
         wake_ns = link.wake_at_ns
         due_s = POLL_S if wake_ns is None else (wake_ns - time.monotonic_ns()) / 1e9
-        received = signal.sigtimedwait({signal.SIGCHLD, *_FORWARDED}, min(POLL_S, max(0.0, due_s)))
-        if received is not None and received.si_signo in _FORWARDED:
-            child.send_signal(received.si_signo)
+        signal_info = signal.sigtimedwait({signal.SIGCHLD, *_FORWARDED}, min(POLL_S, max(0.0, due_s)))
+        if signal_info is not None and signal_info.si_signo in _FORWARDED:
+            child.send_signal(signal_info.si_signo)
         _reap(child)
         try:
             link.keep(now_ns=time.monotonic_ns())
@@ -335,8 +337,10 @@ def _reap(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is not None or os.getpid() != 1:
         return
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid != child.pid:
-            os.waitpid(found.si_pid, 0)
+        while (
+            child_info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and child_info.si_pid != child.pid:
+            os.waitpid(child_info.si_pid, 0)
     child.poll()
 
 

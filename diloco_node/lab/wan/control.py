@@ -50,7 +50,7 @@ class ControlServer:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """What to wait for."""
+        """Return the sockets to wait for."""
         return [self._listener, *self._received]
 
     def serve(self, sock: socket.socket) -> None:
@@ -87,10 +87,10 @@ class ControlServer:
         for line in lines:
             answer = json.dumps(self._answer(line)).encode() + b"\n"
             try:
-                sent = sock.send(answer)
+                count = sock.send(answer)
             except OSError:
-                sent = 0
-            if sent < len(answer):
+                count = 0
+            if count < len(answer):
                 self._drop(sock)
                 return
 
@@ -143,13 +143,13 @@ def scope_of(command: Mapping[str, Any]) -> Scope:
     Raises:
         ConfigError: it is malformed; whether its regions exist is checked by `Conditions`.
     """
-    region, other = command.get("region"), command.get("other", "")
+    region, peer = command.get("region"), command.get("other", "")
     direction = command.get("direction", "both")
-    if not isinstance(region, str) or not isinstance(other, str) or direction not in ("both", "out", "in"):
+    if not isinstance(region, str) or not isinstance(peer, str) or direction not in ("both", "out", "in"):
         raise ConfigError("a command names a region, perhaps an other, and a direction: both, out or in")
-    if region == other:
+    if region == peer:
         raise ConfigError(f"{region} can't be cut from itself")
-    return Scope(region, other, direction)
+    return Scope(region, peer, direction)
 
 
 def change_of(command: Mapping[str, Any]) -> PathChange:

@@ -20,7 +20,7 @@ from diloco_node.lab.wan.namespaces import (
     PROBE,
     create,
     end_processes,
-    named,
+    match_run,
     namespaces_of,
     processes_in,
     remove,
@@ -36,38 +36,38 @@ NEED_ROOT: Final = "network namespaces need root: run it with sudo"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which back-end, and why: one line for the operator."""
+    """A back-end, and the reason for it: one line for the operator."""
 
     backend: str
     why: str
 
 
-def choose_backend(wanted: str = "auto") -> Choice:
+def choose_backend(backend: str = "auto") -> Choice:
     """The best back-end that this machine can do; each is tried, not looked up.
 
     Args:
-        wanted: "auto", or one of BACKENDS.
+        backend: "auto", or one of BACKENDS.
 
     Raises:
         ConfigError: the one wanted can't be had, with the reason.
     """
-    if wanted not in ("auto", *BACKENDS):
-        raise ConfigError(f"back-end {wanted!r} is unknown; use auto, {', '.join(BACKENDS)}")
-    if wanted == "none":
+    if backend not in ("auto", *BACKENDS):
+        raise ConfigError(f"back-end {backend!r} is unknown; use auto, {', '.join(BACKENDS)}")
+    if backend == "none":
         return Choice("none", "asked for: neither delay nor rate is emulated")
     if os.geteuid() != 0:
-        if wanted != "auto":
-            raise ConfigError(f"back-end {wanted}: {NEED_ROOT}")
+        if backend != "auto":
+            raise ConfigError(f"back-end {backend}: {NEED_ROOT}")
         return Choice("none", f"{NEED_ROOT}; neither delay nor rate is emulated")
-    netem_fault = probe_netem() if wanted != "tun" else "not asked for"
+    netem_fault = probe_netem() if backend != "tun" else "not asked for"
     if not netem_fault:
         return Choice("netem", "tc netem in the kernel")
-    tun_fault = _probe_tun() if wanted != "netem" else "not asked for"
+    tun_fault = _probe_tun() if backend != "netem" else "not asked for"
     if not tun_fault:
-        because = "asked for" if wanted == "tun" else f"tc can't: {netem_fault}"
+        because = "asked for" if backend == "tun" else f"tc can't: {netem_fault}"
         return Choice("tun", f"user-space router on tun devices ({because})")
-    if wanted != "auto":
-        raise ConfigError(f"back-end {wanted} can't be had here: {netem_fault if wanted == 'netem' else tun_fault}")
+    if backend != "auto":
+        raise ConfigError(f"back-end {backend} can't be had here: {netem_fault if backend == 'netem' else tun_fault}")
     return Choice("none", f"neither delay nor rate is emulated: no netem ({netem_fault}), no tun ({tun_fault})")
 
 
@@ -136,13 +136,13 @@ def _start_keeper(state: EmulationState) -> EmulationState:
     if not is_ready:
         process.kill()
         process.wait()
-        said = state.log.read_text(errors="replace").strip()
-        raise DilocoError(f"the emulation's keeper did not start: {said or f'no word in {READY_S:.0f} s'}")
-    kept = dataclasses.replace(state, keeper_pid=process.pid, keeper_start_ticks=start_ticks(process.pid))
-    kept.save()
+        log_text = state.log.read_text(errors="replace").strip()
+        raise DilocoError(f"the emulation's keeper did not start: {log_text or f'no word in {READY_S:.0f} s'}")
+    kept_state = dataclasses.replace(state, keeper_pid=process.pid, keeper_start_ticks=start_ticks(process.pid))
+    kept_state.save()
     # The keeper outlives this process on purpose; Popen must not warn that it still runs.
     process.returncode = 0
-    return kept
+    return kept_state
 
 
 def _is_ready(stream: IO[str]) -> bool:
@@ -180,7 +180,7 @@ def down(run: str) -> list[str]:
 
 def sweep() -> list[str]:
     """Clean up after emulations whose owner and keeper are both gone (a demo that was killed); their names."""
-    gone = []
+    names = []
     for run in runs():
         if not state_file(run).exists():
             continue
@@ -191,8 +191,8 @@ def sweep() -> list[str]:
         if state.owner_pid and not state.is_kept and start_ticks(state.owner_pid) == 0:
             end_processes(run)
             remove_all(run)
-            gone.append(run)
-    return gone
+            names.append(run)
+    return names
 
 
 def find(run: str | None) -> EmulationState:
@@ -201,26 +201,26 @@ def find(run: str | None) -> EmulationState:
     Raises:
         ConfigError: there is none, or there are several and none was named.
     """
-    known = [one for one in runs() if state_file(one).exists()]
+    run_names = [run_name for run_name in runs() if state_file(run_name).exists()]
     if run is None:
-        if len(known) != 1:
-            there = ", ".join(known) or "none"
-            hint = "name one with --name" if known else "start one: diloco-node wan up netem/us-4.toml"
+        if len(run_names) != 1:
+            there = ", ".join(run_names) or "none"
+            hint = "name one with --name" if run_names else "start one: diloco-node wan up netem/us-4.toml"
             raise ConfigError(f"emulations on this machine: {there}; {hint}")
-        run = known[0]
-    found = named(run, known)
-    if found is None:
-        raise ConfigError(f"no emulation {run}; there are: {', '.join(known) or 'none'}")
-    return EmulationState.load(state_file(found))
+        run = run_names[0]
+    match = match_run(run, run_names)
+    if match is None:
+        raise ConfigError(f"no emulation {run}; there are: {', '.join(run_names) or 'none'}")
+    return EmulationState.load(state_file(match))
 
 
-def command(state: EmulationState, what: Mapping[str, Any]) -> dict[str, Any]:
+def command(state: EmulationState, order: Mapping[str, Any]) -> dict[str, Any]:
     """Send the keeper a command (see `control`).
 
     Raises:
         PeersUnreachable: the keeper is gone. ConfigError: it refused.
     """
-    return control.request(state.socket, what)
+    return control.request(state.socket, order)
 
 
 def _probe_tun() -> str:

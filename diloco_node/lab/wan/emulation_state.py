@@ -1,4 +1,4 @@
-"""What is known of an emulation on this machine: one file per run in /run/diloco-wan, and how everything is removed."""
+"""State of an emulation on this machine: one file per run in /run/diloco-wan, and how everything is removed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class EmulationState:
-    """One emulation, as its file says.
+    """An emulation, as its file says.
 
     Attributes:
         run: its name. topology_name, topology_text: the file. regions: how many of its regions, from the first.
@@ -59,7 +59,7 @@ class EmulationState:
 
     @property
     def log(self) -> Path:
-        """What the keeper says."""
+        """Path of the keeper's log."""
         return STATE_FOLDER / f"{self.run}.log"
 
     def topology(self) -> Topology:
@@ -118,8 +118,8 @@ def state_file(run: str) -> Path:
 def runs() -> list[str]:
     """Every run of which anything is left: a state file, or a namespace."""
     files = {file.stem for file in STATE_FOLDER.glob("*.json")} if STATE_FOLDER.is_dir() else set()
-    named = {run for namespace in existing() if (run := run_of(namespace)) is not None}
-    return sorted(files | named)
+    run_names = {run for namespace in existing() if (run := run_of(namespace)) is not None}
+    return sorted(files | run_names)
 
 
 def start_ticks(pid: int) -> int:
@@ -158,9 +158,9 @@ def remove_all(run: str) -> list[str]:
         # Two may clean up at the same time: the keeper that was stopped, and whoever stopped it.
         with contextlib.suppress(DilocoError):
             remove(name)
-    left = [name for name in namespaces_of(run) if name in names]
-    if left:
-        raise DilocoError(f"these namespaces can't be removed: {', '.join(left)}")
+    leftovers = [name for name in namespaces_of(run) if name in names]
+    if leftovers:
+        raise DilocoError(f"these namespaces can't be removed: {', '.join(leftovers)}")
     for ending in ("json", "sock", "log", "new"):
         (STATE_FOLDER / f"{run}.{ending}").unlink(missing_ok=True)
     return names

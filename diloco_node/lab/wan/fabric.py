@@ -19,7 +19,7 @@ from diloco_node.numeric import NS_PER_S
 
 @dataclass(slots=True)
 class PathCounters:
-    """Of one ordered pair. Bytes are on the wire, headers included; `passed` is what reached the other region."""
+    """Counters of an ordered pair, in bytes on the wire, headers included; `passed` reached the other region."""
 
     packets_passed: int = 0
     bytes_passed: int = 0
@@ -30,7 +30,7 @@ class PathCounters:
 
 @dataclass(slots=True)
 class _PathState:
-    """What `admit` needs of a path, without looking it up: None of it changes but by `reload`, except free and last."""
+    """Facts that `admit` needs of a path, without looking it up: only `reload` changes them, except free and last."""
 
     is_cut: bool = False
     delay_ns: int = 0
@@ -84,20 +84,20 @@ class Fabric:
         state.loss_log = math.log1p(-share) if share < 1 else -math.inf
 
     def lost_of(self, source: int, target: int, packets: int) -> list[int]:
-        """Which of some packets that follow each other are lost on the path: their numbers, rising."""
+        """Draw which of some packets that follow each other are lost on the path: their numbers, rising."""
         loss_log = self._paths[source * self._count + target].loss_log
         if loss_log == 0.0:
             return []
-        lost: list[int] = []
+        numbers: list[int] = []
         at = -1
         while True:
             # The gap to the next loss is geometric: one random number per loss instead of one per packet.
             at += 1 + (int(math.log(1.0 - self._random.random()) / loss_log) if loss_log > -math.inf else 0)
             if at >= packets:
                 break
-            lost.append(at)
-        self.counters[source * self._count + target].packets_lost += len(lost)
-        return lost
+            numbers.append(at)
+        self.counters[source * self._count + target].packets_lost += len(numbers)
+        return numbers
 
     def admit(self, source: int, target: int, size: int, packets: int, *, now_ns: int) -> tuple[int, int] | None:
         """A packet left its region.

@@ -51,14 +51,14 @@ class Plane(Protocol):
         """The conditions changed."""
 
     def status(self) -> dict[str, Any]:
-        """What it counts."""
+        """Return the plane's counters."""
 
     def close(self) -> None:
         """Let go of everything."""
 
 
 class Keeper:
-    """One emulation's loop.
+    """Loop of an emulation.
 
     Args:
         state: what was written for it. plane: the back-end. conditions: the same that the plane reads.
@@ -95,28 +95,28 @@ class Keeper:
 
     def _turn(self) -> None:
         plane, controls = self._plane, self._control.sockets
-        others = [self._wake_fd] + ([self._owner_fd] if self._owner_fd >= 0 else [])
-        watched: list[int | socket.socket] = [*plane.fds, *controls, *others]
-        ready, _, _ = select.select(watched, [], [], self._wait_s())
-        for one in ready:
-            if isinstance(one, socket.socket):
-                self._control.serve(one)
-            elif one in others:
+        fds = [self._wake_fd] + ([self._owner_fd] if self._owner_fd >= 0 else [])
+        sources: list[int | socket.socket] = [*plane.fds, *controls, *fds]
+        ready, _, _ = select.select(sources, [], [], self._wait_s())
+        for source in ready:
+            if isinstance(source, socket.socket):
+                self._control.serve(source)
+            elif source in fds:
                 self._is_stopping = True
-                self.is_orphaned = one == self._owner_fd
+                self.is_orphaned = source == self._owner_fd
             else:
-                plane.read(one)
+                plane.read(source)
                 plane.forward()
         plane.forward()
         if self._timetable is not None:
-            done = self._timetable.advance(self._conditions, now_ns=time.monotonic_ns())
-            if done:
+            lines = self._timetable.advance(self._conditions, now_ns=time.monotonic_ns())
+            if lines:
                 plane.apply()
-                self._note(done)
+                self._note(lines)
 
     def _wait_s(self) -> float:
         due = [self._plane.wake_at_ns, self._timetable.wake_at_ns if self._timetable is not None else None]
-        times = [one for one in due if one is not None]
+        times = [time_s for time_s in due if time_s is not None]
         return min(IDLE_S, max(0, min(times) - time.monotonic_ns()) / NS_PER_S) if times else IDLE_S
 
     def _stop(self, number: int, frame: object) -> None:
@@ -132,8 +132,8 @@ class Keeper:
                 return self._changed(f"{scope}: cut")
             case "heal":
                 scope = scope_of(command)
-                healed = self._conditions.heal(scope)
-                return {**self._changed(f"{scope}: healed"), "healed": healed}
+                count = self._conditions.heal(scope)
+                return {**self._changed(f"{scope}: healed"), "healed": count}
             case "set":
                 scope = scope_of(command)
                 self._conditions.change(scope, change_of(command))

@@ -1,4 +1,4 @@
-"""One network namespace per region, named diloco-RUN-REGION; made, furnished and removed with `ip`.
+"""Network namespaces, one per region, named diloco-RUN-REGION; made, furnished and removed with `ip`.
 
 Only names of that form are ever touched. RUN has no dash, so a name tells its run.
 """
@@ -65,9 +65,9 @@ def run_name(text: str) -> str:
     return name
 
 
-def named(text: str, known: Sequence[str]) -> str | None:
-    """Which of these runs is meant: by its own name, or by one that it was made from (`us-4`); None: none of them."""
-    return next((run for run in (text, _shortened(text)) if run in known), None)
+def match_run(text: str, run_names: Sequence[str]) -> str | None:
+    """Find the run of this name, or of one that it was made from (`us-4`); None: there is none."""
+    return next((run for run in (text, _shortened(text)) if run in run_names), None)
 
 
 def _shortened(text: str) -> str:
@@ -100,8 +100,8 @@ def existing() -> list[str]:
 
 def run_of(namespace: str) -> str | None:
     """The run that a namespace's name tells; None when it is not one of ours."""
-    prefix, _, rest = namespace.partition("-")
-    run, dash, region = rest.partition("-")
+    prefix, _, suffix = namespace.partition("-")
+    run, dash, region = suffix.partition("-")
     return run if prefix == PREFIX and dash and region and _RUN.fullmatch(run) else None
 
 
@@ -143,11 +143,11 @@ def processes_in(namespace: str) -> list[int]:
 
 def end_processes(run: str) -> list[int]:
     """SIGTERM to every process in a run's namespaces: regions of a demo that was killed. Their process ids."""
-    found = [pid for namespace in namespaces_of(run) for pid in processes_in(namespace)]
-    for pid in found:
+    pids = [pid for namespace in namespaces_of(run) for pid in processes_in(namespace)]
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    return found
+    return pids
 
 
 def run_ip(*arguments: str, script: str | None = None) -> str:
@@ -162,14 +162,14 @@ def run_ip(*arguments: str, script: str | None = None) -> str:
 def run_tool(tool: str, *arguments: str, script: str | None = None) -> str:
     """Like run_ip, for `ip` or `tc`."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [tool, *arguments], input=script, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
         )
     except FileNotFoundError:
         raise DilocoError(f"the command {tool} is missing; install iproute2") from None
     except subprocess.TimeoutExpired:
         raise DilocoError(f"{tool} {' '.join(arguments)} took more than {COMMAND_TIMEOUT_S:.0f} s") from None
-    if done.returncode != 0:
-        said = done.stderr.strip() or done.stdout.strip()
-        raise DilocoError(f"{tool} {' '.join(arguments)} failed: {said}")
-    return done.stdout
+    if process.returncode != 0:
+        message = process.stderr.strip() or process.stdout.strip()
+        raise DilocoError(f"{tool} {' '.join(arguments)} failed: {message}")
+    return process.stdout

@@ -68,20 +68,20 @@ class NetemPlane:
     def apply(self) -> None:
         """The conditions changed: tell the kernel what differs."""
         names = self._conditions.topology.names
-        wanted = self._conditions.paths()
+        paths = self._conditions.paths()
         lines = []
-        for pair, path in wanted.items():
+        for pair, path in paths.items():
             if pair not in self._applied or self._applied[pair] != path:
                 lines += path_commands(self._conditions.topology, names, pair, path)
         if lines:
             run_tool("tc", "-n", self._core, "-batch", "-", script=_lines(lines))
         for place in self._places:
-            self._limit_segments(place, wanted)
-        self._applied = wanted
+            self._limit_segments(place, paths)
+        self._applied = paths
 
-    def _limit_segments(self, place: Place, wanted: dict[Pair, Path | None]) -> None:
+    def _limit_segments(self, place: Place, paths: dict[Pair, Path | None]) -> None:
         """netem loses whole segments of up to 64 KiB: where there is loss, new connections send single packets."""
-        is_lossy = any(path is not None and path.loss_ppm for pair, path in wanted.items() if pair[0] == place.region)
+        is_lossy = any(path is not None and path.loss_ppm for pair, path in paths.items() if pair[0] == place.region)
         was_lossy = any(
             path is not None and path.loss_ppm for pair, path in self._applied.items() if pair[0] == place.region
         )
@@ -90,7 +90,7 @@ class NetemPlane:
             run_ip("-n", place.namespace, "link", "set", DEVICE, "gso_max_segs", str(segments))
 
     def status(self) -> dict[str, Any]:
-        """What tc counts, as it prints it."""
+        """Return tc's counters, as it prints them."""
         return {"qdiscs": run_tool("tc", "-n", self._core, "-s", "qdisc", "show")}
 
     def close(self) -> None:
@@ -138,8 +138,8 @@ def downlink_commands(topology: Topology, places: Sequence[Place]) -> list[str]:
         # htb gives every class its own rate whatever the sum: the shares must add up to the region's rate.
         share = max(1, rate // (len(places) - 1))
         lines += root_lines(device, rate)
-        for other_number, other in enumerate(places):
-            if other is place:
+        for other_number, source in enumerate(places):
+            if source is place:
                 continue
             minor = minor_of(other_number)
             lines += [
@@ -147,7 +147,7 @@ def downlink_commands(topology: Topology, places: Sequence[Place]) -> list[str]:
                 f"qdisc add dev {device} parent 1:{minor} handle {minor}: netem limit {NETEM_PACKETS_MAX}",
                 f"qdisc add dev {device} parent {minor}:1 bfifo limit {queue_bytes(topology, rate)}",
                 f"filter add dev {device} parent 1: protocol ip prio 1 u32 "
-                f"match ip src {other.address}/32 flowid 1:{minor}",
+                f"match ip src {source.address}/32 flowid 1:{minor}",
             ]
     return lines
 
@@ -156,13 +156,13 @@ def path_commands(topology: Topology, names: Sequence[str], pair: Pair, path: Pa
     """`tc` commands in the middle that make one path what it is to be; None: cut."""
     source, target = names.index(pair[0]), names.index(pair[1])
     device, minor = _device(target), minor_of(source)
-    shown = path or topology.paths[pair]
-    loss_ppm = shown.loss_ppm if path is not None else PPM
+    path_now = path or topology.paths[pair]
+    loss_ppm = path_now.loss_ppm if path is not None else PPM
     ingress = topology.region(pair[1]).ingress.bytes_per_s
-    ceiling = min(ingress, shown.rate.bytes_per_s) if shown.rate is not None else ingress
+    ceiling = min(ingress, path_now.rate.bytes_per_s) if path_now.rate is not None else ingress
     share = min(ceiling, max(1, ingress // (len(names) - 1)))
     return [
-        netem_line("change", device, minor, shown, loss_ppm=loss_ppm),
+        netem_line("change", device, minor, path_now, loss_ppm=loss_ppm),
         class_line("change", device, minor, share=share, ceiling=ceiling),
     ]
 
@@ -174,11 +174,11 @@ def probe_netem() -> str:
         create(namespace)
         try:
             run_ip("-n", namespace, "link", "add", "wan0", "type", "veth", "peer", "name", "wan1")
-            for part, line in _PARTS:
+            for feature, line in _PARTS:
                 try:
                     run_tool("tc", "-n", namespace, *line.split())
                 except DilocoError as error:
-                    return f"{part}: {' '.join(str(error).split()).rpartition('failed: ')[2]}"
+                    return f"{feature}: {' '.join(str(error).split()).rpartition('failed: ')[2]}"
         finally:
             remove(namespace)
     except DilocoError as error:
@@ -196,7 +196,7 @@ _PARTS: Final = (
     ("bfifo", "qdisc add dev wan1 parent 10:1 bfifo limit 1000000"),
     ("u32", "filter add dev wan1 parent 1: protocol ip prio 1 u32 match ip src 10.77.0.1/32 flowid 1:1"),
 )
-"""What the back-end needs of the kernel, each with a command that tries it; netem first, for it is what most lack."""
+"""Parts of the kernel that the back-end needs, each with a command that tries it; most kernels lack netem."""
 
 
 def _lines(commands: Sequence[str]) -> str:
@@ -229,7 +229,7 @@ def root_lines(device: str, rate: int) -> list[str]:
 
 
 def class_line(verb: str, device: str, minor: str, *, share: int, ceiling: int) -> str:
-    """One path's class: `share` bytes per second for sure, `ceiling` at the most."""
+    """Class of a path: `share` bytes per second for sure, `ceiling` at the most."""
     return (
         f"class {verb} dev {device} parent 1:1 classid 1:{minor} htb rate {8 * share}bit ceil {8 * ceiling}bit "
         f"burst {burst_bytes(share)} cburst {burst_bytes(ceiling)} quantum 65536"
@@ -257,7 +257,7 @@ def queue_bytes(topology: Topology, rate: int) -> int:
 
 def _write(file: str, value: str) -> None:
     try:
-        with open(file, "w") as opened:  # noqa: PTH123 - /proc, in whatever namespace this thread is
-            opened.write(value)
+        with open(file, "w") as stream:  # noqa: PTH123 - /proc, in whatever namespace this thread is
+            stream.write(value)
     except OSError as error:
         raise DilocoError(f"{file} can't be set ({error.strerror})") from error

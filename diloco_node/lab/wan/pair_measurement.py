@@ -112,7 +112,7 @@ def _document(topology: Topology, pair: Pair, link: Mapping[str, Any] | None) ->
 
 
 def pair_line(pair: Mapping[str, Any]) -> str:
-    """One measured pair for people."""
+    """Show a measured pair, for people."""
     rtt, goodput = pair["rtt_measured_ms"], pair["goodput_bits_per_s"]
     return (
         f"  {pair['from']:>14} -> {pair['to']:<14} RTT {pair['rtt_ms']:.1f} ms, measured "

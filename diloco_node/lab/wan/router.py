@@ -1,6 +1,6 @@
 """The user-space router: packets from the regions' tun devices, delayed, paced and dropped as the fabric says.
 
-One thread, one heap of packets by time. Everything about *when* is in `fabric`; this is only the IO.
+A single thread keeps a heap of packets by time. Everything about *when* is in `fabric`; this is only the IO.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ class TunPlane:
         times = self._fabric.admit(source, target, size, count, now_ns=now_ns)
         if times is None:
             return
-        lost = self._fabric.lost_of(source, target, count)
-        parts = without(packet, lost) if lost and count > 1 else [] if lost else [packet]
-        for part in parts:
+        numbers = self._fabric.lost_of(source, target, count)
+        packets = without(packet, numbers) if numbers and count > 1 else [] if numbers else [packet]
+        for piece in packets:
             # What is lost on the way does not load the downlink.
-            if lost:
-                size, count = wire_size(part)
-            self._push(times[1], _Packet(source, target, size, count, times[0], part))
+            if numbers:
+                size, count = wire_size(piece)
+            self._push(times[1], _Packet(source, target, size, count, times[0], piece))
 
     def _push(self, at_ns: int, packet: _Packet) -> None:
         self._count += 1

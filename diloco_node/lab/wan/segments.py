@@ -57,18 +57,18 @@ def header_bytes(packet: bytes) -> int:
     return ip_bytes + (packet[VNET_BYTES + ip_bytes + 12] >> 4) * 4
 
 
-def without(packet: bytes, lost: Sequence[int]) -> list[bytes]:
-    """What is left of a segmented TCP packet when some of its packets are lost.
+def without(packet: bytes, numbers: Sequence[int]) -> list[bytes]:
+    """Cut a segmented TCP packet down to what is left when some of its packets are lost.
 
     Args:
-        packet: as `wire_size` counts it. lost: numbers of lost packets, from 0, rising; not empty.
+        packet: as `wire_size` counts it. numbers: numbers of lost packets, from 0, rising; not empty.
 
     Returns:
-        One packet per run of survivors, in order; each with its own length, sequence number and checksums.
+        Packets, one per run of survivors, in order; each with its own length, sequence number and checksums.
     """
     _, count = wire_size(packet)
     runs, start = [], 0
-    for number in (*lost, count):
+    for number in (*numbers, count):
         if number > start:
             runs.append((start, number))
         start = number + 1

@@ -78,7 +78,7 @@ class RegionLink:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One direction between two regions.
+    """A direction between two regions.
 
     Attributes:
         delay_ns: one way. jitter_ns: the delay is spread evenly over delay_ns +- jitter_ns; packets stay in order.
@@ -94,7 +94,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class PathChange:
-    """What is different while a path is degraded; None: as it was."""
+    """Changes of a path while it is degraded; None: as it was."""
 
     delay_ns: int | None = None
     jitter_ns: int | None = None
@@ -103,8 +103,8 @@ class PathChange:
 
     def apply(self, path: Path) -> Path:
         """The path, degraded."""
-        given = {key: value for key in _FIELDS if (value := getattr(self, key)) is not None}
-        return replace(path, **given)
+        changes = {key: value for key in _FIELDS if (value := getattr(self, key)) is not None}
+        return replace(path, **changes)
 
 
 _FIELDS: Final = ("delay_ns", "jitter_ns", "loss_ppm", "rate")
@@ -112,7 +112,7 @@ _FIELDS: Final = ("delay_ns", "jitter_ns", "loss_ppm", "rate")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Scope:
-    """Which paths a cut or a change concerns.
+    """Paths that a cut or a change concerns.
 
     Attributes:
         region: one end. other: the other end; "" for all others.
@@ -125,9 +125,9 @@ class Scope:
 
     def pairs(self, names: Sequence[str]) -> tuple[Pair, ...]:
         """The paths, in the order of the names."""
-        others = [name for name in names if name != self.region and self.other in ("", name)]
-        out = [(self.region, name) for name in others] if self.direction != "in" else []
-        into = [(name, self.region) for name in others] if self.direction != "out" else []
+        peers = [name for name in names if name != self.region and self.other in ("", name)]
+        out = [(self.region, name) for name in peers] if self.direction != "in" else []
+        into = [(name, self.region) for name in peers] if self.direction != "out" else []
         return (*out, *into)
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """One line of the timetable: from `at_ns` for `for_ns` the scope is cut (`change` None) or degraded."""
+    """Line of the timetable: from `at_ns` for `for_ns` the scope is cut (`change` None) or degraded."""
 
     at_ns: int
     for_ns: int
@@ -179,14 +179,14 @@ class Topology:
                 return region
         raise ConfigError(f"region {name!r} is not in topology {self.name}; it has {', '.join(self.names)}")
 
-    def rtt_ns(self, one: str, other: str) -> int:
+    def rtt_ns(self, source: str, target: str) -> int:
         """There and back, without queues."""
-        return self.paths[one, other].delay_ns + self.paths[other, one].delay_ns
+        return self.paths[source, target].delay_ns + self.paths[target, source].delay_ns
 
     def rate(self, source: str, destination: str) -> Rate:
-        """What one region can send to another when nothing else is sent: the slowest part of the way."""
-        parts = [self.region(source).egress, self.region(destination).ingress, self.paths[source, destination].rate]
-        return min(part for part in parts if part is not None)
+        """Return the rate of a pair when nothing else is sent: the slowest part of the way."""
+        rates = [self.region(source).egress, self.region(destination).ingress, self.paths[source, destination].rate]
+        return min(rate for rate in rates if rate is not None)
 
     def first(self, count: int) -> Topology:
         """The same with its first regions only; outages that name others are left out.
@@ -201,7 +201,9 @@ class Topology:
             self,
             regions=self.regions[:count],
             paths={pair: path for pair, path in self.paths.items() if pair[0] in names and pair[1] in names},
-            outages=tuple(one for one in self.outages if one.scope.region in names and one.scope.other in ("", *names)),
+            outages=tuple(
+                outage for outage in self.outages if outage.scope.region in names and outage.scope.other in ("", *names)
+            ),
         )
 
 
@@ -275,7 +277,7 @@ class _Reader:
         tables = self._table("regions")
         if not 2 <= len(tables) <= REGIONS_MAX:
             raise ConfigError(f"topology {self._name} has {len(tables)} regions; it needs 2 to {REGIONS_MAX}")
-        found = []
+        regions = []
         for name, entry in tables.items():
             where = f"topology {self._name}, [regions.{name}]"
             if _NAME.fullmatch(name) is None:
@@ -284,8 +286,8 @@ class _Reader:
             _refuse_unknown(table, {"egress", "ingress"}, where)
             egress = _rate(_required(table, "egress", where, "2Gbit/s"), f"{where} egress")
             ingress = _rate(table["ingress"], f"{where} ingress") if "ingress" in table else egress
-            found.append(RegionLink(name, egress, ingress))
-        return tuple(found)
+            regions.append(RegionLink(name, egress, ingress))
+        return tuple(regions)
 
     def queue_ns(self) -> int:
         table = self._table("wan")
@@ -301,7 +303,7 @@ class _Reader:
         default = self._table("default_link")
         _refuse_unknown(default, {"rtt", *_PATH_KEYS}, where)
         fallback = _path(default, where) if default else None
-        found: dict[Pair, Path] = {}
+        paths: dict[Pair, Path] = {}
         for index, link in enumerate(self._list("links", LINKS_MAX)):
             where = f"topology {self._name}, [[links]] number {index + 1}"
             _refuse_unknown(link, {"between", "from", "to", "rtt", *_PATH_KEYS}, where)
@@ -309,12 +311,12 @@ class _Reader:
             if scope.direction != "both" and "rtt" in link:
                 raise ConfigError(f"{where}: one direction has a delay, not an rtt")
             for pair in scope.pairs(names):
-                if pair in found:
+                if pair in paths:
                     raise ConfigError(f"{where}: {pair[0]} to {pair[1]} is named twice")
-                found[pair] = _path({**_without_delay(default, link), **link}, where)
+                paths[pair] = _path({**_without_delay(default, link), **link}, where)
         whole: dict[Pair, Path] = {}
-        for pair in [(one, other) for one in names for other in names if one != other]:
-            path = found.get(pair, fallback)
+        for pair in [(source, target) for source in names for target in names if source != target]:
+            path = paths.get(pair, fallback)
             if path is None:
                 raise ConfigError(
                     f"topology {self._name} says nothing of {pair[0]} to {pair[1]}: add "
@@ -324,7 +326,7 @@ class _Reader:
         return whole
 
     def outages(self, names: tuple[str, ...]) -> tuple[Outage, ...]:
-        found = []
+        outages = []
         for index, table in enumerate(self._list("outages", OUTAGES_MAX)):
             where = f"topology {self._name}, [[outages]] number {index + 1}"
             _refuse_unknown(table, {"at", "for", "cut", "direction", "between", "from", "to", *_PATH_KEYS}, where)
@@ -335,8 +337,8 @@ class _Reader:
             change = _change(table, where)
             if "cut" in table and change is not None:
                 raise ConfigError(f"{where}: a cut has no delay, jitter, loss or rate; name two regions by between")
-            found.append(Outage(at_ns, for_ns, _outage_scope(table, names, where), change))
-        return tuple(sorted(found, key=lambda one: (one.at_ns, one.scope)))
+            outages.append(Outage(at_ns, for_ns, _outage_scope(table, names, where), change))
+        return tuple(sorted(outages, key=lambda outage: (outage.at_ns, outage.scope)))
 
     def _table(self, key: str) -> dict[str, Any]:
         return _as_table(self._document.get(key, {}), f"topology {self._name}, [{key}]")
@@ -350,7 +352,7 @@ class _Reader:
 
 
 def _without_delay(default: dict[str, Any], link: dict[str, Any]) -> dict[str, Any]:
-    """What a link takes over from the default: not its delay when the link has one of its own, in whatever form."""
+    """Return what a link takes over from the default: not its delay when the link has its own, in whatever form."""
     hidden = {"rtt", "delay"} if "rtt" in link or "delay" in link else set()
     return {key: value for key, value in default.items() if key not in hidden}
 
@@ -423,10 +425,10 @@ def _as_table(value: object, where: str) -> dict[str, Any]:
     return value
 
 
-def _refuse_unknown(table: dict[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(set(table) - known)
+def _refuse_unknown(table: dict[str, Any], keys: set[str], where: str) -> None:
+    unknown = sorted(set(table) - keys)
     if unknown:
-        raise ConfigError(f"{where}: {unknown[0]!r} is unknown; it takes {', '.join(sorted(known))}")
+        raise ConfigError(f"{where}: {unknown[0]!r} is unknown; it takes {', '.join(sorted(keys))}")
 
 
 def _required(table: dict[str, Any], key: str, where: str, example: str) -> object:

@@ -38,22 +38,22 @@ def inside(namespace: str) -> Iterator[None]:
     Raises:
         DilocoError: there is no such namespace, or it may not be entered.
     """
-    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
-            other = os.open(NETNS_FOLDER / namespace, os.O_RDONLY | os.O_CLOEXEC)
+            namespace_fd = os.open(NETNS_FOLDER / namespace, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise DilocoError(f"network namespace {namespace} can't be opened ({error.strerror})") from error
         try:
-            _setns(other, namespace)
+            _setns(namespace_fd, namespace)
         finally:
-            os.close(other)
+            os.close(namespace_fd)
         try:
             yield
         finally:
-            _setns(own, "of this process")
+            _setns(home, "of this process")
     finally:
-        os.close(own)
+        os.close(home)
 
 
 def _setns(fd: int, name: str) -> None:

@@ -1,10 +1,10 @@
-"""What one region sends, shaped at its own device: the commands for `tc` where every region is a container. Pure.
+"""Traffic of a region, shaped at its own device: the commands for `tc` where every region is a container. Pure.
 
 There is no namespace in the middle as in `netem`: each container shapes the way out, per destination, so that each path
 is shaped once. The device gets a tree (htb) with the region's rate at its root and a class per destination, as fast as
 the slowest part of that path; in each class a netem with delay, jitter and loss, and in that a queue limited in bytes.
-What comes in from all regions together is held to the region's ingress rate by a token bucket on an `ifb` device.
-Cuts are routes into the void, which needs no qdisc.
+A token bucket on an `ifb` device holds incoming traffic of all regions to the region's ingress rate. Cuts are routes
+into the void, which needs no qdisc.
 
 A kernel that lacks a part gets what the others give, and `shortcomings` says aloud what is then not emulated.
 """
@@ -40,7 +40,7 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Which parts the kernel has: each was tried. `ifb` is a kind of device, `redirect` what fills it."""
+    """Parts that the kernel has: each was tried. `ifb` is a kind of device, `redirect` fills it."""
 
     netem: bool
     htb: bool
@@ -55,7 +55,7 @@ class Kernel:
 
 
 def shortcomings(kernel: Kernel) -> list[str]:
-    """What is not emulated on this kernel, for a person to read; empty when everything is."""
+    """Say what is not emulated on this kernel, for a person to read; empty when everything is."""
     lines = []
     if not kernel.htb:
         limit = "only the region's rate is, for all destinations together" if kernel.tbf else "nor is any other"

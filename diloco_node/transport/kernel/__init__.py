@@ -1,1 +1,1 @@
-"""What the kernel knows of this process's TCP sockets, and what it is told about them."""
+"""The kernel's counters of this process's TCP sockets, and the options that are set on them."""

@@ -16,8 +16,8 @@ from diloco_node.transport.connections import LONG_RTT_NS
 from diloco_node.transport.kernel.tcp_info import SocketCounters, set_option
 
 LONG_RTT_CONGESTION_CONTROL: Final = b"bbr"
-"""What goes by loss alone (cubic, the usual one) gets 1.4 Mbit/s out of 100 ms with 1 % loss, whatever the line has;
-several connections would only get so many times as much, and the ceiling is the budget's business."""
+"""A control that goes by loss alone (cubic, the usual one) gets 1.4 Mbit/s out of 100 ms with 1 % loss, whatever the
+line has. Several connections would only get so many times as much. The ceiling is the budget's business."""
 
 METADATA_KEY: Final = "diloco-congestion-control"
 
@@ -36,7 +36,7 @@ class CongestionControls:
     long_rtt: str
 
     def at(self, rtt_min_ns: int) -> str:
-        """What a daemon's socket of such a round trip goes by."""
+        """Return the control of a daemon's socket at such a round trip."""
         return self.long_rtt if rtt_min_ns >= LONG_RTT_NS else self.usual
 
     def encode(self) -> str:
@@ -45,13 +45,13 @@ class CongestionControls:
 
 
 def decode_congestion_controls(text: str) -> CongestionControls | None:
-    """What a peer sent; None when it is nothing of the kind."""
+    """Decode what a peer sent; None when it is nothing of the kind."""
     match = _TEXT.fullmatch(text)
     return CongestionControls(match[1], match[2]) if match else None
 
 
 def own_congestion_controls() -> CongestionControls | None:
-    """What the kernel gives a socket of ours, and lets it change to; None where that is unknown."""
+    """Return the control that the kernel gives a socket of ours, and the one that it may change to; None: unknown."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
             usual = _name_of(sock)

@@ -1,9 +1,9 @@
-"""What the kernel counts of this process's own TCP sockets, and the one way in which something is set on them.
+"""The kernel's counters of this process's own TCP sockets, and the one way to set something on them.
 
 gRPC does not show its sockets, but they are file descriptors of ours: `/proc/self/fd` lists them and `TCP_INFO` tells
 what each sent (with retransmissions) and received, in payload bytes and in segments. Headers are added per segment, so
 that the sum is what the interface carries. Nothing is opened, duplicated or closed here: a second descriptor of a
-socket would outlive gRPC's own in its epoll set. Whose sockets they are `wire_meter` knows.
+socket would outlive gRPC's own in its epoll set. `wire_meter` knows the peers of the sockets.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RTT_UNKNOWN: Final = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class SocketCounters:
-    """One TCP socket of this process.
+    """A TCP socket of this process.
 
     Attributes:
         cookie: the kernel's number for it, never used again. fd: its descriptor when it was read.
@@ -81,7 +81,7 @@ class SocketCounters:
 
 @dataclass(frozen=True, slots=True)
 class TcpCounters:
-    """What TCP did on a peer's living sockets, both lanes together.
+    """TCP's counters of a peer's living sockets, both lanes together.
 
     Attributes:
         sent_bytes: payload, retransmissions included. retransmitted_bytes: the part that was sent again.
@@ -182,7 +182,7 @@ def _read_socket(fd: int) -> SocketCounters | None:
 
 
 def counters_from(info: bytes, cookie: int, fd: int, local: Address, remote: Address) -> SocketCounters | None:
-    """What a TCP_INFO says; None when it is an old kernel's, which says too little."""
+    """Decode a TCP_INFO; None when it is an old kernel's, which says too little."""
     if len(info) < _TCP_INFO_BYTES:
         return None
     acked_bytes, received_bytes, segments_out, segments_in, _, rtt_min_us, _, data_segments = _ACKED.unpack_from(

@@ -39,7 +39,7 @@ class PeerTraffic:
 
 @dataclass(frozen=True, slots=True)
 class LinkCounters:
-    """One peer's sockets together, dead ones included; bytes as an interface counts them, since start.
+    """Sums over one peer's sockets, dead ones included; bytes as an interface counts them, since start.
 
     Attributes:
         first_bytes_out: payload sent for the first time, with headers.
@@ -118,9 +118,9 @@ class WireMeter:
         """
         async with self._dials[peer]:
             yield
-            self.opened(peer, is_bulk=is_bulk)
+            self.assign_lane(peer, is_bulk=is_bulk)
 
-    def opened(self, peer: str, *, is_bulk: bool) -> None:
+    def assign_lane(self, peer: str, *, is_bulk: bool) -> None:
         """Connections that were opened to a peer since the last call are of this lane; see `opening`."""
         self.sample()
         for cookie, (owner, counters) in self._live.items():
@@ -169,13 +169,14 @@ class WireMeter:
         return PeerTraffic(out, total.bytes_in - total.segments_in * LINK_HEADER_BYTES, is_measured=True)
 
     def tcp(self, peer: str) -> TcpCounters | None:
-        """What TCP did on a peer's living sockets, as of the last sample; None when it has none, or nobody tells."""
+        """Return TCP's counters of a peer's living sockets, as of the last sample; None when it has none, or nobody
+        tells."""
         return tcp_of(self._of(peer))
 
     def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
         """Have the kernel send no faster on the peer's bulk connections than this; None: no limit.
 
-        What the sockets hold already obeys as well, and pieces are spread out over time instead of leaving at once.
+        Bytes that the sockets hold already obey as well. Pieces are spread out over time instead of leaving at once.
 
         Args:
             connections: how many share the load: each of all there are gets such a part of the rate.

@@ -1,9 +1,9 @@
 """The bandwidth budget of a region, on its sending side: who may send how much, and when.
 
 A token bucket for the region, one for each peer below it, and in each peer four lanes: control first (it never waits,
-it is only counted), then rounds by deadline, then recovery, then measurement. What is counted are **wire bytes**: what
-was handed to the link times an overhead that is learnt from the kernel's counters; acknowledgements and retransmissions
-are charged as the kernel counts them. Integers throughout: bytes, bytes per second, nanoseconds.
+it is only counted), then rounds by deadline, then recovery, then measurement. It counts **wire bytes**: the bytes that
+were handed to the link, times an overhead that is learnt from the kernel's counters; acknowledgements and
+retransmissions are charged as the kernel counts them. Integers throughout: bytes, bytes per second, nanoseconds.
 
 The caller's duties, for each piece of bulk (see `EgressBudget`):
 
@@ -45,7 +45,7 @@ CONTROL_FRAME_BYTES: Final = 120
 
 
 class LimitSource(IntEnum):
-    """Who limits what we send to a peer; the smallest of them counts."""
+    """Origins of a limit of what we send to a peer; the smallest limit counts."""
 
     PEER = 0
     """`[budget.per_peer]` of this region."""
@@ -67,11 +67,12 @@ class Overhead:
         return min(max(self._wire * PPM // self._handed, PPM), OVERHEAD_PPM_MAX)
 
     def wire_bytes(self, handed_bytes: int) -> int:
-        """What so many bytes will be on the wire, rounded up."""
+        """Return how many bytes so many will be on the wire, rounded up."""
         return -(-handed_bytes * self.ppm // PPM)
 
     def learn(self, handed_bytes: int, wire_bytes: int) -> None:
-        """What was handed over and what the kernel sent in the same time; a backlog between them evens out."""
+        """Learn from the bytes that were handed over and those that the kernel sent in the same time. A backlog evens
+        out."""
         self._handed += handed_bytes
         self._wire += wire_bytes
         while self._handed > OVERHEAD_MEMORY_BYTES:
@@ -100,7 +101,7 @@ class _WaitingPiece:
 
 @dataclass(slots=True)
 class _PeerBudget:
-    """One peer's bucket and what is known of its traffic.
+    """A peer's bucket, and the counters of its traffic.
 
     Attributes:
         unlearnt_bulk_bytes, unlearnt_control_bytes: handed to the link since the kernel's counters were last read.
@@ -122,7 +123,7 @@ class _PeerBudget:
 
 @dataclass(frozen=True, slots=True)
 class PeerUse:
-    """What goes to one peer, for people.
+    """The traffic to one peer, for people.
 
     Attributes:
         rate_bytes_per_s: what it may get now, None without a limit. limited_by: whose limit that is, "": the region's.
@@ -175,7 +176,7 @@ class EgressBudget:
             entry.bucket.set_lateness(late_ns, now_ns=now_ns)
 
     def lost_bytes(self, *, now_ns: int) -> int:
-        """What the region's ceiling would have let through since start, and nobody sent in time."""
+        """Return what the region's ceiling would have let through since start, and nobody sent in time."""
         return self._region.lost_bytes(now_ns=now_ns)
 
     def is_limited(self, peer: str) -> bool:
@@ -183,7 +184,7 @@ class EgressBudget:
         return self._region.rate_bytes_per_s is not None or self._peers[peer].bucket.rate_bytes_per_s is not None
 
     def rate_bytes_per_s(self, peer: str) -> int | None:
-        """What this peer may get if nobody else wants anything; None: no limit."""
+        """Return the rate that this peer may get if nobody else wants anything; None: no limit."""
         rates = (self._region.rate_bytes_per_s, self._peers[peer].bucket.rate_bytes_per_s)
         return min((rate for rate in rates if rate is not None), default=None)
 
@@ -287,8 +288,8 @@ class EgressBudget:
         entry = self._peers[peer]
         entry.lanes[lane].demand_bytes += entry.overhead.wire_bytes(handed_bytes)
 
-    def measured(self, peer: str, *, data_bytes: int, other_bytes: int, now_ns: int) -> None:
-        """What the kernel counted as sent to a peer since start: learns the overhead, charges what was not foreseen.
+    def learn_overhead(self, peer: str, *, data_bytes: int, other_bytes: int, now_ns: int) -> None:
+        """Take the kernel's count of bytes to a peer since start: learn the overhead, charge the unforeseen.
 
         Args:
             data_bytes: payload sent for the first time, with its headers. It lags behind what was handed over, by what

@@ -29,11 +29,11 @@ CHANGE_PPM_MIN: Final = 20_000
 
 ALLOWANCE_NS: Final = 250_000_000
 ALLOWANCE_BYTES: Final = 64 * 2**10
-"""What a peer may be ahead of its share before it is not read: grants and bytes under way cross each other."""
+"""Time by which a peer may be ahead of its share before it is not read: grants and bytes under way cross each other."""
 
 DEBT_FREE_NS: Final = 150_000_000
-"""What arrived beyond the ceiling is taken from the shares over the next second, up to half of them; but not what comes
-with one reading of the kernel's counters, ten times a second."""
+"""The shares of the next second are less by what arrived beyond the ceiling, up to half of them. Bytes of one reading
+of the kernel's counters, ten times a second, are free."""
 
 UNLIMITED: Final = 0
 """In a grant: no limit."""
@@ -97,15 +97,15 @@ class IngressGrants:
         self._peers[peer].peer_rate = rate_bytes_per_s
 
     def demand_reported(self, peer: str, bytes_per_s: int) -> None:
-        """What a peer reports it could send now: 0 nothing, DEMAND_MAX as much as it gets."""
+        """Take a peer's report of what it could send now: 0 nothing, DEMAND_MAX as much as it gets."""
         self._peers[peer].demand_bytes_per_s = min(max(0, bytes_per_s), DEMAND_MAX)
 
-    def connected(self, peer: str) -> None:
+    def link_up(self, peer: str) -> None:
         """A link came up: the peer must get its share."""
         entry = self._peers[peer]
         entry.is_connected, entry.granted = True, None
 
-    def lost(self, peer: str, *, now_ns: int) -> None:
+    def link_down(self, peer: str, *, now_ns: int) -> None:
         """The link went down: nothing more comes from there."""
         entry = self._peers[peer]
         entry.before, entry.until_ns = entry.in_use(now_ns), now_ns + SETTLE_NS
@@ -133,7 +133,7 @@ class IngressGrants:
         return min(times, default=None)
 
     def targets(self, *, now_ns: int) -> dict[str, int]:
-        """What each connected peer should have, UNLIMITED without a limit."""
+        """Return the rate that each connected peer should have, UNLIMITED without a limit."""
         entries = {peer: entry for peer, entry in self._peers.items() if entry.is_connected}
         rate = self._region.rate_bytes_per_s
         if rate is None:
@@ -149,8 +149,8 @@ class IngressGrants:
         shares = max_min(free - idle_share * len(idle), caps) | dict.fromkeys(idle, idle_share)
         return {peer: max(1, share) for peer, share in sorted(shares.items())}
 
-    def granted(self, peer: str) -> int | None:
-        """What a peer was granted last; UNLIMITED: no limit; None: nothing yet on this link."""
+    def last_grant(self, peer: str) -> int | None:
+        """Return the last grant of a peer; UNLIMITED: no limit; None: nothing yet on this link."""
         return self._peers[peer].granted
 
     def _is_news(self, entry: _Grant, target: int) -> bool:
@@ -177,7 +177,7 @@ class IngressGrants:
         entry.bucket.set_rate(target or None, now_ns=now_ns)
         return target
 
-    def arrived(self, peer: str, frame_bytes: int, *, now_ns: int) -> None:
+    def count_arrival(self, peer: str, frame_bytes: int, *, now_ns: int) -> None:
         """A frame of bulk was read."""
         entry = self._peers[peer]
         entry.unlearnt_bytes += frame_bytes
@@ -192,8 +192,8 @@ class IngressGrants:
         over = bucket.debt_bytes(now_ns=now_ns) - ALLOWANCE_BYTES - rate * ALLOWANCE_NS // NS_PER_S
         return now_ns if over <= 0 else now_ns + -(-over * NS_PER_S // rate)
 
-    def measured(self, peer: str, wire_bytes: int, *, now_ns: int) -> None:
-        """What the kernel counted as received from a peer since start, headers and acknowledgements included."""
+    def count_on_wire(self, peer: str, wire_bytes: int, *, now_ns: int) -> None:
+        """Take the kernel's count of bytes from a peer since start, headers and acknowledgements included."""
         entry = self._peers[peer]
         new = max(0, wire_bytes - entry.measured_bytes)
         entry.measured_bytes = wire_bytes
@@ -205,7 +205,8 @@ class IngressGrants:
 
 def max_min(total: int, caps: Mapping[str, int]) -> dict[str, int]:
     """Share `total` among those with a cap each: nobody gets more than its cap, and nobody could get more without
-    taking from one that has less. What nobody may have is left over; a byte or so of remainder goes to the last.
+    taking from one that has less. The rest that nobody may have is left over; a byte or so of remainder goes to the
+    last.
     """
     shares: dict[str, int] = {}
     left_bytes, waiting = total, sorted(caps, key=lambda peer: (caps[peer], peer))

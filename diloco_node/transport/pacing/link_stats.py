@@ -1,4 +1,4 @@
-"""What the kernel counted of one peer's connections, and what follows from it: rates, how many bulk connections the
+"""The kernel's counts of one peer's connections, and what follows from them: rates, how many bulk connections the
 link is worth, and the pace at which the kernel lets them send.
 
 No clock and no timer: `pacing` says when something was counted.
@@ -21,7 +21,7 @@ LOSS_BYTES_MIN: Final = 4 * 2**20
 
 
 class LinkWatch:
-    """One peer. Call `taken` for each sample, then `pace`; `lost` at the end of a session.
+    """The counters of one peer. Call `taken` for each sample, then `pace`; `lost` at the end of a session.
 
     Args:
         peer: its name. meter: the kernel's counters.
@@ -43,13 +43,13 @@ class LinkWatch:
         self.busiest_bytes_per_s = 0
         self.rtt_min_ns = 0
 
-    def lost(self) -> None:
+    def reset(self) -> None:
         """The session has ended; the next one may take another way."""
         self.connections = 1
         self._is_paced = False
         self.busiest_bytes_per_s = self.rtt_min_ns = 0
 
-    def taken(self, link: LinkCounters, *, is_busy: bool, now_ns: int) -> None:
+    def take(self, link: LinkCounters, *, is_busy: bool, now_ns: int) -> None:
         """Take what was counted until now; `is_busy`: something is on its way."""
         self.rtt_min_ns = link.rtt_min_ns
         before, elapsed_ns = self._before, now_ns - self._sampled_ns
@@ -97,8 +97,8 @@ class LinkWatch:
     def pace(self, ceiling_bytes_per_s: int | None) -> None:
         """Have the kernel pace the bulk connections at what may be sent at most, on a long round trip; None: no limit.
 
-        BBR nearly stops for 0.2 s every ten seconds to measure the least round trip. What the socket held back
-        meanwhile would leave at the line's rate. The kernel counts payload, so the pace is a little above the ceiling,
+        BBR nearly stops for 0.2 s every ten seconds to measure the least round trip. The socket would send at the
+        line's rate what it held back meanwhile. The kernel counts payload, so the pace is a little above the ceiling,
         and what was held back gets away.
         """
         rate = ceiling_bytes_per_s if self.rtt_min_ns >= LONG_RTT_NS else None

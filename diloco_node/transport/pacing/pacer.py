@@ -59,7 +59,7 @@ PIECE_FREE_BYTES_MIN: Final = 64 * 2**10
 
 @dataclass(slots=True)
 class _PeerState:
-    """What the shell knows of one peer.
+    """The shell's facts about one peer.
 
     Attributes:
         link: what the kernel counted, and what follows from it.
@@ -100,26 +100,35 @@ class Pacer:
         self._send = send
         self._now_ns = now_ns
         self._minute_of_day = minute_of_day or _local_minute
+        # The budget as set; the ceilings of this minute are in `_egress` and `_grants`.
         self._plan = BudgetPlan()
         self._egress = EgressBudget(names, now_ns=now_ns())
         self._grants = IngressGrants(names, now_ns=now_ns())
         self._peers = {name: _PeerState(LinkWatch(name, meter)) for name in names}
+        # A future for each piece that waits in `_egress`; it is done when the piece counts as sent.
         self._waiting: dict[tuple[str, BudgetLane], asyncio.Future[None]] = {}
+        # At most one of each is armed: for the next piece that may go, and for the next grant that may grow.
         self._release_timer: asyncio.TimerHandle | None = None
         self._grant_timer: asyncio.TimerHandle | None = None
+        # Set when `run` has to look before its time.
         self._woken = asyncio.Event()
+        # True while a transfer to any peer is under way.
         self._is_busy = False
+        # Bytes while transfers were under way: that went out, and that the ceiling would have let through.
         self._allowed_bytes = 0
         self._used_bytes = 0
+        # The counters as they were when those two were brought up to date.
         self._used_before = self._lost_before = 0
+        # How late timers have been, at least LATE_NS; it fades.
         self._late_ns = LATE_NS
+        # How long pieces may be gathered: 0 unless the kernel spreads them out on all busy links.
         self._coalesce_ns = 0
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> BudgetPlan:
-        """What holds now."""
+        """The budget that holds now."""
         return self._plan
 
     def set_plan(self, plan: BudgetPlan) -> None:
@@ -147,7 +156,7 @@ class Pacer:
             _log.info("budget", ingress_bytes_per_s=limits.ingress)
 
     def _ceiling_out(self, peer: str) -> int | None:
-        """What may be sent to a peer at most, by our own budget; None: no limit."""
+        """Return the most that may be sent to a peer, by our own budget; None: no limit."""
         return _least(self._egress.region_rate_bytes_per_s, self._plan.peer_limits(peer).egress)
 
     # ---- sending -----------------------------------------------------------------------------------------------------
@@ -240,8 +249,9 @@ class Pacer:
         self._release()
 
     def _follow_lateness(self, *, at_ns: int | None = None) -> None:
-        """Let what late timers miss follow at once, from a moment on (None: now). What is gathered is no burst on the
-        link.
+        """Let the buckets catch up on time lost to late timers since `at_ns` (None: now).
+
+        Coalesced pieces do not burst: the kernel spreads them out.
         """
         is_spread = all(state.link.is_spread for state in self._peers.values() if state.transfers)
         self._coalesce_ns = COALESCE_NS if is_spread else 0
@@ -260,13 +270,13 @@ class Pacer:
         """A frame was read."""
         self._peers[peer].read_bytes += frame_bytes
         if is_bulk:
-            self._grants.arrived(peer, frame_bytes, now_ns=self._now_ns())
+            self._grants.count_arrival(peer, frame_bytes, now_ns=self._now_ns())
 
     # ---- links and grants --------------------------------------------------------------------------------------------
 
-    def connected(self, peer: str) -> None:
+    def link_up(self, peer: str) -> None:
         """A session begins: the peer must hear of its share before it sends."""
-        self._grants.connected(peer)
+        self._grants.link_up(peer)
         self._sample()  # the handshakes have told the round trip, by which the kernel paces from the first byte on
 
     def has_connections(self, peer: str, count: int) -> None:
@@ -279,17 +289,17 @@ class Pacer:
         ceiling = None if out is None or into is None else max(out, into)
         return self._peers[peer].link.target_connections(ceiling_bytes_per_s=ceiling)
 
-    def lost(self, peer: str) -> None:
+    def link_down(self, peer: str) -> None:
         """A session has ended."""
         state, now_ns = self._peers[peer], self._now_ns()
         state.reported_demand, state.is_granted = 0, False
-        state.link.lost()
+        state.link.reset()
         self._egress.set_limit(peer, LimitSource.GRANT, None, now_ns=now_ns)
-        self._grants.lost(peer, now_ns=now_ns)
+        self._grants.link_down(peer, now_ns=now_ns)
         self._release()
         self._grant()
 
-    def received(self, peer: str, message: ControlMessage) -> bool:
+    def take_message(self, peer: str, message: ControlMessage) -> bool:
         """Take a control message if it is about the budget; whether it was."""
         if isinstance(message, IngressGranted):
             self._peers[peer].is_granted = message.bytes_per_s != UNLIMITED
@@ -359,12 +369,14 @@ class Pacer:
         link = self._meter.link(peer)
         if link is None:
             acks = state.read_bytes * UNMEASURED_ACKS_PPM // PPM
-            self._egress.measured(peer, data_bytes=0, other_bytes=acks, now_ns=now_ns)
-            self._grants.measured(peer, state.read_bytes * OVERHEAD_PPM_FIRST // PPM, now_ns=now_ns)
+            self._egress.learn_overhead(peer, data_bytes=0, other_bytes=acks, now_ns=now_ns)
+            self._grants.count_on_wire(peer, state.read_bytes * OVERHEAD_PPM_FIRST // PPM, now_ns=now_ns)
             return
-        self._egress.measured(peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns)
-        self._grants.measured(peer, link.bytes_in, now_ns=now_ns)
-        state.link.taken(link, is_busy=state.transfers > 0, now_ns=now_ns)
+        self._egress.learn_overhead(
+            peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns
+        )
+        self._grants.count_on_wire(peer, link.bytes_in, now_ns=now_ns)
+        state.link.take(link, is_busy=state.transfers > 0, now_ns=now_ns)
         state.link.pace(self._ceiling_out(peer))
 
     def close(self) -> None:
@@ -422,7 +434,7 @@ class Pacer:
         return {
             "egress_bytes_per_s": use.rate_bytes_per_s,
             "limited_by": use.limited_by,
-            "granted_bytes_per_s": self._grants.granted(peer) or None,
+            "granted_bytes_per_s": self._grants.last_grant(peer) or None,
             "overhead": use.overhead_ppm / PPM,
             "correction_bytes": use.correction_bytes,
             "waiting_bytes": self._peers[peer].waiting_bytes,

@@ -38,7 +38,8 @@ def piece_bytes(rate_bytes_per_s: int | None) -> int:
 
 
 def burst_bytes(rate_bytes_per_s: int, late_ns: int = LATE_NS) -> int:
-    """What a bucket of this rate may hold: 30 ms of it from 13 to 800 Mbit/s, at most 120 ms from 82 kbit/s.
+    """Return the bytes that a bucket of this rate may hold: 30 ms of it from 13 to 800 Mbit/s, at most 120 ms from 82
+    kbit/s.
 
     Args:
         late_ns: how late timers are, at least LATE_NS; what is over BURST_NS_MAX with the piece does not count.
@@ -71,7 +72,7 @@ class TokenBucket:
         return self._rate
 
     def _set(self, rate_bytes_per_s: int | None) -> None:
-        """What the bucket may hold is asked for some times for each piece, so it is kept."""
+        """The burst is asked for some times for each piece, so it is kept."""
         if rate_bytes_per_s is not None and rate_bytes_per_s < 1:
             raise ValueError(f"a rate of {rate_bytes_per_s} bytes/s; it must be at least 1, or None")
         self._rate = rate_bytes_per_s
@@ -93,7 +94,8 @@ class TokenBucket:
         self._set(self._rate)
 
     def ready_at_ns(self, size_bytes: int, *, now_ns: int) -> int:
-        """When a piece of this size may go, `now_ns` if at once. One over the burst goes when the bucket is full."""
+        """When a piece of this size may go, `now_ns` if at once. A piece over the burst goes when the bucket is
+        full."""
         if self._rate is None:
             return now_ns
         missing = min(size_bytes, self._burst) * NS_PER_S - self._level_at(now_ns)
@@ -121,7 +123,7 @@ class TokenBucket:
         return 0 if self._rate is None else max(0, -(self._level_at(now_ns) // NS_PER_S))
 
     def lost_bytes(self, *, now_ns: int) -> int:
-        """What could have been sent since start and was not, because the bucket was full; 0 without a limit."""
+        """Return what could have been sent since start and was not, because the bucket was full; 0 without a limit."""
         self._accrue(now_ns)
         return self._lost // NS_PER_S
 

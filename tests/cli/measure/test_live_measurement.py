@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diloco_node.cli.measure import live_measurement as daemon
-from diloco_node.cli.measure import own_links as measure_run
+from diloco_node.cli.measure import own_links
 from diloco_node.cli.measure.live_measurement import Running, find_daemon
 from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
@@ -368,13 +368,13 @@ def test_a_terminal_sees_what_goes_on_and_for_how_long(monkeypatch: pytest.Monke
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with measure_run.progress("asking") as on_progress:
+    with own_links.progress("asking") as on_progress:
         for now in ("pair 1 of 6", "pair 1 of 6", "pair 2 of 6"):
             on_progress(now)
     assert "pair 2 of 6" in sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "0:00:00" in sys.stderr.getvalue()  # type: ignore[attr-defined]
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with measure_run.progress("asking") as on_progress:
+    with own_links.progress("asking") as on_progress:
         on_progress("pair 1 of 6")
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import structlog
 
-from diloco_node.cli.measure import own_links as measure_run
+from diloco_node.cli.measure import own_links
 from diloco_node.cli.measure.own_links import own_folder, with_hidden
 from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.errors import LinkLost
@@ -85,7 +85,7 @@ def ends_of_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]
     # Patience with a machine that stands still: of a probe that comes back late, and of ends that come late.
     for module, name in (
         (ends, "LINK_S"),
-        (requester, "ANSWER_S"),
+        (requester, "REPLY_S"),
         (echoes, "UNANSWERED_AFTER_S"),
         (probes, "START_S"),
     ):
@@ -386,7 +386,7 @@ def test_serve_listens_at_measure_port_and_is_dialed_there(folder: Path) -> None
         '[run]\nid = "try"\n[regions.eu]\naddress = "10.0.0.1:7400"\nmeasure_port = 7402\n'
         '[regions.us]\naddress = "10.0.0.2:7400"\n'
     )
-    eu, us = (measure_run.Here.find(None, None, name) for name in ("eu", "us"))
+    eu, us = (own_links.Here.find(None, None, name) for name in ("eu", "us"))
     assert eu.listen()[1] == 7402
     assert us.listen()[1] == 7400
     assert us.addresses() == {"eu": "10.0.0.1:7402"}

@@ -79,7 +79,7 @@ def test_a_log_is_compacted_and_the_disk_follows() -> None:
     change = log.take_change(1)
     assert (change.truncate_from, change.entries, change.base) == (0, (), base_at(12))
     assert not log.is_dirty
-    log.written(1)
+    log.on_written(1)
     assert log.durable_index == 20
 
 
@@ -90,7 +90,7 @@ def test_behind_a_base_that_takes_the_logs_place_nothing_is_acknowledged_before_
     assert (log.last_index, log.entries, log.durable_index) == (10, (), 3)
     change = log.take_change(1)
     assert (change.truncate_from, change.entries, change.base) == (1, (), base_at(10))
-    log.written(1)
+    log.on_written(1)
     log.find_lost(lambda _: True)
     assert log.durable_index == 3
     has_base[0] = True
@@ -109,7 +109,7 @@ def test_entries_of_another_log_do_not_count_for_those_that_take_their_place() -
     log.find_lost(lambda _: True)
     assert (log.last_index, log.durable_index) == (14, 9)
     log.take_change(1)
-    log.written(1)
+    log.on_written(1)
     assert log.durable_index == 14
 
 
@@ -119,7 +119,7 @@ def test_what_follows_the_leaders_base_stays() -> None:
     assert log.entries == ENTRIES[10:15]
     log.find_lost(lambda _: True)
     assert log.take_change(1).base == base_at(10)
-    log.written(1)
+    log.on_written(1)
     assert log.durable_index == 15
 
 
@@ -207,7 +207,7 @@ def test_a_base_is_taken_from_the_leader_of_the_term_only_and_only_if_it_is_of_t
     core.disks.begin({}, 0)
     core.handle(MessageArrived("b", sent(good)), now_ns=0)
     assert core.base == good
-    assert core.disks.named("c") == disk_of("c"), "the folders that count are those of the base"
+    assert core.disks.disk_of("c") == disk_of("c"), "the folders that count are those of the base"
 
 
 def test_a_restart_behind_a_base_goes_on_from_it() -> None:

@@ -57,15 +57,15 @@ def test_the_view_follows_the_log_and_goes_back_with_it() -> None:
     assert view.counts("b", disk_of("b"))
     assert not view.counts("b", OTHER)
     view.follow(log)
-    assert (view.last_change_index, view.named("b")) == (4, OTHER)
+    assert (view.last_change_index, view.disk_of("b")) == (4, OTHER)
     assert view.counts("a", disk_of("a"))
     assert [view.replaced("a", 0), *(view.replaced("b", index) for index in (0, 3, 4))] == [0, 1, 1, 0]
-    view.truncated(4)
-    assert view.named("b") == b""
+    view.on_truncation(4)
+    assert view.disk_of("b") == b""
     assert not view.counts("b", b""), "no folder is not a folder"
-    view.truncated(3)
-    assert view.named("b") == disk_of("b")
-    view.truncated(1)
+    view.on_truncation(3)
+    assert view.disk_of("b") == disk_of("b")
+    view.on_truncation(1)
     assert not view.has_view
 
 
@@ -118,7 +118,7 @@ def test_a_follower_that_comes_back_with_another_folder_starts_from_nothing() ->
     assert core.durable_indexes["b"] == 3
     arrive(core, "b", AppendEntriesReply(2, 2, False, 0, ZERO_HASH, OTHER), now_ns)
     assert core.durable_indexes["b"] == 0
-    assert core.told_disks == {"b": OTHER}
+    assert core.reported_disks == {"b": OTHER}
 
 
 def test_a_folder_that_the_log_does_not_name_does_not_stand_and_says_so() -> None:
@@ -134,10 +134,10 @@ def test_a_follower_whose_log_is_overwritten_goes_back_to_the_view_before() -> N
     core = a_core()
     log = log_of(GENESIS, DiskNamedBody("c", b""))
     write_all(core, arrive(core, "b", append_entries(log, 1, 2, term=1)))
-    assert core.disks.named("c") == b""
+    assert core.disks.disk_of("c") == b""
     other = (log[0], seal(2, 2, log[0].hash, a_discard(1)))
     arrive(core, "b", append_entries(other, 2, 2, term=2))
-    assert core.disks.named("c") == disk_of("c")
+    assert core.disks.disk_of("c") == disk_of("c")
 
 
 def test_who_knows_a_view_helps_nobody_to_found_the_run_again() -> None:
@@ -249,7 +249,7 @@ LONG_NS = 1000 * TIMEOUT_NS
 def is_named(network: Network, name: str) -> Callable[[], bool]:
     def look() -> bool:
         leader = network.leader
-        return bool(leader) and network.cores[leader].disks.named(name) == network.disks[name].id
+        return bool(leader) and network.cores[leader].disks.disk_of(name) == network.disks[name].id
 
     return look
 

@@ -50,7 +50,7 @@ def test_entries_that_are_not_on_disk_are_not_packed(few: int) -> None:
     change = log.take_change(1)
     assert change.entries == chain(10)
     assert packed(log) == 0
-    log.written(1)
+    log.on_written(1)
     assert packed(log) == 10 - few
 
 
@@ -102,7 +102,7 @@ def test_any_story_of_a_log_is_the_same_with_and_without_packing(monkeypatch: py
                 seen.append(log.take_change(token))
             elif done < token:
                 done += 1
-                log.written(done)
+                log.on_written(done)
             seen += [log.durable_index, log.last_term, log.entries[-3:], log.hash_at(log.last_index // 2)]
         return [*seen, log.entries]
 

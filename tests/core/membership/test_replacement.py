@@ -21,7 +21,7 @@ class Leads:
         self.disks = DiskView("abc", {"a": b"a" * 16, "b": OLD, "c": b"c" * 16})
         self.is_settled = True
         self.cluster_commit_index = 9
-        self.told_disks = {"b": NEW, "c": b"c" * 16}
+        self.reported_disks = {"b": NEW, "c": b"c" * 16}
         self.durable_indexes = {"a": 9, "b": 0, "c": 9}
         self.replacement = DiskReplacement(cast(LedgerCore, self), heartbeat_ns=HEARTBEAT_NS)
 
@@ -75,7 +75,7 @@ def test_the_next_change_of_a_region_rests() -> None:
     assert leads.due(0) == DiskNamedBody("b", NEW)
     leads.append(DiskNamedBody("b", NEW))
     leads.cluster_commit_index = 11
-    leads.told_disks["b"] = b"x" * 16
+    leads.reported_disks["b"] = b"x" * 16
     rest_ns = REST_HEARTBEATS * HEARTBEAT_NS
     assert leads.due(rest_ns - 1) is None
     assert leads.due(rest_ns) == DiskNamedBody("b", b"")

@@ -18,7 +18,7 @@ def f32(*values: float) -> F32:
 def plan(mode: CarryMode, steps: int, *, included: bool, missed: int | None = None) -> CarryPlan:
     versions = int(not included) if missed is None else missed
     return carry_plan(
-        mode, included=included, versions_missed=versions, steps_since_inclusion=steps, carry_steps_limit=64
+        mode, is_included=included, versions_missed=versions, steps_since_inclusion=steps, carry_steps_limit=64
     )
 
 
@@ -53,7 +53,7 @@ def test_a_plan_without_sense_is_a_bug(steps: int, limit: int, included: int, mi
     with pytest.raises(ValueError, match=r"no limit|missed"):
         carry_plan(
             CARRY,
-            included=bool(included),
+            is_included=bool(included),
             versions_missed=missed,
             steps_since_inclusion=steps,
             carry_steps_limit=limit,
@@ -125,31 +125,31 @@ BEFORE = FragmentPosition(base_version=3, cycle_start_step=40, included_step=40,
 
 
 def test_positions_under_carry_restart_from_the_snapshot_or_go_on() -> None:
-    included = position_after(BEFORE, included=(64, 640), step=66, tokens=660, version=4, mode=CARRY)
+    included = position_after(BEFORE, inclusion=(64, 640), step=66, tokens=660, version=4, mode=CARRY)
     assert included == FragmentPosition(4, 64, 64, 640)
-    missed = position_after(BEFORE, included=None, step=66, tokens=660, version=4, mode=CARRY)
+    missed = position_after(BEFORE, inclusion=None, step=66, tokens=660, version=4, mode=CARRY)
     assert missed == FragmentPosition(4, 66, 40, 400)
     # Then a jump over two versions, one of which includes a snapshot.
-    assert position_after(missed, included=(80, 800), step=85, tokens=850, version=6, mode=CARRY) == FragmentPosition(
+    assert position_after(missed, inclusion=(80, 800), step=85, tokens=850, version=6, mode=CARRY) == FragmentPosition(
         6, 80, 80, 800
     )
 
 
 def test_positions_under_overwrite_restart_from_the_apply() -> None:
-    included = position_after(BEFORE, included=(64, 640), step=66, tokens=660, version=4, mode=OVERWRITE)
+    included = position_after(BEFORE, inclusion=(64, 640), step=66, tokens=660, version=4, mode=OVERWRITE)
     assert included == FragmentPosition(4, 64, 66, 660)
-    missed = position_after(BEFORE, included=None, step=66, tokens=660, version=4, mode=OVERWRITE)
+    missed = position_after(BEFORE, inclusion=None, step=66, tokens=660, version=4, mode=OVERWRITE)
     assert missed == FragmentPosition(4, 66, 66, 660)
 
 
 def test_versions_only_grow_and_snapshots_lie_between() -> None:
     for version in (3, 2):
         with pytest.raises(ValueError, match="does not follow"):
-            position_after(BEFORE, included=None, step=66, tokens=660, version=version, mode=CARRY)
+            position_after(BEFORE, inclusion=None, step=66, tokens=660, version=version, mode=CARRY)
     for snapshot in (40, 39, 67):
         with pytest.raises(ValueError, match="snapshot at step"):
-            position_after(BEFORE, included=(snapshot, 1), step=66, tokens=660, version=4, mode=CARRY)
-    assert position_after(BEFORE, included=(66, 660), step=66, tokens=660, version=4, mode=CARRY).included_step == 66
+            position_after(BEFORE, inclusion=(snapshot, 1), step=66, tokens=660, version=4, mode=CARRY)
+    assert position_after(BEFORE, inclusion=(66, 660), step=66, tokens=660, version=4, mode=CARRY).included_step == 66
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=20), st.sampled_from(list(CarryMode)))
@@ -162,7 +162,7 @@ def test_covered_intervals_never_overlap(rounds: list[tuple[int, bool]], mode: C
             assert position.included_step >= covered  # (included_step, step] begins where the last one ended
             covered = step
         step += 2
-        position = position_after(position, included=snapshot, step=step, tokens=10 * step, version=version, mode=mode)
+        position = position_after(position, inclusion=snapshot, step=step, tokens=10 * step, version=version, mode=mode)
         if mode is CARRY:
             assert position.included_step == covered
 
@@ -170,9 +170,9 @@ def test_covered_intervals_never_overlap(rounds: list[tuple[int, bool]], mode: C
 def test_steps_that_were_not_worth_carrying_are_counted_as_gone() -> None:
     before = FragmentPosition(base_version=3, cycle_start_step=40, included_step=40, included_tokens=400)
     after = position_after(
-        before, included=None, step=500, tokens=5000, version=30, mode=CarryMode.CARRY, is_kept=False
+        before, inclusion=None, step=500, tokens=5000, version=30, mode=CarryMode.CARRY, is_kept=False
     )
     # Its next contribution begins here; (40, 500] is for the ledger to discard.
     assert (after.included_step, after.included_tokens, after.cycle_start_step) == (500, 5000, 500)
-    kept = position_after(before, included=None, step=500, tokens=5000, version=30, mode=CarryMode.CARRY)
+    kept = position_after(before, inclusion=None, step=500, tokens=5000, version=30, mode=CarryMode.CARRY)
     assert (kept.included_step, kept.included_tokens) == (40, 400)

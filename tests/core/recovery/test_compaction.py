@@ -11,7 +11,6 @@ import pytest
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Note
 from diloco_node.core.ledger.account import INCARNATIONS_KEPT
-from diloco_node.core.ledger.account_check import check_account
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.raft import LedgerCore
@@ -32,6 +31,7 @@ from diloco_node.core.types import (
     SummaryBody,
 )
 from diloco_node.errors import ProtocolViolation
+from diloco_node.lab.account_check import check_account
 from tests.kit.rounds_kit import GENESIS, Ledger, committed_round, contribution
 
 BODIES: list[EntryBody] = [
@@ -193,7 +193,7 @@ class Upheld:
     def take(self, entry: Entry) -> None:
         self.history.apply(entry, now_ns=0)
         self.ledger.commit_index = entry.index
-        self.compaction.applied(entry)
+        self.compaction.on_entry(entry)
 
 
 @pytest.mark.parametrize("is_same", [True, False])

@@ -39,52 +39,52 @@ def alarms(effects: EffectBuffer) -> list[tuple[int, int]]:
 
 def test_equal_digests_are_silent_and_a_difference_is_an_alarm_once() -> None:
     watch, effects = a_watch()
-    watch.computed(1, 4, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(1, 4, GOOD),))
+    watch.on_digest(1, 4, GOOD, now_ns=0)
+    watch.on_report("b", (FragmentDigest(1, 4, GOOD),))
     assert alarms(effects) == []
-    watch.reported("c", (FragmentDigest(1, 4, BAD),))
-    watch.reported("c", (FragmentDigest(1, 4, BAD),))
+    watch.on_report("c", (FragmentDigest(1, 4, BAD),))
+    watch.on_report("c", (FragmentDigest(1, 4, BAD),))
     assert alarms(effects) == [(1, 4)]
     assert watch.differences == 1
 
 
 def test_other_versions_are_not_compared() -> None:
     watch, effects = a_watch()
-    watch.computed(1, 4, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(1, 3, BAD), FragmentDigest(2, 4, BAD)))
+    watch.on_digest(1, 4, GOOD, now_ns=0)
+    watch.on_report("b", (FragmentDigest(1, 3, BAD), FragmentDigest(2, 4, BAD)))
     assert alarms(effects) == []
 
 
 def test_peer_that_is_ahead_is_compared_when_we_get_there() -> None:
     watch, effects = a_watch()
-    watch.reported("b", (FragmentDigest(1, 5, BAD),))
-    watch.computed(1, 4, GOOD, now_ns=0)
+    watch.on_report("b", (FragmentDigest(1, 5, BAD),))
+    watch.on_digest(1, 4, GOOD, now_ns=0)
     assert alarms(effects) == []
-    watch.computed(1, 5, GOOD, now_ns=0)
+    watch.on_digest(1, 5, GOOD, now_ns=0)
     assert alarms(effects) == [(1, 5)]
 
 
 def test_peer_that_is_behind_is_compared_with_what_we_had() -> None:
     watch, effects = a_watch()
     for version in range(VERSIONS_KEPT + 1):
-        watch.computed(0, version, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(0, 0, BAD),))
+        watch.on_digest(0, version, GOOD, now_ns=0)
+    watch.on_report("b", (FragmentDigest(0, 0, BAD),))
     assert alarms(effects) == [], "too long ago"
-    watch.reported("b", (FragmentDigest(0, 1, BAD),))
+    watch.on_report("b", (FragmentDigest(0, 1, BAD),))
     assert alarms(effects) == [(0, 1)]
 
 
 def test_fragment_that_does_not_exist_is_ignored() -> None:
     watch, effects = a_watch()
-    watch.reported("b", (FragmentDigest(3, 0, BAD), FragmentDigest(-1, 0, BAD)))
-    watch.computed(2, 0, GOOD, now_ns=0)
+    watch.on_report("b", (FragmentDigest(3, 0, BAD), FragmentDigest(-1, 0, BAD)))
+    watch.on_digest(2, 0, GOOD, now_ns=0)
     assert alarms(effects) == []
 
 
 def test_new_digests_ride_along_for_a_while_and_all_in_turn() -> None:
     watch, _ = a_watch()
     for fragment in range(3):
-        watch.computed(fragment, 1, GOOD, now_ns=0)
+        watch.on_digest(fragment, 1, GOOD, now_ns=0)
     fresh = watch.to_report(now_ns=FRESH_NS)
     assert fresh == tuple(FragmentDigest(fragment, 1, GOOD) for fragment in range(3))
     later = [watch.to_report(now_ns=FRESH_NS + 1) for _ in range(3)]
@@ -94,53 +94,53 @@ def test_new_digests_ride_along_for_a_while_and_all_in_turn() -> None:
 def test_heartbeat_carries_few_digests() -> None:
     watch, _ = a_watch(40)
     for fragment in range(40):
-        watch.computed(fragment, 1, GOOD, now_ns=0)
+        watch.on_digest(fragment, 1, GOOD, now_ns=0)
     assert len(watch.to_report(now_ns=1)) <= FRESH_MAX + 1
 
 
 def test_newest_digest_is_known() -> None:
     watch, _ = a_watch()
     assert watch.newest(0) == (-1, b"")
-    watch.computed(0, 7, GOOD, now_ns=0)
+    watch.on_digest(0, 7, GOOD, now_ns=0)
     assert watch.newest(0) == (7, GOOD)
 
 
 def test_a_snapshot_is_agreed_on_when_a_majority_tells_all_32_bytes_alike() -> None:
     watch, _ = a_watch()
-    watch.computed(0, 4, GOOD, now_ns=0)
-    assert watch.agreed() == ()
-    watch.reported("b", (FragmentDigest(0, 4, GOOD[:16] + bytes(16)), FragmentDigest(0, 3, GOOD)))
-    assert watch.agreed() == ()
-    watch.reported("c", (FragmentDigest(0, 4, GOOD),))
-    assert watch.agreed() == (SnapshotBody(0, 4, GOOD),)
+    watch.on_digest(0, 4, GOOD, now_ns=0)
+    assert watch.majority_snapshots() == ()
+    watch.on_report("b", (FragmentDigest(0, 4, GOOD[:16] + bytes(16)), FragmentDigest(0, 3, GOOD)))
+    assert watch.majority_snapshots() == ()
+    watch.on_report("c", (FragmentDigest(0, 4, GOOD),))
+    assert watch.majority_snapshots() == (SnapshotBody(0, 4, GOOD),)
     commit(watch, SnapshotBody(0, 4, GOOD))
-    assert watch.agreed() == ()
+    assert watch.majority_snapshots() == ()
 
 
 def test_versions_between_snapshots_are_never_proposed() -> None:
     watch, _ = a_watch()
-    watch.computed(0, 5, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(0, 5, GOOD),))
-    assert watch.agreed() == ()
+    watch.on_digest(0, 5, GOOD, now_ns=0)
+    watch.on_report("b", (FragmentDigest(0, 5, GOOD),))
+    assert watch.majority_snapshots() == ()
 
 
 def test_a_snapshot_of_what_is_not_committed_here_waits() -> None:
     watch, _ = a_watch(committed=3)
-    watch.computed(0, 4, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(0, 4, GOOD),))
-    assert watch.agreed() == ()
+    watch.on_digest(0, 4, GOOD, now_ns=0)
+    watch.on_report("b", (FragmentDigest(0, 4, GOOD),))
+    assert watch.majority_snapshots() == ()
 
 
 def test_a_region_alone_agrees_with_itself() -> None:
     watch, _ = a_watch(regions=1)
-    watch.computed(0, 4, GOOD, now_ns=0)
-    assert watch.agreed() == (SnapshotBody(0, 4, GOOD),)
+    watch.on_digest(0, 4, GOOD, now_ns=0)
+    assert watch.majority_snapshots() == (SnapshotBody(0, 4, GOOD),)
 
 
 def test_snapshot_versions_are_told_until_the_ledger_has_them() -> None:
     watch, _ = a_watch(1)
-    watch.computed(0, 4, GOOD, now_ns=0)
-    watch.computed(0, 5, BAD, now_ns=0)
+    watch.on_digest(0, 4, GOOD, now_ns=0)
+    watch.on_digest(0, 5, BAD, now_ns=0)
     late = 100 * FRESH_NS
     assert watch.to_report(now_ns=late) == (FragmentDigest(0, 4, GOOD), FragmentDigest(0, 5, BAD))
     commit(watch, SnapshotBody(0, 4, GOOD))
@@ -151,7 +151,7 @@ def test_a_heartbeat_stays_short_while_no_snapshot_is_committed() -> None:
     watch, _ = a_watch(40, committed=100)
     for version in range(4, 101, 4):
         for fragment in range(40):
-            watch.computed(fragment, version, GOOD, now_ns=0)
+            watch.on_digest(fragment, version, GOOD, now_ns=0)
     told = [watch.to_report(now_ns=10 * FRESH_NS) for _ in range(40)]
     assert max(map(len, told)) <= (FRESH_MAX + 1) * (PENDING_MAX + 1)
     assert {one.fragment for reported in told for one in reported} == set(range(40)), "each has its turn"
@@ -160,33 +160,33 @@ def test_a_heartbeat_stays_short_while_no_snapshot_is_committed() -> None:
 def test_what_a_peer_tells_is_bounded() -> None:
     watch, _ = a_watch(committed=50)
     for version in range(-5, 200):
-        watch.reported("b", (FragmentDigest(0, version, GOOD), FragmentDigest(version, 3, GOOD)))
+        watch.on_report("b", (FragmentDigest(0, version, GOOD), FragmentDigest(version, 3, GOOD)))
     assert sum(map(len, watch._reported)) == 3
     assert list(watch._reported[0]["b"]) == [49, 50, 51], f"the newest {REPORTED_MAX} that may be committed"
-    watch.reported("c", (FragmentDigest(1, 3, GOOD[:31]), FragmentDigest(1, 2**62, GOOD)))
+    watch.on_report("c", (FragmentDigest(1, 3, GOOD[:31]), FragmentDigest(1, 2**62, GOOD)))
     assert "c" not in watch._reported[1]
 
 
 def test_an_own_digest_that_the_ledger_does_not_have_is_found_whichever_comes_first() -> None:
     watch, _ = a_watch()
-    watch.computed(0, 4, BAD, now_ns=0)
+    watch.on_digest(0, 4, BAD, now_ns=0)
     commit(watch, SnapshotBody(0, 4, GOOD))
     commit(watch, SnapshotBody(1, 4, GOOD))
-    assert watch.diverged() == (SnapshotBody(0, 4, GOOD),)
-    watch.computed(1, 4, BAD, now_ns=0)
-    watch.computed(2, 0, BAD, now_ns=0)
-    assert watch.diverged() == (SnapshotBody(0, 4, GOOD), SnapshotBody(1, 4, GOOD), SnapshotBody(2, 0, GOOD))
+    assert watch.divergences() == (SnapshotBody(0, 4, GOOD),)
+    watch.on_digest(1, 4, BAD, now_ns=0)
+    watch.on_digest(2, 0, BAD, now_ns=0)
+    assert watch.divergences() == (SnapshotBody(0, 4, GOOD), SnapshotBody(1, 4, GOOD), SnapshotBody(2, 0, GOOD))
     watch.forget(0)
-    assert SnapshotBody(0, 4, GOOD) not in watch.diverged()
+    assert SnapshotBody(0, 4, GOOD) not in watch.divergences()
     assert watch.newest(0) == (-1, b"")
     assert watch.differences == 1
 
 
 def test_a_region_that_most_contradict_knows_it() -> None:
     watch, _ = a_watch(regions=5)
-    watch.computed(1, 4, BAD, now_ns=0)
+    watch.on_digest(1, 4, BAD, now_ns=0)
     for peer in ("b", "c"):
-        watch.reported(peer, (FragmentDigest(1, 4, GOOD),))
-    assert watch.outvoted() == -1
-    watch.reported("d", (FragmentDigest(1, 4, GOOD),))
-    assert watch.outvoted() == 1
+        watch.on_report(peer, (FragmentDigest(1, 4, GOOD),))
+    assert watch.minority_fragment() == -1
+    watch.on_report("d", (FragmentDigest(1, 4, GOOD),))
+    assert watch.minority_fragment() == 1

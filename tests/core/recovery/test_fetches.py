@@ -42,7 +42,7 @@ def test_failure_moves_on_to_the_others_by_name() -> None:
         (effect,) = desk.pump()
         assert isinstance(effect, FetchPayload)
         peers.append(effect.peer)
-        desk.fetches.failed(effect.peer, 0, "busy", now_ns=0)
+        desk.fetches.on_failure(effect.peer, 0, "busy", now_ns=0)
     assert peers == ["c", "b", "d"]
 
 
@@ -54,7 +54,7 @@ def test_after_everybody_failed_it_waits_longer_each_time() -> None:
         for _ in OTHERS:
             (effect,) = desk.pump(now_ns=now_ns)
             assert isinstance(effect, FetchPayload)
-            desk.fetches.failed(effect.peer, 0, "busy", now_ns=now_ns)
+            desk.fetches.on_failure(effect.peer, 0, "busy", now_ns=now_ns)
         assert desk.pump(now_ns=now_ns) == []
         wake_at_ns = desk.fetches.wake_at_ns
         assert wake_at_ns is not None
@@ -70,14 +70,14 @@ def test_payload_is_gone_only_when_everybody_says_so() -> None:
     desk.fetches.request(0, 3, BODY)
     for peer, reason in (("c", "gone"), ("b", "link lost"), ("d", "unknown")):
         desk.pump()
-        desk.fetches.failed(peer, 0, reason, now_ns=0)
+        desk.fetches.on_failure(peer, 0, reason, now_ns=0)
     assert not desk.fetches.is_gone(0, 3)
     wake_at_ns = desk.fetches.wake_at_ns
     assert wake_at_ns is not None
     (effect,) = desk.pump(now_ns=wake_at_ns)
     assert isinstance(effect, FetchPayload)
     assert effect.peer == "b", "those that no longer have it are not asked again"
-    desk.fetches.failed("b", 0, "gone", now_ns=wake_at_ns)
+    desk.fetches.on_failure("b", 0, "gone", now_ns=wake_at_ns)
     assert desk.fetches.is_gone(0, 3)
     assert not desk.fetches.is_gone(0, 4)
 
@@ -87,7 +87,7 @@ def test_state_replaces_a_payload_that_is_gone() -> None:
     desk.fetches.request(0, 3, BODY)
     for peer in ("c", "b", "d"):
         desk.pump()
-        desk.fetches.failed(peer, 0, "gone", now_ns=0)
+        desk.fetches.on_failure(peer, 0, "gone", now_ns=0)
     desk.fetches.request(0, 4, None, digest=b"state")
     assert desk.pump() == [FetchState("c", 0, 4, b"state")]
 
@@ -97,9 +97,9 @@ def test_few_fetches_are_in_flight_at_once() -> None:
     for fragment in range(FETCHES_MAX + 2):
         desk.fetches.request(fragment, 0, None)
     assert len(desk.pump()) == FETCHES_MAX
-    desk.fetches.ended(1, version=5, is_state=True)
+    desk.fetches.on_end(1, version=5, is_state=True)
     assert desk.pump() == [], "another version than was asked for"
-    desk.fetches.ended(1, version=0, is_state=True)
+    desk.fetches.on_end(1, version=0, is_state=True)
     assert desk.pump() == [FetchState("c", FETCHES_MAX, 0, b"")]
 
 
@@ -107,11 +107,11 @@ def test_only_what_was_asked_for_ends_a_fetch() -> None:
     desk = Desk()
     desk.fetches.request(0, 3, BODY)
     desk.pump()
-    desk.fetches.ended(0, version=2, is_state=False)
-    desk.fetches.ended(0, version=3, is_state=True)
-    desk.fetches.failed("b", 0, "busy", now_ns=0)
+    desk.fetches.on_end(0, version=2, is_state=False)
+    desk.fetches.on_end(0, version=3, is_state=True)
+    desk.fetches.on_failure("b", 0, "busy", now_ns=0)
     assert desk.fetches.in_flight() == ((0, 3, "c"),)
-    desk.fetches.ended(0, version=3, is_state=False)
+    desk.fetches.on_end(0, version=3, is_state=False)
     assert desk.fetches.in_flight() == ()
 
 
@@ -122,7 +122,7 @@ def test_regions_that_are_away_are_not_asked_and_keep_their_turn() -> None:
     (effect,) = desk.pump(alive=("d",))
     assert isinstance(effect, FetchPayload)
     assert effect.peer == "d"
-    desk.fetches.failed("d", 0, "link lost", now_ns=0)
+    desk.fetches.on_failure("d", 0, "link lost", now_ns=0)
     (effect,) = desk.pump(alive=("b", "d"))
     assert isinstance(effect, FetchPayload)
     assert effect.peer == "b"
@@ -144,7 +144,7 @@ def test_theta_0_is_asked_for_by_its_digest_and_another_one_on_its_way_is_known(
     assert not desk.fetches.brings_other_initial([b"", b"first"])
     desk.fetches.request(1, 0, None, digest=b"second")
     assert desk.pump() == [], "the first one must end before"
-    desk.fetches.failed("c", 1, "the Theta_0 of another genesis", now_ns=0)
+    desk.fetches.on_failure("c", 1, "the Theta_0 of another genesis", now_ns=0)
     desk.fetches.request(1, 0, None, digest=b"second")
     assert not desk.fetches.brings_other_initial([b"", b"second"])
     assert desk.pump() == [FetchState("c", 1, 0, b"second")]
@@ -158,7 +158,7 @@ def test_what_may_come_by_itself_is_asked_for_after_its_patience_only() -> None:
     desk.fetches.request(1, 0, None, digest=b"first", patience_ns=500)
     assert desk.pump(now_ns=1499) == [], "and asking again does not begin it anew"
     assert desk.pump(now_ns=1500) == [FetchState("c", 1, 0, b"first")]
-    desk.fetches.failed("c", 1, "busy", now_ns=1600)
+    desk.fetches.on_failure("c", 1, "busy", now_ns=1600)
     assert desk.pump(now_ns=1600) == [FetchState("b", 1, 0, b"first")], "it is waited for once"
 
 
@@ -187,7 +187,7 @@ def test_the_only_ones_that_can_be_asked_are_not_asked_again_at_once() -> None:
     for retry in range(3):
         now_ns = retry * RETRY_NS_MAX
         assert [effect.peer for effect in desk.pump(alive=("b",), now_ns=now_ns)] == ["b"]
-        desk.fetches.failed("b", 0, "no link", now_ns=now_ns)
+        desk.fetches.on_failure("b", 0, "no link", now_ns=now_ns)
         assert desk.pump(alive=("b",), now_ns=now_ns) == []
         assert desk.fetches.wake_at_ns == now_ns + (RETRY_NS << retry)
     assert [effect.peer for effect in desk.pump(alive=("b", "d"), now_ns=now_ns)] == ["d"], "another one is back"

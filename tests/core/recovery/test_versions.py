@@ -53,7 +53,7 @@ class Disk:
     def commit(self, body: EntryBody) -> Entry:
         entry = self.ledger.add(body)
         self.history.apply(entry, now_ns=0)
-        self.versions.committed(entry)
+        self.versions.on_commit(entry)
         return entry
 
     def pump(self) -> list[Effect]:
@@ -223,7 +223,7 @@ def test_where_theta_zero_is_gone_the_newest_snapshot_takes_its_place() -> None:
     disk.versions.learn(SnapshotBody(1, 8, b"8" * 32))
     assert disk.requests(GENESIS) == [(0, 0, True), (1, 8, True)]
     disk.versions.state_stored(1, 8, b"8" * 32)
-    disk.fetches.ended(1, version=8, is_state=True)
+    disk.fetches.on_end(1, version=8, is_state=True)
     assert disk.requests(GENESIS) == [(0, 0, True)]
 
 
@@ -244,7 +244,7 @@ def diverged() -> tuple[Disk, list[RoundBody]]:
     disk.versions.learn(SnapshotBody(0, 2, DIGESTS[0]))
     disk.commit(SnapshotBody(0, 2, DIGESTS[0]))
     disk.pump()
-    disk.versions.heal(SnapshotBody(0, 2, DIGESTS[0]), reached=3)
+    disk.versions.heal(SnapshotBody(0, 2, DIGESTS[0]), version_reached=3)
     return disk, bodies
 
 

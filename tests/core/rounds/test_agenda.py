@@ -18,7 +18,7 @@ BY_TOKENS = replace(SETTINGS, tokens_max=5_000)
 def reason(
     settings: RunSettings, steps: Sequence[int] = (), tokens: int = 0, covered: Sequence[int] = (), requested: str = ""
 ) -> str:
-    return end_reason(settings, steps=steps, tokens=tokens, covered=covered, requested=requested)
+    return end_reason(settings, steps=steps, tokens=tokens, booked_tokens=covered, reason_ordered=requested)
 
 
 def test_median_learner_decides_by_steps() -> None:

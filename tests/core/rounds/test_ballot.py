@@ -17,7 +17,18 @@ from diloco_node.core.rounds.ballot import (
 )
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
 from diloco_node.core.types import Ballot, Codec, MergeRule, RateLimits, Stripe
-from tests.kit.rounds_kit import MANIFEST, MS, SECOND, SETTINGS, Neighbourhood, contribution, pieces, status
+from tests.kit.rounds_kit import (
+    MANIFEST,
+    MS,
+    SECOND,
+    SETTINGS,
+    Neighbourhood,
+    context_of,
+    contribution,
+    history_of,
+    pieces,
+    status,
+)
 
 
 def fragment(*sizes: int) -> Fragment:
@@ -78,11 +89,11 @@ def test_unknown_rate_is_assumed_and_said() -> None:
 def test_clock_takes_the_slowest_member_the_longest_way_and_earlier_rounds() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=0)
-    clock = BallotClock(manifest=MANIFEST, settings=SETTINGS, liveness=world.liveness, regions=3)
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness))
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
     before = clock.deadline(0, ("a", "b"), stripes, attempt=0)
     assert before.duration_ns == SETTINGS.ballot_deadline_min_ns
-    clock.took(0, 5 * SECOND)
+    clock.observe(0, 5 * SECOND)
     after = clock.deadline(0, ("a", "b"), stripes, attempt=0)
     assert after.duration_ns == pytest.approx(3 * (5 * SECOND + 200 * MS), rel=0.01)
 
@@ -90,7 +101,7 @@ def test_clock_takes_the_slowest_member_the_longest_way_and_earlier_rounds() -> 
 def test_nobody_is_believed_to_be_slower_than_so_many_times_the_others() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=0)
-    clock = BallotClock(manifest=MANIFEST, settings=SETTINGS, liveness=world.liveness, regions=3)
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness))
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
     for reported_ns, believed_ns in ((1500 * MS, 1500 * MS), (2**62, SLOWER_MAX * 100 * MS)):
         world.hear("c", replace(status(), step_time_ns=reported_ns), now_ns=1)
@@ -105,15 +116,15 @@ def test_fragment_that_was_never_merged_goes_by_the_slowest_other_and_its_size()
     world.all_hear(status(), now_ns=0)
     one, other, new = fragment(8192), fragment(4096), fragment(12_288)
     manifest = replace(MANIFEST, fragments=(one, other, new))
-    clock = BallotClock(manifest=manifest, settings=SETTINGS, liveness=world.liveness, regions=3)
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
-    clock.took(0, 8 * SECOND)
-    clock.took(1, 5 * SECOND)
+    clock.observe(0, 8 * SECOND)
+    clock.observe(1, 5 * SECOND)
     # Of the smaller one, 5 s: a rate at which three times its size take 15 s; the first would say 12 s.
     deadline = clock.deadline(2, ("a", "b"), stripes, attempt=0)
     assert deadline.duration_ns == pytest.approx(3 * (15 * SECOND + 200 * MS), rel=0.01)
     assert "(assumed)" not in deadline.derivation
-    clock.took(2, SECOND)
+    clock.observe(2, SECOND)
     assert clock.deadline(2, ("a", "b"), stripes, attempt=0).duration_ns == pytest.approx(3 * 1.2 * SECOND, rel=0.01)
 
 
@@ -121,7 +132,7 @@ def test_before_anything_was_merged_the_reported_budgets_count_where_they_are_lo
     world = Neighbourhood()
     world.all_hear(status(), now_ns=0)
     manifest = replace(MANIFEST, fragments=(fragment(2**24), *MANIFEST.fragments[1:]))
-    clock = BallotClock(manifest=manifest, settings=SETTINGS, liveness=world.liveness, regions=3)
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
     assumed = clock.deadline(0, ("a", "b"), stripes, attempt=0)
     assert "(assumed)" in assumed.derivation
@@ -147,7 +158,7 @@ def a_round(**received: set[int]) -> OpenRound:
         deadline=Deadline(SECOND, ""),
     )
     one.contributions = dict(OFFERED)
-    one.received = {name: dict.fromkeys(stripes, (1, 1)) for name, stripes in received.items()}
+    one.receipts = {name: dict.fromkeys(stripes, (1, 1)) for name, stripes in received.items()}
     return one
 
 
@@ -186,7 +197,7 @@ def test_what_has_arrived_of_a_learner_that_died_is_not_reused() -> None:
     one.contributions["b"] = newer = contribution("b", incarnation=2)
     plan = plan_next(one, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("a",)
-    one.stripes_received("b", StripesReceived(one.ballot, "b", 2, 1))
+    one.on_receipt("b", StripesReceived(one.ballot, "b", 2, 1))
     plan = plan_next(one, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=False)
     assert [reused.stripe for reused in plan.reused if reused.learner == "b"] == [1]
 
@@ -201,7 +212,7 @@ def test_if_nothing_has_arrived_whole_everybody_able_is_asked_again() -> None:
 
 def test_after_a_loss_all_that_are_left_stay() -> None:
     one = a_round(a={0, 1, 2})
-    one.declined["c"] = "no steps"
+    one.refusals["c"] = "no steps"
     stripes = (Stripe("a", 0, 3), Stripe("c", 3, 5))
     usable = {"a": OFFERED["a"]}
     plan = plan_next(one, stripes, usable=usable, able=("a", "c"), reachable=("a", "c"), is_late=False)
@@ -227,12 +238,12 @@ def test_contribution_that_may_not_be_merged_is_not_reused() -> None:
 def test_next_ballot_forgets_answers_but_not_who_is_rejected() -> None:
     one = a_round(a={0})
     decided(one, "a")
-    one.weights, one.declined, one.merged = (1.0,), {"b": "x"}, {0: report(0, 1.0, 1.0)}
-    one.holders, one.rejected, one.excluded = {"a": b"1"}, {"c": "lied"}, {"b"}
+    one.weights, one.refusals, one.reports = (1.0,), {"b": "x"}, {0: report(0, 1.0, 1.0)}
+    one.holders, one.rejections, one.exclusions = {"a": b"1"}, {"c": "lied"}, {"b"}
     opened = BallotOpened(Ballot(1, 2), 0, 1, ("a",), STRIPES)
     one.begin_ballot(opened, deadline=Deadline(3, ""), contributions={"a": OFFERED["a"]}, now_ns=7)
     assert (one.ballot, one.attempt, one.deadline_ns, one.opened_at_ns) == (Ballot(1, 2), 1, 10, 0)
-    assert (one.declined, one.received, one.merged, one.holders, one.decision, one.weights) == (
+    assert (one.refusals, one.receipts, one.reports, one.holders, one.decision, one.weights) == (
         {},
         {},
         {},
@@ -240,14 +251,14 @@ def test_next_ballot_forgets_answers_but_not_who_is_rejected() -> None:
         None,
         (),
     )
-    assert (one.rejected, one.excluded) == ({"c": "lied"}, {"b"})
+    assert (one.rejections, one.exclusions) == ({"c": "lied"}, {"b"})
     assert one.missing_members() == ()
 
 
 def test_norms_are_summed_over_all_stripes_in_their_order() -> None:
     one = a_round()
     decided(one, "a", "b")
-    one.merged = {2: report(2, 4.0, 1.0, 1.0), 0: report(0, 1.0, 1.0, 1.0), 1: report(1, 2.0, 2.0, 2.0)}
+    one.reports = {2: report(2, 4.0, 1.0, 1.0), 0: report(0, 1.0, 1.0, 1.0), 1: report(1, 2.0, 2.0, 2.0)}
     assert one.is_merged
     assert one.merged_squared_norms() == (7.0,) * pieces(0)
     assert one.norm_mismatch() == ()
@@ -258,7 +269,7 @@ def test_norms_that_do_not_add_up_name_the_learner() -> None:
     for error, norm_mismatch in ((0.0039, ()), (0.0041, ("b",)), (-0.0041, ("b",))):
         one = a_round()
         decided(one, "a", "b")
-        one.merged = {stripe: report(stripe, 1.0, 4.0 / 3, (4.0 + error) / 3) for stripe in range(3)}
+        one.reports = {stripe: report(stripe, 1.0, 4.0 / 3, (4.0 + error) / 3) for stripe in range(3)}
         assert one.norm_mismatch() == norm_mismatch, error
 
 
@@ -266,7 +277,7 @@ def test_zero_outer_gradient_is_no_lie() -> None:
     one = a_round()
     one.contributions = {"a": replace(OFFERED["a"], squared_norms=(0.0,) * pieces(0))}
     one.decision = MergeDecided(one.ballot, 0, 1, (one.contributions["a"],), ((0.0,) * pieces(0),))
-    one.merged = {stripe: report(stripe, 0.0, 0.0) for stripe in range(3)}
+    one.reports = {stripe: report(stripe, 0.0, 0.0) for stripe in range(3)}
     assert one.norm_mismatch() == ()
 
 
@@ -286,12 +297,12 @@ def test_report_with_impossible_numbers_is_refused() -> None:
 def test_waiting_reason_names_what_is_missing() -> None:
     one = a_round()
     del one.contributions["b"]
-    assert one.waiting() == "waits for contributions of b"
-    one.declined["b"] = "no steps"
+    assert one.wait_reason() == "waits for contributions of b"
+    one.refusals["b"] = "no steps"
     decided(one, "a", "c")
-    one.received = {"a": dict.fromkeys(range(3), (1, 1))}
-    assert one.waiting() == "waits for merged stripes of a, b, c, stripes of c are on their way"
-    one.merged = {stripe: report(stripe, 1.0, 1.0, 1.0) for stripe in range(3)}
-    assert one.waiting() == "waits for a majority to have the payload on disk, nobody has"
+    one.receipts = {"a": dict.fromkeys(range(3), (1, 1))}
+    assert one.wait_reason() == "waits for merged stripes of a, b, c, stripes of c are on their way"
+    one.reports = {stripe: report(stripe, 1.0, 1.0, 1.0) for stripe in range(3)}
+    assert one.wait_reason() == "waits for a majority to have the payload on disk, nobody has"
     one.is_proposed = True
-    assert one.waiting() == "waits for its ledger entry to commit"
+    assert one.wait_reason() == "waits for its ledger entry to commit"

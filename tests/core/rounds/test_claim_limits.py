@@ -27,7 +27,7 @@ def fault(
     known: int = 1,
 ) -> str:
     report = reported or status(10)
-    return claim_fault(offered, reported=report, others=OTHERS if others is None else others, incarnation_known=known)
+    return claim_fault(offered, report=report, reports=OTHERS if others is None else others, incarnation_known=known)
 
 
 @pytest.mark.parametrize("batch", [1, 8, TOKENS_RATIO_MAX])

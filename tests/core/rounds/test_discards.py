@@ -11,14 +11,24 @@ from diloco_node.core.rounds.claim_limits import INCARNATIONS_AHEAD_MAX, STEPS_M
 from diloco_node.core.rounds.discards import BOOKING_MAX, DEATHS_AT_ONCE, REPORTED_MAX, DiscardDesk, DiscardReporter
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import DiscardedBody
-from tests.kit.rounds_kit import GENESIS, SECOND, Ledger, committed_round, contribution, history_of, position, status
+from tests.kit.rounds_kit import (
+    GENESIS,
+    SECOND,
+    Ledger,
+    committed_round,
+    context_of,
+    contribution,
+    history_of,
+    position,
+    status,
+)
 
 
 def test_dead_incarnation_is_reported_from_its_last_inclusion_on() -> None:
     history = history_of(GENESIS, committed_round(0, 1, [contribution("a", steps=(0, 10))]))
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
+    reporter = DiscardReporter(context_of(history))
     assert reporter.bodies() == ()
-    reporter.attached(status(0, incarnation=2), ((1, 13, 13 * 64),))
+    reporter.on_attach(status(0, incarnation=2), ((1, 13, 13 * 64),))
     assert reporter.bodies() == (
         DiscardedBody("a", 1, 0, 10, 13, 3 * 64, "its learner ended before it was merged"),
         DiscardedBody("a", 1, 1, 0, 13, 13 * 64, "its learner ended before it was merged"),
@@ -27,8 +37,8 @@ def test_dead_incarnation_is_reported_from_its_last_inclusion_on() -> None:
 
 def test_report_ends_when_the_ledger_has_it() -> None:
     history, ledger = history_of(), Ledger()
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
-    reporter.attached(status(0, incarnation=2), ((1, 5, 320),))
+    reporter = DiscardReporter(context_of(history))
+    reporter.on_attach(status(0, incarnation=2), ((1, 5, 320),))
     while reporter.bodies():
         history.apply(ledger.add(reporter.bodies()[0]), now_ns=0)
     assert len(ledger.entries) == 2
@@ -36,7 +46,7 @@ def test_report_ends_when_the_ledger_has_it() -> None:
 
 def test_an_incarnation_that_is_booked_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     history, ledger = history_of(), Ledger()
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
+    reporter = DiscardReporter(context_of(history))
     looked: list[int] = []
     real = history.account.discards_due
 
@@ -46,7 +56,7 @@ def test_an_incarnation_that_is_booked_is_not_looked_at_again(monkeypatch: pytes
 
     monkeypatch.setattr(history.account, "discards_due", counted)
     count = 3 * REPORTED_MAX
-    reporter.attached(
+    reporter.on_attach(
         status(0, incarnation=count + 1), tuple((number, number % 2, 64) for number in range(1, count + 1))
     )
     assert len(reporter.bodies()) == REPORTED_MAX
@@ -62,20 +72,20 @@ def test_an_incarnation_that_is_booked_is_not_looked_at_again(monkeypatch: pytes
 
 def test_what_a_living_learner_carries_is_not_reported() -> None:
     history = history_of(GENESIS, committed_round(0, 1, [contribution("a", steps=(0, 10))]))
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
-    reporter.attached(status(19, f0=position(base=1, mark=10, step=10, tokens=640)), ((1, 19, 19),))
+    reporter = DiscardReporter(context_of(history))
+    reporter.on_attach(status(19, f0=position(base=1, mark=10, step=10, tokens=640)), ((1, 19, 19),))
     assert reporter.bodies() == ()
     assert not reporter.has_news()
 
 
 def test_overwritten_steps_are_reported_once_the_ledger_knows_the_version() -> None:
     taken = contribution("a", steps=(0, 10))
-    reporter = DiscardReporter(region="a", fragments=2, history=history_of(GENESIS))
+    reporter = DiscardReporter(context_of(history_of(GENESIS)))
     applied = status(14, f0=position(base=1, mark=12, step=12, tokens=12 * 64))
     reporter.learner_changed(applied)
     assert reporter.bodies() == (), "version 1 may include it: the ledger here does not say yet"
     history = history_of(GENESIS, committed_round(0, 1, [taken]))
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
+    reporter = DiscardReporter(context_of(history))
     reporter.learner_changed(applied)
     assert reporter.has_news()
     assert not reporter.has_news(), "once; it is repeated with the heartbeats"
@@ -97,7 +107,7 @@ def test_interval_is_booked_once() -> None:
     assert not desk.is_booking(contribution("a", incarnation=2))
     assert not desk.is_booking(contribution("a", 1))
     history.apply(ledger.add(BODY), now_ns=0)
-    desk.booked(BODY)
+    desk.on_commit(BODY)
     assert not desk.is_booking(contribution("a"))
     assert not desk.accept(BODY, now_ns=0), "it is in the ledger"
 
@@ -125,12 +135,12 @@ def booked(desk: DiscardDesk, history: RoundHistory, ledger: Ledger, *, seconds:
     """How many intervals of one step each a region gets into the ledger that reports the next one again and again."""
     count = 0
     for _ in range(rounds):
-        desk.round_committed()
+        desk.on_round()
     for tick in range(5 * seconds):
         body = DiscardedBody("a", 1, 0, count, count + 1, 1, "again")
         while desk.accept(body, now_ns=(tick + 1) * SECOND // 5):
             history.apply(ledger.add(body), now_ns=0)
-            desk.booked(body)
+            desk.on_commit(body)
             count += 1
             body = DiscardedBody("a", 1, 0, count, count + 1, 1, "again")
     return count
@@ -148,13 +158,13 @@ def test_each_round_allows_an_interval_more_for_what_overwrite_throws_away() -> 
     desk = DiscardDesk(history)
     assert booked(desk, history, ledger, seconds=1) == DEATHS_AT_ONCE * 2 + 1
     for _ in range(7):
-        desk.round_committed()
+        desk.on_round()
     count = len(ledger.entries)
     accepted = 0
     while desk.accept(DiscardedBody("a", 1, 0, count, count + 1, 1, "x"), now_ns=SECOND):
         body = DiscardedBody("a", 1, 0, count, count + 1, 1, "x")
         history.apply(ledger.add(body), now_ns=0)
-        desk.booked(body)
+        desk.on_commit(body)
         count, accepted = count + 1, accepted + 1
     assert accepted == DEATHS_AT_ONCE * 2, "what was not used up is not saved beyond the limit"
 

@@ -67,8 +67,8 @@ def test_region_that_does_not_hear_the_leader_is_away() -> None:
 def test_excluded_reducers_are_left_out_unless_nobody_else_is_there() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=1)
-    assert assess_reachability("a", (*NAMES[:2], "b"), world.liveness, now_ns=1, excluded={"b"}).reducers == ("a", "c")
-    assert assess_reachability("a", ("a", "b"), world.liveness, now_ns=1, excluded={"a", "b"}).reducers == ("a", "b")
+    assert assess_reachability("a", (*NAMES[:2], "b"), world.liveness, now_ns=1, exclude={"b"}).reducers == ("a", "c")
+    assert assess_reachability("a", ("a", "b"), world.liveness, now_ns=1, exclude={"a", "b"}).reducers == ("a", "b")
 
 
 def test_learner_that_makes_no_steps_is_not_waited_for() -> None:
@@ -158,12 +158,12 @@ def rounds_applied_late(lag_ns: int, rounds: int) -> tuple[Eligibility, Neighbou
     history.apply(ledger.add(GENESIS), now_ns=now_ns)
     for version in range(1, rounds + 1):
         world.hear("b", status(), now_ns=now_ns, applied_index=version)
-        eligibility.reported("b", now_ns=now_ns)
+        eligibility.on_report("b", now_ns=now_ns)
         now_ns += 60 * SECOND
         body = committed_round(0, version, [contribution("a", steps=(10 * version - 10, 10 * version))])
         history.apply(ledger.add(body), now_ns=now_ns)
         world.hear("b", status(), now_ns=now_ns + lag_ns, applied_index=version + 1)
-        eligibility.reported("b", now_ns=now_ns + lag_ns)
+        eligibility.on_report("b", now_ns=now_ns + lag_ns)
     return eligibility, world, history, now_ns + lag_ns
 
 
@@ -198,7 +198,9 @@ def test_rejected_learner_is_excluded_with_its_reason() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=MS)
     eligibility = eligibility_of(world.liveness, history_of(GENESIS))
-    members, ineligible = eligibility.members(0, eligibility.reachability(now_ns=MS), now_ns=MS, rejected={"b": "lied"})
+    members, ineligible = eligibility.members(
+        0, eligibility.reachability(now_ns=MS), now_ns=MS, rejections={"b": "lied"}
+    )
     assert members == ("a", "c")
     assert ineligible == (("b", "lied"),)
 
@@ -206,8 +208,8 @@ def test_rejected_learner_is_excluded_with_its_reason() -> None:
 def test_newest_incarnation_is_remembered_whatever_comes_later() -> None:
     world = Neighbourhood()
     eligibility = eligibility_of(world.liveness, history_of(GENESIS), ("a", "b"))
-    eligibility.saw_incarnation("b", 3)
-    eligibility.saw_incarnation("b", 2)
+    eligibility.observe_incarnation("b", 3)
+    eligibility.observe_incarnation("b", 2)
     assert eligibility.incarnation_min("b") == 3
     assert eligibility.incarnation_min("a") == 0
 
@@ -220,7 +222,7 @@ def test_a_region_that_lacks_what_was_committed_a_while_ago_does_not_reduce_unti
     for version in range(6):
         body = GENESIS if version == 0 else committed_round(0, version, [contribution("a", base=version - 1)])
         history.apply(ledger.add(body), now_ns=now_ns)
-        asked.committed(version + 1, now_ns=now_ns)
+        asked.on_commit(version + 1, now_ns=now_ns)
         now_ns += BEHIND_NS // 4
     for applied, is_behind in ((0, True), (1, True), (2, False), (6, False)):
         world.liveness.own_learner(status(), now_ns=now_ns)

@@ -10,7 +10,8 @@ import pytest
 from diloco_node.core.ledger.account import INCARNATIONS_KEPT
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.summary import encode_summary
-from diloco_node.core.rounds.entry_check import INCARNATIONS_SKIPPED_MAX, EntryCheck
+from diloco_node.core.rounds.claim_limits import INCARNATIONS_AHEAD_MAX
+from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import (
     Ballot,
@@ -105,7 +106,7 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
         (a_round("a", steps=(1, 10)), "does not follow step 0"),
         (a_round("a", steps=(0, 0)), "covers 0 steps"),
         (a_round("a", norm=2.0**201), "squared norm of piece 0"),
-        (a_round("a", incarnation=INCARNATIONS_SKIPPED_MAX + 1), "incarnation 1048577 of a after 0"),
+        (a_round("a", incarnation=INCARNATIONS_AHEAD_MAX + 1), "incarnation 1048577 of a after 0"),
         (replace(FIRST, factors=FIRST.factors[1:]), "factors for"),
         (replace(FIRST, factors=(0.1, *FIRST.factors[1:])), "no float32"),
         (replace(FIRST, members=tuple(replace(one, weight=0.0) for one in FIRST.members)), "weights [0.0, 0.0]"),

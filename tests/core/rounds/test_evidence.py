@@ -13,11 +13,11 @@ from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionRepor
 from diloco_node.core.rounds.evidence import (
     blame_norms,
     differing_norms,
-    disputed_reducers,
+    dispute_reducers,
     find_culprits,
-    late_parts,
+    judge_absences,
 )
-from diloco_node.core.rounds.open_round import Deadline, OpenRound, Questioned
+from diloco_node.core.rounds.open_round import Deadline, OpenRound, QuestionedBallot
 from diloco_node.core.rounds.suspicion import BallotPart
 from diloco_node.core.types import Ballot, Stripe
 from tests.kit.rounds_kit import contribution
@@ -41,7 +41,7 @@ def deliver(one: OpenRound, *, but: Iterable[tuple[str, str]] = ()) -> None:
     for member in one.members:
         for reducer in one.reducers:
             if (member, reducer) not in but:
-                one.stripes_received(reducer, StripesReceived(one.ballot, member, 1, 1))
+                one.on_receipt(reducer, StripesReceived(one.ballot, member, 1, 1))
 
 
 def merge(one: OpenRound, names: Iterable[str] = NAMES) -> None:
@@ -50,20 +50,20 @@ def merge(one: OpenRound, names: Iterable[str] = NAMES) -> None:
     rows = ((1.0, 2.0),) * len(one.decision.contributions)
     for index, stripe in enumerate(one.stripes):
         if stripe.reducer in names:
-            one.merged[index] = ReductionReported(one.ballot, index, (1.0, 1.0), rows, bytes([index]) * 32)
+            one.reports[index] = ReductionReported(one.ballot, index, (1.0, 1.0), rows, bytes([index]) * 32)
 
 
 def told(one: OpenRound, **lacks: str) -> None:
     """Every region says which merged stripes it has: all but those of the reducers that are named for it."""
     for name in NAMES:
-        one.received_merged[name] = tuple(
+        one.merged_digests[name] = tuple(
             b"" if stripe.reducer in lacks.get(name, "") else bytes([index]) * 32
             for index, stripe in enumerate(one.stripes)
         )
 
 
 def blamed(one: OpenRound) -> set[tuple[str, BallotPart]]:
-    return {(blame.region, blame.part) for blame in late_parts(one).blames}
+    return {(blame.region, blame.part) for blame in judge_absences(one).blames}
 
 
 def test_who_does_not_contribute_is_named() -> None:
@@ -131,7 +131,7 @@ def test_who_gets_no_merged_stripes_blames_nobody_else() -> None:
     deliver(one)
     merge(one)
     told(one, a="bcd")
-    found = late_parts(one)
+    found = judge_absences(one)
     assert (found.blames, found.cut_off) == ((), {"a"})
 
 
@@ -139,17 +139,17 @@ def test_payload_that_everybody_has_and_nobody_stores_is_no_reducers_fault() -> 
     one = ballot()
     merge(one)
     told(one)
-    assert late_parts(one).blames == ()
+    assert judge_absences(one).blames == ()
 
 
 def test_a_reducer_that_tells_another_digest_than_it_sends_is_proved_wrong() -> None:
     one = ballot()
     merge(one)
     told(one)
-    one.merged[2] = replace(one.merged[2], digest=b"x" * 32)
-    (blame,) = disputed_reducers(one, 4)
+    one.reports[2] = replace(one.reports[2], digest=b"x" * 32)
+    (blame,) = dispute_reducers(one, 4)
     assert (blame.region, blame.part, blame.is_proved) == ("c", REDUCER, True)
-    assert blame in late_parts(one).blames
+    assert blame in judge_absences(one).blames
 
 
 @pytest.mark.parametrize("liar", NAMES)
@@ -157,10 +157,10 @@ def test_no_single_region_proves_another_wrong(liar: str) -> None:
     one = ballot()
     merge(one)
     told(one)
-    one.received_merged[liar] = (b"x" * 32,) * 4
-    assert disputed_reducers(one, 4) == ()
-    assert disputed_reducers(one, 2) == (), "of two nobody knows"
-    found = late_parts(one)
+    one.merged_digests[liar] = (b"x" * 32,) * 4
+    assert dispute_reducers(one, 4) == ()
+    assert dispute_reducers(one, 2) == (), "of two nobody knows"
+    found = judge_absences(one)
     assert (found.blames, found.cut_off) == ((), {liar})
 
 
@@ -189,12 +189,12 @@ def question(one: OpenRound, reports: dict[str, dict[str, float]]) -> set[tuple[
     named = one.decision.contributions
     told_by = tuple(
         replace(
-            one.merged[index],
+            one.reports[index],
             contribution_norms=tuple((1.0, reports.get(stripe.reducer, {}).get(made.learner, 2.0)) for made in named),
         )
         for index, stripe in enumerate(one.stripes)
     )
-    before = Questioned(one.stripes, told_by, named)
+    before = QuestionedBallot(one.stripes, told_by, named)
     trial = ballot(tuple(replace(stripe, reducer="a") for stripe in one.stripes))
     merge(trial)
     return differing_norms(before, trial)

@@ -47,12 +47,12 @@ def test_next_contribution_follows_the_last_one() -> None:
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        (replace(NEXT, base_version=0), "older"),
+        (replace(NEXT, base_version=0), "base is version 0, it was included in"),
         (replace(NEXT, base_version=2), "base version 2"),
         (replace(NEXT, base_version=-1), "base version -1"),
         (replace(NEXT, step_from=9), "9"),
         (replace(NEXT, step_from=11), "11"),
-        (replace(NEXT, step_to=10), "covers"),
+        (replace(NEXT, step_to=10), "(10, 10]"),
         (replace(NEXT, incarnation=0), "over"),
     ],
 )

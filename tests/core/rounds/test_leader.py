@@ -50,6 +50,7 @@ from tests.kit.rounds_kit import (
     SETTINGS,
     Ledger,
     Neighbourhood,
+    context_of,
     contribution,
     pieces,
     position,
@@ -68,15 +69,9 @@ class Office:
         self.history = RoundHistory(2)
         self.ledger = Ledger()
         self.now_ns = SECOND
-        self.leader = RoundLeader(
-            region="a",
-            regions=regions,
-            manifest=MANIFEST,
-            settings=settings,
-            history=self.history,
-            liveness=self.world.liveness,
-            effects=self.world.effects,
-        )
+        liveness, effects = self.world.liveness, self.world.effects
+        context = context_of(self.history, liveness=liveness, regions=regions, settings=settings, effects=effects)
+        self.leader = RoundLeader(context)
         self.notes: list[Note] = []
         self.commit(GENESIS)
         self.leader.begin(3, {}, now_ns=self.now_ns)
@@ -84,7 +79,7 @@ class Office:
     def commit(self, body: EntryBody) -> None:
         entry = self.ledger.add(body)
         self.history.apply(entry, now_ns=self.now_ns)
-        self.leader.committed(entry, now_ns=self.now_ns)
+        self.leader.on_commit(entry, now_ns=self.now_ns)
 
     def report(self, learner: LearnerStatus, names: Iterable[str] = REGIONS) -> None:
         """These regions' learners say this, now."""
@@ -93,7 +88,7 @@ class Office:
                 self.world.liveness.own_learner(learner, now_ns=self.now_ns)
             else:
                 self.world.hear(name, learner, now_ns=self.now_ns)
-            self.leader.status_changed(name, now_ns=self.now_ns)
+            self.leader.on_status(name, now_ns=self.now_ns)
 
     def go(self, ns: int = 0) -> list[tuple[str, Message]]:
         """Let time pass and the leader act; what it says, to itself too."""
@@ -110,7 +105,7 @@ class Office:
         return sorted(sent, key=lambda one: (one[0], type(one[1]).__name__))
 
     def answer(self, peer: str, message: Message) -> None:
-        self.leader.arrived(peer, message, now_ns=self.now_ns)  # type: ignore[arg-type]
+        self.leader.on_answer(peer, message, now_ns=self.now_ns)  # type: ignore[arg-type]
 
     def open(self) -> BallotOpened:
         self.report(DUE)
@@ -417,7 +412,7 @@ def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
     office.report(DUE, "a")
     office.world.hear("c", DUE, now_ns=office.now_ns, hears=("a",))
     for name in "bc":
-        office.leader.status_changed(name, now_ns=office.now_ns)
+        office.leader.on_status(name, now_ns=office.now_ns)
     opened = ballots(office.go())[0]
     assert [stripe.reducer for stripe in opened.stripes] == ["a"], "b and c do not reach each other"
     office.contribute(opened)
@@ -540,7 +535,7 @@ def test_a_member_that_renames_its_contribution_is_left_out_at_once() -> None:
 
 def test_a_region_that_fails_is_tried_with_a_short_deadline_then_left_out_and_tried_again() -> None:
     office = Office()
-    office.leader._clock.took(0, SETTINGS.heartbeat_ns)  # as a ballot that committed before
+    office.leader._clock.observe(0, SETTINGS.heartbeat_ns)  # as a ballot that committed before
     short_ns = PROBE_HEARTBEATS * SETTINGS.heartbeat_ns
     steps = itertools.count(4)
 
@@ -596,7 +591,7 @@ def test_tokens_that_nobody_else_can_have_trained_are_not_merged(tokens: int) ->
 def test_an_operators_reason_is_bounded() -> None:
     office = Office()
     office.report(status(1))
-    office.leader.finish_requested("x" * 100_000)
+    office.leader.request_finish("x" * 100_000)
     office.go()
     assert office.leader.is_ending
     assert all(len(note.text) < 2 * REASON_CHARACTERS_MAX for note in office.notes)
@@ -765,7 +760,7 @@ def test_operator_ends_the_run_and_a_fragment_without_steps_is_skipped() -> None
     office = Office()
     office.report(status(0))
     office.go()
-    office.leader.finish_requested("enough")
+    office.leader.request_finish("enough")
     office.go()
     assert office.leader.is_ending
     assert not office.leader.proposals, "late members get a moment"
@@ -780,7 +775,7 @@ def test_operator_ends_the_run_and_a_fragment_without_steps_is_skipped() -> None
 def test_members_that_decline_at_once_are_not_asked_again_in_the_same_breath() -> None:
     office = Office()
     office.report(status(2))
-    office.leader.finish_requested("enough")
+    office.leader.request_finish("enough")
     opened = ballots(office.go())
     assert {one.fragment for one in opened} == {0, 1}, "last rounds know no pacing"
     for one in {one.ballot: one for one in opened}.values():
@@ -796,7 +791,7 @@ def test_members_that_decline_at_once_are_not_asked_again_in_the_same_breath() -
 def test_round_that_is_open_at_the_end_is_finished_first() -> None:
     office = Office()
     office.open()
-    office.leader.finish_requested("enough")
+    office.leader.request_finish("enough")
     office.report(DUE)
     office.go()
     assert not office.leader.rounds[0].is_last
@@ -808,7 +803,7 @@ def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
     opened = office.open()
     office.contribute(opened)
     office.hold(opened)
-    office.leader.finish_requested("enough")
+    office.leader.request_finish("enough")
     begun_ns, allowed_ns = office.now_ns, GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns
     while not office.leader.proposals:
         assert office.now_ns - begun_ns < 2 * allowed_ns

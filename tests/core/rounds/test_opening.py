@@ -9,10 +9,10 @@ from tests.kit.rounds_kit import (
     GENESIS,
     MS,
     SECOND,
-    SETTINGS,
     Ledger,
     Neighbourhood,
     committed_round,
+    context_of,
     contribution,
     eligibility_of,
     position,
@@ -27,7 +27,7 @@ class Desk:
         self.world = Neighbourhood()
         self.history, self.ledger = RoundHistory(2), Ledger()
         self.history.apply(self.ledger.add(GENESIS), now_ns=0)
-        self.opener = Opener(settings=SETTINGS, fragments=2, history=self.history, liveness=self.world.liveness)
+        self.opener = Opener(context_of(self.history, liveness=self.world.liveness))
         self.eligibility = eligibility_of(self.world.liveness, self.history)
         self.now_ns = SECOND
 
@@ -37,7 +37,7 @@ class Desk:
                 self.world.liveness.own_learner(learner, now_ns=self.now_ns)
             else:
                 self.world.hear(name, learner, now_ns=self.now_ns)
-            self.opener.status_changed(name, learner, now_ns=self.now_ns)
+            self.opener.on_status(name, learner, now_ns=self.now_ns)
 
     def choose(self, in_flight: tuple[int, ...] = (), resting: tuple[int, ...] = ()) -> Opening | None:
         around = self.eligibility.reachability(now_ns=self.now_ns)
@@ -66,7 +66,7 @@ def test_next_round_is_paced_from_the_last_opening() -> None:
     desk.report(status(20, f0=at(12), f1=at(10)))
     opening = desk.choose()
     assert opening is not None
-    desk.opener.opened(opening, now_ns=desk.now_ns)
+    desk.opener.on_open(opening, now_ns=desk.now_ns)
     assert desk.choose(in_flight=(1,)) is None
     assert desk.opener.wake_at_ns == SECOND + 350 * MS
     assert desk.opener.reason == "fragment 0: paced: 350 ms until the next round may open"
@@ -93,7 +93,7 @@ def test_learner_that_is_gone_is_no_longer_due() -> None:
     desk = Desk()
     desk.report(status(20, f0=at(12), f1=at(19)), "ab")
     desk.report(status(13, f0=at(12), f1=at(10)), "c")
-    desk.opener.status_changed("b", None, now_ns=desk.now_ns)
+    desk.opener.on_status("b", None, now_ns=desk.now_ns)
     assert desk.choose() is None
     assert "1 of 3 learners due (a), 2 needed" in desk.opener.reason
 
@@ -111,12 +111,12 @@ def test_due_time_is_when_it_was_first_seen() -> None:
 def test_timing_is_learnt_from_openings_and_commits() -> None:
     desk = Desk()
     desk.report(status(20))
-    desk.opener.opened(Opening(0, "", (100, 300, 900), 3), now_ns=1_000)
-    desk.opener.committed(5_000)
+    desk.opener.on_open(Opening(0, "", (100, 300, 900), 3), now_ns=1_000)
+    desk.opener.on_commit(5_000)
     timing = desk.opener.timing(desk.eligibility.reachability(now_ns=desk.now_ns))
     assert (timing.quorum_time_ns, timing.sync_time_ns, timing.spread_p99_ns) == (200, 5_000, 600)
     assert timing.step_time_ns == 100 * MS
-    desk.opener.opened(Opening(0, "", (100, 300), 3), now_ns=1_000)
+    desk.opener.on_open(Opening(0, "", (100, 300), 3), now_ns=1_000)
     timing = desk.opener.timing(desk.eligibility.reachability(now_ns=desk.now_ns))
     assert timing.spread_p99_ns == 700, "one was not due at all: the spread is at least until now"
 

@@ -48,6 +48,7 @@ from tests.kit.rounds_kit import (
     SETTINGS,
     Ledger,
     committed_round,
+    context_of,
     contribution,
     pieces,
     position,
@@ -84,15 +85,8 @@ class Place:
             history=self.history,
             effects=self.effects,
         )
-        self.participant = RoundParticipant(
-            region="b",
-            regions=REGIONS,
-            manifest=MODEL,
-            settings=settings,
-            history=self.history,
-            versions=self.versions,
-            effects=self.effects,
-        )
+        context = context_of(self.history, region="b", manifest=MODEL, settings=settings, effects=self.effects)
+        self.participant = RoundParticipant(context, self.versions)
         self.commit(GENESIS)
         for fragment in range(2):
             self.versions.version_applied(fragment, 0)
@@ -101,12 +95,12 @@ class Place:
     def commit(self, body: EntryBody) -> None:
         self.history.apply(self.ledger.add(body), now_ns=0)
         if isinstance(body, RoundBody):
-            self.participant.committed(body)
+            self.participant.on_commit(body)
 
     def apply(self, body: RoundBody) -> list[Effect]:
         self.commit(body)
         self.versions.version_applied(body.fragment, body.version)
-        self.participant.applied(body.fragment, body.version)
+        self.participant.on_apply(body.fragment, body.version)
         return self.go()
 
     def go(self) -> list[Effect]:

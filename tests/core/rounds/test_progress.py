@@ -10,10 +10,10 @@ from diloco_node.core.rounds.progress import ABSENT_NS, RunPosition, RunProgress
 from diloco_node.core.types import RunSettings
 from tests.kit.rounds_kit import (
     GENESIS,
-    REGIONS,
     SETTINGS,
     Neighbourhood,
     committed_round,
+    context_of,
     contribution,
     history_of,
     status,
@@ -25,7 +25,7 @@ BY_TOKENS = replace(SETTINGS, tokens_max=64_000)
 
 def progress_of(near: Neighbourhood, *bodies: object, settings: RunSettings = SETTINGS) -> RunProgress:
     history = history_of(GENESIS, *bodies)  # type: ignore[arg-type]
-    return RunProgress(regions=REGIONS, settings=settings, history=history, liveness=near.liveness, fragments=2)
+    return RunProgress(context_of(history, liveness=near.liveness, settings=settings))
 
 
 def near_with(**steps: int) -> Neighbourhood:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.messages import LeftOut
 from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.suspicion import (
@@ -17,7 +16,7 @@ from diloco_node.core.rounds.suspicion import (
     Blame,
     SuspicionBook,
 )
-from tests.kit.rounds_kit import SECOND
+from tests.kit.rounds_kit import SECOND, context_of, history_of
 
 PAUSE_NS = PAUSE_BALLOTS * SECOND
 LATE = Blame("b", BallotPart.MEMBER, "late")
@@ -35,10 +34,10 @@ def fail(own: SuspicionBook, now_ns: int, blame: Blame = LATE) -> int | None:
 def test_the_second_failure_in_a_row_leaves_a_region_out() -> None:
     own = book()
     assert fail(own, 10) is None
-    assert own.held_back(BallotPart.MEMBER, now_ns=10) == {}
+    assert own.suspensions(BallotPart.MEMBER, now_ns=10) == {}
     assert fail(own, 20) == PAUSE_NS
-    assert own.held_back(BallotPart.MEMBER, now_ns=20) == {"b": "late"}
-    assert own.held_back(BallotPart.REDUCER, now_ns=20) == {}, "only in the part that it failed"
+    assert own.suspensions(BallotPart.MEMBER, now_ns=20) == {"b": "late"}
+    assert own.suspensions(BallotPart.REDUCER, now_ns=20) == {}, "only in the part that it failed"
 
 
 def test_who_failed_once_is_in_doubt_until_it_does_its_part_or_is_left_out() -> None:
@@ -47,7 +46,7 @@ def test_who_failed_once_is_in_doubt_until_it_does_its_part_or_is_left_out() -> 
     assert own.is_doubted("b", BallotPart.MEMBER)
     assert not own.is_doubted("b", BallotPart.REDUCER)
     assert own.doublings("b") == 0
-    own.did("b", BallotPart.MEMBER)
+    own.on_success("b", BallotPart.MEMBER)
     assert not own.is_doubted("b", BallotPart.MEMBER)
     fail(own, 20)
     fail(own, 30)
@@ -56,11 +55,11 @@ def test_who_failed_once_is_in_doubt_until_it_does_its_part_or_is_left_out() -> 
 
 def test_a_leader_that_gave_its_place_away_is_left_out_for_the_first_pause() -> None:
     own = book()
-    own.begin((), ["a", "b"], yielded="b", now_ns=10)
+    own.begin((), ["a", "b"], predecessor="b", now_ns=10)
     assert {(one.region, one.part) for one in own.left_out()} == {("b", "member"), ("b", "reducer")}
     assert own.next_probe(now_ns=10 + PAUSE_NS - 1) == ""
     assert own.next_probe(now_ns=10 + PAUSE_NS) == "b"
-    assert own.did("b", BallotPart.MEMBER)
+    assert own.on_success("b", BallotPart.MEMBER)
     own.begin((), ["a", "b"], now_ns=20)
     assert own.left_out() == ()
 
@@ -69,8 +68,8 @@ def test_a_part_that_is_done_in_between_begins_the_row_again() -> None:
     own = book()
     for now_ns in range(10, 100, 10):
         assert fail(own, now_ns) is None
-        assert not own.did("b", BallotPart.MEMBER)
-        own.did("b", BallotPart.REDUCER)
+        assert not own.on_success("b", BallotPart.MEMBER)
+        own.on_success("b", BallotPart.REDUCER)
     assert own.left_out() == ()
 
 
@@ -95,11 +94,11 @@ def test_a_region_is_tried_when_its_pause_is_over_and_each_failure_doubles_it() 
         assert own.next_probe(now_ns=now_ns + pause_ns - 1) == ""
         now_ns += pause_ns
         assert own.next_probe(now_ns=now_ns) == "b"
-        assert own.held_back(BallotPart.REDUCER, now_ns=now_ns) == {"b": "lied"}, (
+        assert own.suspensions(BallotPart.REDUCER, now_ns=now_ns) == {"b": "lied"}, (
             "in all other ballots it is still left out"
         )
-        assert own.held_back(BallotPart.REDUCER, probed="b", now_ns=now_ns) == {}
-        assert own.held_back(BallotPart.REDUCER, probed="b", now_ns=now_ns - 1) == {"b": "lied"}
+        assert own.suspensions(BallotPart.REDUCER, probe="b", now_ns=now_ns) == {}
+        assert own.suspensions(BallotPart.REDUCER, probe="b", now_ns=now_ns - 1) == {"b": "lied"}
         late = Blame("b", BallotPart.REDUCER, "lied")
         assert fail(own, now_ns, late) == PAUSE_NS << min(level, DOUBLINGS_MAX), "one failure is enough now"
 
@@ -114,14 +113,14 @@ def test_who_is_out_is_not_blamed_for_ballots_that_were_open_before() -> None:
 def test_a_region_that_did_its_part_is_back_and_is_forgiven_in_time() -> None:
     own = book()
     fail(own, 10, LIED)
-    assert own.did("b", BallotPart.REDUCER)
-    assert own.held_back(BallotPart.REDUCER, now_ns=10) == {}
+    assert own.on_success("b", BallotPart.REDUCER)
+    assert own.suspensions(BallotPart.REDUCER, now_ns=10) == {}
     for _ in range(CLEAN_BALLOTS - 2):
-        assert not own.did("b", BallotPart.REDUCER)
+        assert not own.on_success("b", BallotPart.REDUCER)
     late = Blame("b", BallotPart.REDUCER, "late")
     assert fail(own, 99, late) == 2 * PAUSE_NS, "not forgotten yet"
     for _ in range(2 * CLEAN_BALLOTS):
-        own.did("b", BallotPart.REDUCER)
+        own.on_success("b", BallotPart.REDUCER)
     assert fail(own, 199, late) is None, "forgiven"
 
 
@@ -130,7 +129,7 @@ def test_one_region_is_tried_at_a_time_the_longest_waiting_first() -> None:
     own.blame(Blame("c", BallotPart.MEMBER, "x", is_proved=True), opened_at_ns=0, now_ns=1)
     own.blame(LIED, opened_at_ns=0, now_ns=2)
     assert own.next_probe(now_ns=10 * PAUSE_NS) == "c"
-    assert own.held_back(BallotPart.REDUCER, probed="c", now_ns=10 * PAUSE_NS) == {"b": "lied"}
+    assert own.suspensions(BallotPart.REDUCER, probe="c", now_ns=10 * PAUSE_NS) == {"b": "lied"}
 
 
 def test_whom_the_leader_before_left_out_has_failed_once() -> None:
@@ -152,12 +151,12 @@ def test_what_ballots_say_of_it_is_short(regions: int) -> None:
 def test_a_region_that_gets_no_part_in_its_ballot_lets_the_next_one_try() -> None:
     """As a reducer of a fragment with fewer blocks than reducers: it must not keep the others out for ever."""
     own, now_ns = book(), 10 * PAUSE_NS
-    judge = Judge(book=own, region="a", regions=("a", "b", "c"), effects=EffectBuffer("a"))
+    judge = Judge(context_of(history_of()), own)
     own.blame(LIED, opened_at_ns=0, now_ns=1)
     own.blame(Blame("c", BallotPart.MEMBER, "x", is_proved=True), opened_at_ns=0, now_ns=2)
     assert judge.next_probe([], now_ns=now_ns) == "b"
-    assert judge.tried_parts("b", ("a",), ("a", "c"), now_ns=now_ns) == ()
+    assert judge.trials("b", ("a",), ("a", "c"), now_ns=now_ns) == ()
     assert judge.next_probe([], now_ns=now_ns) == "c"
-    assert judge.tried_parts("c", ("a", "c"), ("a",), now_ns=now_ns) == (("c", BallotPart.MEMBER),)
-    own.did("c", BallotPart.MEMBER)
+    assert judge.trials("c", ("a", "c"), ("a",), now_ns=now_ns) == (("c", BallotPart.MEMBER),)
+    own.on_success("c", BallotPart.MEMBER)
     assert judge.next_probe([], now_ns=now_ns) == "b", "its turn comes again"

@@ -58,7 +58,7 @@ async def test_three_poisoned_contributions_shut_out_who_sends_them_and_nobody_e
     assert at_a.is_up["b"], "two are no reason to let go of it"
     await contribute(a, bench, "a", 3, is_poisoned=True)
     await at_a.until(lambda: not at_a.is_up["b"])
-    why = b.quarantined("a")
+    why = b.quarantine_reason("a")
     assert "after 3 strikes; stripe 0 of the contribution of a: block 0" in why, "status shows this"
     assert b.rejections == {("a", "corrupt"): 3}
     assert [note.kind for note in bench.notes if note.is_alarm] == ["corrupt"] * 4
@@ -66,7 +66,7 @@ async def test_three_poisoned_contributions_shut_out_who_sends_them_and_nobody_e
     await contribute(c, bench, "c", 1, is_poisoned=False)
     assert [one.learner for one in taken(bench)] == ["c"]
     assert at_c.changes == [("b", True)], "the link of the others never went down"
-    assert not b.quarantined("c")
+    assert not b.quarantine_reason("c")
 
     assert b.lift_quarantine("a")
     await at_a.until(lambda: at_a.is_up["b"])

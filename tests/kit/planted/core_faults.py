@@ -12,6 +12,7 @@ from typing import Any
 
 from diloco_node.core.events import ContributionStripeArrived
 from diloco_node.core.messages import BallotOpened, PayloadDurable, StripesReceived
+from diloco_node.core.rounds.followed import name_of
 from diloco_node.core.types import Ballot, Codec
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
@@ -84,7 +85,7 @@ def _contribute_too_early(core: Any) -> None:
 
     view.participant(core).stripe_arrived = keep_any_stripe  # type: ignore[method-assign]
     view.participant(core)._may_contribute = lambda fragment, version: ""  # type: ignore[method-assign]
-    view.rounds(core)._answers.may_contribute = lambda offered, version: ""  # type: ignore[method-assign]
+    view.rounds(core)._answers.may_contribute = lambda contribution, version: ""  # type: ignore[method-assign]
 
 
 def _with_late_learners(setup: Setup) -> Setup:
@@ -93,12 +94,14 @@ def _with_late_learners(setup: Setup) -> Setup:
 
 
 def _add_in_order_of_arrival(core: Any) -> None:
-    def order(named: Any, arrived: list[tuple[tuple[str, int, int], Any]]) -> list[int]:
-        places = {name: place for place, (name, _) in reversed(list(enumerate(arrived)))}
-        known = {one: (one.learner, one.incarnation, one.snapshot) for one in named}
-        return sorted(range(len(named)), key=lambda at: places.get(known[named[at]], 0))
+    participant = view.participant(core)
 
-    view.participant(core)._order_of_sum = order  # type: ignore[method-assign]
+    def order(contributions: Any) -> list[int]:
+        arrivals = participant._rounds[contributions[0].fragment].arrivals
+        places = {name: place for place, (name, _) in reversed(list(enumerate(arrivals)))}
+        return sorted(range(len(contributions)), key=lambda at: places.get(name_of(contributions[at]), 0))
+
+    participant._order_of_sum = order  # type: ignore[method-assign]
 
 
 def _reuse_ballots(core: Any) -> None:
@@ -127,8 +130,8 @@ def _commit_unmatched(core: Any) -> None:
 def _merge_the_dead(core: Any) -> None:
     history = core.history
     view.rounds(core)._eligibility.incarnation_min = lambda learner: 0  # type: ignore[method-assign]
-    history.contribution_fault = lambda offered, *, version, incarnation_min: (
-        history.account.refusal(offered) if 0 <= offered.base_version < version else "base"
+    history.contribution_fault = lambda contribution, *, version, incarnation_min: (
+        history.account.fault(contribution) if 0 <= contribution.base_version < version else "base"
     )
 
 
@@ -147,9 +150,9 @@ def _weigh_all_the_same(core: Any) -> None:
     merges = view.rounds(core)._merges
     decide = merges.decide
 
-    def decide_wrong(one: Any, chosen: Any) -> Any:
-        decision = decide(one, chosen)
-        one.weights = (1.0,) * len(chosen)
+    def decide_wrong(round_: Any, contributions: Any) -> Any:
+        decision = decide(round_, contributions)
+        round_.weights = (1.0,) * len(contributions)
         return decision
 
     merges.decide = decide_wrong  # type: ignore[method-assign]
@@ -159,8 +162,8 @@ def _halve_share(core: Any) -> None:
     merges = view.rounds(core)._merges
     body_of = merges.body
 
-    def body_wrong(one: Any) -> Any:
-        body = body_of(one)
+    def body_wrong(round_: Any) -> Any:
+        body = body_of(round_)
         return replace(body, share=body.share / 2)
 
     merges.body = body_wrong  # type: ignore[method-assign]
@@ -170,10 +173,10 @@ def _count_any_digest(core: Any) -> None:
     leader = view.rounds(core)
     try_propose = leader._try_propose
 
-    def propose_early(one: Any, now_ns: int) -> None:
-        if one.is_merged:
-            one.holders = dict.fromkeys(one.holders, one.digest)
-        try_propose(one, now_ns)
+    def propose_early(round_: Any, now_ns: int) -> None:
+        if round_.is_merged:
+            round_.holders = dict.fromkeys(round_.holders, round_.digest)
+        try_propose(round_, now_ns)
 
     leader._try_propose = propose_early  # type: ignore[method-assign]
 
@@ -194,11 +197,11 @@ def _ask_again(core: Any) -> None:
     participant = view.participant(core)
     follow = participant.ballot_opened
 
-    def ask(leader: str, opened: BallotOpened) -> None:
-        one = participant._fragments[opened.fragment]
-        if one.part is not None and one.part.ballot != opened.ballot:
-            one.pending = one.requested_base = None
-        follow(leader, opened)
+    def ask(leader: str, announcement: BallotOpened) -> None:
+        round_ = participant._rounds[announcement.fragment]
+        if round_.ballot is not None and round_.ballot.number != announcement.ballot:
+            round_.contribution = round_.requested_base = None
+        follow(leader, announcement)
 
     participant.ballot_opened = ask  # type: ignore[method-assign]
 

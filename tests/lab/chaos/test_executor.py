@@ -23,10 +23,10 @@ from diloco_node.lab.chaos import fault_files
 from diloco_node.lab.chaos.demo_processes import (
     DEMO_FILE,
     DemoFile,
-    HeldProcess,
-    held,
+    ProcessHandle,
+    find_left_behind,
+    hold_all,
     is_alive,
-    left_behind,
     running_demo,
 )
 from diloco_node.lab.chaos.executor import FaultExecutor, StruckFault
@@ -106,11 +106,11 @@ def test_the_learner_that_is_attached_is_struck_and_not_what_it_was_forked_from(
     demo.start_child("a", "learner", demo.pid("a.supervisor"))
     file, target = DemoFile.load(demo.folder), FaultTarget("a", "learner")
     assert [one.pid for one in file.find(target)] == [demo.pid("a.learner")]
-    assert [one.pid for one in file.find(target, attached=attached)] == [attached]
+    assert [one.pid for one in file.find(target, learner_pid=attached)] == [attached]
     # What the daemon names is no learner of this region: an old number, or nonsense.
     for other in (demo.pid("b.learner"), demo.pid("a.daemon"), os.getpid(), 0, -1):
-        assert [one.pid for one in file.find(target, attached=other)] == [demo.pid("a.learner")]
-    made = FaultExecutor(lambda: file, now_ns=lambda: 0, attached={"a": attached}.get, sleep=no_wait)
+        assert [one.pid for one in file.find(target, learner_pid=other)] == [demo.pid("a.learner")]
+    made = FaultExecutor(lambda: file, now_ns=lambda: 0, learner_pid={"a": attached}.get, sleep=no_wait)
     assert asyncio.run(made.strike(PlannedFault(0, "kill", target))).pids == (attached,)
     demo.until_ended("a.attached")
     assert demo.ended() == {"a.attached": signal.SIGKILL}
@@ -248,7 +248,10 @@ def test_a_plan_strikes_at_its_times_and_what_lasts_holds_nothing_up(demo: MadeU
 
     async def run() -> None:
         made = FaultExecutor(
-            lambda: DemoFile.load(demo.folder), now_ns=lambda: int(now[0] * NS_PER_S), told=told.append, sleep=sleep
+            lambda: DemoFile.load(demo.folder),
+            now_ns=lambda: int(now[0] * NS_PER_S),
+            on_strike=told.append,
+            sleep=sleep,
         )
         target, at_s = FaultTarget("a", "daemon"), (1.0, 2.0, 3.0)
         plan = FaultPlan(
@@ -284,19 +287,19 @@ def test_a_region_that_is_not_there_is_refused(demo: MadeUpDemo) -> None:
 
 def test_what_a_supervisor_has_left_is_found_by_its_folder(demo: MadeUpDemo) -> None:
     names = ("a.daemon", "a.learner")
-    assert {one.pid for one in left_behind(demo.folder / "a")} == set(map(demo.pid, names))
-    with held(left_behind(demo.folder / "a")) as found:
+    assert {one.pid for one in find_left_behind(demo.folder / "a")} == set(map(demo.pid, names))
+    with hold_all(find_left_behind(demo.folder / "a")) as found:
         assert all(one.send(signal.SIGKILL) for one in found)
         demo.until_ended(*names)
         assert not any(one.send(signal.SIGKILL) for one in found)
-    assert left_behind(demo.folder / "a") == []
+    assert find_left_behind(demo.folder / "a") == []
 
 
 def test_a_number_that_changes_hands_while_it_is_looked_at_is_left_out(
     demo: MadeUpDemo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = f"DILOCO_STATE={(demo.folder / 'a').resolve()}"
-    assert {one.pid for one in processes.marked(state)} == {demo.pid("a.daemon"), demo.pid("a.learner")}
+    assert {one.pid for one in processes.find_marked(state)} == {demo.pid("a.daemon"), demo.pid("a.learner")}
     looks: list[int] = []
 
     def other_each_time(pid: int) -> Process | None:
@@ -305,7 +308,7 @@ def test_a_number_that_changes_hands_while_it_is_looked_at_is_left_out(
         return replace(found, start_ticks=len(looks)) if found is not None and pid == demo.pid("a.daemon") else found
 
     monkeypatch.setattr(processes, "process_of", other_each_time)
-    assert [one.pid for one in processes.marked(state)] == [demo.pid("a.learner")]
+    assert [one.pid for one in processes.find_marked(state)] == [demo.pid("a.learner")]
 
 
 def test_a_process_that_waits_to_be_reaped_is_dead() -> None:
@@ -314,10 +317,10 @@ def test_a_process_that_waits_to_be_reaped_is_dead() -> None:
     until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
     assert process_of(child.pid) == known
     assert not is_alive(known)
-    assert HeldProcess.hold(known) is None
+    assert ProcessHandle.hold(known) is None
     child.wait()
     assert not is_alive(known)
-    assert HeldProcess.hold(known) is None
+    assert ProcessHandle.hold(known) is None
 
 
 @pytest.mark.parametrize(

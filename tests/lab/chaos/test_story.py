@@ -18,13 +18,13 @@ from diloco_node.lab.chaos.story import (
     RegionSample,
     RunSample,
     TimedMerge,
-    compared,
+    compare,
     life,
     longest_gap,
     longest_gap_ns,
     loss_at,
     loss_course,
-    reached_ns,
+    merged_at_ns,
     rejoin_ns,
     rejoins,
     timed_merges,
@@ -118,7 +118,7 @@ def test_where_not_all_merges_are_known_nothing_is_said_of_single_regions() -> N
     assert (done["tokens_merged_of"], done["participation_of"]) == (None, None)
     known = {**done, "tokens_merged_of": {"a": 90}}
     for own, other in ((done, known), (known, done)):
-        found = compared(own, other, ends_by_tokens=False)
+        found = compare(own, other, ends_by_tokens=False)
         assert (found["goodput"], found["goodput_of"]) == (1.0, None)
 
 
@@ -179,13 +179,13 @@ def test_goodput_is_the_tokens_merged_over_those_of_the_undisturbed_run() -> Non
         "val_losses": [[700, 2.1], [900, 1.9], [1000, 1.5]],
         "final": {"tokens": 1100, "val_loss": 1.4},
     }
-    found = compared(own, undisturbed, ends_by_tokens=False)
+    found = compare(own, undisturbed, ends_by_tokens=False)
     assert found["goodput"] == 0.88
     assert found["goodput_of"] == {"a": 0.8, "b": None}
     assert found["loss"]["change"] == pytest.approx(0.01)
     assert [found["loss"][key] for key in ("tokens", "own", "undisturbed", "undisturbed_tokens")] == [800, 2.02, 2, 800]
     # Nearly as many tokens: between the last measurement and the final model.
-    further = compared({**own, "final": {"tokens": 1050, "val_loss": 1.45}}, undisturbed, ends_by_tokens=False)
+    further = compare({**own, "final": {"tokens": 1050, "val_loss": 1.45}}, undisturbed, ends_by_tokens=False)
     assert further["loss"]["undisturbed"] == pytest.approx(1.45)
 
 
@@ -194,7 +194,7 @@ def test_runs_that_end_with_as_many_tokens_are_compared_by_their_final_models() 
     own = {"seconds": 80, "tokens_merged": 1000, "tokens_merged_of": {"a": 500}, "val_losses": []}
     own["final"] = {"tokens": 1015, "val_loss": 1.515}
     undisturbed = {**own, "seconds": 60, "val_losses": [[900, 9.0]], "final": {"tokens": 1010, "val_loss": 1.5}}
-    found = compared(own, undisturbed, ends_by_tokens=True)
+    found = compare(own, undisturbed, ends_by_tokens=True)
     assert (found["goodput"], found["goodput_of"]) == (0.75, {"a": 0.75})
     assert found["loss"]["change"] == pytest.approx(0.01)
     assert (found["loss"]["tokens"], found["loss"]["undisturbed_tokens"]) == (1015, 1010)
@@ -202,19 +202,19 @@ def test_runs_that_end_with_as_many_tokens_are_compared_by_their_final_models() 
 
 def test_a_number_of_tokens_is_reached_with_the_first_sample_that_has_them() -> None:
     samples = [sample(1, tokens=90), sample(2, tokens=100), sample(3, tokens=110)]
-    assert [reached_ns(samples, tokens) for tokens in (90, 91, 100, 111)] == [S, 2 * S, 2 * S, 3 * S]
-    assert reached_ns([], 1) == 0
-    assert reached_ns([sample(-1, tokens=90), *samples], 80) == S  # the training had not begun
+    assert [merged_at_ns(samples, tokens) for tokens in (90, 91, 100, 111)] == [S, 2 * S, 2 * S, 3 * S]
+    assert merged_at_ns([], 1) == 0
+    assert merged_at_ns([sample(-1, tokens=90), *samples], 80) == S  # the training had not begun
 
 
 def test_a_run_that_measured_no_loss_or_went_further_has_none_to_compare() -> None:
     none = {"tokens": 1, "val_loss": None}
     own = {"seconds": 1, "tokens_merged": 1, "tokens_merged_of": {}, "val_losses": [], "final": none}
-    assert compared(own, own, ends_by_tokens=False)["loss"]["change"] is None
+    assert compare(own, own, ends_by_tokens=False)["loss"]["change"] is None
     further = {**own, "final": {"tokens": 5000, "val_loss": 1.0}}
     other = {**own, "val_losses": [[1, 2.0], [2, 1.0]]}
-    assert compared(further, other, ends_by_tokens=False)["loss"]["change"] is None
-    assert compared({**own, "tokens_merged": 5}, {**own, "tokens_merged": 0}, ends_by_tokens=False)["goodput"] is None
+    assert compare(further, other, ends_by_tokens=False)["loss"]["change"] is None
+    assert compare({**own, "tokens_merged": 5}, {**own, "tokens_merged": 0}, ends_by_tokens=False)["goodput"] is None
 
 
 def test_who_died_is_back_with_the_first_merge_of_its_next_incarnation() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from diloco_node.cli import program as commands
+from diloco_node.cli import application as commands
 from diloco_node.cli import start
 from diloco_node.lab.demo import faulty_region as region
 

@@ -13,7 +13,7 @@ import pytest
 
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import DilocoError, StorageError
-from diloco_node.lab.chaos.demo_processes import DemoFile, left_behind
+from diloco_node.lab.chaos.demo_processes import DemoFile, find_left_behind
 from diloco_node.lab.chaos.fault_plan import FaultTarget
 from diloco_node.lab.demo.keeping import RegionKeeper
 from diloco_node.lab.demo.region_processes import RegionProcess
@@ -67,7 +67,7 @@ async def keeper(tmp_path: Path) -> AsyncIterator[RegionKeeper]:
     finally:
         await made.stop()
         for region in regions:
-            for one in left_behind(region.state_dir):
+            for one in find_left_behind(region.state_dir):
                 os.kill(one.pid, signal.SIGKILL)
 
 
@@ -86,11 +86,11 @@ async def test_a_killed_supervisor_is_started_again_without_what_it_left(keeper:
         os.kill(region.lives()[-1], signal.SIGKILL)
         await until(lambda count=count: len(region.lives()) == count)  # type: ignore[misc]
         keeper.check()
-    assert child not in left_behind(region.state_dir)
+    assert child not in find_left_behind(region.state_dir)
     supervisor = DemoFile.load(keeper.folder).supervisors["a"]
     assert supervisor is not None
     assert supervisor.pid == region.lives()[-1]
-    await until(lambda: len(left_behind(region.state_dir)) == 1)
+    await until(lambda: len(find_left_behind(region.state_dir)) == 1)
     assert len(region.lives()) == 3
     assert len(other.lives()) == 1
     assert not keeper.is_over
@@ -110,7 +110,7 @@ async def test_one_that_ends_in_order_is_started_again_unless_it_has_finished(ke
     for one in (region, other):
         assert not keeper.is_over
         os.kill(one.lives()[-1], signal.SIGTERM)
-        await until(lambda one=one: one.name in keeper.over)  # type: ignore[misc]
+        await until(lambda one=one: one.name in keeper.end_reasons)  # type: ignore[misc]
     assert keeper.is_over
     keeper.check()
 
@@ -119,7 +119,7 @@ async def test_one_that_another_start_would_not_cure_ends_the_demo(keeper: Regio
     region = region_of(keeper)
     (region.state_dir / "code").write_text("4")
     os.kill(region.lives()[-1], signal.SIGTERM)
-    await until(lambda: "a" in keeper.over)
+    await until(lambda: "a" in keeper.end_reasons)
     with pytest.raises(DilocoError, match="region a: it ended with 4"):
         keeper.check()
     assert len(region.lives()) == 1
@@ -128,7 +128,7 @@ async def test_one_that_another_start_would_not_cure_ends_the_demo(keeper: Regio
 async def test_before_all_have_trained_nothing_is_started_again(keeper: RegionKeeper) -> None:
     keeper.is_starting = True
     os.kill(region_of(keeper).lives()[-1], signal.SIGKILL)
-    await until(lambda: "a" in keeper.over)
+    await until(lambda: "a" in keeper.end_reasons)
     with pytest.raises(DilocoError, match="too early"):
         keeper.check()
 
@@ -139,7 +139,7 @@ async def test_a_stopped_keeper_starts_nobody(keeper: RegionKeeper) -> None:
     os.kill(region_of(keeper).lives()[-1], signal.SIGKILL)  # it leaves a child behind
     await keeper.stop()
     assert all(region.has_exited for region in keeper.regions)
-    assert not any(left_behind(region.state_dir) for region in keeper.regions)
+    assert not any(find_left_behind(region.state_dir) for region in keeper.regions)
     assert DemoFile.load(keeper.folder).supervisors == {"a": None, "b": None}
     assert all(len(region_of(keeper, number).lives()) == 1 for number in (0, 1))
 
@@ -160,7 +160,7 @@ async def test_every_region_is_cleared_also_when_the_file_can_not_be_written(
         patch.setattr(DemoFile, "save", refuse)
         with pytest.raises(StorageError, match="no room"):
             await keeper.stop()
-    assert not any(left_behind(region.state_dir) for region in keeper.regions)
+    assert not any(find_left_behind(region.state_dir) for region in keeper.regions)
 
 
 async def test_every_region_is_stopped_before_the_first_error_is_raised(
@@ -179,4 +179,4 @@ async def test_every_region_is_stopped_before_the_first_error_is_raised(
         with pytest.raises(DilocoError, match="a does not end"):
             await keeper.stop()
     assert other.has_exited
-    assert not left_behind(other.state_dir)
+    assert not find_left_behind(other.state_dir)

@@ -24,7 +24,7 @@ from diloco_node.lab.wan.emulation_state import STATE_FOLDER, EmulationState, ru
 from diloco_node.lab.wan.namespaces import (
     create,
     existing,
-    named,
+    match_run,
     namespaces_of,
     places,
     processes_in,
@@ -376,7 +376,7 @@ def test_names_tell_their_run_and_others_are_never_ours() -> None:
             remove(other)
     assert run_name("us-4") == "us4"
     assert run_name("World 8") == "world8"
-    assert [named(text, ["us4", "x"]) for text in ("us4", "us-4", "US 4", "x", "us5", "")] == ["us4"] * 3 + [
+    assert [match_run(text, ["us4", "x"]) for text in ("us4", "us-4", "US 4", "x", "us5", "")] == ["us4"] * 3 + [
         "x",
         None,
         None,

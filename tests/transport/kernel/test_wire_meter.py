@@ -182,10 +182,10 @@ def test_sockets_of_the_bulk_lane_are_paced_and_control_is_not(
         meter = WireMeter()
         meter.assign("b", far.getsockname())
         meter.assign("b", listening.getsockname())
-        meter.opened("b", is_bulk=False)
+        meter.assign_lane("b", is_bulk=False)
         with socket.create_connection(listening.getsockname()) as bulk:
             meter.pace("b", 1_000_000)  # before it is told what it is for nothing is known of it
-            meter.opened("b", is_bulk=True)
+            meter.assign_lane("b", is_bulk=True)
             send(control, far, b"x" * 100_000)
             meter.sample()
             before, unlimited = control.getsockopt(*PACED, 8), bulk.getsockopt(*PACED, 8)
@@ -257,7 +257,7 @@ def test_a_bulk_connection_that_has_just_joined_is_paced_and_not_control_that_ha
     )
     for opened, is_bulk in (([control], False), ([control, first], True), ([control, first, further], True)):
         kernel.now = list(opened)
-        meter.opened("b", is_bulk=is_bulk)
+        meter.assign_lane("b", is_bulk=is_bulk)
     meter.pace("b", 3_000_000, connections=2)
     assert paced == {3: 1_500_000, 9: 1_500_000}
     meter.pace("b", 3_000_000)
@@ -265,7 +265,7 @@ def test_a_bulk_connection_that_has_just_joined_is_paced_and_not_control_that_ha
     kernel.now = [control, further]
     meter.sample()
     kernel.now = [control, further, counters(3, sent=0, received=0)]
-    meter.opened("b", is_bulk=False)
+    meter.assign_lane("b", is_bulk=False)
     paced.clear()
     meter.pace("b", None)
     assert paced == {9: None}, "what a number once was does not count"
@@ -314,6 +314,6 @@ def test_lane_of_an_incoming_call_comes_with_its_address(monkeypatch: pytest.Mon
     for remote, is_bulk in zip(callers, (False, True, True), strict=True):
         meter.assign("b", remote, is_lasting=False, is_bulk=is_bulk)
     kernel.now = [counters(cookie, sent=1, received=0, remote=remote) for cookie, remote in enumerate(callers, start=1)]
-    meter.opened("b", is_bulk=True)  # one that we dial ourselves, and that is not there: these are not it
+    meter.assign_lane("b", is_bulk=True)  # one that we dial ourselves, and that is not there: these are not it
     meter.pace("b", 2_000_000, connections=2)
     assert paced == {2: 1_000_000, 3: 1_000_000}

@@ -57,11 +57,11 @@ def test_what_the_overhead_did_not_foresee_is_charged() -> None:
     budget = EgressBudget(["b"], now_ns=0)
     budget.set_region_rate(10**6, now_ns=0)
     assert budget.try_spend("b", ROUNDS, 10_000, now_ns=NS_PER_S)
-    budget.measured("b", data_bytes=10_600, other_bytes=0, now_ns=NS_PER_S)
+    budget.learn_overhead("b", data_bytes=10_600, other_bytes=0, now_ns=NS_PER_S)
     assert budget.use("b").correction_bytes == 0
-    budget.measured("b", data_bytes=12_600, other_bytes=500, now_ns=NS_PER_S)
+    budget.learn_overhead("b", data_bytes=12_600, other_bytes=500, now_ns=NS_PER_S)
     assert budget.use("b").correction_bytes == 2500
-    budget.measured("b", data_bytes=12_600, other_bytes=500, now_ns=NS_PER_S)
+    budget.learn_overhead("b", data_bytes=12_600, other_bytes=500, now_ns=NS_PER_S)
     assert budget.use("b").correction_bytes == 2500, "the same counters again cost nothing"
     left = 16_384 + 20_000 - 10_600 - 2_500
     assert ready_at_ns(budget, "b", left * 100 // 106 - 1, now_ns=NS_PER_S) == NS_PER_S
@@ -81,7 +81,7 @@ def test_a_sender_on_a_path_with_large_headers_stays_below_the_ceiling_by_the_ke
         sent.append((now_ns, size * 118 // 100))
         if now_ns - sampled_ns >= 100 * MS:
             sampled_ns = now_ns
-            budget.measured("b", data_bytes=data, other_bytes=other, now_ns=now_ns)
+            budget.learn_overhead("b", data_bytes=data, other_bytes=other, now_ns=now_ns)
     assert most_in_any_window(sent, 10 * NS_PER_S) <= rate * 10 * 102 // 100
     assert sum(size for _, size in sent) >= rate * 40 * 95 // 100
     assert 1_140_000 < budget.use("b").overhead_ppm < 1_160_000

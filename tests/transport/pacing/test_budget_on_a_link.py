@@ -120,45 +120,45 @@ async def test_a_cancelled_piece_leaves_its_place_to_the_next(pacer: Pacer, cloc
 async def test_a_grant_is_obeyed_and_what_waits_is_reported(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
     pacer.transfer_started("b", ROUNDS, 100)
     assert sent == [], "a peer that shares nothing out is told nothing"
-    assert pacer.received("b", IngressGranted(20_000))
+    assert pacer.take_message("b", IngressGranted(20_000))
     assert sent == [("b", IngressDemand(DEMAND_MAX))]
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 20_000
     assert pacer.status()["peers"]["b"]["limited_by"] == "grant"
-    assert pacer.received("b", IngressGranted(0))
+    assert pacer.take_message("b", IngressGranted(0))
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] is None
-    assert not pacer.received("b", Message.__args__[0](1, True, 1, 1, b"", True))  # type: ignore[attr-defined]
+    assert not pacer.take_message("b", Message.__args__[0](1, True, 1, 1, b"", True))  # type: ignore[attr-defined]
     pacer.transfer_ended("b", 100)
 
 
 async def test_what_could_be_sent_is_bounded_by_our_own_limits(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
     pacer.set_plan(BudgetPlan(RateLimits(egress=50_000), (("b", RateLimits(egress=30_000)),)))
-    pacer.received("b", IngressGranted(20_000))
-    pacer.received("c", IngressGranted(20_000))
+    pacer.take_message("b", IngressGranted(20_000))
+    pacer.take_message("c", IngressGranted(20_000))
     pacer.transfer_started("b", ROUNDS, 1)
     pacer.transfer_started("c", ROUNDS, 1)
     assert sent == [("b", IngressDemand(30_000)), ("c", IngressDemand(50_000))]
 
 
 async def test_a_lost_link_forgets_its_grant(pacer: Pacer) -> None:
-    pacer.received("b", IngressGranted(1))
+    pacer.take_message("b", IngressGranted(1))
     waiting = asyncio.create_task(pacer.acquire("b", RECOVERY, 10**6, ()))
     await settle()
     assert not waiting.done()
-    pacer.lost("b")
+    pacer.link_down("b")
     await asyncio.wait_for(waiting, DEADLINE_S)
 
 
 async def test_links_are_granted_shares_as_they_come_up(
     pacer: Pacer, sent: list[tuple[str, Message]], clock: Clock
 ) -> None:
-    pacer.connected("b")
+    pacer.link_up("b")
     assert sent == [], "no ceiling, no grant"
     pacer.set_plan(BudgetPlan(RateLimits(ingress=1_000_000)))
     assert sent == [("b", IngressGranted(1_000_000))]
-    pacer.connected("c")
+    pacer.link_up("c")
     assert sent[1] == ("b", IngressGranted(500_000))
     clock.now_ns += 10**9
-    pacer.received("c", IngressDemand(DEMAND_MAX))
+    pacer.take_message("c", IngressDemand(DEMAND_MAX))
     assert ("c", IngressGranted(500_000)) in sent or sent[-1] == ("b", IngressGranted(20_000))
 
 
@@ -191,7 +191,7 @@ async def test_where_the_kernel_does_not_tell_traffic_is_an_estimate(pacer: Pace
 
 async def test_a_peer_beyond_its_share_is_not_read_for_a_while(pacer: Pacer, clock: Clock) -> None:
     pacer.set_plan(BudgetPlan(RateLimits(ingress=1_000_000)))
-    pacer.connected("b")
+    pacer.link_up("b")
     await asyncio.wait_for(pacer.until_readable("b"), DEADLINE_S)
     pacer.was_read("b", 1_000_000)
     reading = asyncio.create_task(pacer.until_readable("b"))

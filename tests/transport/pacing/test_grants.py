@@ -29,7 +29,7 @@ def connected(peers: str, rate: int | None = RATE, *, now_ns: int = 0) -> Ingres
     grants = IngressGrants(peers, now_ns=now_ns)
     grants.set_rate(rate, now_ns=now_ns)
     for peer in peers:
-        grants.connected(peer)
+        grants.link_up(peer)
     grants.due(now_ns=now_ns)
     grants.due(now_ns=now_ns + NS_PER_S // 2)
     return grants
@@ -61,7 +61,7 @@ def test_shares_that_a_person_can_check() -> None:
 def test_idle_peers_have_equal_shares_so_that_the_first_need_not_ask() -> None:
     grants = connected("abc")
     assert grants.targets(now_ns=NS_PER_S) == dict.fromkeys("abc", RATE // 3)
-    assert [grants.granted(peer) for peer in "abc"] == [RATE // 3] * 3
+    assert [grants.last_grant(peer) for peer in "abc"] == [RATE // 3] * 3
 
 
 def test_who_wants_something_gets_what_the_idle_ones_leave() -> None:
@@ -111,10 +111,10 @@ def test_what_may_be_in_use_never_adds_up_to_more_than_the_ceiling(seed: int) ->
         now_ns += rng.choice([0, 1, 20 * MS, SETTLE_NS, NS_PER_S])
         peer = rng.choice("abcd")
         if not is_up[peer]:
-            grants.connected(peer)
+            grants.link_up(peer)
             is_up[peer] = True
         elif rng.random() < 0.1:
-            grants.lost(peer, now_ns=now_ns)
+            grants.link_down(peer, now_ns=now_ns)
             is_up[peer] = False
             granted_rates[peer].append((now_ns, 0))
         else:
@@ -141,9 +141,9 @@ def test_only_real_changes_are_sent() -> None:
 
 def test_a_peer_that_comes_back_gets_its_share_again_and_one_that_is_gone_keeps_nothing() -> None:
     grants = connected("ab")
-    grants.lost("a", now_ns=NS_PER_S)
+    grants.link_down("a", now_ns=NS_PER_S)
     assert grants.due(now_ns=NS_PER_S + SETTLE_NS) == [("b", RATE)]
-    grants.connected("a")
+    grants.link_up("a")
     now_ns = 2 * NS_PER_S
     assert grants.due(now_ns=now_ns)[0] == ("b", RATE // 2)
     assert ("a", RATE // 2) in grants.due(now_ns=now_ns + SETTLE_NS)
@@ -151,7 +151,7 @@ def test_a_peer_that_comes_back_gets_its_share_again_and_one_that_is_gone_keeps_
 
 def test_without_a_ceiling_nothing_is_granted() -> None:
     grants = IngressGrants("ab", now_ns=0)
-    grants.connected("a")
+    grants.link_up("a")
     assert grants.due(now_ns=0) == []
     grants.demand_reported("a", DEMAND_MAX)
     assert grants.due(now_ns=NS_PER_S) == []
@@ -162,7 +162,7 @@ def test_a_ceiling_that_is_taken_away_is_granted_as_no_limit() -> None:
     grants = connected("ab")
     grants.set_rate(None, now_ns=NS_PER_S)
     assert grants.due(now_ns=NS_PER_S) == [("a", UNLIMITED), ("b", UNLIMITED)]
-    grants.arrived("a", 10**9, now_ns=NS_PER_S)
+    grants.count_arrival("a", 10**9, now_ns=NS_PER_S)
     assert grants.read_at_ns("a", now_ns=NS_PER_S) == NS_PER_S
 
 
@@ -173,11 +173,11 @@ def test_what_came_beyond_the_ceiling_is_taken_from_the_shares() -> None:
     grants = connected("a")
     grants.demand_reported("a", DEMAND_MAX)
     now_ns = 5 * NS_PER_S
-    grants.measured("a", RATE // 10, now_ns=now_ns)
+    grants.count_on_wire("a", RATE // 10, now_ns=now_ns)
     assert grants.targets(now_ns=now_ns)["a"] == RATE, "no more than one reading of the counters brings"
-    grants.measured("a", RATE // 10 + RATE // 2, now_ns=now_ns)
+    grants.count_on_wire("a", RATE // 10 + RATE // 2, now_ns=now_ns)
     assert RATE * 55 // 100 < grants.targets(now_ns=now_ns)["a"] < RATE * 65 // 100
-    grants.measured("a", 10 * RATE, now_ns=now_ns)
+    grants.count_on_wire("a", 10 * RATE, now_ns=now_ns)
     assert grants.targets(now_ns=now_ns)["a"] == RATE - RATE // 2
 
 
@@ -186,7 +186,7 @@ def test_a_peer_that_keeps_to_its_share_is_always_read() -> None:
     now_ns = NS_PER_S
     for _ in range(500):
         assert grants.read_at_ns("a", now_ns=now_ns) == now_ns
-        grants.arrived("a", 10_000, now_ns=now_ns)
+        grants.count_arrival("a", 10_000, now_ns=now_ns)
         now_ns += 10_600 * NS_PER_S // RATE
 
 
@@ -196,7 +196,7 @@ def test_a_peer_that_sends_more_is_read_at_its_share(factor: int) -> None:
     now_ns, read = NS_PER_S, 0
     while now_ns < 11 * NS_PER_S:
         now_ns = max(now_ns, grants.read_at_ns("a", now_ns=now_ns)) + 16_384 * NS_PER_S // (factor * RATE)
-        grants.arrived("a", 16_384, now_ns=now_ns)
+        grants.count_arrival("a", 16_384, now_ns=now_ns)
         read += 16_384 * 106 // 100
     assert read >= 10 * RATE
     assert read <= 10 * RATE + ALLOWANCE_BYTES + RATE * ALLOWANCE_NS // NS_PER_S + 4 * 16_384
@@ -208,10 +208,10 @@ def test_the_overhead_of_what_is_read_is_learnt() -> None:
     now_ns = NS_PER_S
     for _ in range(300):
         now_ns += 100 * MS
-        grants.arrived("a", 500_000, now_ns=now_ns)
+        grants.count_arrival("a", 500_000, now_ns=now_ns)
         wire += Fraction(500_000 * 112, 100)
-        grants.measured("a", int(wire), now_ns=now_ns)
+        grants.count_on_wire("a", int(wire), now_ns=now_ns)
     before_ns = grants.read_at_ns("a", now_ns=now_ns)
-    grants.arrived("a", 1_000_000, now_ns=now_ns)
+    grants.count_arrival("a", 1_000_000, now_ns=now_ns)
     cost = (grants.read_at_ns("a", now_ns=now_ns) - before_ns) * RATE // NS_PER_S
     assert 1_100_000 < cost < 1_130_000

@@ -62,7 +62,7 @@ async def test_a_link_is_fast_when_it_is_known_to_be_near_and_nothing_limits_it(
     limited = BudgetPlan(RateLimits(egress=10**9))
     assert not pacer_with(FAST_RTT_NS - 1, plan=limited).is_fast("b")
     pacer = pacer_with(FAST_RTT_NS - 1)
-    pacer.lost("b")
+    pacer.link_down("b")
     assert not pacer.is_fast("b"), "the next link may be another one"
     pacer.close()
 
@@ -133,7 +133,7 @@ async def test_a_new_link_is_paced_before_work_begins_on_it() -> None:
     link = RemoteLink()
     link.now_ns = 10**9
     link.pacer.set_plan(BudgetPlan(RateLimits(egress=10**6)))
-    link.pacer.connected("b")
+    link.pacer.link_up("b")
     assert link.paces == [10**6]
     link.pacer.close()
 

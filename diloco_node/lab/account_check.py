@@ -1,10 +1,10 @@
 """The independent check of a run's token account: from the raw entries of its ledger and the learners' own counts.
 
-It shares no code with `AccountCore`, which the daemon keeps, so that each finds what the other forgot. Of a ledger
-whose first entries are summed up it must believe the sums: a majority of the regions worked them out alike.
+It shares no code with `core.ledger.account`, which the daemon keeps: each finds what the other forgot. If the first
+entries are summed up, the check must believe the sums; a majority of the regions worked them out alike.
 
-A region that lost its folder lost the counts of its learners with it. Of such an incarnation only what is booked is
-known; how much more it trained, nobody can tell.
+A region that lost its folder lost the counts of its learners with it. For such an incarnation only the booked steps are
+known; nobody can tell how much more it trained.
 """
 
 from __future__ import annotations

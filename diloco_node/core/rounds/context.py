@@ -1,0 +1,37 @@
+"""The run as one region sees it: the seven things that nearly every part of a round's protocol asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.membership.liveness import Liveness
+from diloco_node.core.merge.fragments import Fragment, Manifest
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import RunSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundContext:
+    """Shared by all parts of one region core. History, liveness and effects change during the run, but are never
+    replaced.
+
+    Attributes:
+        region: this one. regions: all of the run, sorted.
+        manifest: of the model.
+        history: the committed past. liveness: who is there, and the learners' reports.
+        effects: where messages and notes go.
+    """
+
+    region: str
+    regions: tuple[str, ...]
+    manifest: Manifest
+    settings: RunSettings
+    history: RoundHistory
+    liveness: Liveness
+    effects: EffectBuffer
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments of the model, by index."""
+        return self.manifest.fragments
