@@ -183,10 +183,10 @@ def test_each_learner_is_told_where_the_median_learner_is(play: Play) -> None:
         fast.step_s /= 2
         await world.until("the run is half over", lambda: world.regions["a"].learner.step > STEPS // 2)
         for learner in (slow, fast):
-            own_step, told = learner.told[-1]
+            own_step, liveness = learner.told[-1]
             median = world.regions["a"].learner.step
-            assert 0.6 * median < told.global_step <= median, (own_step, told)
-            assert told.run_part == told.global_step / STEPS
+            assert 0.6 * median < liveness.global_step <= median, (own_step, liveness)
+            assert liveness.run_part == liveness.global_step / STEPS
         assert slow.step < 0.4 * median < 1.5 * median < fast.step
         await world.finish()
 
@@ -205,8 +205,8 @@ def test_stripes_follow_a_budget_that_is_set_while_the_run_goes_on(play: Play, m
             )
         await world.until("rounds go on", lambda: world.committed() >= 4)
         budgets["c"] = 10**6
-        told = [region.node.core.liveness for region in world.regions.values()]
-        await world.until("all know", lambda: all(region.budget("c").egress == 10**6 for region in told))
+        liveness = [region.node.core.liveness for region in world.regions.values()]
+        await world.until("all know", lambda: all(region.budget("c").egress == 10**6 for region in liveness))
         entries = len(world.regions["a"].node.core.ledger.entries)
         await world.finish()
         bodies = [entry.body for entry in world.regions["a"].node.core.ledger.entries[entries + 4 :]]

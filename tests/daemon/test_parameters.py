@@ -22,7 +22,7 @@ SIZE = MANIFEST.fragments[0].size
 
 
 @pytest.fixture
-async def held(tmp_path: Path) -> AsyncIterator[tuple[Parameters, RegionStore]]:
+async def pair(tmp_path: Path) -> AsyncIterator[tuple[Parameters, RegionStore]]:
     parameters, store = await make_parameters(tmp_path)
     yield parameters, store
     store.close()
@@ -57,8 +57,8 @@ async def test_the_step_gives_the_same_bits_however_the_payload_was_cut(tmp_path
     assert len(outcomes) == 1
 
 
-async def test_the_step_moves_against_the_outer_gradient_with_nesterov_momentum(held) -> None:
-    parameters, _ = held
+async def test_the_step_moves_against_the_outer_gradient_with_nesterov_momentum(pair) -> None:
+    parameters, _ = pair
     body, bodies = a_round(parameters)
     before = await theta(parameters)
     await parameters.apply(body, bodies, None)
@@ -67,12 +67,12 @@ async def test_the_step_moves_against_the_outer_gradient_with_nesterov_momentum(
     factors = np.repeat(np.array(body.factors), [piece.size for piece in MANIFEST.fragments[0].pieces])
     difference = before - await theta(parameters)
     scale = 1 + SETTINGS.outer_momentum
-    expected = SETTINGS.outer_lr * scale * factors * gradient
-    np.testing.assert_allclose(difference, expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+    step = SETTINGS.outer_lr * scale * factors * gradient
+    np.testing.assert_allclose(difference, step, rtol=0.02, atol=0.02 * np.abs(step).max())
 
 
-async def test_a_version_out_of_order_is_a_bug_and_changes_nothing(held) -> None:
-    parameters, _ = held
+async def test_a_version_out_of_order_is_a_bug_and_changes_nothing(pair) -> None:
+    parameters, _ = pair
     before = (await parameters.digest(0))[1]
     with pytest.raises(AssertionError):
         await parameters.apply(*a_round(parameters, version=2), None)
@@ -114,8 +114,8 @@ async def test_another_fragment_does_not_wait(tmp_path: Path) -> None:
     store.close()
 
 
-async def test_a_checkpoint_is_adopted_again_bit_by_bit(held) -> None:
-    parameters, store = held
+async def test_a_checkpoint_is_adopted_again_bit_by_bit(pair) -> None:
+    parameters, store = pair
     await parameters.apply(*a_round(parameters), None)
     before = await parameters.digest(0)
     assert await parameters.checkpoint(0) == before
@@ -126,8 +126,8 @@ async def test_a_checkpoint_is_adopted_again_bit_by_bit(held) -> None:
     await parameters.apply(*a_round(parameters, 2), None)  # what was adopted can be stepped
 
 
-async def test_states_that_are_set_aside_are_not_found_by_the_next_start(held) -> None:
-    parameters, store = held
+async def test_states_that_are_set_aside_are_not_found_by_the_next_start(pair) -> None:
+    parameters, store = pair
     for version in (1, 2):
         await parameters.apply(*a_round(parameters, version), None)
         await parameters.checkpoint(0)
@@ -136,8 +136,8 @@ async def test_states_that_are_set_aside_are_not_found_by_the_next_start(held) -
     assert store.set_aside == ["f000-v00000001.bin", "f000-v00000002.bin"]
 
 
-async def test_an_adopted_state_is_not_copied_on_the_loop(held, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, store = held
+async def test_an_adopted_state_is_not_copied_on_the_loop(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, store = pair
     arrays = store.read_state(0, 0)
     monkeypatch.setattr(store, "read_state", lambda *_: arrays)
     await parameters.adopt(0, 0)
@@ -145,16 +145,16 @@ async def test_an_adopted_state_is_not_copied_on_the_loop(held, monkeypatch: pyt
     assert parameters._momentum[0] is arrays[1]
 
 
-async def test_a_state_that_is_not_there_leaves_what_is_in_memory(held) -> None:
-    parameters, _ = held
+async def test_a_state_that_is_not_there_leaves_what_is_in_memory(pair) -> None:
+    parameters, _ = pair
     before = await parameters.digest(0)
     with pytest.raises(StorageError):
         await parameters.adopt(0, 4)
     assert await parameters.digest(0) == before
 
 
-async def test_the_whole_model_comes_by_tensor_in_its_shape(held) -> None:
-    parameters, _ = held
+async def test_the_whole_model_comes_by_tensor_in_its_shape(pair) -> None:
+    parameters, _ = pair
     tensors = parameters.full_tensors()
     assert {name: values.shape for name, values in tensors.items()} == {
         spec.name: spec.shape for spec in MANIFEST.tensors

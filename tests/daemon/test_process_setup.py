@@ -58,13 +58,13 @@ print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
-@pytest.mark.parametrize(("soft", "hard", "raised"), [(64, 900, 900), (700, 700, 700), (128, 2**17, 2**16)])
-def test_the_limit_of_open_files_is_raised_as_far_as_it_makes_sense(soft: int, hard: int, raised: int) -> None:
+@pytest.mark.parametrize(("soft", "hard", "limit"), [(64, 900, 900), (700, 700, 700), (128, 2**17, 2**16)])
+def test_the_limit_of_open_files_is_raised_as_far_as_it_makes_sense(soft: int, hard: int, limit: int) -> None:
     if hard > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
         pytest.skip("this system allows less")
     command = [sys.executable, "-c", LIMITS, str(soft), str(hard)]
     process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    assert process.stdout.split() == [str(raised), str(raised), str(hard)]
+    assert process.stdout.split() == [str(limit), str(limit), str(hard)]
 
 
 COLLECTOR = """

@@ -158,5 +158,5 @@ def test_the_process_follows_until_it_is_told_to_stop_and_hands_on_the_rest(tmp_
     assert process.returncode == 0, output
     assert json.loads((tmp_path / TRACKED_NAME).read_text()) == {name: 1_700_000_005.0}
     suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
-    expected = {"tensorboard": ".0", "trackio": ".db", "wandb": ".wandb"}[name]
-    assert expected in suffixes, sorted(map(str, tmp_path.rglob("*")))
+    suffix = {"tensorboard": ".0", "trackio": ".db", "wandb": ".wandb"}[name]
+    assert suffix in suffixes, sorted(map(str, tmp_path.rglob("*")))

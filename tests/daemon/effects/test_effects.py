@@ -69,9 +69,9 @@ async def test_stripes_of_a_contribution_go_to_their_reducers_and_the_own_one_st
         "b",
         ContributionStripe(BALLOT, 1, 1, bench.own(), peer_stripe.block_start, peer_stripe.block_stop),
     )
-    held = bench.table.contribution(1, bench.own(), own_stripe.block_start, own_stripe.block_stop)
-    assert held is not None
-    assert held.tobytes() + body == bench.learner.contribution_area[0].tobytes()
+    copy = bench.table.contribution(1, bench.own(), own_stripe.block_start, own_stripe.block_stop)
+    assert copy is not None
+    assert copy.tobytes() + body == bench.learner.contribution_area[0].tobytes()
 
 
 async def test_stripes_that_are_held_already_are_not_sent_again(bench: Bench) -> None:
@@ -87,9 +87,9 @@ async def test_a_snapshot_into_the_contribution_area_does_not_change_what_waits_
     bench.learner.contribution_area[0][:] = 0
     await bench.transport.deliver()
     own_stripe, _ = bench.stripes()
-    held = bench.table.contribution(1, bench.own(), own_stripe.block_start, own_stripe.block_stop)
-    assert held is not None
-    assert held.tobytes() + bench.transport.transfers[0][2] == before
+    copy = bench.table.contribution(1, bench.own(), own_stripe.block_start, own_stripe.block_stop)
+    assert copy is not None
+    assert copy.tobytes() + bench.transport.transfers[0][2] == before
 
 
 async def test_bytes_of_a_learner_that_was_restarted_meanwhile_are_not_sent(bench: Bench) -> None:
@@ -99,13 +99,13 @@ async def test_bytes_of_a_learner_that_was_restarted_meanwhile_are_not_sent(benc
 
 
 async def test_own_stripes_are_checked_side_by_side(bench: Bench) -> None:
-    held = HeldExecutor()
-    bench.stripe_effects.pool = held
+    executor = HeldExecutor()
+    bench.stripe_effects.pool = executor
     bench.effects.perform(bench.send_order(stripes=bench.stripes(reducers=("a", "a", "a"))))
     await settle()
-    await held.let_go(3)  # the copies
-    assert len(held.calls) == 3, "a check for each of them"
-    await held.let_go(3)
+    await executor.let_go(3)  # the copies
+    assert len(executor.calls) == 3, "a check for each of them"
+    await executor.let_go(3)
     await bench.tasks.finish()
     assert [event.stripe for event in bench.posted] == [0, 1, 2]
 
@@ -381,8 +381,8 @@ async def test_a_payload_is_stored_whole_and_told(bench: Bench, no_wait: None) -
     digest = await bench.receive_payload()
     bench.store.refusals = {"payload": 2}
     assert await bench.do(StorePayload(BALLOT, 0, 1, digest, bench.stripes())) == [PayloadStored(0, 1, digest)]
-    expected = b"".join(bench.merged_bytes(stripe) for stripe in bench.stripes())
-    assert bench.store.read_payload(0, 1, digest).tobytes() == expected
+    payload = b"".join(bench.merged_bytes(stripe) for stripe in bench.stripes())
+    assert bench.store.read_payload(0, 1, digest).tobytes() == payload
 
 
 async def test_stripes_that_are_no_whole_fragment_are_not_stored_under_their_digest(bench: Bench) -> None:
@@ -526,25 +526,25 @@ class FakeArea:
 
 async def test_theta_0_of_a_learner_that_is_gone_is_not_read_from_what_the_next_one_writes(bench: Bench) -> None:
     area: Any = FakeArea()
-    disk, held = bench.effects.disk, HeldExecutor()
-    disk.files = held
+    disk, executor = bench.effects.disk, HeldExecutor()
+    disk.files = executor
     store = disk.store_initial_state
     bench.tasks.spawn(store(area, area.generation), "first")
     bench.tasks.spawn(store(area, area.generation), "told again, and waits for the first")
     await settle()
     area.generation, area.seed = 2, 2  # another learner begins to write
-    await held.let_go()
+    await executor.let_go()
     fragments = 1
-    while held.calls:
-        await held.let_go()
+    while executor.calls:
+        await executor.let_go()
         fragments += 1
     assert fragments == 2, "the first goes on; who waited reads and writes nothing"
     assert area.taken == []
     assert bench.posted == []
     bench.tasks.spawn(store(area, area.generation), "second")
     await settle()
-    while held.calls:
-        await held.let_go()
+    while executor.calls:
+        await executor.let_go()
     zeros = [np.zeros_like(theta_of(fragment)) for fragment in range(2)]
     digests = tuple(fragment_digest(theta_of(fragment, 2), zeros[fragment]) for fragment in range(2))
     assert bench.posted == [InitialStateStored(MANIFEST.digest, digests)]
@@ -558,18 +558,18 @@ async def test_the_final_model_is_written(bench: Bench) -> None:
 
 async def test_the_loop_is_not_held_up_by_copies_and_checks(bench: Bench) -> None:
     """Whatever is in proportion to the fragment runs in the pool: while it stands still nothing has happened."""
-    held = HeldExecutor()
-    bench.stripe_effects.pool = held
+    executor = HeldExecutor()
+    bench.stripe_effects.pool = executor
     bench.effects.perform(bench.send_order())
     await settle()
     assert bench.posted == []
-    assert len(held.calls) == 2, "a copy for each of the stripes"
-    await held.let_go(2)
+    assert len(executor.calls) == 2, "a copy for each of the stripes"
+    await executor.let_go(2)
     assert bench.transport.transfers == []
-    await held.let_go()
+    await executor.let_go()
     assert len(bench.transport.transfers) == 1, "what the other one gets was checked"
     assert bench.posted == []
-    await held.let_go()
+    await executor.let_go()
     assert len(bench.posted) == 1, "the own stripe was checked"
     body = contribution_body(bench)
     buffer = bench.effects.transfer_opened("b", contribution_header(bench), len(body))
@@ -578,7 +578,7 @@ async def test_the_loop_is_not_held_up_by_copies_and_checks(bench: Bench) -> Non
     bench.effects.transfer_closed("b", contribution_header(bench), buffer, is_whole=True)
     await settle()
     assert len(bench.posted) == 1
-    await held.let_go()
+    await executor.let_go()
     assert len(bench.posted) == 2
 
 

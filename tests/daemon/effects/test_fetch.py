@@ -296,15 +296,15 @@ async def test_a_state_that_is_not_what_the_ledger_names_is_not_served(bench: Be
 
 async def test_a_state_is_not_read_on_the_loop(bench: Bench) -> None:
     digest = bench.keep(0)
-    held = HeldExecutor()
-    bench.fetcher.files = held
+    executor = HeldExecutor()
+    bench.fetcher.files = executor
     read: list[int] = []
     real = bench.store.read_state_bytes
     bench.store.read_state_bytes = lambda *args: read.append(1) or real(*args)  # type: ignore[method-assign,func-returns-value]
     bench.fetcher.serve("c", StateRequested(0, 0, digest))
     await settle()
     assert read == [], "reading and hashing a fragment takes too long for the loop"
-    await held.let_go()
+    await executor.let_go()
     await bench.tasks.finish()
     ((_, header, _),) = bench.transport.transfers
     assert header == State(0, 0, digest)

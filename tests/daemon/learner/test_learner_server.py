@@ -60,8 +60,8 @@ class Daemon:
     def learner_detached(self, reason: str) -> None:
         self._note(f"detached: {reason}")
 
-    def _note(self, what: object) -> None:
-        self.calls.append(what)
+    def _note(self, record: object) -> None:
+        self.calls.append(record)
         self.changed.set()
 
     async def wait_for(self, count: int) -> list[object]:
