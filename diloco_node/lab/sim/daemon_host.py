@@ -363,7 +363,7 @@ class DaemonHost(Host):
             status.positions,
             learner.attachment(before).snapshots,
         )
-        self._proxy.attached(attach, current, before, writes_initial=writes_initial)
+        self._proxy.on_attach(attach, current, before, writes_initial=writes_initial)
         if writes_initial:
             self.world.after(LOCAL_NS, learner.life, self._write_initial, self._life)
 
@@ -405,7 +405,7 @@ class DaemonHost(Host):
                 self.say(learner_link.SnapshotDenied(event.fragment, event.version, event.reason))
             case ev.LearnerDetached():
                 if self._life is not None:
-                    self.after(LOCAL_NS, self._hear, self._proxy.detached)
+                    self.after(LOCAL_NS, self._hear, self._proxy.on_detach)
             case _:
                 raise AssertionError(event)
 
