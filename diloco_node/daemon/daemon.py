@@ -46,11 +46,11 @@ from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import set_damaged_aside
 from diloco_node.supervisor.process_file import read_process
+from diloco_node.supervisor.supervisor_spec import ADMIN_PORT_NAME
 from diloco_node.transport.certificates import load_identity
 from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 
-ADMIN_PORT_NAME: Final = "admin.port"
 PROCESS_LOOK_S: Final = 1.0
 """Between two looks at what the supervisor says of the learner's process."""
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from diloco_node.backoff import Backoff
 from diloco_node.errors import DilocoError, LearnerError, LinkLost, ProtocolViolation
 from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
@@ -156,7 +157,7 @@ class LearnerLink:
         return True
 
     def _run(self) -> None:
-        wait_s = REDIAL_MIN_S
+        backoff = Backoff(REDIAL_MIN_S, REDIAL_MAX_S)
         while not self._is_closing.is_set():
             try:
                 with self._dial() as connection:
@@ -164,15 +165,14 @@ class LearnerLink:
             except (OSError, DilocoError) as error:
                 if self.is_up:
                     log.warning("daemon lost (%s): training goes on, looking for the next one", error)
-                    wait_s = REDIAL_MIN_S
+                    backoff.reset()
             except Exception as error:  # noqa: BLE001 - a thread's last word; the training thread raises it
                 self._failure = LearnerError(f"the link thread ended: {error!r}")
             self._disconnect()
             if self._failure is not None:
                 self._arrived.set()
                 return
-            self._is_closing.wait(wait_s)
-            wait_s = min(2 * wait_s, REDIAL_MAX_S)
+            self._is_closing.wait(backoff.next_s())
 
     def _disconnect(self) -> None:
         self.is_up = False

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+from diloco_node.backoff import Backoff
 from diloco_node.supervisor.preload import Forked, ForkServer
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._readers: list[threading.Thread] = []
         self._started_s = 0.0
-        self._backoff_s = spec.backoff_min_s
+        self._backoff = Backoff(spec.backoff_min_s, spec.backoff_max_s)
         self._marks: list[bytes] = []
 
     @property
@@ -219,10 +220,9 @@ class Child:
             ran_well: what it did was useful, and it was killed from outside: the backoff begins anew.
         """
         if ran_well or lived_s >= self._spec.healthy_s:
-            self._backoff_s = self._spec.backoff_min_s
-        wait_s = max(0.0, self._backoff_s - lived_s)
+            self._backoff.reset()
+        wait_s = max(0.0, self._backoff.next_s() - lived_s)
         self.restart_at_s = time.monotonic() + wait_s
-        self._backoff_s = min(2 * self._backoff_s, self._spec.backoff_max_s)
         return wait_s
 
     def send_signal(self, number: int) -> None:

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from diloco_node.backoff import Backoff
+
 FORK_SERVER: Final = Path(__file__).resolve().with_name("fork_server.py")
 
 ANSWER_BYTES_MAX: Final = 65_536
@@ -129,7 +131,7 @@ class ForkServer:
         write: takes what its modules print.
         report: takes what happens to it, from other threads.
         say: takes a line for the supervisor's log.
-        backoff_min_s, backoff_max_s: wait before it is started again, twice as long each time.
+        backoff: waits before it is started again.
 
     Attributes:
         pid: its process; 0 while there is none.
@@ -146,8 +148,7 @@ class ForkServer:
         write: Callable[[bytes], None],
         report: Callable[[ServerEvent], None],
         say: Callable[[str], None],
-        backoff_min_s: float,
-        backoff_max_s: float,
+        backoff: Backoff,
     ) -> None:
         self.restart_at_s: float | None = None
         self.is_starting = False
@@ -156,8 +157,7 @@ class ForkServer:
         self._interpreter, self._command = list(command[:at]), list(command[at:])
         self._modules = list(modules)
         self._write, self._report, self._say = write, report, say
-        self._backoff_s = self._backoff_min_s = backoff_min_s
-        self._backoff_max_s = backoff_max_s
+        self._backoff = backoff
         self._ready_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
@@ -219,16 +219,16 @@ class ForkServer:
                 else f"preloaded in {event.seconds:.1f} s: the learner is forked from process {self.pid}"
             )
             return
-        has_served = self._is_ready and time.monotonic() - self._ready_s > self._backoff_max_s
+        has_served = self._is_ready and time.monotonic() - self._ready_s > self._backoff.max_s
         if has_served:
-            self._backoff_s = self._backoff_min_s
+            self._backoff.reset()
         self._let_go()
         if self._is_useless:
             return
         self._schedule_restart(f"the preloading process ended, code={event.code}")
 
     def _schedule_restart(self, what: str) -> None:
-        wait_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, self._backoff_max_s)
+        wait_s = self._backoff.next_s()
         self.restart_at_s = time.monotonic() + wait_s
         self._say(f"{what}: another in {wait_s:.1f} s; until that is ready the learner starts afresh")
 

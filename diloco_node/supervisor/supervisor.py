@@ -42,6 +42,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Final
 
+from diloco_node.backoff import Backoff
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.supervisor.child import Child, ChildExited, ChildLog, show
@@ -49,11 +50,8 @@ from diloco_node.supervisor.learner_watch import COUNTERS_AREA, FROM_OUTSIDE, Ac
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
-from diloco_node.supervisor.supervisor_spec import SupervisorSpec
+from diloco_node.supervisor.supervisor_spec import ADMIN_PORT_NAME, FINAL_CODES, SupervisorSpec
 from diloco_node.unix_sockets import socket_path
-
-FINAL_CODES: Final = frozenset({2, 4, 6, 7})
-"""The daemon's exit codes that another start would only repeat."""
 
 BIND_CODE: Final = 3
 """Final at the daemon's first start; later its own old connections may linger, and it tries again."""
@@ -68,9 +66,6 @@ LOOK_S: Final = 1.0
 
 READY_LOOK_S: Final = 0.05
 """Between two looks whether the daemon is up, until it is."""
-
-ADMIN_PORT_NAME: Final = "admin.port"
-"""The daemon writes it when its admin port is bound; as `daemon.daemon` calls it."""
 
 LEDGER_NAME: Final = "ledger.log"
 """As `storage.ledger_files` calls it, which needs more than the standard library."""
@@ -133,8 +128,7 @@ class _Supervisor:
             write=learner.log.write,
             report=self._events.put,
             say=self.say,
-            backoff_min_s=self._spec.backoff_min_s,
-            backoff_max_s=self._spec.backoff_max_s,
+            backoff=Backoff(self._spec.backoff_min_s, self._spec.backoff_max_s),
         )
 
     def say(self, text: str) -> None:

@@ -1,10 +1,17 @@
-"""What a region's supervisor starts, and how long it waits for it."""
+"""The commands that a region's supervisor starts, and how long it waits for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
+
+FINAL_CODES: Final = frozenset({2, 4, 6, 7})
+"""The daemon's exit codes that another start would only repeat; RestartPreventExitStatus of deploy's unit."""
+
+ADMIN_PORT_NAME: Final = "admin.port"
+"""The file in the region's folder that the daemon writes when its admin port is bound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from diloco_node.numeric import NS_PER_S
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES
 
 RESTART_NS: Final = NS_PER_S // 10
 FAILURES_MAX: Final = 5
 FAILURES_WITHIN_NS: Final = 10 * NS_PER_S
 """RestartSec, StartLimitBurst and StartLimitIntervalSec of the unit, which are systemd's own defaults."""
-
-FINAL_CODES: Final = frozenset({2, 4, 6, 7})
-"""RestartPreventExitStatus of that unit: another start would only repeat them."""
 
 
 @dataclass(slots=True)

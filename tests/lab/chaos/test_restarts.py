@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.lab.chaos.restarts import FAILURES_MAX, FAILURES_WITHIN_NS, FINAL_CODES, RESTART_NS, RestartPolicy
+from diloco_node.lab.chaos.restarts import FAILURES_MAX, FAILURES_WITHIN_NS, RESTART_NS, RestartPolicy
 from diloco_node.numeric import NS_PER_S
-from diloco_node.supervisor import supervisor
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES
 from tests.kit.repository import ROOT
 
 
@@ -40,7 +40,7 @@ def test_what_another_start_would_repeat_is_final(code: int) -> None:
 def test_the_numbers_are_those_of_the_unit_that_is_shipped() -> None:
     unit = (Path(ROOT) / "deploy" / "systemd" / "diloco-node@.service").read_text()
     settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
-    assert {int(code) for code in settings["RestartPreventExitStatus"].split()} == FINAL_CODES == supervisor.FINAL_CODES
+    assert {int(code) for code in settings["RestartPreventExitStatus"].split()} == FINAL_CODES
     assert settings["Restart"] == "on-failure"
     assert settings["RestartSec"] == f"{1000 * RESTART_NS // NS_PER_S}ms"
     assert settings["StartLimitBurst"] == str(FAILURES_MAX)
