@@ -77,7 +77,7 @@ def install(file: Path) -> None:
 
 
 def _install_sending(fault: Callable[[], str]) -> None:
-    from diloco_node.daemon.sending import Sending
+    from diloco_node.daemon.effects.sending import Sending
 
     send = Sending.send
 
@@ -97,7 +97,7 @@ def _install_sending(fault: Callable[[], str]) -> None:
 
 
 def _install_reducing(fault: Callable[[], str]) -> None:
-    from diloco_node.daemon import stripe_effects
+    from diloco_node.daemon.effects import stripe_effects
 
     reduce_stripe = stripe_effects.reduce_stripe
 

@@ -30,7 +30,8 @@ from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.merge.stripes import block_count
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Ballot, Contribution, Member, MergeRule, RoundBody, RunSettings, Stripe
-from diloco_node.storage import durable, ledger_files
+from diloco_node.state_names import LEDGER_NAME
+from diloco_node.storage import durable
 from diloco_node.storage.store import RegionStore
 
 FRAGMENTS: Final = 24
@@ -165,7 +166,7 @@ def restart(folder: Path, summary_entries: int) -> dict[str, Any]:
     return {
         "entries": last,
         "entries_kept": len(region.core.ledger.entries),
-        "ledger_bytes": (folder / ledger_files.LEDGER_NAME).stat().st_size,
+        "ledger_bytes": (folder / LEDGER_NAME).stat().st_size,
         "load_s": round(region.load_s, 3),
         "restart_s": round(took, 3),
         "restart_cpu_s": round(cpu_s, 3),

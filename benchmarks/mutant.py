@@ -19,13 +19,14 @@ from typing import Any
 
 from mutations import Mutation, completed, sample
 
-from diloco_node.cli.orders import order
+from diloco_node.cli.admin_client import order
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
 from diloco_node.core.ledger.entries import seal
 from diloco_node.daemon.manifest_file import load_manifest
-from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import DilocoError, LinkLost, PeerError
+from diloco_node.state_names import NODE_NAME
 from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
@@ -68,7 +69,7 @@ class Mutant:
 
     async def start(self, status: Mapping[str, Any]) -> None:
         """Link with all others. `status`: the region's last one, from which the learner's figures are taken."""
-        self.spec = NodeSpec.load(self.folder / self.region / NODE_FILE)
+        self.spec = NodeSpec.load(self.folder / self.region / NODE_NAME)
         manifest = load_manifest(self.folder / self.region)
         assert manifest is not None
         self.manifest = manifest

@@ -26,7 +26,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diloco_node.cli.status import Target, ask
+from diloco_node.cli.admin_client import Target, ask
 from diloco_node.daemon.admin import page_files
 from diloco_node.lab.chaos.demo_processes import DemoFile
 from tests.kit.browser import PROGRAM, chromium

@@ -38,9 +38,9 @@ from quality_stack import Batches, Inner, Stack
 
 from diloco_node.config.resolve import default_outer
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
+from diloco_node.learner.builtin.adamw import BETAS
 from diloco_node.learner.builtin.data import Corpus, load_corpus
 from diloco_node.learner.builtin.shape import ModelSettings
-from diloco_node.learner.builtin.trainer import BETAS
 
 REVISION: Final = 5
 LEARNERS: Final = 4

@@ -29,8 +29,8 @@ from typing import Any, Final
 from diloco_node.lab.demo.demo_report import build_report
 from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
 from diloco_node.shared_memory import request_area
+from diloco_node.state_names import MEMORY_SOCKET_NAME
 from diloco_node.storage.trained import AREA_BYTES, Trained
-from diloco_node.supervisor.supervisor import MEMORY_SOCKET
 from diloco_node.transport.certificates import init_run
 from diloco_node.unix_sockets import process_of, socket_path
 from diloco_node.wire.learner_link import COUNTERS_AREA
@@ -206,7 +206,7 @@ class Victim:
     def __init__(self, region: RegionProcess) -> None:
         self.step_tokens = 0
         self._region = region
-        self._area = request_area(socket_path(region.state_dir, MEMORY_SOCKET), COUNTERS_AREA, AREA_BYTES)
+        self._area = request_area(socket_path(region.state_dir, MEMORY_SOCKET_NAME), COUNTERS_AREA, AREA_BYTES)
 
     def _read(self) -> Trained:
         """What the newest incarnation has counted."""

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from diloco_node.core.merge.outer import outer_step
+from diloco_node.learner.builtin.adamw import build_adamw
 from diloco_node.learner.builtin.data import RegionSampler, load_corpus
 from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
-from diloco_node.learner.builtin.trainer import TrainerSettings, make_optimizer
+from diloco_node.learner.builtin.trainer import GRADIENT_NORM_MAX, TrainerSettings
 
 GLOO_TIMEOUT_S = 600.0
 
@@ -80,10 +81,10 @@ class Learner:
         torch.set_num_threads(1)
         shape = ModelSettings(layers=spec.layers, dim=spec.dim, heads=spec.heads, context=spec.context)
         self.settings = TrainerSettings(
-            model=shape, batch=spec.batch, lr=spec.lr, warmup=spec.warmup, steps=spec.schedule_steps, seed=spec.seed
+            batch=spec.batch, lr=spec.lr, warmup_steps=spec.warmup, schedule_steps=spec.schedule_steps, seed=spec.seed
         )
         self.model = ByteGPT(shape, seed=spec.seed)
-        self.optimizer = make_optimizer(self.model, self.settings)
+        self.optimizer = build_adamw(self.model, lr=spec.lr)
         self.sampler = RegionSampler(
             load_corpus(), region=rank, regions=spec.regions, batch=spec.batch, context=spec.context, seed=spec.seed
         )
@@ -95,7 +96,7 @@ class Learner:
         loss = loss_of(torch.from_numpy(self.sampler.next_batch()))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX)
         self.optimizer.step()
         return loss.item()
 

@@ -29,8 +29,8 @@ class NextByte(nn.Module):
         self.layers = nn.Sequential(nn.Conv1d(32, 64, 16), nn.GELU(), nn.Conv1d(64, 256, 1))
 
     def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        guessed = self.layers(self.embedding(batch[:, :-1]).transpose(1, 2))
-        return {"loss": nn.functional.cross_entropy(guessed, batch[:, 16:])}
+        logits = self.layers(self.embedding(batch[:, :-1]).transpose(1, 2))
+        return {"loss": nn.functional.cross_entropy(logits, batch[:, 16:])}
 
 
 def own_part() -> torch.Tensor:

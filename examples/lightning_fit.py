@@ -31,8 +31,8 @@ class NextByte(LightningModule):
         self.layers = nn.Sequential(nn.Conv1d(32, 64, 16), nn.GELU(), nn.Conv1d(64, 256, 1))
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        guessed = self.layers(self.embedding(batch[:, :-1]).transpose(1, 2))
-        return nn.functional.cross_entropy(guessed, batch[:, 16:])
+        logits = self.layers(self.embedding(batch[:, :-1]).transpose(1, 2))
+        return nn.functional.cross_entropy(logits, batch[:, 16:])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)

@@ -22,16 +22,16 @@ import diloco_node
 class DilocoTrainer(Trainer):
     def __init__(self, job_config: JobConfig) -> None:
         spec = get_train_spec(job_config.model.name)
-        own = replace(spec, build_dataloader_fn=own_part(spec.build_dataloader_fn))
-        register_train_spec(job_config.model.name, own)
+        region_spec = replace(spec, build_dataloader_fn=own_part(spec.build_dataloader_fn))
+        register_train_spec(job_config.model.name, region_spec)
         super().__init__(job_config)
 
     def train(self) -> None:
         if len(self.model_parts) > 1:
             raise ValueError("several pipeline stages on a rank: set parallelism.pipeline_parallel_schedule to 1F1B")
         optimizer = self.optimizers.optimizers[0]  # not the container, whose state_dict() is in another form
-        kept = {"trainer": self, "data": self.dataloader, "schedule": self.lr_schedulers}
-        with diloco_node.attach(self.model_parts[0], optimizer, step="auto", stateful=kept) as self.diloco:
+        stateful = {"trainer": self, "data": self.dataloader, "schedule": self.lr_schedulers}
+        with diloco_node.attach(self.model_parts[0], optimizer, step="auto", stateful=stateful) as self.diloco:
             super().train()
 
     def should_continue_training(self) -> bool:
@@ -42,8 +42,8 @@ def own_part(build: Callable[..., Any]) -> Callable[..., Any]:
     """A region reads the text as further data-parallel ranks would. All regions need the same number of ranks."""
     index, count = diloco_node.place()
 
-    def build_own(*, dp_world_size: int, dp_rank: int, **others: Any) -> Any:
-        return build(dp_world_size=count * dp_world_size, dp_rank=index * dp_world_size + dp_rank, **others)
+    def build_own(*, dp_world_size: int, dp_rank: int, **options: Any) -> Any:
+        return build(dp_world_size=count * dp_world_size, dp_rank=index * dp_world_size + dp_rank, **options)
 
     return build_own
 

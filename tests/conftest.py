@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from diloco_node.cli import status
+from diloco_node.cli import admin_client
 from diloco_node.lab.demo import region_processes as processes
 from tests.kit.repository import ROOT
 
@@ -78,7 +78,7 @@ def _own_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for a status in this process waits for it: a region that answers late is there."""
-    monkeypatch.setattr(status, "TIMEOUT_S", 120.0)
+    monkeypatch.setattr(admin_client, "TIMEOUT_S", 120.0)
 
 
 @pytest.fixture

@@ -1,14 +1,17 @@
 """The command line as a whole: in its own process, as a user meets it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from diloco_node import __version__
+from diloco_node.cli.program import GROUPS
 from diloco_node.main import app, main
 
 RUN_TOML = """
@@ -19,6 +22,7 @@ address = "127.0.0.1:7400"
 [regions.us-east]
 address = "127.0.0.1:7401"
 """
+GROUP_EXAMPLES = ({"init", "start", "doctor"}, {"status", "why", "ledger"}, {"finish", "budget"}, {"demo", "wan"})
 HEAVY = ("torch", "numpy", "numba", "grpc", "aiohttp", "cryptography", "pydantic", "rich", "asyncio")
 
 
@@ -46,10 +50,19 @@ def test_help_imports_nothing_heavy() -> None:
         f"heavy = sorted(set({HEAVY}) & set(sys.modules))\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr
     for command in ("start", "demo", "status", "certs", "config", "simulate"):
-        assert f"\n  {command} " in done.stdout
+        assert f"\n  {command} " in process.stdout
+
+
+def test_help_lists_every_command_in_its_group() -> None:
+    output = CliRunner().invoke(app, ["--help"]).output
+    places = [output.index(f"\n{title}:\n") for title in GROUPS]
+    assert places == sorted(places)
+    groups = [set(re.findall(r"^  (\S+)  ", section, re.M)) for section in re.split(r"^\S.*:$", output, flags=re.M)[2:]]
+    assert set.union(*groups) == set(typer.main.get_command(app).commands)
+    assert [group >= names for group, names in zip(groups, GROUP_EXAMPLES, strict=True)] == [True] * len(GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +83,8 @@ def test_every_command_has_help(arguments: list[str]) -> None:
 
 
 def test_version() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout) == (0, f"diloco-node {__version__}\n")
+    process = run("--version")
+    assert (process.returncode, process.stdout) == (0, f"diloco-node {__version__}\n")
 
 
 @pytest.mark.parametrize(
@@ -86,26 +99,26 @@ def test_version() -> None:
     ],
 )
 def test_wrong_usage_ends_with_2_and_no_traceback(arguments: list[str], hint: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert hint in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    process = run(*arguments)
+    assert process.returncode == 2
+    assert hint in process.stderr
+    assert "Traceback" not in process.stderr
+    assert process.stdout == ""
 
 
 def test_an_error_is_one_line_and_debug_shows_the_traceback() -> None:
-    done = run("config", "show", "--set", "rounds.sync_evry=3")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(
+    process = run("config", "show", "--set", "rounds.sync_evry=3")
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert process.stderr.count("\n") == 1
+    assert process.stderr.startswith(
         "diloco-node: rounds.sync_evry (--set rounds.sync_evry) is not a setting, did you mean"
     )
     for arguments in (["--debug", "config", "show"], ["config", "show", "--debug"]):
-        done = run(*arguments, "--set", "rounds.sync_evry=3")
-        assert done.returncode == 1
-        assert "Traceback" in done.stderr
-        assert "ConfigError" in done.stderr
+        process = run(*arguments, "--set", "rounds.sync_evry=3")
+        assert process.returncode == 1
+        assert "Traceback" in process.stderr
+        assert "ConfigError" in process.stderr
 
 
 def test_debug_behind_two_dashes_belongs_to_the_users_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,9 +158,9 @@ def test_config_show_as_json() -> None:
 
 
 def test_config_file_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = tmp_path / "other.toml"
-    other.write_text(RUN_TOML.replace('"try"', '"other"'))
-    monkeypatch.setenv("DILOCO_CONFIG", str(other))
+    other_file = tmp_path / "other.toml"
+    other_file.write_text(RUN_TOML.replace('"try"', '"other"'))
+    monkeypatch.setenv("DILOCO_CONFIG", str(other_file))
     assert '"other"' in CliRunner().invoke(app, ["config", "show"]).output
 
 
@@ -165,8 +178,8 @@ def test_certs_init_takes_the_names_of_run_toml_and_overwrites_nothing(
 ) -> None:
     assert main(["certs", "init"]) == 0
     assert "certs/us-east" in capsys.readouterr().out
-    made = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("certs/**/*.*"))
-    assert made == [
+    paths = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("certs/**/*.*"))
+    assert paths == [
         "certs/ca.key",
         "certs/ca.pem",
         *(f"certs/{region}/{name}" for region in ("eu", "us-east") for name in ("ca.pem", "node.key", "node.pem")),

@@ -35,10 +35,10 @@ def init(
     if not names or run_id is None or folder is None:
         if names and config is None and not Path("run.toml").exists():
             raise ConfigError("without run.toml, certs init needs all of: regions, --run-id NAME and --out FOLDER")
-        resolved = load(config, {}, None)
-        names = names or list(resolved.regions)
-        run_id = run_id if run_id is not None else resolved.run.id
-        folder = folder if folder is not None else resolved.run.certs_dir
+        run_config = load(config, {}, None)
+        names = names or list(run_config.regions)
+        run_id = run_id if run_id is not None else run_config.run.id
+        folder = folder if folder is not None else run_config.run.certs_dir
     from diloco_node.transport.certificates import init_run
 
     init_run(folder, run_id, names)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from diloco_node.cli.options import ConfigOption, SetOption, load
+from diloco_node.errors import ConfigError
 
 app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -19,6 +20,7 @@ def _group() -> None:
 
 @app.command()
 def show(
+    setting: Annotated[str | None, typer.Argument(metavar="[SETTING]", help="Only this one, explained.")] = None,
     *,
     config: ConfigOption = None,
     assignments: SetOption = None,
@@ -26,11 +28,14 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show every setting as this command would use it, checked."""
-    resolved = load(config, {}, assignments)
-    rows = list(resolved.rows())
+    node_config = load(config, {}, assignments)
+    rows = [row for row in node_config.rows() if setting in (None, row[0])]
+    if setting is not None:
+        _explain(setting, rows)
+        return
     if as_json:
         settings = {key: {"value": value, "origin": where} if origin else value for key, value, where in rows}
-        typer.echo(json.dumps({"settings": settings, "settings_digest": resolved.settings_digest()}, indent=1))
+        typer.echo(json.dumps({"settings": settings, "settings_digest": node_config.settings_digest()}, indent=1))
         return
     key_width = max(len(key) for key, _, _ in rows)
     value_width = max(len(value) for _, value, _ in rows)
@@ -38,4 +43,15 @@ def show(
         typer.echo(
             f"{key:<{key_width}} = {value:<{value_width}}  # {where}" if origin else f"{key:<{key_width}} = {value}"
         )
-    typer.echo(f"{'# settings digest':<{key_width}} = {resolved.settings_digest()[:16]}")
+    typer.echo(f"{'# settings digest':<{key_width}} = {node_config.settings_digest()[:16]}")
+
+
+def _explain(key: str, rows: list[tuple[str, str, str]]) -> None:
+    """Print one setting with the words of docs/settings.md."""
+    from diloco_node.config.reference import explanation
+
+    if not rows:
+        raise ConfigError(f"there is no setting {key}: `diloco-node config show` lists them all")
+    for name, value, origin in rows:
+        typer.echo(f"{name} = {value}  # {origin}")
+    typer.echo(explanation(key))

@@ -1,4 +1,4 @@
-"""What `start` finds in a region's folder: a run of another name, settings that can't change, a run that is over."""
+"""State that `start` finds in a region's folder: another run, settings that can't change, a run that is over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
         node_file: name of the file in the region's folder that holds what it was started with last.
 
     Returns:
-        One line when the run is finished here, else ""; one line for each setting that changes with this start.
+        A line when the run is finished here, else ""; a line for each setting that changes with this start.
 
     Raises:
         ConfigError: the folder is of another run, or a setting differs that can't change in a run.
@@ -31,9 +31,9 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
     if record is None:
         return "", []
     record.check(folder, run_id=config.run.id, regions=config.regions)
-    changed = _changed(config, folder / node_file)
+    lines = _changes(config, folder / node_file)
     if not is_complete(folder, record):
-        return "", changed
+        return "", lines
     return f"run {config.run.id} is finished in {region}: {escaped(record.finished or '')}. {_final(folder)}", []
 
 
@@ -46,7 +46,7 @@ def _final(folder: Path) -> str:
     return f"{path} is gone. If nobody has moved it: start --serve, here and in another region, writes it again"
 
 
-def _changed(config: NodeConfig, node_file: Path) -> list[str]:
+def _changes(config: NodeConfig, node_file: Path) -> list[str]:
     """Settings that differ from those of the last start."""
     from diloco_node.config.schema import FIXED_IN_A_RUN
     from diloco_node.daemon.spec import NodeSpec

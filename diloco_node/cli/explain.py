@@ -1,4 +1,4 @@
-"""`diloco-node help CODE`: what a code that stands behind an error means, and what to do."""
+"""`diloco-node help CODE`: the meaning of the code of an error or an alert, and what to do."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Explanation:
 
 
 def explanations() -> dict[str, Explanation]:
-    """All that `help` knows, by code."""
-    return {one.code: one for one in sorted((*_of_errors(), *_of_alerts()), key=lambda one: one.code)}
+    """Collect the explanations of errors and alerts, by code."""
+    return {entry.code: entry for entry in sorted((*_of_errors(), *_of_alerts()), key=lambda entry: entry.code)}
 
 
 def _of_errors() -> Iterator[Explanation]:
@@ -53,29 +53,29 @@ def _of_alerts() -> Iterator[Explanation]:
 def explain(
     *,
     code: Annotated[
-        str | None, typer.Argument(metavar="[CODE]", help="As it stands behind an error; default: list them all.")
+        str | None, typer.Argument(metavar="CODE", help="As it stands behind an error; default: list them all.")
     ] = None,
 ) -> None:
-    """Explain a code such as E-PEER-CERT: what it means, and what to do."""
-    known = explanations()
+    """Explain a code such as E-PEER-CERT."""
+    entries = explanations()
     if code is None:
-        for one in known.values():
-            typer.echo(f"{one.code:<{max(map(len, known))}}  {one.meaning}")
+        for entry in entries.values():
+            typer.echo(f"{entry.code:<{max(map(len, entries))}}  {entry.meaning}")
         return
-    wanted = code.upper()
-    if wanted not in known:
-        close = difflib.get_close_matches(wanted, known, n=1)
+    key = code.upper()
+    if key not in entries:
+        close = difflib.get_close_matches(key, entries, n=1)
         hint = f"did you mean {close[0]}?" if close else "diloco-node help lists them all"
         raise ConfigError(f"there is no code {code!r}: {hint}")
-    for line in lines_of(known[wanted]):
+    for line in lines_of(entries[key]):
         typer.echo(line)
 
 
-def lines_of(one: Explanation) -> Iterator[str]:
-    """A code, explained."""
-    yield one.code
-    yield f"  what    {one.meaning}"
-    yield f"  do      {one.remedy}"
-    if one.exit_code is not None:
-        yield f"  exit    code {one.exit_code}"
-    yield f"  more    {one.link}"
+def lines_of(entry: Explanation) -> Iterator[str]:
+    """Lay out the explanation of a code."""
+    yield entry.code
+    yield f"  what    {entry.meaning}"
+    yield f"  do      {entry.remedy}"
+    if entry.exit_code is not None:
+        yield f"  exit    code {entry.exit_code}"
+    yield f"  more    {entry.link}"

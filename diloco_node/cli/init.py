@@ -27,7 +27,7 @@ ADMIN_PORT: Final = 7401
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
-    """What the questions are about.
+    """Answers to the questions.
 
     Attributes:
         regions: HOST:PORT by name; None: it can't be dialled. script: the user's; None: the built-in trainer.
@@ -60,44 +60,44 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Rename what is there to NAME.old-1, and write anew.")] = False,
 ) -> None:
     """Write run.toml and a certificate for each region; ask for what no flag says."""
-    taken = _taken(folder, (CONFIG_NAME, CERTS_NAME), force)
+    existing_paths = _find_existing(folder, (CONFIG_NAME, CERTS_NAME), force)
     new = NewRun(
-        run_id=_asked(run_id, "Name of the run", RUN_ID, yes),
-        regions=parse_regions(_asked(regions, "Regions, as us-east=203.0.113.10:7400,us-west=...", None, yes)),
-        script=_script(_asked(script, "Your training script (empty: the built-in trainer)", "", yes)),
-        steps=_steps(_asked(None if steps is None else str(steps), "Steps of the run (0: no end)", "0", yes)),
-        budget=_budget(_asked(budget, "Bandwidth of each region, as 2Gbit/s (empty: no ceiling)", "", yes)),
+        run_id=_answer(run_id, "Name of the run", RUN_ID, yes),
+        regions=parse_regions(_answer(regions, "Regions, as us-east=203.0.113.10:7400,us-west=...", None, yes)),
+        script=_script(_answer(script, "Your training script (empty: the built-in trainer)", "", yes)),
+        steps=_steps(_answer(None if steps is None else str(steps), "Steps of the run (0: no end)", "0", yes)),
+        budget=_budget(_answer(budget, "Bandwidth of each region, as 2Gbit/s (empty: no ceiling)", "", yes)),
     )
     text = run_toml(new)
     _check(text)
     if new.script is not None:
         there = folder / new.script.name
         if there.exists() and not filecmp.cmp(new.script, there, shallow=False):
-            taken += _taken(folder, (there.name,), force)
-    _write(folder, new, text, taken)
+            existing_paths += _find_existing(folder, (there.name,), force)
+    _write(folder, new, text, existing_paths)
     for line in next_commands(folder, new):
         typer.echo(line)
 
 
-def _taken(folder: Path, names: Sequence[str], is_forced: bool) -> list[Path]:
-    """What is there already. Raises ConfigError, unless it may be renamed."""
+def _find_existing(folder: Path, names: Sequence[str], is_forced: bool) -> list[Path]:
+    """Paths that exist already. Raises ConfigError, unless they may be renamed."""
     try:
-        found = [path for path in (folder / name for name in names) if path.exists()]
+        paths = [path for path in (folder / name for name in names) if path.exists()]
     except OSError as error:
         raise _unwritable(folder, error) from error
-    if found and not is_forced:
-        raise ConfigError(f"{found[0]} is there already: choose another --out, or rename it with --force")
-    return found
+    if paths and not is_forced:
+        raise ConfigError(f"{paths[0]} is there already: choose another --out, or rename it with --force")
+    return paths
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{folder} can't be written ({error.strerror or error}): choose another --out")
 
 
-def _asked(given: str | None, question: str, default: str | None, is_silent: bool) -> str:
+def _answer(flag: str | None, question: str, default: str | None, is_silent: bool) -> str:
     """The flag, else the answer, else the default."""
-    if given is not None:
-        return given
+    if flag is not None:
+        return flag
     if not is_silent:
         return str(typer.prompt(question, default=default, show_default=bool(default)))
     if default is None:
@@ -113,17 +113,17 @@ def parse_regions(text: str) -> dict[str, str | None]:
     """
     from diloco_node.wire.message_schema import is_region_name
 
-    found: dict[str, str | None] = {}
-    for part in (part.strip() for part in text.split(",") if part.strip()):
-        name, equals, address = part.partition("=")
+    regions: dict[str, str | None] = {}
+    for item in (item.strip() for item in text.split(",") if item.strip()):
+        name, equals, address = item.partition("=")
         if not is_region_name(name):
             raise ConfigError(f"--regions names {name!r}: use 1 to 63 of a-z, 0-9 and '-'")
-        if name in found:
+        if name in regions:
             raise ConfigError(f"--regions names {name} twice: every region needs a name of its own")
-        found[name] = address if equals else None
-    if not found:
+        regions[name] = address if equals else None
+    if not regions:
         raise ConfigError("no regions: write us-east=203.0.113.10:7400,us-west=198.51.100.20:7400")
-    return found
+    return regions
 
 
 def _script(text: str) -> Path | None:
@@ -156,7 +156,7 @@ def run_toml(new: NewRun) -> str:
     lines = [
         "# Written by diloco-node init. The same file serves all regions; docs/run.md says what each setting does.",
         "[run]",
-        f"id = {_quoted(new.run_id)}",
+        f"id = {_quote(new.run_id)}",
         f"steps = {new.steps}  # of the median learner; 0: no end",
         "",
         "[rounds]",
@@ -164,10 +164,10 @@ def run_toml(new: NewRun) -> str:
         f"# sync_every = {usual.sync_every}  # inner steps between two merges of one part",
     ]
     if new.budget:
-        lines += ["", "[budget]", f"egress = {_quoted(new.budget)}", f"ingress = {_quoted(new.budget)}"]
+        lines += ["", "[budget]", f"egress = {_quote(new.budget)}", f"ingress = {_quote(new.budget)}"]
     ports = _admin_ports(new.regions)
     for name, address in new.regions.items():
-        where = "# no address: it dials the others" if address is None else f"address = {_quoted(address)}"
+        where = "# no address: it dials the others" if address is None else f"address = {_quote(address)}"
         admin = f"admin_port = {ports[name]}  # dashboard, status and metrics, on loopback only"
         lines += ["", f"[regions.{name}]", where, admin]
     return "\n".join(lines) + "\n"
@@ -175,16 +175,16 @@ def run_toml(new: NewRun) -> str:
 
 def _admin_ports(regions: Mapping[str, str | None]) -> dict[str, int]:
     """By region: from `ADMIN_PORT` on, the first that nothing else of the run has on its machine."""
-    taken = {address for address in regions.values() if address is not None}
+    addresses = {address for address in regions.values() if address is not None}
     ports: dict[str, int] = {}
     for name, address in regions.items():
         host = name if address is None else address.rpartition(":")[0]
-        ports[name] = next(port for port in itertools.count(ADMIN_PORT) if f"{host}:{port}" not in taken)
-        taken.add(f"{host}:{ports[name]}")
+        ports[name] = next(port for port in itertools.count(ADMIN_PORT) if f"{host}:{port}" not in addresses)
+        addresses.add(f"{host}:{ports[name]}")
     return ports
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """A string of TOML, whatever it holds: JSON's quotes and escapes are TOML's too."""
     return json.dumps(text)
 
@@ -205,11 +205,11 @@ def _set_aside(path: Path) -> None:
     path.rename(next(old for old in olds if not old.exists()))
 
 
-def _write(folder: Path, new: NewRun, text: str, taken: Sequence[Path]) -> None:
+def _write(folder: Path, new: NewRun, text: str, existing_paths: Sequence[Path]) -> None:
     from diloco_node.transport.certificates import init_run
 
     try:
-        for path in taken:
+        for path in existing_paths:
             _set_aside(path)
         folder.mkdir(parents=True, exist_ok=True)
         init_run(folder / CERTS_NAME, new.run_id, list(new.regions))
@@ -221,7 +221,7 @@ def _write(folder: Path, new: NewRun, text: str, taken: Sequence[Path]) -> None:
 
 
 def next_commands(folder: Path, new: NewRun) -> list[str]:
-    """What to type next: copy, examine, start."""
+    """Commands to type next: copy, examine, start."""
     script = new.script.name if new.script is not None else ""
     files = f"{CONFIG_NAME} {shlex.quote(script)}" if script else CONFIG_NAME
     command = f" -- python {shlex.quote(script)}" if script else ""

@@ -7,31 +7,31 @@ import dataclasses
 import json
 import time
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from diloco_node.errors import ConfigError, StorageError
+from diloco_node.cli.options import ConfigOption
+from diloco_node.cli.places import RegionArgument, region_folder
+from diloco_node.errors import StorageError
 from diloco_node.escaping import escaped
+from diloco_node.state_names import LEDGER_NAME
 
 if TYPE_CHECKING:
     from diloco_node.core.types import Entry, LedgerBase
     from diloco_node.storage.ledger_reader import LedgerReader
 
-LEDGER_NAME: Final = "ledger.log"
 PERIOD_S: Final = 0.5
-"""Between two looks at the file with --follow."""
+"""Time between two reads of the file with --follow."""
 
 DIGEST_CHARACTERS: Final = 12
-"""Of a digest that people read."""
+"""Length of a digest that people read."""
 
 
 def ledger(
     *,
-    place: Annotated[
-        Path, typer.Argument(metavar="STATE_DIR", help="A region's state folder, or the ledger.log in it.")
-    ],
+    place: RegionArgument = None,
+    config: ConfigOption = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is appended, until Ctrl-C.")] = False,
     first: Annotated[int, typer.Option("--from", metavar="N", min=1, help="Begin with this entry.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object per line.")] = False,
@@ -42,24 +42,24 @@ def ledger(
     """
     from diloco_node.storage.ledger_reader import LedgerReader
 
-    reader = LedgerReader(state_folder(place))
-    shown = -1
+    reader = LedgerReader(region_folder(place, config, file=LEDGER_NAME))
+    last_index = -1
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            entries = _read(reader, may_be_changing=shown >= 0)
-            if reader.base.index > max(shown, first - 1):
+            entries = _read(reader, may_be_changing=last_index >= 0)
+            if reader.base.index > max(last_index, first - 1):
                 typer.echo(base_line(reader.base, as_json=as_json))
             for entry in entries:
                 if entry.index >= first:
                     typer.echo(json.dumps(as_document(entry)) if as_json else entry_line(entry))
-            shown = max(shown, reader.base.index + len(reader.entries))
+            last_index = max(last_index, reader.base.index + len(reader.entries))
             if not follow:
                 return
             time.sleep(PERIOD_S)
 
 
 def _read(reader: LedgerReader, *, may_be_changing: bool) -> tuple[Entry, ...]:
-    """What is new. A file that was whole before and is not now is being written: it is looked at once more."""
+    """Read new entries. A file that was whole before and is not now is being written: it is read once more."""
     try:
         return reader.read()
     except StorageError:
@@ -69,23 +69,15 @@ def _read(reader: LedgerReader, *, may_be_changing: bool) -> tuple[Entry, ...]:
         return reader.read()
 
 
-def state_folder(place: Path) -> Path:
-    """The state folder that a path means: itself, or the one a ledger.log lies in. Raises ConfigError."""
-    folder = place.parent if place.is_file() and place.name == LEDGER_NAME else place
-    if not (folder / LEDGER_NAME).is_file():
-        raise ConfigError(f"{place}: no {LEDGER_NAME} there; give the state folder of one region, as state/us-east")
-    return folder
-
-
 def base_line(base: LedgerBase, *, as_json: bool) -> str:
-    """What stands for the entries that are summed up."""
+    """Describe the base, which stands for the entries that are summed up."""
     if as_json:
         return json.dumps({"index": base.index, "term": base.term, "kind": "base", "hash": base.hash.hex()})
     return f"#{base.index} term {base.term} base: entries up to here are summed up, hash {_short(base.hash)}"
 
 
 def as_document(entry: Entry) -> dict[str, Any]:
-    """All of an entry: fields of its body by name, bytes in hexadecimal, an enumeration by its value."""
+    """Describe an entry for JSON: fields of its body by name, bytes in hexadecimal, an enumeration by its value."""
     body = {field.name: _plain(getattr(entry.body, field.name)) for field in dataclasses.fields(entry.body)}
     place = {"index": entry.index, "term": entry.term, "kind": kind_of(entry)}
     return {**place, "body": body, "previous": entry.previous.hex(), "hash": entry.hash.hex()}
@@ -97,57 +89,57 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return value
 
 
 def kind_of(entry: Entry) -> str:
-    """As in docs/formats.md."""
+    """Name the kind of an entry, as in docs/formats.md."""
     from diloco_node.core.ledger.entries import body_kind
 
     return body_kind(entry.body)
 
 
 def entry_line(entry: Entry) -> str:
-    """One entry for people. Its words may be another region's, so they are escaped."""
-    return escaped(f"#{entry.index} term {entry.term} {kind_of(entry)}: {_said(entry)}")
+    """Describe an entry for people. Its words may be another region's, so they are escaped."""
+    return escaped(f"#{entry.index} term {entry.term} {kind_of(entry)}: {_body_words(entry)}")
 
 
-def _said(entry: Entry) -> str:
+def _body_words(entry: Entry) -> str:
     from diloco_node.core import types
 
-    said = ""
+    words = ""
     match entry.body:
         case types.GenesisBody() as body:
-            named = (
+            digests = (
                 f"settings {body.settings_digest[:DIGEST_CHARACTERS]}, model {body.manifest_digest[:DIGEST_CHARACTERS]}"
             )
-            said = f"run {body.run_id} of {', '.join(body.regions)}, {len(body.fragment_digests)} fragments, {named}"
+            words = f"run {body.run_id} of {', '.join(body.regions)}, {len(body.fragment_digests)} fragments, {digests}"
         case types.LeaderBody() as body:
-            said = body.leader
+            words = body.leader
         case types.RoundBody() as body:
-            total = sum(one.weight for one in body.members) or 1.0
+            total = sum(member.weight for member in body.members) or 1.0
             members = ", ".join(
-                f"{one.contribution.learner} {one.weight / total:.1%} ({one.contribution.tokens:,} tokens)"
-                for one in body.members
+                f"{member.contribution.learner} {member.weight / total:.1%} ({member.contribution.tokens:,} tokens)"
+                for member in body.members
             )
             last = ", the last one" if body.is_last else ""
-            what = f"fragment {body.fragment} to version {body.version} (ballot {body.ballot}){last}"
-            said = f"{what}: {members}; share {body.share:.3g}, payload {_short(body.payload_digest)}"
+            round_ = f"fragment {body.fragment} to version {body.version} (ballot {body.ballot}){last}"
+            words = f"{round_}: {members}; share {body.share:.3g}, payload {_short(body.payload_digest)}"
         case types.DiscardedBody() as body:
-            what = f"steps {body.step_from} to {body.step_to} of {body.learner} incarnation {body.incarnation}"
-            said = f"fragment {body.fragment}: {what}, {body.tokens:,} tokens: {body.reason}"
+            round_ = f"steps {body.step_from} to {body.step_to} of {body.learner} incarnation {body.incarnation}"
+            words = f"fragment {body.fragment}: {round_}, {body.tokens:,} tokens: {body.reason}"
         case types.FinishedBody() as body:
-            said = f"versions {min(body.versions)} to {max(body.versions)}: {body.reason}"
+            words = f"versions {min(body.versions)} to {max(body.versions)}: {body.reason}"
         case types.DiskNamedBody() as body:
-            said = f"{body.region} has {'folder ' + _short(body.disk) if body.disk else 'no folder that counts'}"
+            words = f"{body.region} has {'folder ' + _short(body.disk) if body.disk else 'no folder that counts'}"
         case types.SnapshotBody() as body:
-            said = f"fragment {body.fragment} version {body.version} is {_short(body.digest)}"
+            words = f"fragment {body.fragment} version {body.version} is {_short(body.digest)}"
         case types.SummaryBody() as body:
-            said = f"entries up to {body.index} are {_short(body.digest)}"
-    return said
+            words = f"entries up to {body.index} are {_short(body.digest)}"
+    return words
 
 
 def _short(digest: bytes) -> str:

@@ -28,11 +28,11 @@ SetOption = Annotated[
 ]
 
 
-def flags_from(named: Mapping[str, tuple[str, Any]], assignments: Sequence[str] | None = None) -> list[Flag]:
-    """Flags that were given, as settings.
+def flags_from(values: Mapping[str, tuple[str, Any]], assignments: Sequence[str] | None = None) -> list[Flag]:
+    """Turn flags of the command line into settings.
 
     Args:
-        named: dotted key -> (flag as written, value); a value of None or () was not given.
+        values: dotted key -> (flag as written, value); a value of None or () was not given.
         assignments: "KEY=VALUE" of `--set`; a flag of its own beats it.
 
     Raises:
@@ -46,19 +46,19 @@ def flags_from(named: Mapping[str, tuple[str, Any]], assignments: Sequence[str] 
         if not equals or "." not in key:
             raise ConfigError(f"--set {assignment!r}: write KEY=VALUE, for example --set rounds.sync_every=16")
         flags.append(Flag(key.strip(), value.strip(), f"--set {key.strip()}"))
-    flags += [Flag(key, value, flag) for key, (flag, value) in named.items() if value is not None and value != []]
+    flags += [Flag(key, value, flag) for key, (flag, value) in values.items() if value is not None and value != []]
     return flags
 
 
-def load(config: Path | None, named: Mapping[str, tuple[str, Any]], assignments: Sequence[str] | None) -> NodeConfig:
+def load(config: Path | None, values: Mapping[str, tuple[str, Any]], assignments: Sequence[str] | None) -> NodeConfig:
     """Resolve all settings; ConfigError says what is wrong."""
     from diloco_node.config.resolve import load_config
 
-    return load_config(config, flags_from(named, assignments))
+    return load_config(config, flags_from(values, assignments))
 
 
 def parsed(flag: str, text: str, parse: Callable[[str], T]) -> T:
-    """A flag's value.
+    """Parse the value of a flag.
 
     Args:
         flag: as written. parse: raises ValueError with the reason.

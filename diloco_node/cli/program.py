@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from diloco_node import __version__
 from diloco_node.cli import certs, config, explain, init, ledger, orders, replay, start, status, why
-from diloco_node.cli.deploy import deploy_command
 from diloco_node.cli.doctor.doctor_command import doctor
-from diloco_node.cli.export.export_command import export
+from diloco_node.cli.export import export
 from diloco_node.cli.measure import measure_command
 from diloco_node.cli.page.page_commands import dashboard, report
 from diloco_node.cli.plan.plan_command import plan
@@ -23,6 +23,29 @@ from diloco_node.errors import INTERRUPTED_CODE, DilocoError
 from diloco_node.escaping import escaped
 
 DEBUG_FLAG = "--debug"
+RUN: Final = "Run a region"
+LOOK: Final = "Look at a run"
+CHANGE: Final = "Change a run"
+LABORATORY: Final = "Laboratory"
+GROUPS: Final = (RUN, LOOK, CHANGE, LABORATORY)
+"""Headings of `--help`. Each command is registered with its own."""
+
+
+class CommandsInGroups(TyperGroup):
+    """The program, whose help lists the commands under the headings of their groups."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections of the help that list commands."""
+        width = max(map(len, self.commands))
+        for title in GROUPS:
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (name.ljust(width), command.get_short_help_str(formatter.width - width - 6))
+                        for name, command in self.commands.items()
+                        if getattr(command, "rich_help_panel", None) == title
+                    ]
+                )
 
 
 def _show_version(value: bool) -> None:
@@ -51,28 +74,28 @@ def operator_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         callback=_top,
+        cls=CommandsInGroups,
     )
-    app.command("init")(init.init)
-    app.command("start")(start.start)
-    app.command("status")(status.status)
-    app.command("why")(why.why)
-    app.command("dashboard")(dashboard)
-    app.command("report")(report)
-    app.command("finish")(orders.finish)
-    app.command("doctor")(doctor)
-    app.command("help")(explain.explain)
-    app.command("plan")(plan)
-    app.command("ledger")(ledger.ledger)
-    app.command("replay")(replay.replay)
-    app.command("export")(export)
-    app.command("log-level")(orders.log_level)
-    app.add_typer(orders.budget, name="budget")
-    app.add_typer(orders.quarantine, name="quarantine")
-    app.add_typer(orders.learner, name="learner")
-    app.add_typer(certs.app, name="certs")
-    app.add_typer(config.app, name="config")
-    app.add_typer(measure_command.app, name="measure")
-    app.add_typer(deploy_command.app, name="deploy")
+    app.command("init", rich_help_panel=RUN)(init.init)
+    app.add_typer(certs.app, name="certs", rich_help_panel=RUN)
+    app.add_typer(config.app, name="config", rich_help_panel=RUN)
+    app.command("plan", rich_help_panel=RUN)(plan)
+    app.command("doctor", rich_help_panel=RUN)(doctor)
+    app.command("start", rich_help_panel=RUN)(start.start)
+    app.command("status", rich_help_panel=LOOK)(status.status)
+    app.command("why", rich_help_panel=LOOK)(why.why)
+    app.command("dashboard", rich_help_panel=LOOK)(dashboard)
+    app.command("report", rich_help_panel=LOOK)(report)
+    app.add_typer(measure_command.app, name="measure", rich_help_panel=LOOK)
+    app.command("ledger", rich_help_panel=LOOK)(ledger.ledger)
+    app.command("replay", rich_help_panel=LOOK)(replay.replay)
+    app.command("export", rich_help_panel=LOOK)(export)
+    app.command("help", rich_help_panel=LOOK)(explain.explain)
+    app.command("finish", rich_help_panel=CHANGE)(orders.finish)
+    app.add_typer(orders.budget, name="budget", rich_help_panel=CHANGE)
+    app.add_typer(orders.learner, name="learner", rich_help_panel=CHANGE)
+    app.add_typer(orders.quarantine, name="quarantine", rich_help_panel=CHANGE)
+    app.command("log-level", rich_help_panel=CHANGE)(orders.log_level)
     return app
 
 
@@ -89,10 +112,10 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # What follows `--` belongs to the user's own command, also a `--debug` in it.
     at = words.index("--") if "--" in words else len(words)
-    own, command = words[:at], words[at:]
-    is_debug = DEBUG_FLAG in own
+    options, command = words[:at], words[at:]
+    is_debug = DEBUG_FLAG in options
     try:
-        app(args=[word for word in own if word != DEBUG_FLAG] + command, prog_name="diloco-node")
+        app(args=[word for word in options if word != DEBUG_FLAG] + command, prog_name="diloco-node")
     except DilocoError as error:
         if is_debug:
             raise

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_node.cli.ledger import state_folder
+from diloco_node.cli.options import ConfigOption
+from diloco_node.cli.places import RegionArgument, region_folder
+from diloco_node.state_names import LEDGER_NAME
 
 if TYPE_CHECKING:
     from diloco_node.daemon.state_replay import ReplayReport
@@ -16,22 +17,22 @@ if TYPE_CHECKING:
 
 def replay(
     *,
-    place: Annotated[
-        Path, typer.Argument(metavar="LEDGER|STATE_DIR", help="A region's state folder, or the ledger.log in it.")
-    ],
+    place: RegionArgument = None,
+    config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Compute a region's parameters again from its first ones and the payloads. Exit code 0: every digest agrees.
+    """Compute a region's parameters again, and compare digests. Exit code 0: all of them agree.
 
-    Nothing in the folder is changed, and a daemon may run on it. Without Theta_0 or an early payload it begins at the
-    first state from which nothing is missing.
+    It begins with the first parameters, and takes the payloads that are on disk. Without Theta_0 or an early payload it
+    begins at the first state from which nothing is missing. Nothing in the folder is changed, and a daemon may run on
+    it.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from diloco_node.daemon.state_replay import Replay
 
-    work = Replay(state_folder(place))
+    work = Replay(region_folder(place, config, file=LEDGER_NAME))
     columns = (TextColumn("outer steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=work.rounds)
@@ -46,17 +47,17 @@ def replay(
 
 
 def as_document(report: ReplayReport) -> dict[str, Any]:
-    """For `--json`; the fields are described in docs/operate.md."""
+    """Describe the result for `--json`."""
     return {
         "agrees": report.agrees,
         "fragments": [
             {
-                "fragment": one.fragment,
-                "from_version": one.start,
-                "version": one.start + len(one.rounds),
-                "lack": one.lack,
+                "fragment": fragment.fragment,
+                "from_version": fragment.start,
+                "version": fragment.start + len(fragment.rounds),
+                "lack": fragment.lack,
             }
-            for one in report.plan
+            for fragment in report.plan
         ],
         "digests": [
             {
@@ -73,10 +74,10 @@ def as_document(report: ReplayReport) -> dict[str, Any]:
 
 
 def report_lines(report: ReplayReport) -> list[str]:
-    """For people: what began late, what differs, and the sum of it."""
+    """Describe the result for people: late beginnings, differences, and the sum of it."""
     from diloco_node.daemon.state_replay import ARCHIVE_HINT
 
-    late = [one for one in report.plan if one.start]
+    late = [fragment for fragment in report.plan if fragment.start]
     lines = []
     if late:
         count, first = f"{len(late)} of {len(report.plan)} fragments begin later than Theta_0", late[0]
@@ -84,13 +85,14 @@ def report_lines(report: ReplayReport) -> list[str]:
         lines.append(ARCHIVE_HINT)
     for check in report.checks:
         if not check.agrees:
-            named, computed = check.named.hex()[:16], check.computed.hex()[:16]
+            ledger_hex, computed_hex = check.named.hex()[:16], check.computed.hex()[:16]
             lines.append(
-                f"fragment {check.fragment} version {check.version} differs: ledger {named}, computed {computed}"
+                f"fragment {check.fragment} version {check.version} differs: ledger {ledger_hex}, "
+                f"computed {computed_hex}"
             )
-    steps = sum(len(one.rounds) for one in report.plan)
-    agreed = sum(check.agrees for check in report.checks)
-    lines.append(f"{steps} outer steps, {agreed} of {len(report.checks)} digests of the ledger agree")
+    steps = sum(len(fragment.rounds) for fragment in report.plan)
+    agreements = sum(check.agrees for check in report.checks)
+    lines.append(f"{steps} outer steps, {agreements} of {len(report.checks)} digests of the ledger agree")
     if report.final is not None:
         lines.append(f"final.safetensors holds {'the computed' if report.final else 'OTHER'} parameters")
     return lines

@@ -9,7 +9,9 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -19,29 +21,26 @@ import typer
 from diloco_node.cli.existing_state import check_begun
 from diloco_node.cli.options import ConfigOption, SetOption, load
 from diloco_node.errors import BindError, ConfigError, StorageError
+from diloco_node.state_names import DAEMON_SOCKET_NAME, MEMORY_SOCKET_NAME, NODE_NAME, TRAINER_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
     from diloco_node.daemon.spec import NodeSpec
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
-NODE_FILE: Final = "node.json"
 TRAINER_PRELOAD: Final = ("diloco_node.learner.builtin.trainer",)
+TRAINER_MODULE: Final = "diloco_node.learner"
+RECIPE_MODULE: Final = "diloco_node.integrations.hf_recipe"
+RECIPE_LIBRARIES: Final = ("transformers", "accelerate", "datasets", "torchdata")
 LATE_IMPORTS: Final = "diloco_node.learner.warm"
 """Preloaded beside whatever is: what every learner needs, and would else do after the fork."""
 
 DYNAMO: Final = "torch._dynamo"
-"""What torch's optimizers import when they are made, and what compiles: a second of processor time."""
+"""Imported by torch's optimizers when they are made, and by what compiles: a second of processor time."""
 
-TRAINER_FILE: Final = "trainer.json"
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
 ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
 PLACE_VARIABLE: Final = "DILOCO_PLACE"
-SCHEDULE_STEPS_UNKNOWN: Final = 1000
-"""Length of the built-in trainer's schedule when neither steps nor tokens end the run."""
-
-LR_FLOOR_OPEN: Final = 0.1
-"""Part of the peak learning rate that is kept when the run may go on beyond the schedule."""
 
 
 def start(
@@ -86,7 +85,7 @@ def start(
     assignments: SetOption = None,
 ) -> None:
     """Run one region: a daemon and its learner, restarted when they die. Ends with the run, or at SIGTERM."""
-    named = {
+    flags = {
         "run.state_dir": ("--state-dir", state_dir),
         "run.certs_dir": ("--certs", certs_dir),
         "run.init": ("--init", init),
@@ -100,28 +99,28 @@ def start(
         "log.format": ("--log-format", log_format),
     }
     # A name with a dot would become a key of its own; the check names the regions there are.
-    resolved = load(config, named if "." not in region else {}, assignments)
-    resolved.check_region(region)
-    finished, changes = check_begun(resolved, region, node_file=NODE_FILE)
-    if finished and not serve:
+    settings = load(config, flags if "." not in region else {}, assignments)
+    settings.check_region(region)
+    end, changes = check_begun(settings, region, node_file=NODE_NAME)
+    if end and not serve:
         from diloco_node.supervisor.service_manager import ServiceManager
 
-        typer.echo(finished)
+        typer.echo(end)
         # Who ends before it is ready has failed, says systemd, and starts it again.
         ServiceManager(os.environ, os.getpid()).ready()
         return
-    if serve and not finished:
+    if serve and not end:
         raise ConfigError(f"--serve is for a run that is finished in {region}; this one is not: leave it out")
     if not command and not serve:
-        check_data(resolved)
-        check_model(resolved)
-    check_trackers(resolved)
-    check_start(resolved, region, command or ())
-    spec = dataclasses.replace(prepare(resolved, region, command or ()), is_verbose=verbose)
+        check_data(settings)
+        check_model(settings)
+    check_trackers(settings)
+    check_start(settings, region, command or ())
+    spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
     if serve:
-        spec = serving(spec)
+        spec = serving_spec(spec)
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
-    for line in (*warnings(resolved), *changes):
+    for line in (*warnings(settings), *changes):
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.supervisor.supervisor import run_supervisor
 
@@ -133,33 +132,52 @@ def check_data(config: NodeConfig) -> None:
     from diloco_node.config.sources import HUB
 
     for path in config.data.paths:
+        if path.startswith(HUB) and config.model.hf is None:
+            raise ConfigError(
+                f"data.paths: {path} ({config.origin('data.paths')}) wants model.hf; the byte model reads files of text"
+            )
         if not path.startswith(HUB) and not Path(path).exists():
             raise ConfigError(
                 f"data.paths: {path} ({config.origin('data.paths')}) does not exist; give files or folders of text, "
                 "or leave it out for the standard library's sources"
             )
-    if config.data.tokenizer and not Path(config.data.tokenizer).exists():
+    if config.data.streaming and (config.model.hf is None or not config.data.paths):
         raise ConfigError(
-            f"data.tokenizer: {config.data.tokenizer} ({config.origin('data.tokenizer')}) does not exist; give a "
-            "tokenizer.json or a folder that has one, or leave it out for text as bytes"
-        )
-    if config.data.streaming and not config.data.paths:
-        raise ConfigError(
-            f"data.streaming ({config.origin('data.streaming')}) wants data.paths: files of JSONL or Parquet, "
-            "folders of them, or hf:NAME"
+            f"data.streaming ({config.origin('data.streaming')}) wants model.hf, and as data.paths files of JSONL or "
+            "Parquet, or hf:NAME"
         )
 
 
 def check_model(config: NodeConfig) -> None:
-    """Refuse a model of Hugging Face's that is not there, or without the library that makes it."""
-    path = config.model.hf
-    if path is None:
+    """Refuse a model of Hugging Face that its recipe can't train. The recipe says so itself, in a process of its own.
+
+    Raises:
+        ConfigError: the folder is not there, a library is not installed, or `hf_args` has an unknown or wrong value.
+    """
+    from diloco_node.config.sources import is_hub_name
+
+    name = config.model.hf
+    if name is None:
         return
     origin = config.origin("model.hf")
-    if not (path / "config.json" if path.is_dir() else path).is_file():
-        raise ConfigError(f"model.hf: {path} ({origin}) does not exist; name a config.json, or a folder with one")
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(f"model.hf ({origin}) needs transformers: pip install 'diloco-node[hf]'")
+    if not is_hub_name(Path(name), name) and not (Path(name) / "config.json").is_file():
+        raise ConfigError(f"model.hf: {name} ({origin}) is no folder with a config.json, and no name of the model hub")
+    for library in RECIPE_LIBRARIES:
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(f"model.hf ({origin}) needs {library}: pip install 'diloco-node[hf]'")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(trainer_settings(config), file)
+        file.flush()
+        recipe = subprocess.run(
+            [sys.executable, "-m", RECIPE_MODULE, "--check"],
+            env=os.environ | {TRAINER_VARIABLE: file.name},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if recipe.returncode:
+        reason = (recipe.stderr.strip().splitlines() or ["it says no reason"])[-1]
+        raise ConfigError(reason.removeprefix("learner: "))
 
 
 def check_trackers(config: NodeConfig) -> None:
@@ -171,7 +189,7 @@ def check_trackers(config: NodeConfig) -> None:
 
 
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
-    """What would stop the daemon at once, said here in one line.
+    """Refuse in one line what would stop the daemon at once.
 
     Raises:
         ConfigError: the command or the first parameters are not there.
@@ -187,9 +205,9 @@ def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None
     load_identity(config.identity_dir(region), region=region, run_id=config.run.id)
     host, port = config.listen(region)
     check_port(host, port, f"regions.{region}.listen or --listen")
-    own = config.regions[region]
-    for host in dict.fromkeys(("127.0.0.1", own.admin_host)):
-        check_port(host, own.admin_port, f"regions.{region}.admin_port or --admin-port")
+    section = config.regions[region]
+    for host in dict.fromkeys(("127.0.0.1", section.admin_host)):
+        check_port(host, section.admin_port, f"regions.{region}.admin_port or --admin-port")
 
 
 def check_port(host: str, port: int, setting: str) -> None:
@@ -201,8 +219,8 @@ def check_port(host: str, port: int, setting: str) -> None:
     if port == 0:
         return
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         with socket.socket(family, kind, protocol) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
@@ -214,7 +232,7 @@ def check_port(host: str, port: int, setting: str) -> None:
 
 
 def warnings(config: NodeConfig) -> list[str]:
-    """What an operator should know before he relies on it."""
+    """Facts that an operator should know before he relies on the region."""
     count = len(config.regions)
     if count == 2:
         return [
@@ -233,7 +251,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
     folder = config.state_dir(region).resolve()
-    node_file, trainer_file = folder / NODE_FILE, folder / TRAINER_FILE
+    node_file, trainer_file = folder / NODE_NAME, folder / TRAINER_NAME
     try:
         make_folder(folder)
         node_spec(config, region, folder).save(node_file)
@@ -246,7 +264,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         region=region,
         state_dir=folder,
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
-        learner_command=list(command) or trainer_command(config.model.ranks),
+        learner_command=list(command) or trainer_command(config),
         tracker_command=tracker_command(config, region, folder),
         env={
             TRAINER_VARIABLE: str(trainer_file),
@@ -255,53 +273,55 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         },
         hang_s=config.learner.hang.ns / 1e9,
         log_format=config.log.format,
-        preload=preloaded(config, command),
+        preload=preload_modules(config, command),
     )
 
 
-def serving(spec: SupervisorSpec) -> SupervisorSpec:
+def serving_spec(spec: SupervisorSpec) -> SupervisorSpec:
     """The same region without a learner, and with a daemon that waits for regions that lack the end of the run."""
     from diloco_node.daemon.spec import NodeSpec
 
-    node_file = spec.state_dir / NODE_FILE
+    node_file = spec.state_dir / NODE_NAME
     dataclasses.replace(NodeSpec.load(node_file), is_serving=True).save(node_file)
     return dataclasses.replace(spec, learner_command=None, preload=())
 
 
-def trainer_command(ranks: int) -> list[str]:
-    """What starts the built-in trainer: several ranks by torchrun, at a port that it finds itself."""
+def trainer_command(config: NodeConfig) -> list[str]:
+    """Command of the built-in trainer, or of the recipe for `model.hf`.
+
+    torchrun starts several ranks, at a port that it chooses itself.
+    """
+    module = TRAINER_MODULE if config.model.hf is None else RECIPE_MODULE
+    ranks = config.model.ranks
     if ranks == 1:
-        return [sys.executable, "-m", "diloco_node.learner"]
+        return [sys.executable, "-m", module]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *launcher, "-m", "diloco_node.learner"]
+    return [sys.executable, *launcher, "-m", module]
 
 
 def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] | None:
-    """What hands the run history on; None if nothing is to get it."""
+    """Command of the process that hands the run history on; None if nothing is to get it."""
     if not config.history.to:
         return None
     words = (str(folder), region, config.run.id, *config.history.to)
     return [sys.executable, "-m", "diloco_node.daemon.trackers", *words]
 
 
-def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
-    """The modules of the process that learners are forked from; none: nobody asked for it, and they start afresh.
+def preload_modules(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
+    """Modules of the process that learners are forked from. None of them: learners start afresh.
 
     Where the learner is a launcher of ranks the supervisor says once that it can't be forked.
     """
-    model = config.model
-    library = () if model.hf is None else ("transformers",)
-    default = () if command else (*TRAINER_PRELOAD, *library)
+    trainer = TRAINER_PRELOAD if config.model.hf is None else (RECIPE_MODULE,)
+    default = () if command else trainer
     modules = default if config.learner.preload is None else config.learner.preload
-    is_plain = modules == TRAINER_PRELOAD and model.optimizer == "adamw"
-    dynamo = () if is_plain and not (model.compile or model.checkpoint_activations) else (DYNAMO,)
+    dynamo = () if modules == TRAINER_PRELOAD else (DYNAMO,)
     return (*modules, *dynamo, LATE_IMPORTS) if modules else ()
 
 
 def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
-    """What the daemon is told."""
+    """Settings of the daemon, for its file."""
     from diloco_node.daemon.spec import NodeSpec
-    from diloco_node.supervisor.supervisor import DAEMON_SOCKET, MEMORY_SOCKET
     from diloco_node.unix_sockets import socket_path
 
     host, port = config.listen(region)
@@ -311,7 +331,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         regions=tuple(config.regions),
         listen_host=host,
         listen_port=port,
-        peers={name: other.address for name, other in config.regions.items() if name != region},
+        peers={name: section.address for name, section in config.regions.items() if name != region},
         is_advertised=config.regions[region].address is not None,
         state_dir=folder,
         identity_dir=config.identity_dir(region).resolve(),
@@ -323,8 +343,8 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         history_every_s=config.history.every.ns / 1e9,
         budget=config.budget_plan(region),
         config_file=config.path.resolve(),
-        learner_socket=socket_path(folder, DAEMON_SOCKET),
-        supervisor_socket=socket_path(folder, MEMORY_SOCKET),
+        learner_socket=socket_path(folder, DAEMON_SOCKET_NAME),
+        supervisor_socket=socket_path(folder, MEMORY_SOCKET_NAME),
         settings=config.run_settings(),
         settings_digest=config.settings_digest(),
         settings_shown=tuple(config.rows()),
@@ -335,70 +355,18 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
     )
 
 
-def trainer_settings(config: NodeConfig) -> dict[str, Any]:
-    """What the built-in trainer reads from the file that DILOCO_TRAINER names (see `learner.builtin.trainer`)."""
-    from diloco_node.config.sources import HUB
+def trainer_settings(config: NodeConfig) -> dict[str, dict[str, Any]]:
+    """Settings of the trainer in the file that DILOCO_TRAINER names: sections and names are those of run.toml."""
+    from diloco_node.config.sources import HUB, is_hub_name
 
-    model = config.model
+    run, model, data = config.run, config.model, config.data
+    name = model.hf
+    if name is not None and not is_hub_name(Path(name), name):
+        name = str(Path(name).resolve())
+    paths = [path if path.startswith(HUB) else str(Path(path).resolve()) for path in data.paths]
     return {
-        "model": model_settings(config),
-        "batch": model.batch,
-        "lr": model.lr,
-        "steps": schedule_steps(config),
-        "ends_with_run": not model.schedule_steps,
-        "warmup": model.warmup_steps,
-        "lr_floor": lr_floor(config),
-        "weight_decay": model.weight_decay,
-        "shard": model.shard,
-        "seed": config.run.seed,
-        "data": [path if path.startswith(HUB) else str(Path(path).resolve()) for path in config.data.paths],
-        "tokenizer": _resolved(config.data.tokenizer),
-        "text_field": config.data.text_field,
-        "streaming": config.data.streaming,
-        "cache": _resolved(config.data.cache),
-        "eval_every": model.eval_every,
-        "eval_windows": model.eval_windows,
-        "threads": model.threads,
-        "min_step_seconds": model.step_time_min.ns / 1e9,
-        "optimizer": model.optimizer,
-        "clip": model.clip,
-        "accumulate": model.accumulate,
-        "precision": model.precision,
-        "compile": model.compile,
-        "checkpoint_activations": model.checkpoint_activations,
+        "run": {"seed": run.seed, "steps": run.steps, "tokens": run.tokens},
+        "model": model.model_dump(exclude={"step_time_min"})
+        | {"hf": name, "step_time_min": model.step_time_min.ns / 1e9},
+        "data": data.model_dump() | {"paths": paths},
     }
-
-
-def model_settings(config: NodeConfig) -> dict[str, Any]:
-    """Which model the built-in trainer trains."""
-    model = config.model
-    if model.hf is not None:
-        return {"hf": str(model.hf.resolve()), "init": model.init, "context": model.context}
-    names = ("layers", "dim", "heads", "context", "vocabulary")
-    return {name: getattr(model, name) for name in names}
-
-
-def _resolved(path: str) -> str:
-    return str(Path(path).resolve()) if path else ""
-
-
-def schedule_steps(config: NodeConfig) -> int:
-    """Length of the learning-rate schedule: as set, else until the run's end, whichever limit comes first."""
-    model = config.model
-    if model.schedule_steps:
-        return model.schedule_steps
-    step_tokens = model.batch * model.context * len(config.regions)
-    limits = [config.run.steps, -(-config.run.tokens // step_tokens)]
-    return min((limit for limit in limits if limit > 0), default=SCHEDULE_STEPS_UNKNOWN)
-
-
-def lr_floor(config: NodeConfig) -> float:
-    """Part of the peak at which the schedule ends: as set, else 0 if the run ends there too, else 0.1.
-
-    The schedule stands where the run is, so no learner can outrun it. A run that ends by hand or by the clock may.
-    """
-    if config.model.lr_floor is not None:
-        return config.model.lr_floor
-    is_open = not (config.run.steps or config.run.tokens)
-    ends_with_run = not config.model.schedule_steps or schedule_steps(config) == config.run.steps
-    return LR_FLOOR_OPEN if is_open or not ends_with_run else 0.0

@@ -1,47 +1,59 @@
-"""What `status` prints: health first, how far the run is, a row for each region, then alerts and open rounds."""
+"""The output of `status`: health, how far the run is, a row for each region, alerts and open rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final
 
-from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrapped
-from diloco_node.health.health_summary import joint_health
-from diloco_node.health.reading import duration, number, part, rows, text
+from diloco_node.cli.findings import finding_lines
+from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrap_text
+from diloco_node.health.health_summary import joint_alerts, joint_health
+from diloco_node.health.reading import duration, number, rows, section, text
 
 SEEN: Final = "*"
-"""Marks a region that was not asked: what is known of it comes from one that was."""
+"""Mark of a region that was not asked: its row is as another region knows it."""
 
 ALERTS_MAX: Final = 8
 
 
 def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
-    """Everything, as lines.
+    """Lay out everything as lines.
 
     Args:
-        documents: as `cli.status.ask` returns them. width: of the output in characters; None: no line is wrapped.
+        documents: as `admin_client.ask` returns them. width: of the output in characters; None: no line is wrapped.
     """
     table, seen_from = table_rows(documents)
-    lines = [*wrapped(text(joint_health(documents), "line"), width), *wrapped(run_line(documents), width)]
-    lines += region_lines(table, width)
+    lines = [*summary_lines(documents, width), *region_lines(table, width)]
     if seen_from:
-        lines += wrapped(f"{SEEN} as seen from {seen_from}", width)
-    details = [*alert_lines(documents), *(line for document in documents for line in detail_lines(document))]
-    return lines + [line for detail in details for line in wrapped(detail, width)]
+        lines += wrap_text(f"{SEEN} as seen from {seen_from}", width)
+    return lines + trouble_lines(documents, width)
+
+
+def summary_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
+    """Show the health and the run."""
+    return [*wrap_text(text(joint_health(documents), "line"), width), *wrap_text(run_line(documents), width)]
+
+
+def trouble_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
+    """Show alerts, open rounds and alarms."""
+    details = [line for document in documents for line in detail_lines(document, width)]
+    return alert_lines(documents, width) + details
 
 
 def run_line(documents: Sequence[dict[str, Any]]) -> str:
-    """Which run it is, how far it is, and when it ends; empty while no region knows."""
-    run = max((part(document, "run") for document in documents), key=lambda one: number(one, "step") or 0.0, default={})
+    """Describe the run, how far it is, and when it ends; empty while no region knows."""
+    run = max(
+        (section(document, "run") for document in documents), key=lambda run: number(run, "step") or 0.0, default={}
+    )
     if not run:
         names = sorted({text(document, "run_id") for document in documents} - {""})
         return f"run {', '.join(names)}" if names else ""
-    parts = [f"run {text(run, 'id')}: step {_of(run, 'step', 'total_steps')}"]
-    parts.append(f"{_of(run, 'tokens', 'tokens_total')} tokens merged")
+    facts = [f"run {text(run, 'id')}: step {_of(run, 'step', 'total_steps')}"]
+    facts.append(f"{_of(run, 'tokens', 'tokens_total')} tokens merged")
     left_s = number(run, "eta_seconds")
     if left_s:
-        parts.append(f"{duration(left_s)} left")
-    return ", ".join(parts)
+        facts.append(f"{duration(left_s)} left")
+    return ", ".join(facts)
 
 
 def _of(run: Any, key: str, total_key: str) -> str:
@@ -50,40 +62,40 @@ def _of(run: Any, key: str, total_key: str) -> str:
 
 
 def table_rows(documents: Sequence[dict[str, Any]]) -> tuple[list[list[str]], str]:
-    """A row of cells (`tables.COLUMNS`) for each region of the run, and from where those were seen that were not asked.
+    """Make a row of cells (`tables.COLUMNS`) for each region of the run, and name the region that saw the others.
 
     A region that was asked but did not answer keeps its row with the error.
     """
-    found = [
+    cells = [
         [document["region"], "down", *[""] * (len(COLUMNS) - 3), document["error"]]
         if "error" in document
         else region_cells(document["region"], document)
         for document in documents
     ]
-    asked = {document["region"] for document in documents}
+    names = {document["region"] for document in documents}
     # The one that has applied most knows most.
-    witnesses = [one for one in documents if rows(one, "peers")]
-    witness = max(witnesses, key=lambda one: number(one, "applied_index") or 0.0, default=None)
+    witnesses = [document for document in documents if rows(document, "peers")]
+    witness = max(witnesses, key=lambda document: number(document, "applied_index") or 0.0, default=None)
     if witness is None:
-        return found, ""
-    peers = [peer for peer in rows(witness, "peers") if text(peer, "name") not in asked]
-    found += [_peer_cells(dict(peer), witness) for peer in peers]
-    return found, text(witness, "region") if peers else ""
+        return cells, ""
+    peers = [peer for peer in rows(witness, "peers") if text(peer, "name") not in names]
+    cells += [_peer_cells(dict(peer), witness) for peer in peers]
+    return cells, text(witness, "region") if peers else ""
 
 
 def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     name = text(peer, "name")
     is_alive = peer.get("is_alive") is True
     role = "down" if not is_alive else "leader" if witness.get("leader") == name else "follower"
-    steps = number(part(witness, "steps_of"), name)
+    steps = number(section(witness, "steps_of"), name)
     facts = []
     if is_alive and number(peer, "rtt_seconds") is not None:
         facts.append(f"{1000 * (number(peer, 'rtt_seconds') or 0):.0f} ms away")
-    known = number(peer, "applied_index")  # 0: nothing was heard of it yet
-    behind = (number(witness, "applied_index") or 0) - known if known else 0
+    applied_index = number(peer, "applied_index")  # 0: nothing was heard of it yet
+    behind = (number(witness, "applied_index") or 0) - applied_index if applied_index else 0
     if behind > 0:
         facts.append(f"{behind:.0f} ledger entries behind")
-    part_in = number(part(witness, "participation_of"), name)
+    part_in = number(section(witness, "participation_of"), name)
     if part_in is not None:
         facts.append(f"in {100 * part_in:.0f} % of the merges")
     if text(peer, "error") and text(peer, "link") != "up":
@@ -93,28 +105,24 @@ def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     return [cells.get(column, "-") for column in COLUMNS]
 
 
-def alert_lines(documents: Sequence[dict[str, Any]]) -> list[str]:
-    """Each alert of all regions once, the worst first, with what helps."""
-    alerts = rows(joint_health(documents), "alerts")
-    lines = []
-    for one in alerts[:ALERTS_MAX]:
-        command = f" `{text(one, 'command')}`" if text(one, "command") else ""
-        lines.append(f"{text(one, 'severity')} {text(one, 'code')} {text(one, 'region')}: {text(one, 'text')}")
-        lines.append(f"-> {text(one, 'hint')}{command}")
+def alert_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
+    """Show each alert of all regions once, the worst first, with what helps."""
+    alerts = joint_alerts(documents)
+    lines = [line for alert in alerts[:ALERTS_MAX] for line in finding_lines(alert, width)]
     if len(alerts) > ALERTS_MAX:
-        lines.append(f"{len(alerts) - ALERTS_MAX} more alerts: `diloco-node status --json`")
+        lines += wrap_text(f"{len(alerts) - ALERTS_MAX} more alerts: `diloco-node status --json`", width)
     return lines
 
 
-def detail_lines(document: dict[str, Any]) -> list[str]:
-    """What a row has no room for: each open round and what it waits for, and the last alarm."""
+def detail_lines(document: dict[str, Any], width: int | None) -> list[str]:
+    """Show what a row has no room for: each open round and what it waits for, and the last alarm."""
     region = document["region"]
     lines = []
     for entry in rows(document, "rounds"):
-        what = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
+        round_ = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
         ballot = f" (ballot {entry['ballot']})" if entry.get("ballot") else ""
-        lines.append(f"{region}: {what}{ballot}: {entry.get('reason') or 'open'}")
+        lines.append(f"{region}: {round_}{ballot}: {entry.get('reason') or 'open'}")
     alarms = [note for note in rows(document, "notes") if note.get("is_alarm")]
     if alarms:
         lines.append(f"{region}: {document.get('alarms', len(alarms))} alarms, the last: {alarms[-1].get('text', '')}")
-    return lines
+    return [row for line in lines for row in wrap_text(line, width)]

@@ -1,14 +1,15 @@
-"""Tables for people: the width of the output, amounts of bytes, and the rows of regions with what each waits for."""
+"""Tables for people: the width of the output, amounts of bytes, and rows of regions."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.health.reading import number, part
+from diloco_node.health.reading import number, section
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,12 +30,17 @@ WRAP_MIN: Final = 20
 """Text is not wrapped to fewer columns than this."""
 
 
+def output_width() -> int | None:
+    """Width of standard output in characters; None: a pipe, whose lines stay whole to be searched. Obeys `COLUMNS`."""
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return shutil.get_terminal_size().columns if is_sized else None
+
+
 def table_console() -> Console:
     """Standard output, as wide as the terminal; `COLUMNS` is obeyed."""
     from rich.console import Console
 
-    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if is_sized else PIPED_COLUMNS)
+    return Console(width=output_width() or PIPED_COLUMNS)
 
 
 def plain_table(*columns: tuple[str, str], is_wrapping: bool = True) -> Table:
@@ -48,7 +54,7 @@ def plain_table(*columns: tuple[str, str], is_wrapping: bool = True) -> Table:
 
 
 def human_bytes(count: float) -> str:
-    """12.3 MB."""
+    """Write an amount of bytes, as 12.3 MB."""
     for unit in UNITS:
         if count < 1000 or unit == UNITS[-1]:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -56,14 +62,30 @@ def human_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def table_lines(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, gap: int = 2) -> list[str]:
+    """Lay out a table as lines, the heading first.
+
+    Args:
+        columns: (name, "left" or "right"). rows: a cell for each of them. gap: between two columns.
+    """
+    names = [name for name, _ in columns]
+    widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
+    lines = []
+    for row in (names, *rows):
+        cells = zip(row, widths, columns, strict=True)
+        padded_cells = (cell.ljust(width) if side == "left" else cell.rjust(width) for cell, width, (_, side) in cells)
+        lines.append((" " * gap).join(padded_cells).rstrip())
+    return lines
+
+
 def region_cells(name: str, status: dict[str, Any]) -> list[str]:
-    """One region's row: name, role, step, loss, tokens/s, rounds, versions, sent, received, what it waits for.
+    """Make a region's row, a cell for each of COLUMNS, whose last one says what the region waits for.
 
     `step` counts all lives of its learner, and tokens/s is the rate now: a learner that stands still has none.
     """
-    learner = part(status, "learner")
-    told = status.get("versions")
-    versions = [one for one in told if isinstance(one, int)] if isinstance(told, list) else []
+    learner = section(status, "learner")
+    versions = status.get("versions")
+    numbers = [version for version in versions if isinstance(version, int)] if isinstance(versions, list) else []
     loss = number(learner, "loss")
     rate = number(learner, "current_tokens_per_second")
     if "current_tokens_per_second" not in learner:
@@ -75,7 +97,7 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
         "-" if loss is None else f"{loss:.3f}",
         "-" if rate is None else f"{rate:,.0f}",
         str(status.get("rounds_committed", "-")),
-        f"{min(versions)}-{max(versions)}" if versions and min(versions) >= 0 else "-",
+        f"{min(numbers)}-{max(numbers)}" if numbers and min(numbers) >= 0 else "-",
         human_bytes(number(status, "wire_bytes_out") or 0),
         human_bytes(number(status, "wire_bytes_in") or 0),
         str(status.get("reason", "")),
@@ -83,7 +105,7 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
 
 
 def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """A table of regions as lines, what each one waits for indented below its row.
+    """Lay out a table of regions as lines, with the reason to wait indented below each row.
 
     Args:
         rows: a cell for each of COLUMNS. width: of the output in characters; None: no line is wrapped or shortened.
@@ -91,32 +113,33 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     Returns:
         The heading, then the rows. Columns that don't fit are left out, see LEFT_OUT.
     """
-    shown = [column for column in COLUMNS if column != "now"]
-    sizes = {name: max(len(row[at]) for row in (COLUMNS, *rows)) for at, name in enumerate(COLUMNS)}
-    gap = 2
+    hidden: list[str] = []
 
-    def is_too_wide() -> bool:
-        return width is not None and sum(sizes[name] + gap for name in shown) - gap > width
+    def layout(gap: int) -> list[str]:
+        places = [at for at, name in enumerate(COLUMNS) if name != "now" and name not in hidden]
+        columns = [(COLUMNS[at], "left" if COLUMNS[at] in LEFT else "right") for at in places]
+        return table_lines(columns, [[row[at] for at in places] for row in rows], gap=gap)
 
-    if is_too_wide():
-        gap = 1
+    def is_too_wide(lines: Sequence[str]) -> bool:
+        return width is not None and max(map(len, lines)) > width
+
+    table = layout(2)
+    gap = 1 if is_too_wide(table) else 2
     for column in LEFT_OUT:
-        if is_too_wide():
-            shown.remove(column)
-    lines = []
-    for row in (COLUMNS, *rows):
-        cells = dict(zip(COLUMNS, row, strict=True))
-        adjusted = [
-            cells[name].ljust(sizes[name]) if name in LEFT else cells[name].rjust(sizes[name]) for name in shown
-        ]
-        lines.append((" " * gap).join(adjusted).rstrip())
-        if row is not COLUMNS:
-            lines += wrapped(cells["now"], width, first=INDENT)
+        table = layout(gap)
+        if not is_too_wide(table):
+            break
+        hidden.append(column)
+    else:
+        table = layout(gap)
+    lines = table[:1]
+    for line, row in zip(table[1:], rows, strict=True):
+        lines += [line, *wrap_text(row[-1], width, first=INDENT)]
     return lines
 
 
-def wrapped(text: str, width: int | None, *, first: str = "") -> list[str]:
-    """A paragraph as lines of at most `width` characters, all but the first one indented.
+def wrap_text(text: str, width: int | None, *, first: str = "") -> list[str]:
+    """Wrap a paragraph to lines of at most `width` characters, all but the first one indented.
 
     Args:
         text: no line comes back where it is empty. width: None: one line, however long. first: indents the first line.

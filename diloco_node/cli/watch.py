@@ -1,4 +1,4 @@
-"""`status --watch` on a terminal: a screen as of `top`, with keys to sort the regions and to look at one of them."""
+"""`status --watch` on a terminal: a screen like that of `top`, with keys to sort regions and to choose one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import curses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from diloco_node.cli.status_view import SEEN, alert_lines, detail_lines, run_line, table_rows
-from diloco_node.cli.tables import COLUMNS, region_lines, wrapped
-from diloco_node.health.health_summary import joint_health
-from diloco_node.health.reading import duration, number, part, rows, text
+from diloco_node.cli.status_view import SEEN, summary_lines, table_rows, trouble_lines
+from diloco_node.cli.tables import COLUMNS, region_lines, wrap_text
+from diloco_node.health.reading import duration, number, rows, section, text
 
 PERIOD_MS: Final = 1000
 SORTS: Final = ("region", "step", "loss", "tokens/s", "rounds")
@@ -19,7 +18,7 @@ ROUNDS_SHOWN: Final = 8
 
 
 class Board:
-    """What the screen shows, and what keys change of it. No terminal in here.
+    """The content of the screen, and the keys that change it. It does not touch the terminal.
 
     Attributes:
         sort, is_reversed: order of the regions. chosen: name of the one that is marked; empty: the first.
@@ -35,7 +34,7 @@ class Board:
         self._names: list[str] = []
 
     def press(self, key: str) -> None:
-        """One key: "q", "s", "r", "up", "down", "enter", "esc"; others do nothing."""
+        """Take a key: "q", "s", "r", "up", "down", "enter", "esc"; others do nothing."""
         match key:
             case "q":
                 self.is_over = True
@@ -52,29 +51,28 @@ class Board:
                 self.is_single = False
 
     def lines(self, documents: Sequence[dict[str, Any]], width: int, height: int) -> list[str]:
-        """The whole screen: at most `height` lines of at most `width` characters; the last one names the keys."""
+        """Lay out the screen: at most `height` lines of at most `width` characters; the last one names the keys."""
         table, seen_from = table_rows(documents)
         table = sorted(table, key=self._key, reverse=self.is_reversed)
         self._names = [row[0].removesuffix(SEEN) for row in table]
         if self.chosen not in self._names:
             self.chosen = self._names[0] if self._names else ""
-        shown = [*wrapped(text(joint_health(documents), "line"), width), *wrapped(run_line(documents), width)]
+        screen = summary_lines(documents, width)
         if self.is_single:
-            shown += self._single(documents, table, width)
+            screen += self._single(documents, table, width)
         else:
-            marked = [
+            choices = [
                 [("> " if row[0].removesuffix(SEEN) == self.chosen else "  ") + row[0], *row[1:]] for row in table
             ]
-            shown += region_lines(marked, width)
+            screen += region_lines(choices, width)
             if seen_from:
-                shown.append(f"{SEEN} as seen from {seen_from}")
-            details = [*alert_lines(documents), *(line for one in documents for line in detail_lines(one))]
-            shown += [line for detail in details for line in wrapped(detail, width)]
+                screen.append(f"{SEEN} as seen from {seen_from}")
+            screen += trouble_lines(documents, width)
         foot = f"{HELP}  [{self.sort}{', reversed' if self.is_reversed else ''}]"
-        return [line[:width] for line in [*shown[: max(0, height - 1)], foot][:height]]
+        return [line[:width] for line in [*screen[: max(0, height - 1)], foot][:height]]
 
     def _key(self, row: Sequence[str]) -> tuple[Any, ...]:
-        """Figures: the largest first, and those without one last."""
+        """Key to sort rows by: the largest figure first, and rows without one last."""
         cell = row[COLUMNS.index(self.sort)]
         if self.sort == "region":
             return (cell,)
@@ -84,36 +82,36 @@ class Board:
             return (1, 0.0, row[0])
 
     def _single(self, documents: Sequence[dict[str, Any]], table: Sequence[list[str]], width: int) -> list[str]:
-        own = [one for one in documents if one["region"] == self.chosen]
+        documents_here = [document for document in documents if document["region"] == self.chosen]
         lines = region_lines([row for row in table if row[0].removesuffix(SEEN) == self.chosen], width)
-        for document in own:
-            details = [*alert_lines([document]), *detail_lines(document), *_facts(document)]
-            lines += [line for detail in details for line in wrapped(detail, width)]
+        for document in documents_here:
+            lines += trouble_lines([document], width)
+            lines += [line for fact in _facts(document) for line in wrap_text(fact, width)]
         return lines
 
 
 def _facts(document: dict[str, Any]) -> list[str]:
-    """Learner, links and the last rounds of one region."""
-    learner = part(document, "learner")
-    found = []
+    """Describe learner, links and the last rounds of one region."""
+    learner = section(document, "learner")
+    facts = []
     if learner:
         age_s = number(learner, "report_age_seconds")
         step_s = number(learner, "step_seconds") or 0.0
-        heard = "has reported nothing yet" if age_s is None else f"reported {duration(age_s)} ago"
-        found.append(f"learner: {duration(step_s)} a step, {heard}, life {learner.get('incarnation', '?')}")
+        report = "has reported nothing yet" if age_s is None else f"reported {duration(age_s)} ago"
+        facts.append(f"learner: {duration(step_s)} a step, {report}, life {learner.get('incarnation', '?')}")
     for peer in rows(document, "peers"):
         rtt_s = number(peer, "rtt_seconds")
         away = "" if rtt_s is None else f", {duration(rtt_s)} away"
-        found.append(f"link to {text(peer, 'name')}: {text(peer, 'link')}{away}")
-    for one in reversed(rows(document, "round_log")[-ROUNDS_SHOWN:]):
+        facts.append(f"link to {text(peer, 'name')}: {text(peer, 'link')}{away}")
+    for round_ in reversed(rows(document, "round_log")[-ROUNDS_SHOWN:]):
         phases = ", ".join(
-            f"{phase} {duration(number(part(one, 'phases'), phase) or 0)}" for phase in part(one, "phases")
+            f"{phase} {duration(number(section(round_, 'phases'), phase) or 0)}" for phase in section(round_, "phases")
         )
-        late = part(one, "waited_for")
-        waited = f"; waited for {text(late, 'region')}" if late else ""
-        what = f"fragment {one.get('fragment')} to {one.get('version')} {text(one, 'outcome')}"
-        found.append(f"{what} in {duration(number(one, 'seconds') or 0)}: {phases}{waited}")
-    return found
+        late = section(round_, "waited_for")
+        wait = f"; waited for {text(late, 'region')}" if late else ""
+        title = f"fragment {round_.get('fragment')} to {round_.get('version')} {text(round_, 'outcome')}"
+        facts.append(f"{title} in {duration(number(round_, 'seconds') or 0)}: {phases}{wait}")
+    return facts
 
 
 def has_screen() -> bool:

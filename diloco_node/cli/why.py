@@ -1,60 +1,59 @@
-"""`diloco-node why`: why it is slow, why nobody merges, why a region is behind."""
+"""`diloco-node why`: explain slow rounds, missing merges and regions that are behind."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diloco_node.cli.options import ConfigOption
-from diloco_node.cli.status import ask_all, targets_of
-from diloco_node.cli.tables import wrapped
-from diloco_node.errors import ConfigError, PeersUnreachable
-from diloco_node.health.explanation import explain, region_names
-from diloco_node.health.reading import duration
+from diloco_node.cli.places import CONVENTION, RegionsArgument, find_targets, targets_in
+from diloco_node.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco_node.health.explanation import Explanation
 
 
 def why(
     *,
-    region: Annotated[str, typer.Argument(metavar="[REGION]", help="Only what is about this region.")] = "",
-    places: Annotated[
-        list[str] | None, typer.Option("--at", metavar="PLACE", help="Ask here, as `status` does; may be repeated.")
-    ] = None,
+    places: RegionsArgument = None,
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Say where the time of the last rounds went, what waits for what, and what would help."""
-    documents = ask_all(targets_of(places or (), config))
-    answered = [one for one in documents if "error" not in one]
-    if not answered:
-        raise PeersUnreachable(f"none of {len(documents)} regions answers ({documents[0]['error']}); is it running?")
-    names = region_names(answered)
-    if region and region not in names:
-        raise ConfigError(f"no region {region!r} in this run: there are {', '.join(names)}")
-    answer = explain(answered, region)
+    """Say what is slow, what waits for what, and what would help.
+
+    Folders and ports are asked about all regions. With the name of a region, findings about others are left out.
+    """
+    from diloco_node.cli.admin_client import ask_all, check_answers
+    from diloco_node.cli.tables import output_width
+    from diloco_node.health.explanation import explain, region_names
+
+    folders = [place for place in places or () if targets_in(place)]
+    names = [place for place in places or () if place not in folders]
+    documents = ask_all(find_targets(folders, config))
+    check_answers(documents)
+    answers = [document for document in documents if "error" not in document]
+    regions = region_names(answers)
+    for name in names:
+        if name not in regions:
+            raise ConfigError(f"{name!r} is no region of this run, which has {', '.join(regions)}: {CONVENTION}")
+    explanation = explain(answers, names)
     if as_json:
-        typer.echo(json.dumps(answer))
+        typer.echo(json.dumps(explanation.document()))
         return
-    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = shutil.get_terminal_size().columns if is_sized else None
-    for line in why_lines(answer):
-        for shown in wrapped(line, width):
-            typer.echo(shown)
+    for line in why_lines(explanation, output_width()):
+        typer.echo(line)
 
 
-def why_lines(answer: dict[str, Any]) -> list[str]:
-    """The answer of `health.why.explain` in words, a line for each cause."""
-    lines = [str(answer["line"])]
-    for one in answer["findings"]:
-        saves = one["saves_seconds"]
-        saved = f" Saves {duration(saves)} of a round." if saves else ""
-        change = f" -> {one['change'].rstrip('.')}." if one["change"] else ""
-        basis = f" ({one['basis']})" if one["basis"] else ""
-        lines.append(f"{one['topic']}: {one['text']}{basis}.{change}{saved}")
-    if not answer["findings"]:
+def why_lines(explanation: Explanation, width: int | None) -> list[str]:
+    """Show the health, then each cause."""
+    from diloco_node.cli.findings import finding_lines
+    from diloco_node.cli.tables import wrap_text
+
+    lines = wrap_text(explanation.line, width)
+    for finding in explanation.findings:
+        lines += finding_lines(finding, width)
+    if not explanation.findings:
         lines.append("nothing is slow, as far as these regions know")
     return lines

@@ -1,4 +1,4 @@
-"""What the budget should be, by time of day. Pure: the time is an argument, the shell asks the clock."""
+"""The budget by time of day. Pure: the time is an argument, the shell asks the clock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BudgetPlan:
     schedule: tuple[TimeWindow, ...] = ()
 
     def limits_at(self, minute_of_day: int) -> RateLimits:
-        """Of all peers together at a minute of the day."""
+        """Ceilings of all peers together at a minute of the day."""
         in_force = next((window.limits for window in self.schedule if window.contains(minute_of_day)), RateLimits())
         return RateLimits(
             self.limits.egress if in_force.egress is None else in_force.egress,
@@ -63,12 +63,12 @@ class BudgetPlan:
         """The smallest ceilings of all peers together that hold at some time of the day."""
         times = {0} | {minute for window in self.schedule for minute in (window.start_minute, window.end_minute)}
         in_force = [self.limits_at(minute) for minute in times]
-        egress = [one.egress for one in in_force if one.egress is not None]
-        ingress = [one.ingress for one in in_force if one.ingress is not None]
+        egress = [limits.egress for limits in in_force if limits.egress is not None]
+        ingress = [limits.ingress for limits in in_force if limits.ingress is not None]
         return RateLimits(min(egress, default=None), min(ingress, default=None))
 
     def peer_limits(self, peer: str) -> RateLimits:
-        """Of one peer by itself."""
+        """Ceilings of one peer by itself."""
         return dict(self.peers).get(peer, RateLimits())
 
     def with_rate(self, direction: Direction, rate_bytes_per_s: int | None, *, peer: str = "") -> BudgetPlan:
@@ -87,8 +87,8 @@ class BudgetPlan:
     def __str__(self) -> str:
         """In one line, as far as anything is limited."""
         rows = [("", self.limits), *((f"{peer} ", limits) for peer, limits in self.peers)]
-        parts = [f"{name}{part}" for name, limits in rows for part in str(limits).split(", ") if part]
-        return ", ".join(parts + ["by time of day"] * bool(self.schedule)) or "no limit"
+        words = [f"{name}{word}" for name, limits in rows for word in str(limits).split(", ") if word]
+        return ", ".join(words + ["by time of day"] * bool(self.schedule)) or "no limit"
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -96,7 +96,7 @@ class BudgetPlan:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> BudgetPlan:
-        """What `to_plain` made. Raises TypeError, ValueError or KeyError for anything else."""
+        """Read the output of `to_plain`. Raises TypeError, ValueError or KeyError for anything else."""
         return cls(
             RateLimits(**plain["limits"]),
             tuple((name, RateLimits(**limits)) for name, limits in plain["peers"]),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from diloco_node.config.budget_plan import WINDOWS_MAX, BudgetPlan, TimeWindow
+from diloco_node.config.setting import setting
 from diloco_node.config.units import Rate, parse_rate
 from diloco_node.core.types import RateLimits
 
@@ -44,23 +45,27 @@ def parse_ceiling_or_none(text: str) -> int | None:
 
 def parse_minute(value: object) -> object:
     """`"22:30"` as the minute of the day. Raises ValueError: it is none."""
-    found = _TIME.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+    match = _TIME.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         raise ValueError('it must be a time of day, such as "22:30"')
-    return int(found[1]) * 60 + int(found[2])
+    return int(match[1]) * 60 + int(match[2])
 
 
 Ceiling = Annotated[Rate, PlainValidator(parse_ceiling)]
 Minute = Annotated[int, BeforeValidator(parse_minute)]
 
 
+def _ceiling(description: str, touch_when: str) -> Any:
+    return setting(None, description, touch_when, changes="running", examples=["2Gbit/s"])
+
+
 class LimitsSection(BaseModel):
-    """Ceilings in both directions; none: no limit."""
+    """`[budget.per_peer.NAME]`, and all that has ceilings in both directions; none: no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    egress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
-    ingress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
+    egress: Ceiling | None = _ceiling("ceiling of the traffic to that region", "one link is narrow or dear")
+    ingress: Ceiling | None = _ceiling("ceiling of the traffic from it", "one link is narrow or dear")
 
     def rates(self) -> RateLimits:
         """In bytes per second."""
@@ -71,14 +76,16 @@ class LimitsSection(BaseModel):
 
 
 class WindowSection(LimitsSection):
-    """`[[budget.schedule]]`: other ceilings between two times of day, by this machine's clock.
+    """`[[budget.schedule]]`: other ceilings between two times of day, by this machine's clock."""
 
-    Attributes:
-        start, end: such as "22:00" and "06:00", which is through midnight.
-    """
-
-    start: Annotated[Minute, Field(examples=["22:00"])]
-    end: Annotated[Minute, Field(examples=["06:00"])]
+    egress: Ceiling | None = _ceiling("instead of `budget.egress`; none: as ever", "the line is free at night")
+    ingress: Ceiling | None = _ceiling("instead of `budget.ingress`; none: as ever", "the line is free at night")
+    start: Minute = setting(
+        ..., "time of day by this machine's clock, as `22:00`", "with a schedule", changes="running", examples=["22:00"]
+    )
+    end: Minute = setting(
+        ..., "the same; before `start`: on the next day", "with a schedule", changes="running", examples=["06:00"]
+    )
 
     def window(self) -> TimeWindow:
         """For the plan. Raises ValueError when it is empty."""
@@ -86,24 +93,23 @@ class WindowSection(LimitsSection):
 
 
 class BudgetSection(LimitsSection):
-    """`[budget]`: what each region may send and receive, wire bytes of all its links together.
+    """`[budget]`: ceilings of each region, wire bytes of all its links together. Its own ones go first."""
 
-    Attributes:
-        egress, ingress: "2Gbit/s", "25MB/s"; a region's own (`[regions.NAME]`) beat them.
-        per_peer: `[budget.per_peer.NAME]`: what goes to and comes from that region.
-        schedule: the first window that holds decides.
-    """
-
+    egress: Ceiling | None = _ceiling(
+        "ceiling of what each region sends, all links together; none: no limit", "the line is shared or paid"
+    )
+    ingress: Ceiling | None = _ceiling("the same of what it receives", "the line is shared or paid")
     per_peer: Annotated[dict[str, LimitsSection], Field(examples=[{}])] = {}
+    # The first window that holds decides.
     schedule: Annotated[tuple[WindowSection, ...], Field(max_length=WINDOWS_MAX, examples=[()])] = ()
 
-    def plan(self, region: str, own: RateLimits) -> BudgetPlan:
-        """Of one region; `own` are its ceilings by itself, which beat those of all."""
+    def plan(self, region: str, region_limits: RateLimits) -> BudgetPlan:
+        """Plan of one region; `region_limits` are its own ceilings, which go before those of all."""
         rates = self.rates()
         return BudgetPlan(
             RateLimits(
-                rates.egress if own.egress is None else own.egress,
-                rates.ingress if own.ingress is None else own.ingress,
+                rates.egress if region_limits.egress is None else region_limits.egress,
+                rates.ingress if region_limits.ingress is None else region_limits.ingress,
             ),
             tuple((name, limits.rates()) for name, limits in sorted(self.per_peer.items()) if name != region),
             tuple(section.window() for section in self.schedule),

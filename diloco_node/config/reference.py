@@ -5,6 +5,7 @@ After a change: `python -m diloco_node.config.reference > docs/settings.md`.
 
 from __future__ import annotations
 
+import re
 import sys
 import typing
 from collections.abc import Iterator
@@ -23,9 +24,8 @@ from diloco_node.config.budget_settings import (
     WindowSection,
     parse_minute,
 )
-from diloco_node.config.resolve import shown
+from diloco_node.config.resolve import toml_text
 from diloco_node.config.schema import (
-    FIXED_IN_A_RUN,
     NAME_PATTERN,
     DataSection,
     HistorySection,
@@ -36,7 +36,7 @@ from diloco_node.config.schema import (
     RoundsSection,
     RunSection,
 )
-from diloco_node.config.setting_notes import NOTES
+from diloco_node.config.setting import changes, touch_when
 from diloco_node.config.units import Duration, Rate
 
 COMMAND: Final = "python -m diloco_node.config.reference > docs/settings.md"
@@ -44,8 +44,12 @@ COMMAND: Final = "python -m diloco_node.config.reference > docs/settings.md"
 _SECTIONS: Final[tuple[tuple[str, type[BaseModel], str], ...]] = (
     ("run", RunSection, "What the run is called, when it ends, and where things lie."),
     ("rounds", RoundsSection, "How regions merge. The same in all regions: those that differ refuse each other."),
-    ("model", ModelSection, "The built-in trainer. Of no effect with a training command of your own."),
-    ("data", DataSection, "Text for the built-in trainer."),
+    (
+        "model",
+        ModelSection,
+        "The built-in trainer, or its recipe for a model of Hugging Face. Not for a command of your own.",
+    ),
+    ("data", DataSection, "Text for the built-in trainer and for the recipe of `[model] hf`."),
     ("learner", LearnerSection, "The process that trains, whichever it is."),
     ("log", LogSection, "The daemon's log in `logs/`."),
     ("history", HistorySection, "How the run went, in `history.jsonl` of each region's folder."),
@@ -86,78 +90,86 @@ _KINDS: Final[dict[Any, str]] = {
     Duration: "a time",
     Rate: f"a rate, at least {Rate(RATE_BYTES_PER_S_MIN)}",
     Path: "a path",
+    dict: "a table",
 }
-_NEW_RUN: Final = frozenset({"run.init", "model.init"})
-_ALL: Final = frozenset({"run.steps", "run.tokens"})
-_SAME: Final = frozenset({"run.seed", "data.tokenizer"})
-_FIXED: Final = frozenset({"run.id", *(f"model.{name}" for name in ("hf", "layers", "dim", "heads", "vocabulary"))})
 
 
 def settings_page() -> str:
     """The page, as it is in docs/."""
-    parts = [_HEAD]
+    lines = [_HEAD]
     for prefix, section, about in _SECTIONS:
-        parts.append(f"## [{prefix}]\n\n{about}\n")
-        parts.append(
+        lines.append(f"## [{prefix}]\n\n{about}\n")
+        lines.append(
             "| setting | default | allowed | changes | what it is | touch it when |\n|---|---|---|---|---|---|"
         )
-        parts += _rows(prefix, section)
-        parts.append("")
-    return "\n".join(parts).rstrip("\n") + "\n"
+        lines += _rows(section)
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def settings() -> Iterator[str]:
-    """The key of every setting: "rounds.sync_every", "regions.NAME.address"."""
+def settings() -> Iterator[tuple[str, FieldInfo]]:
+    """Key and field of every setting: "rounds.sync_every", "regions.NAME.address"."""
     for prefix, section, _ in _SECTIONS:
-        for name in section.model_fields:
+        for name, field in section.model_fields.items():
             if not _is_table(section, name):
-                yield f"{prefix}.{name}"
+                yield f"{prefix}.{name}", field
+
+
+def explanation(key: str) -> str:
+    """Words about one setting, such as "rounds.sync_every" or "regions.eu.address"."""
+    prefix, _, name = key.rpartition(".")
+    prefix = re.sub(r"^(regions|budget\.per_peer)\..*", r"\1.NAME", prefix)
+    field = dict(settings()).get(f"{prefix}.{name}")
+    if field is None:
+        return "docs/settings.md has a table of its parts."
+    allowed, default = _allowed(field).replace("`", ""), _default(field).strip("`")
+    words = f"Allowed: {allowed}. Default: {default}. Touch it when: {touch_when(field)}."
+    return f"{field.description}. {words}"
 
 
 def _is_table(section: type[BaseModel], name: str) -> bool:
     return section is BudgetSection and name in {"per_peer", "schedule"}
 
 
-def _rows(prefix: str, section: type[BaseModel]) -> Iterator[str]:
+def _rows(section: type[BaseModel]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         if not _is_table(section, name):
-            key = f"{prefix}.{name}"
-            what, when = NOTES[key]
-            cells = (f"`{name}`", _default(field), _allowed(field), _changes(key), what, when)
+            words = (changes(field), field.description or "", touch_when(field))
+            cells = (f"`{name}`", _default(field), _allowed(field), *words)
             yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "must be set"
-    return "none" if field.default is None else f"`{shown(field.default)}`"
+    return "none" if field.default is None else f"`{toml_text(field.default)}`"
 
 
 def _allowed(field: FieldInfo) -> str:
     """Type and bounds in words."""
     kind, more = _plain(field.annotation)
     marks = (*more, *field.metadata)
-    bounds = {type(one).__name__: one for one in marks}
+    bounds = {type(mark).__name__: mark for mark in marks}
     choices = _choices(kind)
     if choices:
-        return ", ".join(f"`{one}`" for one in choices)
-    if any(getattr(one, "pattern", None) == NAME_PATTERN for one in marks):
+        return ", ".join(f"`{mark}`" for mark in choices)
+    if any(getattr(mark, "pattern", None) == NAME_PATTERN for mark in marks):
         return "1 to 63 of a-z, 0-9, `-`"
-    if any(getattr(one, "func", None) is parse_minute for one in marks):
+    if any(getattr(mark, "func", None) is parse_minute for mark in marks):
         return "a time of day"
     if kind in (int, float):
         return _range(bounds, "a whole number" if kind is int else "a number")
     if typing.get_origin(kind) is tuple:
         most = bounds.get("MaxLen")
         return f"a list, at most {most.max_length:,}" if most is not None else "a list"
-    return _KINDS.get(kind, "text")
+    return _KINDS.get(typing.get_origin(kind) or kind, "text")
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
     if kind is bool:
         return ("true", "false")
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return tuple(str(one.value) for one in kind)
+        return tuple(str(member.value) for member in kind)
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
@@ -167,7 +179,7 @@ def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:
         inner, *more = typing.get_args(hint)
         kind, deeper = _plain(inner)
         return kind, (*more, *deeper)
-    options = [one for one in typing.get_args(hint) if one is not type(None)]
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
     if type(None) in typing.get_args(hint) and len(options) == 1:
         return _plain(options[0])
     return hint, ()
@@ -184,18 +196,6 @@ def _range(bounds: dict[str, Any], kind: str) -> str:
 def _number(value: float) -> str:
     is_power = isinstance(value, int) and value > 1 << 16 and value.bit_count() == 1
     return f"2^{int(value).bit_length() - 1}" if is_power else f"{value:,}"
-
-
-def _changes(key: str) -> str:
-    if key in FIXED_IN_A_RUN or key in _FIXED:
-        return "fixed"
-    if key in _NEW_RUN:
-        return "new run"
-    if key in _SAME:
-        return "same"
-    if key in _ALL or key.startswith("rounds."):
-        return "all"
-    return "running" if key.startswith("budget") or key.endswith((".egress", ".ingress")) else "region"
 
 
 if __name__ == "__main__":

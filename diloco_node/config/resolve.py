@@ -113,17 +113,17 @@ class NodeConfig:
 
     def listen(self, region: str) -> tuple[str, int]:
         """Host and port to bind. Port 0 (any) for a region that nobody dials."""
-        own = self.regions[region]
-        if own.listen is not None:
-            return _host_and_port(own.listen)
-        if own.address is None:
+        section = self.regions[region]
+        if section.listen is not None:
+            return _host_and_port(section.listen)
+        if section.address is None:
             return "127.0.0.1", 0
-        host, port = _host_and_port(own.address)
+        host, port = _host_and_port(section.address)
         is_loopback = host in {"localhost", "::1"} or host.startswith("127.")
         return (host if is_loopback else "::" if ":" in host else "0.0.0.0"), port
 
     def run_settings(self) -> RunSettings:
-        """What all regions must agree on."""
+        """The settings that all regions must agree on."""
         rounds = {name: getattr(self.rounds, name) for name in RoundsSection.model_fields}
         cycles = self.run.steps // self.rounds.sync_every
         for name, value in zip(("outer_lr", "outer_momentum"), default_outer(cycles), strict=True):
@@ -133,8 +133,8 @@ class NodeConfig:
 
     def budget_plan(self, region: str) -> BudgetPlan:
         """The bandwidth budget of one region; it may differ between regions, and is no part of `settings_digest`."""
-        own = self.regions[region]
-        return self.budget.plan(region, LimitsSection(egress=own.egress, ingress=own.ingress).rates())
+        section = self.regions[region]
+        return self.budget.plan(region, LimitsSection(egress=section.egress, ingress=section.ingress).rates())
 
     def settings_digest(self) -> str:
         """SHA-256 (hex) of `run_settings` in canonical JSON: equal on all regions, or they refuse each other."""
@@ -142,7 +142,7 @@ class NodeConfig:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def shared_settings(self) -> dict[str, str]:
-        """What the settings digest is of, by its key in run.toml, each value as it would be written there."""
+        """The settings in the digest: by key in run.toml, each value as it would be written there."""
         return {
             key: value
             for key, value, _ in self.rows()
@@ -150,13 +150,13 @@ class NodeConfig:
         }
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """(dotted key, value as text, origin) of every setting; what is left to the program is shown as it is used."""
+        """(dotted key, value as text, origin) of every setting; defaults that the program chooses are filled in."""
         settings = self.run_settings()
-        used = {"outer_lr": settings.outer_lr, "outer_momentum": settings.outer_momentum}
+        values = {"outer_lr": settings.outer_lr, "outer_momentum": settings.outer_momentum}
         sections = {
             "run": self.run,
             "model": self.model,
-            "rounds": self.rounds.model_copy(update=used),
+            "rounds": self.rounds.model_copy(update=values),
             "data": self.data,
             "learner": self.learner,
             "log": self.log,
@@ -165,14 +165,14 @@ class NodeConfig:
         for name, section in sections.items():
             yield from self._section_rows(name, section)
         for key, value in self.budget.rows():
-            yield f"budget.{key}", shown(value), self.origin(f"budget.{key}")
+            yield f"budget.{key}", toml_text(value), self.origin(f"budget.{key}")
         for name, region in self.regions.items():
             yield from self._section_rows(f"regions.{name}", region)
 
     def _section_rows(self, prefix: str, section: BaseModel) -> Iterator[tuple[str, str, str]]:
         for name in type(section).model_fields:
             key = f"{prefix}.{name}"
-            yield key, shown(getattr(section, name)), self.origin(key)
+            yield key, toml_text(getattr(section, name)), self.origin(key)
 
 
 def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
@@ -236,37 +236,37 @@ def _check_names(sources: Sources) -> None:
 
 
 def _explain(error: ValidationError, sources: Sources) -> str:
-    first, *rest = error.errors(include_url=False)
-    also = ", ".join(_dotted(_key_of(one)) for one in rest[:5])
+    first, *more_errors = error.errors(include_url=False)
+    also = ", ".join(_dotted(_key_of(detail)) for detail in more_errors[:5])
     more = f" (also wrong: {also})" if also else ""
     return _explain_one(first, sources) + more
 
 
-def _key_of(one: ErrorDetails) -> Key:
-    return tuple(str(part) for part in one["loc"])
+def _key_of(detail: ErrorDetails) -> Key:
+    return tuple(str(name) for name in detail["loc"])
 
 
-def _explain_one(one: ErrorDetails, sources: Sources) -> str:
-    key = _key_of(one)
+def _explain_one(detail: ErrorDetails, sources: Sources) -> str:
+    key = _key_of(detail)
     origin = sources.origin(key)
-    if one["type"] == "extra_forbidden":
+    if detail["type"] == "extra_forbidden":
         siblings = _fields_at(key[:-1])
         hint = _did_you_mean(key[-1], siblings) or f"; [{_dotted(key[:-1])}] has {', '.join(siblings)}"
         return f"{_dotted(key)} ({origin}) is not a setting{hint}"
     field = _field_at(key)
-    if one["type"] == "missing":
+    if detail["type"] == "missing":
         return f"{_dotted(key)} is not set: add {key[-1]} = {_example(field)} under [{_dotted(key[:-1])}] in run.toml"
-    value = shown(one["input"])[:_SHOWN_CHARACTERS_MAX]
-    if one["type"] in {"model_type", "dict_type"}:
+    value = toml_text(detail["input"])[:_SHOWN_CHARACTERS_MAX]
+    if detail["type"] in {"model_type", "dict_type"}:
         return f"{_dotted(key)} is {value} ({origin}): it must be a table, [{_dotted(key)}]"
-    reason = re.sub(r"^(Value error, |Assertion failed, )", "", one["msg"])
+    reason = re.sub(r"^(Value error, |Assertion failed, )", "", detail["msg"])
     reason = re.sub(r"^Input should be a valid (\w+)(, .*)?$", r"it must be of type \1", reason)
     reason = re.sub(r"^(Input|String|Tuple|Value) should ", "it must ", reason)
     return f"{_dotted(key)} is {value} ({origin}): {reason}; for example {key[-1]} = {_example(field)}"
 
 
-def _key(dotted: str) -> Key:
-    return tuple(dotted.split("."))
+def _key(text: str) -> Key:
+    return tuple(text.split("."))
 
 
 def _dotted(key: Key) -> str:
@@ -286,7 +286,7 @@ def _fields_at(key: Key) -> dict[str, FieldInfo]:
 def _field_at(key: Key) -> FieldInfo | None:
     depth = 3 if key[:2] in _BUDGET_TABLES else 2 if key[:1] == ("regions",) else 1
     fields = _fields_at(key[:depth])
-    names = [part for part in key[1:] if part in fields]
+    names = [name for name in key[1:] if name in fields]
     return fields[names[0]] if names else None
 
 
@@ -295,11 +295,11 @@ def _example(field: FieldInfo | None) -> str:
     if field is None:
         return '"..."'
     if field.examples:
-        return shown(field.examples[0])
-    return '"10.0.0.1:7400"' if field.default in (None, PydanticUndefined) else shown(field.default)
+        return toml_text(field.examples[0])
+    return '"10.0.0.1:7400"' if field.default in (None, PydanticUndefined) else toml_text(field.default)
 
 
-def shown(value: Any) -> str:
+def toml_text(value: Any) -> str:
     """A setting's value as it would be written in run.toml; None is `none`."""
     if value is None:
         return "none"
@@ -308,12 +308,14 @@ def shown(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, tuple | list):
-        return f"[{', '.join(shown(part) for part in value)}]"
+        return f"[{', '.join(toml_text(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {toml_text(item)}' for name, item in value.items())}}}"
     return json.dumps(str(value), ensure_ascii=False)
 
 
-def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def _did_you_mean(name: str, choices: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return f", did you mean {close[0]}?" if close else ""
 
 
@@ -336,10 +338,8 @@ def _check_whole(config: NodeConfig) -> None:
         )
     if rounds.ballot_deadline_min.ns < rounds.heartbeat.ns:
         _refuse(config, "rounds.ballot_deadline_min", f"it must be at least rounds.heartbeat, {rounds.heartbeat}")
-    if model.batch % model.accumulate:
-        _refuse(config, "model.accumulate", f"it must divide model.batch, {model.batch}")
-    if model.hf is None and model.init != "random":
-        _refuse(config, "model.init", "it is of no use without model.hf, a folder with weights")
+    if model.hf is None and model.hf_args:
+        _refuse(config, "model.hf_args", "it is of no use without model.hf")
     if model.hf is None and model.dim % (2 * model.heads):
         fits = 2 * model.heads * max(1, round(model.dim / (2 * model.heads)))
         _refuse(config, "model.dim", f"it must be a multiple of 2 x model.heads, {2 * model.heads}; for example {fits}")
@@ -365,36 +365,36 @@ def _check_addresses(config: NodeConfig) -> None:
             f"regions {' and '.join(hidden[:2])} have no address, so neither can dial the other: "
             f'add address = "HOST:PORT" under [regions.{hidden[0]}]'
         )
-    seen: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for name, region in config.regions.items():
-        if region.address is not None and region.address in seen:
-            _refuse(config, f"regions.{name}.address", f"region {seen[region.address]} has the same address")
-        seen[region.address or name] = name
+        if region.address is not None and region.address in owners:
+            _refuse(config, f"regions.{name}.address", f"region {owners[region.address]} has the same address")
+        owners[region.address or name] = name
 
 
 def _check_ports(config: NodeConfig) -> None:
     """A port that a region needs twice: the second one to bind it would fail."""
-    for name, own in config.regions.items():
+    for name, section in config.regions.items():
         prefix = f"regions.{name}"
         host, port = config.listen(name)
-        wanted = [(f"{prefix}.{'address' if own.listen is None else 'listen'}", host, port)]
-        wanted += [
-            (f"{prefix}.admin_port", one, own.admin_port) for one in dict.fromkeys(("127.0.0.1", own.admin_host))
+        ports = [(f"{prefix}.{'address' if section.listen is None else 'listen'}", host, port)]
+        ports += [
+            (f"{prefix}.admin_port", admin_host, section.admin_port)
+            for admin_host in dict.fromkeys(("127.0.0.1", section.admin_host))
         ]
-        wanted.append((f"{prefix}.measure_port", host, own.measure_port))
-        for index, (key, host, port) in enumerate(wanted):
-            for other, other_host, other_port in wanted[:index]:
-                if port and port == other_port and key != other and _is_same_place(host, other_host):
-                    reason = (
-                        f"{other} ({config.origin(other)}) takes that port; choose another one, or 0 for a free one"
-                    )
+        ports.append((f"{prefix}.measure_port", host, section.measure_port))
+        for index, (key, host, port) in enumerate(ports):
+            for other_key, other_host, other_port in ports[:index]:
+                if port and port == other_port and key != other_key and _is_same_place(host, other_host):
+                    origin = config.origin(other_key)
+                    reason = f"{other_key} ({origin}) takes that port; choose another one, or 0 for a free one"
                     _refuse(config, key, reason)
 
 
-def _is_same_place(host: str, other: str) -> bool:
+def _is_same_place(host: str, other_host: str) -> bool:
     """Whether one port can't be had at both. Names but localhost are not looked up: this may be another machine."""
-    hosts = {"127.0.0.1" if one == "localhost" else one for one in (host, other)}
-    return len(hosts) == 1 or any(_is_everywhere(one) for one in hosts)
+    hosts = {"127.0.0.1" if name == "localhost" else name for name in (host, other_host)}
+    return len(hosts) == 1 or any(_is_everywhere(name) for name in hosts)
 
 
 def _is_everywhere(host: str) -> bool:
@@ -408,9 +408,9 @@ def _is_everywhere(host: str) -> bool:
 def _refuse(config: NodeConfig, key: str, reason: str) -> None:
     value: Any = config
     *path, name = _key(key)
-    for part in path:
-        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
-    raise ConfigError(f"{key} is {shown(getattr(value, name))} ({config.origin(key)}): {reason}")
+    for key_part in path:
+        value = value[key_part] if isinstance(value, Mapping) else getattr(value, key_part)
+    raise ConfigError(f"{key} is {toml_text(getattr(value, name))} ({config.origin(key)}): {reason}")
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

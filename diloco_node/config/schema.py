@@ -1,98 +1,26 @@
-"""What can be set, its default and its limits. The keys of run.toml are the names of these fields."""
+"""All settings, each with default, limits and words. The keys of run.toml are the names of these fields."""
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco_node.config.budget_settings import BudgetSection, Ceiling
-from diloco_node.config.units import Duration, parse_duration
+from diloco_node.config.field_types import AdminHost, HostPort, Number, Span, TrackerName, Whole, modules_of, paths_of
+from diloco_node.config.setting import changes, setting
+from diloco_node.config.units import Duration
 from diloco_node.core.merge.fragments import FRAGMENTS_MAX
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 
 NAME_PATTERN: Final = r"^[a-z0-9-]{1,63}$"
 REGIONS_MAX: Final = 64
 MODULES_MAX: Final = 100
-"""Of `learner.preload`. Nobody writes down so many, and each costs the start of the region its import."""
-
-FIXED_IN_A_RUN: Final = frozenset(
-    f"rounds.{name}"
-    for name in (
-        "fragments",
-        "merge",
-        "codec_up",
-        "codec_down",
-        "error_feedback",
-        "payload_versions",
-        "checkpoint_versions",
-        "summary_entries",
-    )
-)
-"""Of what all regions must agree on: what a run keeps from its beginning, for it is in its files (D-093)."""
+"""Most modules of `learner.preload`: each costs the start of the region its import."""
 
 _RUN: Final = RunSettings()
-
-
-def _whole(value: object) -> object:
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError("it must be a whole number")
-    return value
-
-
-def _number(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("it must be a number")
-    return value
-
-
-def _paths(value: object) -> object:
-    """A list, or (from the environment) paths with `:` between them; the one in `hf:NAME` is none of these."""
-    return tuple(part for part in re.split(r"(?<!\bhf):", value) if part) if isinstance(value, str) else value
-
-
-def _modules(value: object) -> object:
-    """A list, or (from the environment and flags) names with `,` between them."""
-    names = tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-    for name in names if isinstance(names, list | tuple) else ():
-        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(f"{name!r} is not the name of a module, as one writes it after `import`")
-    return names
-
-
-def _host_port(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400"')
-    host, _, port = value.rpartition(":")
-    # It ends up in the arguments of ssh and in lines to copy: no option, and nothing that a shell reads.
-    if not re.fullmatch(r"\w[\w.-]*|\[[0-9A-Fa-f:.]+(%\w[\w.-]*)?\]", host):
-        raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400" or "[fd00::1]:7400"')
-    if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65_535:
-        raise ValueError(f"port {port!r} is not from 1 to 65535")
-    return value
-
-
-def _admin_host(value: object) -> object:
-    try:
-        address = ipaddress.ip_address(value) if isinstance(value, str) else None
-    except ValueError:
-        address = None
-    if address is None or address.is_unspecified or address.is_multicast:
-        # 0.0.0.0 would also open it to the network between regions.
-        raise ValueError("it must be one address of this machine, as a number, and not all of them")
-    return value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Span = Annotated[Duration, NoDecode, PlainValidator(parse_duration)]
-AdminHost = Annotated[str, BeforeValidator(_admin_host), Field(examples=["172.20.0.2"])]
-TrackerName = Literal["tensorboard", "trackio", "wandb"]
-HostPort = Annotated[str, BeforeValidator(_host_port)]
 
 
 class Section(BaseModel):
@@ -102,195 +30,373 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """`[run]`: what the run is called, when it ends, where things lie.
+    """`[run]`: what the run is called, when it ends, where things lie."""
 
-    Attributes:
-        id: in every certificate; regions of another run are refused.
-        tokens, steps: end by merged tokens of all regions, or by the steps of the median learner; 0: no end.
-        seed: of parameters, data order and election timeouts.
-        state_dir: a region keeps everything in `state_dir/REGION`.
-        certs_dir: as `certs init` made it; a region reads `certs_dir/REGION`.
-        init: a safetensors file with the first parameters; none: the first leader's learner decides.
-    """
-
-    id: Annotated[str, Field(pattern=NAME_PATTERN, examples=["my-run"])]
-    tokens: Annotated[Whole, Field(ge=0, le=1 << 62)] = _RUN.tokens_max
-    steps: Annotated[Whole, Field(ge=0, le=1 << 40)] = _RUN.steps_max
-    seed: Annotated[Whole, Field(ge=0, lt=1 << 31)] = 0
-    state_dir: Path = Path("state")
-    certs_dir: Path = Path("certs")
-    init: Path | None = None
+    id: str = setting(
+        ...,
+        "the run's name, in every certificate and in the ledger",
+        "each new run",
+        changes="fixed",
+        pattern=NAME_PATTERN,
+        examples=["my-run"],
+    )
+    tokens: Whole = setting(
+        _RUN.tokens_max,
+        "end of the run by merged tokens of all regions; 0: no end",
+        "you plan by tokens",
+        changes="all",
+        ge=0,
+        le=1 << 62,
+    )
+    steps: Whole = setting(
+        _RUN.steps_max,
+        "end of the run by inner steps of the median learner; 0: no end",
+        "you plan by steps",
+        changes="all",
+        ge=0,
+        le=1 << 40,
+    )
+    seed: Whole = setting(
+        0,
+        "seed of parameters, data order and election timeouts",
+        "you repeat a run with other luck",
+        changes="same",
+        ge=0,
+        lt=1 << 31,
+    )
+    state_dir: Path = setting(
+        Path("state"),
+        "folder of all regions' state, one folder each",
+        "the disk is elsewhere; a new run beside an old one",
+    )
+    certs_dir: Path = setting(Path("certs"), "folder that `certs init` made", "certificates lie elsewhere")
+    init: Path | None = setting(
+        None,
+        "a safetensors file with the first parameters",
+        "you go on from a model; regions start with other seeds",
+        changes="new run",
+    )
 
 
 class ModelSection(Section):
-    """`[model]`: the built-in trainer. Of no effect when `start` is given a command of its own.
+    """`[model]`: the built-in trainer, or with `hf` its recipe for a model of Hugging Face.
 
-    Attributes:
-        layers, dim, heads, context: shape; dim is a multiple of 2 x heads.
-        vocabulary: how many tokens there are: 256 for bytes, at least the tokenizer's with one.
-        hf: a config.json of Hugging Face's, or a folder with one: that model is trained, and only `context` of the
-            shape counts. init: its weights are random, or those in the folder.
-        batch: sequences per inner step. lr: peak of AdamW. warmup_steps, weight_decay: of AdamW.
-        schedule_steps: length of the cosine schedule in steps of the median learner; 0: as long as the run.
-        lr_floor: part of the peak at which the schedule ends; none: 0 if it ends with the run, else 0.1.
-        eval_every, eval_windows: steps between held-out losses (0: only at the end), windows of each.
-        threads: of torch. step_time_min: an inner step takes at least this long, for demos and tests.
-        optimizer: Muon is for matrices, with AdamW for the rest. clip: of the gradient's norm; 0: none.
-        accumulate: micro-batches that a batch is computed in. precision: of the arithmetic; parameters are float32.
-        compile: by torch. checkpoint_activations: blocks compute theirs again in the backward pass.
-        ranks: processes that `start` has torchrun start on this machine. shard: with several ranks each has a part of
-            the model (fsdp), or all of it (ddp, and none).
+    It has no effect when `start` gets a command of its own. With `hf`, the recipe reads `hf_args`, `context`,
+    `schedule_steps`, `eval_windows` and `ranks` alone.
     """
 
-    hf: Annotated[Path | None, Field(examples=["config.json"])] = None
-    init: Literal["random", "weights"] = "random"
-    layers: Annotated[Whole, Field(ge=1, le=128)] = 2
-    dim: Annotated[Whole, Field(ge=8, le=16_384)] = 64
-    heads: Annotated[Whole, Field(ge=1, le=256)] = 4
-    context: Annotated[Whole, Field(ge=2, le=65_536)] = 64
-    vocabulary: Annotated[Whole, Field(ge=2, le=1 << 24)] = 256
-    batch: Annotated[Whole, Field(ge=1, le=65_536)] = 8
-    lr: Annotated[Number, Field(gt=0, lt=10)] = 6e-3
-    warmup_steps: Annotated[Whole, Field(ge=0, le=1 << 40)] = 100
-    weight_decay: Annotated[Number, Field(ge=0, lt=100)] = 0.1
-    schedule_steps: Annotated[Whole, Field(ge=0, le=1 << 40)] = 0
-    lr_floor: Annotated[Number | None, Field(ge=0, le=1, examples=[0.1])] = None
-    eval_every: Annotated[Whole, Field(ge=0, le=1 << 40)] = 200
-    eval_windows: Annotated[Whole, Field(ge=1, le=65_536)] = 64
-    threads: Annotated[Whole, Field(ge=1, le=1024)] = 1
-    step_time_min: Span = Duration(0)
-    optimizer: Literal["adamw", "muon", "adamw8bit"] = "adamw"
-    clip: Annotated[Number, Field(ge=0, lt=1000)] = 1.0
-    accumulate: Annotated[Whole, Field(ge=1, le=65_536)] = 1
-    precision: Literal["float32", "bf16"] = "float32"
-    compile: bool = False
-    checkpoint_activations: bool = False
-    ranks: Annotated[Whole, Field(ge=1, le=1024)] = 1
-    shard: Literal["none", "ddp", "fsdp"] = "none"
+    hf: str | None = setting(
+        None,
+        "a causal language model of Hugging Face: its name, or its folder",
+        "you train such a model",
+        changes="fixed",
+        min_length=1,
+        examples=["model"],
+    )
+    hf_args: dict[str, Any] = setting(
+        {}, "`TrainingArguments` of that model's training, by name", "you set `hf`", examples=[{"learning_rate": 1e-4}]
+    )
+    layers: Whole = setting(2, "blocks of the transformer", "you choose a size", changes="fixed", ge=1, le=128)
+    dim: Whole = setting(64, "width; a multiple of 2 x `heads`", "you choose a size", changes="fixed", ge=8, le=16_384)
+    heads: Whole = setting(4, "attention heads", "you choose a size", changes="fixed", ge=1, le=256)
+    context: Whole = setting(
+        64, "tokens in a sequence; bytes for the built-in model", "you choose a size", ge=2, le=65_536
+    )
+    batch: Whole = setting(
+        8, "sequences in an inner step of each rank", "the device has room for more, or not enough", ge=1, le=65_536
+    )
+    lr: Number = setting(
+        6e-3, "peak learning rate of the inner optimizer", "always, with the size of the model", gt=0, lt=10
+    )
+    schedule_steps: Whole = setting(
+        0,
+        "length of the cosine schedule in steps of the median learner; 0: the run's",
+        "the run has no end",
+        ge=0,
+        le=1 << 40,
+    )
+    eval_every: Whole = setting(
+        200,
+        "steps of the run between held-out losses; 0: only at the end",
+        "evaluations take too long",
+        ge=0,
+        le=1 << 40,
+    )
+    eval_windows: Whole = setting(64, "sequences of one held-out loss", "the loss is noisy", ge=1, le=65_536)
+    threads: Whole = setting(1, "CPU threads of torch", "you train on a CPU", ge=1, le=1024)
+    step_time_min: Span = setting(Duration(0), "least time of an inner step", "demos and tests")
+    ranks: Whole = setting(
+        1, "processes that `start` has torchrun start on this machine", "the machine has several devices", ge=1, le=1024
+    )
+    shard: Literal["none", "ddp", "fsdp"] = setting(
+        "none", "whether each rank has a part of the model, or all of it", "with `ranks`"
+    )
 
 
 class RoundsSection(Section):
-    """`[rounds]`: how regions merge; the same on all of them. See `core.types.RunSettings` for each.
+    """`[rounds]`: how regions merge; the same on all of them. See `core.types.RunSettings` for each."""
 
-    Attributes:
-        outer_lr, outer_momentum: none: chosen by the run's length in outer cycles (`config.resolve.default_outer`).
-    """
+    fragments: Whole = setting(
+        _RUN.fragments,
+        "P: parts of the model, merged one after the other",
+        "the model is small (fewer), or peaks of bandwidth are too high (more)",
+        changes="fixed",
+        ge=1,
+        le=FRAGMENTS_MAX,
+    )
+    sync_every: Whole = setting(
+        _RUN.sync_every,
+        "H: inner steps between two merges of one fragment",
+        "`plan` says that it does not fit: larger",
+        changes="all",
+        ge=1,
+        le=100_000,
+    )
+    overlap_steps: Whole = setting(
+        _RUN.overlap_steps,
+        "tau: inner steps that a round may take; less than `sync_every`",
+        "rounds take longer than so many steps",
+        changes="all",
+        ge=0,
+        le=100_000,
+    )
+    quorum_min: Whole = setting(
+        _RUN.quorum_min,
+        "learners that must be due before a round opens; 0: a majority of the live ones",
+        "you want no merge below so many regions",
+        changes="all",
+        ge=0,
+        le=REGIONS_MAX,
+    )
+    grace_gamma: Number = setting(
+        _RUN.grace_gamma,
+        "part of a round's slack for which a round waits for learners that are not due",
+        "slow regions are left out too often (higher), or rounds start too late (lower)",
+        changes="all",
+        ge=0,
+        le=1,
+    )
+    rounds_in_flight_max: Whole = setting(
+        _RUN.rounds_in_flight_max,
+        "rounds open at once, of different fragments",
+        '`status` often says "rounds in flight"',
+        changes="all",
+        ge=1,
+        le=64,
+    )
+    outer_lr: Number | None = setting(
+        None,
+        "learning rate of the outer step; none: by the run's length in cycles of H steps",
+        "you have tuned it. A change of `run.steps` or `sync_every` changes the default",
+        changes="all",
+        gt=0,
+        le=10,
+        examples=[_RUN.outer_lr],
+    )
+    outer_momentum: Number | None = setting(
+        None,
+        "Nesterov momentum of the outer step; none: by the run's length",
+        "as `outer_lr`",
+        changes="all",
+        ge=0,
+        lt=1,
+        examples=[_RUN.outer_momentum],
+    )
+    merge: MergeRule = setting(
+        _RUN.merge,
+        "`rda`: direction and length averaged apart; `avg`: weighted mean. Embeddings and head are always averaged",
+        "you compare with plain DiLoCo",
+        changes="fixed",
+    )
+    codec_up: Codec = setting(
+        _RUN.codec_up, "encoding of contributions", "links are fast and you want exact values", changes="fixed"
+    )
+    codec_down: Codec = setting(
+        _RUN.codec_down,
+        "encoding of merged fragments",
+        "as `codec_up`; `int4` halves what regions send to each other",
+        changes="fixed",
+    )
+    carry: CarryMode = setting(
+        _RUN.carry,
+        "`carry`: steps that a merge left out go into a later one; `overwrite`: they are thrown away, as in the paper",
+        "you compare with the paper",
+        changes="all",
+    )
+    carry_steps_max: Whole = setting(
+        _RUN.carry_steps_max,
+        "inner steps up to which carried work counts in full; beyond it counts less. 0: 4 H",
+        "regions are often cut off for longer",
+        changes="all",
+        ge=0,
+        le=1 << 40,
+    )
+    weight_cap: Number = setting(
+        _RUN.weight_cap,
+        "a region that was away weighs at most so many times the median of its round",
+        "long outages move the model too much (lower)",
+        changes="all",
+        ge=1,
+        le=1_000,
+    )
+    error_feedback: bool = setting(
+        _RUN.error_feedback,
+        "rounding errors of merged values go into the next round",
+        "`codec_down` is `int4`",
+        changes="fixed",
+    )
+    heartbeat: Span = setting(
+        Duration(_RUN.heartbeat_ns),
+        "time between two heartbeats of the leader; at most a third of `election_timeout`",
+        "`election_timeout`",
+        changes="all",
+    )
+    election_timeout: Span = setting(
+        Duration(_RUN.election_timeout_ns),
+        "silence of the leader after which another is elected; drawn from one to two of it",
+        "machines stand still for seconds, or round trips are above 300 ms: higher",
+        changes="all",
+    )
+    ballot_deadline_min: Span = setting(
+        Duration(_RUN.ballot_deadline_min_ns),
+        "least time of an attempt at a round",
+        "links stall for seconds: higher",
+        changes="all",
+    )
+    payload_versions: Whole = setting(
+        _RUN.payload_versions,
+        "merged payloads that a region keeps on disk beyond its last checkpoint",
+        "seldom",
+        changes="fixed",
+        ge=1,
+        le=10_000,
+    )
+    checkpoint_versions: Whole = setting(
+        _RUN.checkpoint_versions,
+        "merges of a fragment between two of its states on disk",
+        "the disk is slow: higher",
+        changes="fixed",
+        ge=1,
+        le=10_000,
+    )
+    summary_entries: Whole = setting(
+        _RUN.summary_entries,
+        "ledger entries between two sums, and kept behind the last",
+        "seldom",
+        changes="fixed",
+        ge=64,
+        le=1 << 20,
+    )
 
-    fragments: Annotated[Whole, Field(ge=1, le=FRAGMENTS_MAX)] = _RUN.fragments
-    sync_every: Annotated[Whole, Field(ge=1, le=100_000)] = _RUN.sync_every
-    overlap_steps: Annotated[Whole, Field(ge=0, le=100_000)] = _RUN.overlap_steps
-    quorum_min: Annotated[Whole, Field(ge=0, le=REGIONS_MAX)] = _RUN.quorum_min
-    grace_gamma: Annotated[Number, Field(ge=0, le=1)] = _RUN.grace_gamma
-    rounds_in_flight_max: Annotated[Whole, Field(ge=1, le=64)] = _RUN.rounds_in_flight_max
-    outer_lr: Annotated[Number | None, Field(gt=0, le=10, examples=[_RUN.outer_lr])] = None
-    outer_momentum: Annotated[Number | None, Field(ge=0, lt=1, examples=[_RUN.outer_momentum])] = None
-    merge: MergeRule = _RUN.merge
-    codec_up: Codec = _RUN.codec_up
-    codec_down: Codec = _RUN.codec_down
-    carry: CarryMode = _RUN.carry
-    carry_steps_max: Annotated[Whole, Field(ge=0, le=1 << 40)] = _RUN.carry_steps_max
-    weight_cap: Annotated[Number, Field(ge=1, le=1_000)] = _RUN.weight_cap
-    error_feedback: bool = _RUN.error_feedback
-    heartbeat: Span = Duration(_RUN.heartbeat_ns)
-    election_timeout: Span = Duration(_RUN.election_timeout_ns)
-    ballot_deadline_min: Span = Duration(_RUN.ballot_deadline_min_ns)
-    payload_versions: Annotated[Whole, Field(ge=1, le=10_000)] = _RUN.payload_versions
-    checkpoint_versions: Annotated[Whole, Field(ge=1, le=10_000)] = _RUN.checkpoint_versions
-    summary_entries: Annotated[Whole, Field(ge=64, le=1 << 20)] = _RUN.summary_entries
+
+FIXED_IN_A_RUN: Final = frozenset(
+    f"rounds.{name}" for name, field in RoundsSection.model_fields.items() if changes(field) == "fixed"
+)
+"""Settings of `[rounds]` that a run keeps from its beginning, for they are in its files (D-093)."""
 
 
 class DataSection(Section):
-    """`[data]`: text for the built-in trainer.
+    """`[data]`: text for the built-in trainer, rows for the recipe of `[model] hf`."""
 
-    Attributes:
-        paths: files and folders of text, JSONL or Parquet, folders of `save_to_disk`, or `hf:NAME` for a dataset that
-            `datasets` loads; none: the Python sources of the standard library.
-        tokenizer: a `tokenizer.json`, or a folder that has one; empty: bytes.
-        text_field: of a row of JSONL, Parquet or a dataset, what holds its text.
-        streaming: rows are read and tokenised as they are trained, and not kept.
-        cache: folder of tokenised corpora; empty: in the user's cache.
-    """
-
-    paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_paths), Field(max_length=10_000)] = ()
-    tokenizer: str = ""
-    text_field: str = "text"
-    streaming: bool = False
-    cache: str = ""
+    paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(paths_of)] = setting(
+        (),
+        "files or folders of text, with `hf` JSONL, Parquet and `hf:NAME` too; none: Python's own sources",
+        "always",
+        max_length=10_000,
+    )
+    text_field: str = setting("text", "field of a row that holds its text", "rows have another name for it")
+    streaming: bool = setting(
+        False, "rows are tokenised as they are trained, and not kept", "the corpus is larger than the disk"
+    )
 
 
 class LearnerSection(Section):
-    """`[learner]`: the process that trains; may differ between regions.
+    """`[learner]`: the process that trains; may differ between regions."""
 
-    Attributes:
-        hang: it is killed and started again when it makes no step for so long, and for ten times as long as its
-            longest pause of late; 0s: never.
-        on_spike: what follows when loss or gradient norm are far outside of their recent range, several times in a
-            row: `warn`, or `rollback` to the merged parameters.
-        preload: modules that a process of the region imports once, from which each start of the learner is forked;
-            an empty list: the learner always starts afresh. None: what the built-in trainer imports, where it is the
-            learner; a command of your own starts afresh.
-    """
-
-    hang: Span = Duration(300 * 1_000_000_000)
-    on_spike: Literal["warn", "rollback"] = "warn"
-    preload: Annotated[
-        tuple[str, ...] | None,
-        NoDecode,
-        BeforeValidator(_modules),
-        Field(max_length=MODULES_MAX, examples=[("torch", "transformers")]),
-    ] = None
+    hang: Span = setting(
+        Duration(300 * 1_000_000_000),
+        "a learner without a step for so long, and for ten times its longest pause, is restarted; 0s: never",
+        "steps or evaluations take minutes",
+    )
+    on_spike: Literal["warn", "rollback"] = setting(
+        "warn", "reaction when the loss leaves its range several times in a row", "runs are long and unattended"
+    )
+    preload: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(modules_of)] = setting(
+        None,
+        "modules imported once, from which restarted learners are forked",
+        "restarts must be fast",
+        max_length=MODULES_MAX,
+        examples=[("torch", "transformers")],
+    )
 
 
 class LogSection(Section):
-    """`[log]`: the daemon's log in `logs/`; may differ between regions.
+    """`[log]`: the daemon's log in `logs/`; may differ between regions."""
 
-    Attributes:
-        level: lines from this one on; `log-level` changes it while the region runs. format: one fact a line, as
-            key=value (`logfmt`) or as an object (`json`).
-    """
-
-    level: Literal["info", "warning", "error"] = "info"
-    format: Literal["logfmt", "json"] = "logfmt"
+    level: Literal["info", "warning", "error"] = setting(
+        "info", "least level of a line; `log-level` changes it while the region runs", "logs are too long"
+    )
+    format: Literal["logfmt", "json"] = setting("logfmt", "key=value, or an object a line", "a machine reads the logs")
 
 
 class HistorySection(Section):
-    """`[history]`: how the run went, in `history.jsonl` of each region's folder; may differ between regions.
+    """`[history]`: how the run went, in `history.jsonl` of each region's folder; may differ between regions."""
 
-    Attributes:
-        every: between two rows. The file keeps the whole run, so rows of a long one are further apart.
-        to: what gets the rows beside the file; each needs the extra of its name.
-    """
-
-    every: Annotated[Span, Field(examples=["10s"])] = Duration(2_000_000_000)
-    to: Annotated[
-        tuple[TrackerName, ...], NoDecode, BeforeValidator(_modules), Field(max_length=3, examples=[("tensorboard",)])
-    ] = ()
+    every: Span = setting(
+        Duration(2_000_000_000),
+        "time between two rows of `history.jsonl`; further apart in a long run",
+        "curves are too coarse",
+        examples=["10s"],
+    )
+    to: Annotated[tuple[TrackerName, ...], NoDecode, BeforeValidator(modules_of)] = setting(
+        (),
+        "trackers that get the rows beside the file; each needs the extra of its name",
+        "you watch curves elsewhere",
+        max_length=3,
+        examples=[("tensorboard",)],
+    )
 
 
 class RegionSection(Section):
-    """`[regions.NAME]`: one region.
+    """`[regions.NAME]`: one region."""
 
-    Attributes:
-        address: "HOST:PORT" at which the others dial it; none: it can't be dialled, and dials them.
-        listen: "HOST:PORT" to bind; none: all interfaces (loopback if the address is), at the address' port.
-        admin_port: dashboard, metrics and status, on loopback; 0: a free one, written to `admin.port` in its folder.
-        admin_host: one more address of this machine to bind for them, for containers: a port published on the host's
-            loopback arrives there. Whoever reaches it can read the status, so give it a network that peers are not on.
-        measure_port: where `measure serve` of this region listens, and where others dial it, so that it can run beside
-            the daemon; 0: at the port of the region. No port that the region has for something else.
-        egress, ingress: this region's own ceilings, instead of those of `[budget]`.
-        payload_archive: it keeps every payload that it gets, the first parameters and the whole ledger, for `replay`.
-            The folder grows without end.
-    """
-
-    address: HostPort | None = None
-    listen: HostPort | None = None
-    admin_port: Annotated[Whole, Field(ge=0, le=65_535)] = 0
-    admin_host: AdminHost = "127.0.0.1"
-    measure_port: Annotated[Whole, Field(ge=0, le=65_535)] = 0
-    egress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
-    ingress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
-    payload_archive: bool = False
+    address: HostPort | None = setting(
+        None, "HOST:PORT where others dial it; none: it dials them. At most one region without", "always"
+    )
+    listen: HostPort | None = setting(
+        None, "HOST:PORT to bind; none: all interfaces, at the address' port", "behind NAT"
+    )
+    admin_port: Whole = setting(
+        0,
+        "status and metrics on loopback; 0: a free one, in `admin.port` of its folder",
+        "you want it known",
+        ge=0,
+        le=65_535,
+    )
+    admin_host: AdminHost = setting(
+        "127.0.0.1",
+        "one more address to bind for them",
+        "containers; whoever reaches it can read the status",
+        examples=["172.20.0.2"],
+    )
+    measure_port: Whole = setting(
+        0, "port of `measure serve`; 0: the region's port", "beside a daemon", ge=0, le=65_535
+    )
+    egress: Ceiling | None = setting(
+        None,
+        "ceiling of this region, instead of `budget.egress`",
+        "its line is another one",
+        changes="running",
+        examples=["2Gbit/s"],
+    )
+    ingress: Ceiling | None = setting(
+        None,
+        "ceiling of this region, instead of `budget.ingress`",
+        "its line is another one",
+        changes="running",
+        examples=["2Gbit/s"],
+    )
+    payload_archive: bool = setting(False, "keeps all payloads and the whole ledger, without end", "you want `replay`")
 
 
 class Tree(BaseSettings):

@@ -16,14 +16,12 @@ from diloco_node.errors import ConfigError
 
 ENV_PREFIX: Final = "DILOCO_"
 CONFIG_BYTES_MAX: Final = 1 << 20
-PATH_KEYS: Final = (
-    *(("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), ("model", "hf")),
-    *(("data", "paths"), ("data", "tokenizer"), ("data", "cache")),
-)
+PATH_KEYS: Final = (("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), ("model", "hf"), ("data", "paths"))
 HUB: Final = "hf:"
-"""What a data path begins with that is the name of a dataset (see `learner.builtin.documents`)."""
+"""Prefix of a data path that is the name of a dataset (see `integrations.hf_recipe`)."""
 
 
+_HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HEADER: Final = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
 _KEY: Final = re.compile(
     r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
@@ -60,22 +58,22 @@ class Sources:
             self.origins[key] = nearest(origins, key)
 
     def origin(self, key: Key) -> str:
-        """Of the key, else of a table above it, else of the first value below it."""
-        below = next((origin for other, origin in self.origins.items() if other[: len(key)] == key), "default")
-        found = nearest(self.origins, key)
-        return below if found == "default" else found
+        """Origin of the key, else of a table above it, else of the first value below it."""
+        below = next((origin for other_key, origin in self.origins.items() if other_key[: len(key)] == key), "default")
+        above = nearest(self.origins, key)
+        return below if above == "default" else above
 
 
 def leaves(tree: Mapping[str, Any], above: Key = ()) -> list[tuple[Key, Any]]:
     """All values that are not tables, with their keys, in order; an empty table is a leaf."""
-    found: list[tuple[Key, Any]] = []
+    rows: list[tuple[Key, Any]] = []
     for name, value in tree.items():
         key = (*above, name)
         if isinstance(value, Mapping) and value:
-            found += leaves(value, key)
+            rows += leaves(value, key)
         else:
-            found.append((key, value))
-    return found
+            rows.append((key, value))
+    return rows
 
 
 def put(tree: dict[str, Any], key: Key, value: Any) -> None:
@@ -131,29 +129,35 @@ def _take_from(folder: Path, tree: dict[str, Any], key: Key) -> None:
     if isinstance(value, str):
         table[name] = _path_from(folder, value, key)
     elif isinstance(value, list):
-        table[name] = [_path_from(folder, part, key) if isinstance(part, str) else part for part in value]
+        table[name] = [_path_from(folder, item, key) if isinstance(item, str) else item for item in value]
 
 
 def _path_from(folder: Path, value: str, key: Key) -> str:
-    is_path = key[0] != "data" or (value and not value.startswith(HUB))
-    return str(folder / value) if is_path else value
+    if not value or value.startswith(HUB) or (key == ("model", "hf") and is_hub_name(folder / value, value)):
+        return value
+    return str(folder / value)
+
+
+def is_hub_name(path: Path, name: str) -> bool:
+    """Whether a name is one of the model hub: it looks like one, and there is no such folder."""
+    return bool(_HUB_NAME.fullmatch(name)) and not path.exists()
 
 
 def _lines(text: str) -> dict[Key, int]:
     """Line of every header and key. `tomllib` does not tell, and only messages depend on it."""
-    found: dict[Key, int] = {}
+    lines: dict[Key, int] = {}
     table: Key = ()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
             table = _split_key(header[1])
-            found.setdefault(table, number)
+            lines.setdefault(table, number)
         elif key := _KEY.match(line):
-            found.setdefault((*table, *_split_key(key[1])), number)
-    return found
+            lines.setdefault((*table, *_split_key(key[1])), number)
+    return lines
 
 
 def _split_key(text: str) -> Key:
-    return tuple(part.strip("\"'") for part in _PART.findall(text))
+    return tuple(word.strip("\"'") for word in _PART.findall(text))
 
 
 def read_environment() -> tuple[dict[str, Any], dict[Key, str]]:
@@ -167,7 +171,7 @@ def read_environment() -> tuple[dict[str, Any], dict[Key, str]]:
     names = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX))
     origins: dict[Key, str] = {}
     for name in names:
-        key = tuple(part.lower() for part in name[len(ENV_PREFIX) :].split("__"))
+        key = tuple(word.lower() for word in name[len(ENV_PREFIX) :].split("__"))
         _check_variable(name, key)
         origins[_region_key(key)] = name
     try:

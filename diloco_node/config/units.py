@@ -63,14 +63,14 @@ def parse_duration(value: object) -> Duration:
         return value
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError('it must be a duration, such as "200ms" or "2s"')
-    found = _TEXT.fullmatch(str(value).strip())
-    if found is None:
+    match = _TEXT.fullmatch(str(value).strip())
+    if match is None:
         bare = re.fullmatch(r"\d+(\.\d+)?", str(value).strip())
         hint = (
             f'it has no unit; write "{value}ms" or "{value}s"' if bare else 'it is no duration; write "200ms" or "2s"'
         )
         raise ValueError(hint)
-    number, unit = found.groups()
+    number, unit = match.groups()
     if unit not in _UNITS_NS:
         raise ValueError(f"unit {unit!r} is unknown; use one of {', '.join(_UNITS_NS)}")
     exact = Decimal(number) * _UNITS_NS[unit]
@@ -103,8 +103,8 @@ def parse_rate(value: object) -> Rate:
         return value
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError('it must be a rate, such as "2Gbit/s" or "25MB/s"')
-    found = _RATE_TEXT.fullmatch(str(value).strip())
-    if found is None:
+    match = _RATE_TEXT.fullmatch(str(value).strip())
+    if match is None:
         bare = re.fullmatch(r"\d+(\.\d+)?", str(value).strip())
         hint = (
             f'it has no unit; write "{value}Mbit/s" or "{value}MB/s"'
@@ -112,7 +112,7 @@ def parse_rate(value: object) -> Rate:
             else 'it is no rate; write "2Gbit/s" or "25MB/s"'
         )
         raise ValueError(hint)
-    number, unit = found.groups()
+    number, unit = match.groups()
     if unit not in _RATE_UNITS_BITS:
         raise ValueError(f"unit {unit!r} is unknown (capitals count); use one of {', '.join(_RATE_UNITS_BITS)}")
     bytes_per_s = int(Decimal(number) * _RATE_UNITS_BITS[unit] / 8)

@@ -30,11 +30,12 @@ from diloco_node.daemon.learner.admission import Admission
 from diloco_node.daemon.learner.learner_server import LearnerServer
 from diloco_node.daemon.logs import PartLevels
 from diloco_node.daemon.manifest_file import recover_manifest, save_manifest
-from diloco_node.daemon.node import Node, NodeRuntime
+from diloco_node.daemon.node import Node
+from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.region_budget import changed_plan, plan_of_file
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import has_final_report, is_complete, run_record
-from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.stopping import StopDeadline
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
@@ -42,11 +43,11 @@ from diloco_node.escaping import escaped_document
 from diloco_node.health.alerts import learner_fault
 from diloco_node.health.health_summary import health_of
 from diloco_node.measure.documents import OnPartial
+from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import set_damaged_aside
 from diloco_node.supervisor.process_file import read_process
-from diloco_node.supervisor.supervisor_spec import ADMIN_PORT_NAME
 from diloco_node.transport.certificates import load_identity
 from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
@@ -224,7 +225,7 @@ class Daemon:
         self._node = node
         attach, self._waiting_attach = self._waiting_attach, None
         if attach is not None:
-            node.on_learner_message(attach)
+            node.reception.on_message(attach)
 
     def _note_damage(self, store: RegionStore, counters: tuple[str, ...]) -> None:
         """What recovery has found on the disk and worked around: a disk that does that once may do it again."""
@@ -243,8 +244,8 @@ class Daemon:
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""
         node = self._node
-        known = 0 if node is None else node.known_incarnation
-        reason = "" if node is None else node.rejection_reason(attach)
+        known = 0 if node is None else node.reception.known_incarnation
+        reason = "" if node is None else node.reception.rejection_reason(attach)
         reason = reason or self._admission.rejection_reason(attach, process, known_incarnation=known)
         if reason:
             self.notes.add(Note("learner", f"refused process {attach.pid}: {reason}", is_alarm=True))
@@ -257,7 +258,7 @@ class Daemon:
         if isinstance(message, Attach):
             log.info("learner attached", region=self.spec.region, pid=message.pid)
         if self._node is not None:
-            self._node.on_learner_message(message)
+            self._node.reception.on_message(message)
         elif not isinstance(message, Attach):
             self.notes.add(Note("learner", f"before its welcome: {message}", is_alarm=True))
         else:
@@ -281,7 +282,7 @@ class Daemon:
         self._waiting_attach = None
         if self._node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
-            self._node.learner_detached()
+            self._node.reception.detached()
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""
@@ -293,7 +294,7 @@ class Daemon:
         # What a note's time (`at_ns`) is for people, who may read it on another machine.
         clock = {"unix": time.time(), "monotonic_ns": time.monotonic_ns()}  # noqa: TID251 - shown, decides nothing
         if self._node is not None:
-            return {**self._node.status(), "learner_process": process, "clock": clock}
+            return {**self._node.status.document(), "learner_process": process, "clock": clock}
         return {
             "region": self.spec.region,
             "run_id": self.spec.run_id,
@@ -318,7 +319,7 @@ class Daemon:
             document: of the status, where there is one of this moment.
         """
         fault = learner_fault(self._facts() if document is None else document)
-        reason = WAITS_FOR_TENSORS if self._node is None else self._node.not_ready_reason()
+        reason = WAITS_FOR_TENSORS if self._node is None else self._node.status.not_ready_reason()
         if fault is None or fault[1] == reason:
             return reason
         return f"{fault[1]}; {reason}" if reason else fault[1]
@@ -392,7 +393,7 @@ class Daemon:
     def _follow_budget(self, plan: BudgetPlan, why: str) -> None:
         self.spec = dataclasses.replace(self.spec, budget=plan)
         # A daemon that dies and starts again must not go back to an older, perhaps larger budget.
-        self.spec.save(self.spec.state_dir / NODE_FILE)
+        self.spec.save(self.spec.state_dir / NODE_NAME)
         if self._node is not None:
             self._node.transport.set_budget(plan)
         self.notes.add(Note("budget", f"set by {why}: {plan}"))

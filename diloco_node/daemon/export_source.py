@@ -1,4 +1,4 @@
-"""What a region's folder has of the merged model: the final one, or each fragment's newest state on disk.
+"""The merged model in a region's folder: the final one, or each fragment's newest state on disk.
 
 Reading only, so a daemon may run on the folder. In mid-run the fragments are of different versions, as they are in the
 run itself: a fragment is on disk every `checkpoint_versions` versions.
@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import Entry, FinishedBody, RoundBody
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
-from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.numeric import F32
+from diloco_node.state_names import NODE_NAME
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.ledger_reader import LedgerReader
-from diloco_node.storage.model_files import read_tensors
 from diloco_node.storage.store import RegionStore
 
 TRIES: Final = 3
@@ -59,15 +61,15 @@ def region_folder(place: Path) -> Path:
     """
     if (place / MANIFEST_NAME).is_file():
         return place
-    found = [
+    folders = [
         path.parent for path in sorted((*place.glob(f"*/{MANIFEST_NAME}"), *place.glob(f"state/*/{MANIFEST_NAME}")))
     ]
-    if not found:
+    if not folders:
         raise ConfigError(
             f"{place}: no {MANIFEST_NAME} there or one folder below; give a region's state folder, as state/us-east, "
             "or the folder of all regions. A region has it when its learner has attached for the first time"
         )
-    return max(found, key=lambda folder: ((folder / FINAL_NAME).is_file(), _progress(folder)))
+    return max(folders, key=lambda folder: ((folder / FINAL_NAME).is_file(), _progress(folder)))
 
 
 def _progress(folder: Path) -> int:
@@ -87,7 +89,7 @@ def read_merged(folder: Path) -> MergedModel:
     manifest = load_manifest(folder)
     if manifest is None:
         raise StorageError(f"{folder} has no {MANIFEST_NAME}: the region never learnt its model")
-    spec = NodeSpec.load(folder / NODE_FILE)
+    spec = NodeSpec.load(folder / NODE_NAME)
     is_final = (folder / FINAL_NAME).is_file()
     states = () if is_final else [_newest(folder, fragment.index) for fragment in manifest.fragments]
     ledger = _ledger(folder, len(manifest.fragments))
@@ -98,7 +100,7 @@ def read_merged(folder: Path) -> MergedModel:
         tensors = _final(folder, manifest)
     else:
         versions = tuple(version for version, _ in states)
-        tensors = _assembled(manifest, [theta for _, theta in states])
+        tensors = _assemble(manifest, [theta for _, theta in states])
     tokens = _tokens(*ledger, versions) if ledger and versions else None
     return MergedModel(folder, spec.run_id, spec.region, manifest, tensors, versions, tokens, is_final)
 
@@ -118,14 +120,18 @@ def _newest(folder: Path, fragment: int) -> tuple[int, F32]:
 
 
 def _final(folder: Path, manifest: Manifest) -> dict[str, F32]:
-    stored = read_tensors(folder / FINAL_NAME)
-    expected = {spec.name: ("F32", spec.shape) for spec in manifest.tensors}
-    if {name: (one.dtype, one.shape) for name, one in stored.items()} != expected:
-        raise StorageError(f"{folder / FINAL_NAME} does not hold the tensors of {MANIFEST_NAME}: one is of another run")
-    return {name: one.data.view(np.float32).reshape(one.shape) for name, one in stored.items()}
+    path = folder / FINAL_NAME
+    try:
+        tensors: dict[str, F32] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path} can't be read ({error}): take another region's folder") from error
+    shapes = {spec.name: (np.float32, spec.shape) for spec in manifest.tensors}
+    if {name: (values.dtype, values.shape) for name, values in tensors.items()} != shapes:
+        raise StorageError(f"{path} does not hold the tensors of {MANIFEST_NAME}: one is of another run")
+    return tensors
 
 
-def _assembled(manifest: Manifest, thetas: Sequence[F32]) -> dict[str, F32]:
+def _assemble(manifest: Manifest, thetas: Sequence[F32]) -> dict[str, F32]:
     flat = [np.empty(spec.size, np.float32) for spec in manifest.tensors]
     for fragment, theta in zip(manifest.fragments, thetas, strict=True):
         if len(theta) != fragment.size:
@@ -136,7 +142,7 @@ def _assembled(manifest: Manifest, thetas: Sequence[F32]) -> dict[str, F32]:
 
 
 def _ledger(folder: Path, fragments: int) -> tuple[RunSummary | None, tuple[Entry, ...]] | None:
-    """What is summed up, and the entries after it; None: they can't be read, or are being changed again and again."""
+    """Sum of the old entries, and the entries after it; None: they can't be read, or change again and again."""
     for _ in range(TRIES):
         reader = LedgerReader(folder)
         try:
@@ -149,11 +155,13 @@ def _ledger(folder: Path, fragments: int) -> tuple[RunSummary | None, tuple[Entr
 
 def _tokens(summary: RunSummary | None, entries: Sequence[Entry], versions: Sequence[int]) -> int | None:
     """Tokens in these versions, the mean over the fragments, rounded down; None: they are older than the sum."""
-    if summary is not None and any(now < summed for now, summed in zip(versions, summary.versions, strict=True)):
+    if summary is not None and any(
+        now < sum_version for now, sum_version in zip(versions, summary.versions, strict=True)
+    ):
         return None
-    merged = 0 if summary is None else sum(summary.merged)
+    total = 0 if summary is None else sum(summary.merged)
     for entry in entries:
         body = entry.body
         if isinstance(body, RoundBody) and body.version <= versions[body.fragment]:
-            merged += sum(member.contribution.tokens for member in body.members)
-    return merged // len(versions)
+            total += sum(member.contribution.tokens for member in body.members)
+    return total // len(versions)

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from diloco_node.atomic_file import remove_if_possible, sync_folder
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import StorageError
-from diloco_node.storage.durable import remove_if_possible, sync_folder
 
 LINGER_S: Final = 15.0
 """A region that lags and makes no progress for so long is left alone, reachable or not."""

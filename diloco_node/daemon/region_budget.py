@@ -26,8 +26,8 @@ from diloco_node.planning.sizes import fragment_sizes
 
 _KEYS = frozenset({"egress", "ingress", "peer"})
 
-LOOK_S: Final = 2.0
-"""Between two looks."""
+BUDGET_LOOK_S: Final = 2.0
+"""Between two looks at whether the schedule fits the budget."""
 
 PPM: Final = 1_000_000
 
@@ -80,7 +80,7 @@ def plan_of_file(path: Path, region: str) -> BudgetPlan:
 
 
 class BudgetWatch:
-    """Call `look` every LOOK_S, never twice at once.
+    """Call `look` every BUDGET_LOOK_S, never twice at once.
 
     Args:
         manifest, settings: of the run.

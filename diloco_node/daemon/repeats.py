@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Hashable
 from typing import Final
 
-NS_PER_S: Final = 1_000_000_000
+from diloco_node.numeric import NS_PER_S
 
 WINDOW_NS: Final = 10 * NS_PER_S
 

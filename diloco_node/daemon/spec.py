@@ -6,17 +6,15 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from diloco_node.atomic_file import replace_file
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:  # the supervisor reads this, and has no use for a log of structlog's
     from diloco_node.daemon.logs import LogFormat
-
-NODE_FILE: Final = "node.json"
-"""Where `start` writes it, in the region's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +77,7 @@ class NodeSpec:
     def save(self, path: Path) -> None:
         """Write as JSON; under its name only when whole."""
         document = dataclasses.asdict(self)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(json.dumps(document, indent=2, default=str) + "\n")
-        temporary.replace(path)
+        replace_file(path, (json.dumps(document, indent=2, default=str) + "\n").encode(), is_durable=False)
 
     @classmethod
     def load(cls, path: Path) -> NodeSpec:

@@ -16,12 +16,13 @@ from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.recovery.replay_plan import FragmentReplay, find_genesis, plan_replay
 from diloco_node.core.types import Entry, FinishedBody, RoundBody
+from diloco_node.daemon.effects.open_stripes import cut_payload
 from diloco_node.daemon.manifest_file import load_manifest
-from diloco_node.daemon.open_stripes import cut_payload
 from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
 from diloco_node.daemon.run_record import FINAL_NAME
-from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import StorageError
+from diloco_node.state_names import NODE_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 
@@ -75,7 +76,7 @@ class Replay:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        spec = NodeSpec.load(folder / NODE_FILE)
+        spec = NodeSpec.load(folder / NODE_NAME)
         manifest = load_manifest(folder)
         if manifest is None:
             raise StorageError(f"{folder} has no manifest.json: the region never learnt its model")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
+from diloco_node.atomic_file import replace_file
 from diloco_node.daemon.run_history import ALL_COLUMNS, HISTORY_NAME, read_history
 
 TRACKED_NAME: Final = "history.tracked.json"
@@ -166,10 +167,8 @@ class HistoryFollower:
 
     def _remember(self) -> None:
         """A full disk costs a repetition after a restart; while this process lives it repeats nothing."""
-        temporary = self._state_dir / f".{TRACKED_NAME}.tmp"
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(self._until))
-            temporary.replace(self._state_dir / TRACKED_NAME)
+            replace_file(self._state_dir / TRACKED_NAME, json.dumps(self._until).encode(), is_durable=False)
 
     def _hand_on(self, name: str, tracker: CurveTracker, rows: Sequence[Mapping[str, float | None]]) -> int:
         count = 0

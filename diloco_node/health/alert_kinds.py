@@ -1,7 +1,7 @@
-"""Every alert there is: code, severity, what it means, what helps, the command to copy. docs/alerts.md has the same.
+"""The kinds of alerts: code, mark, meaning, hint and command. docs/alerts.md has the same table.
 
-Names in braces are filled in: `{region}` is what the alert is about, `{own}` who raises it, `{log}` the log of the
-learner, `{state}` the state folder.
+Names in braces are filled in: `{region}` is the region that the alert is about, `{own}` the one that raises it, `{log}`
+the log of the learner, `{state}` the state folder.
 """
 
 from __future__ import annotations
@@ -9,23 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-CRITICAL: Final = "critical"
-WARNING: Final = "warning"
-INFO: Final = "info"
-SEVERITIES: Final = (CRITICAL, WARNING, INFO)
-"""Worst first."""
+from diloco_node.health.finding import Mark
 
 
 @dataclass(frozen=True, slots=True)
 class AlertKind:
-    """One kind of alert.
+    """A kind of alert.
 
     Attributes:
-        meaning: one sentence, the same for every case. hint: what helps. command: to copy; empty if there is none.
+        meaning: one sentence, the same for every case. hint: the remedy. command: to copy; empty if there is none.
     """
 
     code: str
-    severity: str
+    mark: Mark
     meaning: str
     hint: str
     command: str = ""
@@ -33,147 +29,146 @@ class AlertKind:
 
 NO_MAJORITY: Final = AlertKind(
     "A-NO-MAJORITY",
-    CRITICAL,
+    Mark.FAILED,
     "Fewer than a majority of the regions hear each other, so nothing is merged.",
-    "Bring one of the missing regions back; if they have finished, with `start --serve`. "
-    "Learners train on meanwhile, and nothing is lost.",
+    "Bring a missing region back; if it has finished, with `start --serve`. Learners train on meanwhile.",
 )
 CUT_OFF: Final = AlertKind(
     "A-CUT-OFF",
-    WARNING,
+    Mark.WARNING,
     "A region hears fewer than a majority, and the others merge on without it.",
-    "Look at the network of that region. It trains on, and its work is merged when it is back.",
+    "Look at that region's network. Its work is merged when it is back.",
     "diloco-node doctor --region {region}",
 )
 LAST_MAJORITY: Final = AlertKind(
     "A-LAST-MAJORITY",
-    WARNING,
+    Mark.WARNING,
     "A region is missing, and one more failure stops merging.",
-    "Bring the missing region back before anything is restarted or updated.",
+    "Bring it back before anything is restarted.",
 )
 PEER_DOWN: Final = AlertKind(
     "A-PEER-DOWN",
-    WARNING,
-    "This region has no link to a peer, or hears nothing from it.",
-    "If the region does not run, start it on its machine. If it runs, look at the address, the firewall and its log.",
+    Mark.WARNING,
+    "This region does not hear a peer.",
+    "Start it on its machine. If it runs, look at address, firewall and log.",
     "diloco-node start --region {region}",
 )
 NO_COMMIT: Final = AlertKind(
     "A-NO-COMMIT",
-    CRITICAL,
+    Mark.FAILED,
     "No round was committed for ten times the usual time.",
-    "Ask why: it names the region and the phase that rounds wait for.",
+    "Ask which region and phase rounds wait for.",
     "diloco-node why {region}",
 )
 LEFT_OUT: Final = AlertKind(
     "A-LEFT-OUT",
-    WARNING,
-    "The leader leaves a region out of its ballots for a while.",
-    "Measure the links of that region and check its MTU and its disk. It is tried again by itself.",
+    Mark.WARNING,
+    "The leader leaves a region out for a while.",
+    "Measure its links, and check its MTU and disk. It is tried again by itself.",
     "diloco-node measure mesh",
 )
 QUARANTINE: Final = AlertKind(
     "A-QUARANTINE",
-    WARNING,
-    "A peer broke the protocol again and again and is shut out for a while.",
-    "Look at that machine: other code, or damaged memory. Then readmit it.",
-    "diloco-node quarantine lift {region} --region {own}",
+    Mark.WARNING,
+    "A peer broke the protocol often and is shut out for a while.",
+    "Look at that machine's version and memory, then readmit it.",
+    "diloco-node quarantine lift {region} {own}",
 )
 LEARNER_STOPPED: Final = AlertKind(
     "A-LEARNER-STOPPED",
-    CRITICAL,
-    "The learner crashed so often that it is not started again.",
+    Mark.FAILED,
+    "The learner crashed often and is not started again.",
     "Read {log}, mend the script, then start the learner.",
     "diloco-node learner start {region}",
 )
 LEARNER_ENDED: Final = AlertKind(
     "A-LEARNER-ENDED",
-    CRITICAL,
+    Mark.FAILED,
     "The training script ended although the run goes on.",
-    "Have the loop repeat its data until `should_stop` is true, then start the learner again.",
+    "Have the loop repeat its data until `should_stop` is true, then start it again.",
     "diloco-node learner start {region}",
 )
 LEARNER_CRASHES: Final = AlertKind(
     "A-LEARNER-CRASHES",
-    WARNING,
+    Mark.WARNING,
     "The learner's process ended with an error and is started again.",
     "Read the last lines of {log}.",
     "tail -n 40 {log}",
 )
 LEARNER_SILENT: Final = AlertKind(
     "A-LEARNER-SILENT",
-    WARNING,
-    "A learner is attached, but has reported no step for much longer than its steps take.",
-    "Look at its process and its device. A hang is found by itself after [learner] hang; then it is started again.",
+    Mark.WARNING,
+    "The learner has reported no step for much longer than its steps take.",
+    "Look at its process and device. After [learner] hang it is started again.",
     "tail -n 40 {log}",
 )
 LEARNER_MISSING: Final = AlertKind(
     "A-LEARNER-MISSING",
-    WARNING,
+    Mark.WARNING,
     "No learner is attached, so this region trains nothing.",
-    "Right after a start it still imports and builds the model. Later, read {log}.",
+    "Wait right after a start. Later, read {log}.",
     "tail -n 40 {log}",
 )
 LOSS_NAN: Final = AlertKind(
     "A-LOSS-NAN",
-    WARNING,
-    "The learner failed within the last ten minutes, as it does after three losses that are NaN or infinite.",
-    "It starts again from the merged parameters. If it comes again, look at the data and the learning rate here.",
+    Mark.WARNING,
+    "The learner failed within the last ten minutes, as after three losses that are NaN or infinite.",
+    "It starts again from the merged parameters. Look at the data and the learning rate.",
     "tail -n 40 {log}",
 )
 LOSS_SPIKE: Final = AlertKind(
     "A-LOSS-SPIKE",
-    INFO,
-    "Loss or gradient norm was far out of its range within the last ten minutes.",
-    "Compare the loss of all regions. One that goes back by itself needs nothing.",
+    Mark.INFO,
+    "Loss or gradient norm was far out of range within the last ten minutes.",
+    "Compare the loss of all regions.",
     "tail -n 40 {log}",
 )
 BUDGET_SMALL: Final = AlertKind(
     "A-BUDGET-SMALL",
-    WARNING,
-    "The schedule can't be kept within the bandwidth budget, so merges come late.",
+    Mark.WARNING,
+    "The budget is too small for the schedule, so merges come late.",
     "Set one of the values that the line names.",
     "diloco-node plan --config run.toml",
 )
 DISK_REFUSED: Final = AlertKind(
     "A-DISK-REFUSED",
-    CRITICAL,
+    Mark.FAILED,
     "The disk of the state folder refuses what is written; it is tried again.",
-    "Make room, or remount it writable. Nothing needs to be started again.",
+    "Make room, or remount it writable.",
     "df -h {state}",
 )
 DISK_LOW: Final = AlertKind(
     "A-DISK-LOW",
-    WARNING,
+    Mark.WARNING,
     "The disk of the state folder is nearly full.",
-    "Make room. Each checkpoint needs eight bytes for each parameter.",
+    "Make room: a checkpoint needs eight bytes for each parameter.",
     "df -h {state}",
 )
 CERTIFICATE_ENDS: Final = AlertKind(
     "A-CERT-ENDS",
-    WARNING,
-    "This region's certificate ends within 30 days; without it no link comes up.",
-    "Make new ones for all regions, copy them there, and start all regions again.",
+    Mark.WARNING,
+    "This region's certificate ends within 30 days.",
+    "Make new ones for all regions, and start all again.",
     "diloco-node certs --help",
 )
 DIGEST_DIFFERS: Final = AlertKind(
     "A-DIGEST-DIFFERS",
-    CRITICAL,
-    "Regions hold different bytes at the same version: memory or a disk is damaged.",
-    "The log names fragment and regions. Stop the region that differs and check its hardware.",
+    Mark.FAILED,
+    "Regions differ at the same version: memory or a disk is damaged.",
+    "Stop the region that the log names, and check its hardware.",
     "diloco-node replay {state}",
 )
 SETTINGS_DIFFER: Final = AlertKind(
     "A-SETTINGS-DIFFER",
-    WARNING,
-    "A peer has other settings, another run or another model, so there is no link to it.",
-    "Copy the same run.toml to all regions and start those that changed.",
+    Mark.WARNING,
+    "A peer has other settings, another run or another model.",
+    "Copy the same run.toml to all regions, and start them again.",
     "diloco-node config show",
 )
 VERSION_DIFFERS: Final = AlertKind(
     "A-VERSION-DIFFERS",
-    WARNING,
-    "A peer runs a version of diloco-node that speaks another protocol.",
+    Mark.WARNING,
+    "A peer's version speaks another protocol.",
     "Install the same version everywhere.",
     "diloco-node --version",
 )

@@ -1,16 +1,16 @@
-"""What is wrong, from one region's status document. Kinds are in `alert_kinds`."""
+"""The alerts of a region, found in its status document. Kinds are in `alert_kinds`."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alert_kinds import AlertKind
-from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.finding import Finding, Mark
+from diloco_node.health.reading import Document, duration, number, rows, section, text
 from diloco_node.health.tolerance import (
     alive_count,
     failure_tolerance,
@@ -30,14 +30,14 @@ SILENT_STEPS: Final = 10.0
 
 SILENT_MIN_S: Final = 20.0
 LOSS_SHOWN_S: Final = 600.0
-"""So long a warning of the learner is shown."""
+"""How long a warning of the learner is shown."""
 
 DISK_LOW_PART: Final = 0.03
 STATES_FREE: Final = 2
-"""So many times parameters and momentum must fit on the disk."""
+"""How many times parameters and momentum must fit on the disk."""
 
 STATE_BYTES: Final = 8
-"""Of a parameter and its momentum, float32."""
+"""A parameter and its momentum, float32."""
 
 CERTIFICATE_DAYS: Final = 30.0
 _SETTINGS: Final = re.compile(
@@ -48,78 +48,66 @@ _SETTINGS: Final = re.compile(
 OVER: Final = frozenset({"finished", "finishing"})
 
 
-@dataclass(frozen=True, slots=True)
-class Alert:
-    """One thing that is wrong. `region` is the one it is about, `text` says what is the case, `command` helps."""
-
-    severity: str
-    code: str
-    region: str
-    text: str
-    hint: str
-    command: str
-
-
-def find_alerts(document: Document) -> list[Alert]:
-    """All alerts of one region, the worst first; none of a document without a state (a region that is not asked)."""
+def find_alerts(document: Document) -> list[Finding]:
+    """Find all alerts of one region, the worst first; none without a state (a region that is not asked)."""
     if not text(document, "state"):
         return []
-    found = [
+    alerts = [
         *_majority(document),
         *_peers(document),
         *_rounds(document),
         *_learner(document),
         *_machine(document),
     ]
-    return sorted(found, key=lambda one: kinds.SEVERITIES.index(one.severity))
+    return sorted(alerts, key=lambda alert: tuple(Mark).index(alert.mark))
 
 
-def cut_off(document: Document) -> Alert:
-    """What A-NO-MAJORITY of a region is when others merge on."""
-    heard = f"{alive_count(document)} of {region_count(document)} regions"
-    return _make(kinds.CUT_OFF, document, f"{text(document, 'region')} hears {heard}; the others merge on")
+def cut_off(document: Document) -> Finding:
+    """Make the alert that replaces A-NO-MAJORITY of a region when others merge on."""
+    share = f"{alive_count(document)} of {region_count(document)} regions"
+    return _make(kinds.CUT_OFF, document, f"{text(document, 'region')} hears {share}; the others merge on")
 
 
 def learner_silence(report_age_s: float | None, step_s: float | None) -> str:
-    """Why an attached learner counts as silent; empty if it does not, or if it has reported nothing yet."""
+    """Explain why an attached learner counts as silent; empty if it does not, or if it has reported nothing yet."""
     limit_s = max(SILENT_MIN_S, SILENT_STEPS * (step_s or 0.0))
     if report_age_s is None or report_age_s <= limit_s:
         return ""
     return f"the learner has reported no step for {duration(report_age_s)}; a step takes {duration(step_s or 0.0)}"
 
 
-def _make(kind: AlertKind, document: Document, what: str, *, region: str = "") -> Alert:
-    own = text(document, "region")
-    log = text(part(document, "learner_process"), "log") or f"state/{own}/logs/learner.log"
-    state = text(document, "state_dir") or f"state/{own}"
-    values = {"region": region or own, "own": own, "log": log, "state": state}
-    quoted = {name: shlex.quote(value) for name, value in values.items()}
-    hint, command = kind.hint.format(**values), kind.command.format(**quoted)
-    return Alert(kind.severity, kind.code, region or own, what, hint, command)
+def _make(kind: AlertKind, document: Document, line: str, *, region: str = "") -> Finding:
+    own_region = text(document, "region")
+    log = text(section(document, "learner_process"), "log") or f"state/{own_region}/logs/learner.log"
+    state = text(document, "state_dir") or f"state/{own_region}"
+    values = {"region": region or own_region, "own": own_region, "log": log, "state": state}
+    words = {name: shlex.quote(value) for name, value in values.items()}
+    hint, command = kind.hint.format(**values), kind.command.format(**words)
+    return Finding(kind.mark, kind.code, line, (region or own_region,), hint, command)
 
 
-def _majority(document: Document) -> Iterator[Alert]:
+def _majority(document: Document) -> Iterator[Finding]:
     if text(document, "state") in ("finished", "starting") or not is_founded(document):
         return
     voting, regions = voting_count(document), region_count(document)
-    left = f"{voting} of {regions} regions {'are left' if voting == alive_count(document) else 'can vote'}"
+    count = f"{voting} of {regions} regions {'are left' if voting == alive_count(document) else 'can vote'}"
     if not has_majority(document):
-        what = f"{left}, {majority(regions)} are needed to merge"
-        step, total = number(document, "inner_steps"), number(part(document, "run"), "total_steps")
+        line = f"{count}, {majority(regions)} are needed to merge"
+        step, total = number(document, "inner_steps"), number(section(document, "run"), "total_steps")
         if step is not None and total and step >= total:
-            what += f". This region alone has made all {total:.0f} steps of the run: the others have probably finished"
-        yield _make(kinds.NO_MAJORITY, document, what)
+            line += f". This region alone has made all {total:.0f} steps of the run: the others have probably finished"
+        yield _make(kinds.NO_MAJORITY, document, line)
     elif voting < regions and not failure_tolerance(document):
-        yield _make(kinds.LAST_MAJORITY, document, f"{left}: the next failure stops merging")
+        yield _make(kinds.LAST_MAJORITY, document, f"{count}: the next failure stops merging")
 
 
-def _peers(document: Document) -> Iterator[Alert]:
+def _peers(document: Document) -> Iterator[Finding]:
     if text(document, "state") == "finished":
         return  # they may be gone
-    quarantine = part(document, "quarantine")
+    quarantine = section(document, "quarantine")
     for name in sorted(quarantine):
-        what = f"{name} is shut out: {quarantine[name]}"
-        yield _make(kinds.QUARANTINE, document, what, region=name)
+        line = f"{name} is shut out: {quarantine[name]}"
+        yield _make(kinds.QUARANTINE, document, line, region=name)
     for peer in rows(document, "peers"):
         name, error = text(peer, "name"), text(peer, "error")
         is_up = text(peer, "link") == "up" and peer.get("is_alive") is True
@@ -131,30 +119,30 @@ def _peers(document: Document) -> Iterator[Alert]:
             yield _make(kinds.SETTINGS_DIFFER, document, f"{name}: {error}", region=name)
         else:
             where = text(peer, "address") or "no address"
-            what = f"{name} ({where}) is down" + (f": {error}" if error else "")
-            yield _make(kinds.PEER_DOWN, document, what, region=name)
+            line = f"{name} ({where}) is down" + (f": {error}" if error else "")
+            yield _make(kinds.PEER_DOWN, document, line, region=name)
 
 
-def _rounds(document: Document) -> Iterator[Alert]:
+def _rounds(document: Document) -> Iterator[Finding]:
     if document.get("role") == "leader":  # every region knows it from the ballots; once is enough
-        for one in rows(document, "left_out"):
-            what = f"{text(one, 'region')} is left out as {text(one, 'part')}: {text(one, 'reason')}"
-            yield _make(kinds.LEFT_OUT, document, what, region=text(one, "region"))
+        for entry in rows(document, "left_out"):
+            line = f"{text(entry, 'region')} is left out as {text(entry, 'part')}: {text(entry, 'reason')}"
+            yield _make(kinds.LEFT_OUT, document, line, region=text(entry, "region"))
     age_s, usual_s = number(document, "commit_age_seconds"), number(document, "usual_commit_seconds")
     is_late = age_s is not None and usual_s is not None and age_s > max(COMMIT_LATE_MIN_S, COMMIT_LATE * usual_s)
     if is_late and has_majority(document) and text(document, "state") != "finished":
-        what = f"no round was committed for {duration(age_s or 0.0)}, usually one every {duration(usual_s or 0.0)}"
-        yield _make(kinds.NO_COMMIT, document, what)
+        line = f"no round was committed for {duration(age_s or 0.0)}, usually one every {duration(usual_s or 0.0)}"
+        yield _make(kinds.NO_COMMIT, document, line)
     differences = number(document, "digest_differences")
     if differences:
-        what = f"{differences:.0f} digests differed between regions at the same version"
-        yield _make(kinds.DIGEST_DIFFERS, document, what)
+        line = f"{differences:.0f} digests differed between regions at the same version"
+        yield _make(kinds.DIGEST_DIFFERS, document, line)
     if text(document, "budget_warning"):
         yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
 
 
-def _learner(document: Document) -> Iterator[Alert]:
-    warning = part(document, "learner_warning")
+def _learner(document: Document) -> Iterator[Finding]:
+    warning = section(document, "learner_warning")
     age_s = number(warning, "age_seconds")
     if age_s is not None and age_s < LOSS_SHOWN_S:
         kind = kinds.LOSS_NAN if warning.get("is_failure") is True else kinds.LOSS_SPIKE
@@ -165,11 +153,11 @@ def _learner(document: Document) -> Iterator[Alert]:
 
 
 def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
-    """Why this region's learner does not train, and what kind of alert that is; None if it trains or need not."""
+    """Explain why this region's learner does not train, with the kind of alert; None if it trains or need not."""
     if text(document, "state") in OVER:
         return None
-    learner = part(document, "learner")
-    if text(part(document, "learner_process"), "state") in ("stopped", "done") or not learner:
+    learner = section(document, "learner")
+    if text(section(document, "learner_process"), "state") in ("stopped", "done") or not learner:
         return _process_fault(document)
     if learner.get("finished") is True:
         return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
@@ -178,7 +166,7 @@ def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
 
 
 def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
-    process = part(document, "learner_process")
+    process = section(document, "learner_process")
     state, reason = text(process, "state"), text(process, "reason")
     if state == "stopped":
         return kinds.LEARNER_STOPPED, f"the learner is stopped: {reason}"
@@ -195,21 +183,21 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
 
 
 def _progress(document: Document) -> str:
-    step, total = number(document, "inner_steps"), number(part(document, "run"), "total_steps")
+    step, total = number(document, "inner_steps"), number(section(document, "run"), "total_steps")
     return f"{step or 0:.0f}" + (f" of {total:.0f}" if total else "")
 
 
-def _machine(document: Document) -> Iterator[Alert]:
-    disk = part(document, "disk")
+def _machine(document: Document) -> Iterator[Finding]:
+    disk = section(document, "disk")
     free, size = number(disk, "free_bytes"), number(disk, "total_bytes")
     if text(disk, "refused"):
         yield _make(kinds.DISK_REFUSED, document, f"the disk refuses: {text(disk, 'refused')}")
     elif free is not None and size:
-        needed = STATES_FREE * STATE_BYTES * (number(document, "parameters") or 0.0)
-        if free < max(needed, DISK_LOW_PART * size):
-            what = f"{free / 1e9:.1f} GB of {size / 1e9:.1f} GB are free where the state folder is"
-            yield _make(kinds.DISK_LOW, document, what)
-    days = number(part(document, "certificate"), "days_left")
+        need = STATES_FREE * STATE_BYTES * (number(document, "parameters") or 0.0)
+        if free < max(need, DISK_LOW_PART * size):
+            line = f"{free / 1e9:.1f} GB of {size / 1e9:.1f} GB are free where the state folder is"
+            yield _make(kinds.DISK_LOW, document, line)
+    days = number(section(document, "certificate"), "days_left")
     if days is not None and days < CERTIFICATE_DAYS:
-        what = f"the certificate ends in {days:.0f} days" if days > 0 else "the certificate has ended"
-        yield _make(kinds.CERTIFICATE_ENDS, document, what)
+        line = f"the certificate ends in {days:.0f} days" if days > 0 else "the certificate has ended"
+        yield _make(kinds.CERTIFICATE_ENDS, document, line)

@@ -1,6 +1,8 @@
-"""Why is it slow, why does nobody merge, why is this region behind: answered from status documents.
+"""Causes of slow rounds, missing merges and regions that are behind, found in status documents.
 
-Every figure is taken from a document or computed from such, and `basis` says how. What can't be computed is left out.
+Every figure is taken from a document or computed from such, and `basis` says how. Figures that can't be computed are
+left out.
+A finding's code is its topic: "merging", "rounds", "link", "budget", "learner" or "region".
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import Any, Final
 
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.critical_path import CriticalPath, cost_of, critical_path, last_rounds
-from diloco_node.health.health_summary import joint_health, said_of_region
-from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.finding import Finding, Mark
+from diloco_node.health.health_summary import joint_alerts, joint_health
+from diloco_node.health.reading import Document, duration, number, rows, section, text
 
 TRIPS: Final = 4
 """Round trips that a round takes over a link of the leader: ballot, decision, merged stripes, entry."""
@@ -26,7 +29,7 @@ SLOWER: Final = 1.25
 """A learner is slow when its steps take so many times the median of the others."""
 
 COSTS: Final = 0.05
-"""A wait that costs less of a round is said without a remedy."""
+"""A wait that costs less of a round is reported without a remedy."""
 
 BEHIND_STEPS: Final = 0.9
 BEHIND_ENTRIES: Final = 4
@@ -34,89 +37,130 @@ JOINED_LOW: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One cause.
+class Explanation:
+    """The answer of `why`.
 
     Attributes:
-        topic: "merging", "rounds", "link", "budget", "learner" or "region". regions: whom it is about; none: all.
-        text: what is the case. change: what would help; "" if nothing is known to.
-        saves_seconds: of each round, where that can be computed. basis: how.
+        line: the health in one sentence. regions: findings about other regions only are left out; empty: none are.
+        path: where rounds spend their time; None without a committed round. findings: the gravest first.
     """
 
-    topic: str
+    line: str
     regions: tuple[str, ...]
-    text: str
-    change: str = ""
-    saves_seconds: float | None = None
-    basis: str = ""
+    path: CriticalPath | None
+    findings: tuple[Finding, ...]
+
+    def document(self) -> dict[str, Any]:
+        """Describe the answer for JSON."""
+        return {
+            "line": self.line,
+            "region": ", ".join(self.regions),
+            "critical_path": None if self.path is None else dataclasses.asdict(self.path),
+            "findings": [
+                {
+                    "topic": finding.code,
+                    "regions": finding.regions,
+                    "text": finding.text,
+                    "change": finding.hint,
+                    "saves_seconds": finding.saves_seconds,
+                    "basis": finding.basis,
+                }
+                for finding in self.findings
+            ],
+        }
 
 
-def explain(documents: Sequence[Document], region: str = "") -> dict[str, Any]:
-    """The answer, ready for JSON: the health line, where rounds spend their time, and the causes, the gravest first.
+def explain(documents: Sequence[Document], regions: Sequence[str] = ()) -> Explanation:
+    """Find the causes of slow or missing merges.
 
     Args:
-        documents: of the regions that answer. region: leave out what is about others.
+        documents: of the regions that answer. regions: leave out findings about other regions only; empty: none.
     """
-    known = [one for one in documents if text(one, "state")]
-    path = critical_path(known)
-    found = [*_merging(known), *_rounds(known, path), *_links(known, path), *_budget(known), *_learners(known)]
-    found += _behind(known)
-    if region:
-        found = [one for one in found if not one.regions or region in one.regions]
-    own = [one for one in known if text(one, "region") == region]
-    return {
-        "line": text(joint_health(own or known), "line"),
-        "region": region,
-        "critical_path": None if path is None else dataclasses.asdict(path),
-        "findings": [dataclasses.asdict(one) for one in found],
-    }
+    documents = [document for document in documents if text(document, "state")]
+    path = critical_path(documents)
+    findings = [
+        *_merging(documents),
+        *_rounds(documents, path),
+        *_links(documents, path),
+        *_budget(documents),
+        *_learners(documents),
+        *_behind(documents),
+    ]
+    documents_of_regions = [document for document in documents if text(document, "region") in regions]
+    return Explanation(
+        text(joint_health(documents_of_regions or documents), "line"),
+        tuple(regions),
+        path,
+        tuple(
+            finding for finding in findings if not regions or not finding.regions or set(regions) & set(finding.regions)
+        ),
+    )
 
 
 def region_names(documents: Sequence[Document]) -> list[str]:
-    """Every region that the documents speak of, sorted."""
-    peers = {text(peer, "name") for one in documents for peer in rows(one, "peers")}
-    return sorted((peers | {text(one, "region") for one in documents}) - {""})
+    """Every region that the documents name, sorted."""
+    peers = {text(peer, "name") for document in documents for peer in rows(document, "peers")}
+    return sorted((peers | {text(document, "region") for document in documents}) - {""})
+
+
+def _cause(
+    topic: str,
+    regions: tuple[str, ...],
+    line: str,
+    hint: str = "",
+    *,
+    saves_seconds: float | None = None,
+    basis: str = "",
+) -> Finding:
+    mark = Mark.WARNING if hint else Mark.INFO
+    return Finding(mark, topic, line, regions, hint, basis=basis, saves_seconds=saves_seconds)
+
+
+def _of_alert(topic: str, alert: Finding) -> Finding:
+    return dataclasses.replace(alert, code=topic, text=alert.named_text, command="")
 
 
 def _merging(documents: Sequence[Document]) -> Iterator[Finding]:
-    """Why no round commits, by the alerts that stop rounds, and by what open rounds wait for."""
-    for alert in rows(joint_health(documents), "alerts"):
-        code, region = text(alert, "code"), text(alert, "region")
-        if code in (kinds.NO_MAJORITY.code, kinds.NO_COMMIT.code):
-            hint = text(alert, "hint") if code == kinds.NO_MAJORITY.code else ""  # which is to ask this
-            yield Finding("merging", (), said_of_region(alert), hint)
-        elif code in (kinds.CUT_OFF.code, kinds.DISK_REFUSED.code):
-            yield Finding("merging", (region,), said_of_region(alert), text(alert, "hint"))
+    """Name what stops rounds from committing: alerts, and what open rounds wait for."""
+    for alert in joint_alerts(documents):
+        if alert.code == kinds.NO_COMMIT.code:
+            # The hint of that alert is to run `why`.
+            yield dataclasses.replace(_of_alert("merging", alert), regions=(), hint="")
+        elif alert.code == kinds.NO_MAJORITY.code:
+            yield dataclasses.replace(_of_alert("merging", alert), regions=())
+        elif alert.code in (kinds.CUT_OFF.code, kinds.DISK_REFUSED.code):
+            yield _of_alert("merging", alert)
     for document in documents:
         if document.get("role") != "leader":
             continue
-        for one in rows(document, "rounds"):
-            what = f"fragment {one.get('fragment')} to version {one.get('version')} {text(one, 'reason')}"
-            yield Finding("merging", (), what, basis=f"open since {duration(number(one, 'open_seconds') or 0.0)}")
+        for round_ in rows(document, "rounds"):
+            line = f"fragment {round_.get('fragment')} to version {round_.get('version')} {text(round_, 'reason')}"
+            yield _cause("merging", (), line, basis=f"open since {duration(number(round_, 'open_seconds') or 0.0)}")
         if not rows(document, "rounds") and text(document, "reason"):
-            yield Finding("merging", (), f"no round is open: {text(document, 'reason')}")
+            yield _cause("merging", (), f"no round is open: {text(document, 'reason')}")
 
 
 def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
     if path is None or path.seconds <= 0:
         return
-    spent = [(phase, seconds) for phase, seconds in path.phases if seconds]
     shares = ", ".join(
-        f"{phase} {duration(seconds)} ({100 * seconds / path.seconds:.0f} %)" for phase, seconds in spent
+        f"{phase} {duration(seconds)} ({100 * seconds / path.seconds:.0f} %)"
+        for phase, seconds in path.phases
+        if seconds
     )
-    failed = f"; {path.failed} further ballots failed" if path.failed else ""
-    what = f"a round takes {duration(path.seconds)}: {shares}{failed}"
-    yield Finding("rounds", (), what, basis=f"mean of the last {path.rounds} rounds, as {path.seen_from} saw them")
+    failures = f"; {path.failed} further ballots failed" if path.failed else ""
+    line = f"a round takes {duration(path.seconds)}: {shares}{failures}"
+    yield _cause("rounds", (), line, basis=f"mean of the last {path.rounds} rounds, as {path.seen_from} saw them")
     if not path.waits:
         return
     (region, phase), count = path.waits[0]
     cost_s = cost_of(last_rounds(documents)[1], region, phase)
     basis = "" if cost_s is None else f"{duration(cost_s)} each: median of {phase} in them against the other rounds"
-    what = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
+    line = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
     saves_s = None if cost_s is None else cost_s * count / path.rounds
     is_dear = saves_s is None or saves_s > COSTS * path.seconds
-    change = _HELPS.get(phase, _HELPS[""]).format(region=region) if is_dear else ""
-    yield Finding("rounds", (region,), what, change, saves_s, basis)
+    hint = _HELPS.get(phase, _HELPS[""]).format(region=region) if is_dear else ""
+    yield _cause("rounds", (region,), line, hint, saves_seconds=saves_s, basis=basis)
 
 
 _HELPS: Final = {
@@ -129,8 +173,8 @@ _HELPS: Final = {
 
 
 def _links(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
-    """The pair whose round trips cost a round most, against the next one; and what waits to be sent."""
-    leader = text(max(documents, key=lambda one: number(one, "term") or 0.0, default={}), "leader")
+    """Compare the pair whose round trips cost a round most with the next one, and name bytes that wait to be sent."""
+    leader = text(max(documents, key=lambda document: number(document, "term") or 0.0, default={}), "leader")
     costs: dict[tuple[str, ...], tuple[float, int, float]] = {}
     for document in documents:
         for peer in rows(document, "peers"):
@@ -140,84 +184,81 @@ def _links(documents: Sequence[Document], path: CriticalPath | None) -> Iterator
                 trips = TRIPS if leader in pair else TRIPS_ASIDE
                 costs[pair] = max((trips * rtt_s, trips, rtt_s), costs.get(pair, (0.0, 0, 0.0)))
     if costs:
-        pair, (cost_s, trips, rtt_s) = max(sorted(costs.items()), key=lambda one: one[1])
-        others = [one for other, (one, *_) in costs.items() if other != pair]
+        pair, (cost_s, trips, rtt_s) = max(sorted(costs.items()), key=lambda entry: entry[1])
+        next_s = max((cost for candidate, (cost, *_) in costs.items() if candidate != pair), default=None)
         # Round trips vary: those of now may be longer than all of the last rounds.
-        is_part = path is not None and cost_s < path.seconds
-        of_round = f" of {duration(path.seconds)} that a round takes" if path and is_part else ""
-        what = f"the link that costs most is {pair[0]} to {pair[1]}: {duration(rtt_s)} there and back, "
-        what += f"{duration(cost_s)}{of_round}"
+        is_within = path is not None and cost_s < path.seconds
+        of_round = f" of {duration(path.seconds)} that a round takes" if path and is_within else ""
+        line = f"the link that costs most is {pair[0]} to {pair[1]}: {duration(rtt_s)} there and back, "
+        line += f"{duration(cost_s)}{of_round}"
         basis = f"round trips for each round: {trips}"
-        basis += "; saved if it cost as much as the next one" if others else ""
-        saves_s = cost_s - max(others) if others and is_part else None
-        yield Finding("link", pair, what, saves_seconds=saves_s, basis=basis)
+        basis += "" if next_s is None else "; saved if it cost as much as the next one"
+        saves_s = cost_s - next_s if next_s is not None and is_within else None
+        yield _cause("link", pair, line, saves_seconds=saves_s, basis=basis)
     for document in documents:
         yield from _backlog(document)
 
 
 def _backlog(document: Document) -> Iterator[Finding]:
-    peers = part(part(document, "budget"), "peers")
+    peers = section(section(document, "budget"), "peers")
     for name in sorted(peers):
-        row = part(peers, name)
+        row = section(peers, name)
         waiting, rate = number(row, "waiting_bytes") or 0.0, number(row, "egress_bytes_per_s")
         if rate and waiting > rate:  # more than a second's worth
-            what = f"{waiting / 1e6:.1f} MB wait to be sent from {text(document, 'region')} to {name}"
+            line = f"{waiting / 1e6:.1f} MB wait to be sent from {text(document, 'region')} to {name}"
             basis = f"{duration(waiting / rate)} at the budget of {8 * rate / 1e6:.1f} Mbit/s"
-            change = "raise that budget, or choose a smaller codec or a longer H"
-            yield Finding("budget", (text(document, "region"), name), what, change, basis=basis)
+            hint = "raise that budget, or choose a smaller codec or a longer H"
+            yield _cause("budget", (text(document, "region"), name), line, hint, basis=basis)
 
 
 def _budget(documents: Sequence[Document]) -> Iterator[Finding]:
     for document in documents:
         warning = text(document, "budget_warning")
         if warning:
-            yield Finding("budget", (text(document, "region"),), warning, "set one of the values in the line")
+            yield _cause("budget", (text(document, "region"),), warning, "set one of the values in the line")
 
 
 def _learners(documents: Sequence[Document]) -> Iterator[Finding]:
-    for alert in rows(joint_health(documents), "alerts"):
-        if text(alert, "code").startswith(("A-LEARNER", "A-LOSS")):
-            yield Finding("learner", (text(alert, "region"),), said_of_region(alert), text(alert, "hint"))
-    steps = {text(one, "region"): number(part(one, "learner"), "step_seconds") for one in documents}
-    known = {name: step_s for name, step_s in steps.items() if step_s}
-    for name, step_s in sorted(known.items()):
-        others = [one for other, one in known.items() if other != name]
-        if others and step_s > SLOWER * median(others):
-            what = f"a step of {name} takes {duration(step_s)}, of the others {duration(median(others))}"
+    for alert in joint_alerts(documents):
+        if alert.code.startswith(("A-LEARNER", "A-LOSS")):
+            yield _of_alert("learner", alert)
+    steps_s = {text(document, "region"): number(section(document, "learner"), "step_seconds") for document in documents}
+    times_s = {name: step_s for name, step_s in steps_s.items() if step_s}
+    for name, step_s in sorted(times_s.items()):
+        peer_times_s = [other_s for peer, other_s in times_s.items() if peer != name]
+        if peer_times_s and step_s > SLOWER * median(peer_times_s):
+            line = f"a step of {name} takes {duration(step_s)}, of the others {duration(median(peer_times_s))}"
             basis = "a contribution waits for a step boundary: half a step on average"
-            saves_s = (step_s - median(others)) / 2
-            yield Finding(
-                "learner", (name,), what, f"smaller steps in {name}: a smaller batch for each", saves_s, basis
-            )
+            saves_s = (step_s - median(peer_times_s)) / 2
+            hint = f"smaller steps in {name}: a smaller batch for each"
+            yield _cause("learner", (name,), line, hint, saves_seconds=saves_s, basis=basis)
 
 
 def _behind(documents: Sequence[Document]) -> Iterator[Finding]:
-    """Regions that lack entries, versions, steps or merges, as far as one region knows all of that."""
+    """Name regions that lack entries, versions, steps or merges, as the region that has applied most knows them."""
     if not documents:
         return
-    witness = max(documents, key=lambda one: number(one, "applied_index") or 0.0)
-    applied = number(witness, "applied_index") or 0.0
+    witness = max(documents, key=lambda document: number(document, "applied_index") or 0.0)
     for peer in rows(witness, "peers"):
-        known = number(peer, "applied_index")  # 0: nothing was heard of it yet
-        behind = applied - known if known else 0.0
+        name = text(peer, "name")
+        index = number(peer, "applied_index")  # 0: nothing was heard of it yet
+        behind = (number(witness, "applied_index") or 0.0) - index if index else 0.0
         if behind > BEHIND_ENTRIES:
-            what = f"{text(peer, 'name')} has {behind:.0f} ledger entries still to apply"
-            yield Finding(
-                "region", (text(peer, "name"),), what, "its disk or its link is slow, or it has just come back"
-            )
+            line = f"{name} has {behind:.0f} ledger entries still to apply"
+            yield _cause("region", (name,), line, "its disk or its link is slow, or it has just come back")
     for document in documents:
         fetching = rows(document, "fetching")
         if fetching:
-            what = f"{text(document, 'region')} fetches {len(fetching)} versions that it lacks"
-            yield Finding("region", (text(document, "region"),), what, "wait: it trains on meanwhile")
-    names = sorted(part(witness, "steps_of"))
-    steps = {name: step for name in names if (step := number(part(witness, "steps_of"), name))}
+            line = f"{text(document, 'region')} fetches {len(fetching)} versions that it lacks"
+            yield _cause("region", (text(document, "region"),), line, "wait: it trains on meanwhile")
+    names = sorted(section(witness, "steps_of"))
+    steps = {name: step for name in names if (step := number(section(witness, "steps_of"), name))}
     middle = median(steps.values()) if steps else 0.0
-    for name in names:  # who never made one is named by an alert, if it should
+    for name in names:  # a region that never made a step has an alert, if it should make some
         if name in steps and steps[name] < BEHIND_STEPS * middle:
-            what = f"{name} has made {steps[name]:.0f} steps, the median region {middle:.0f}"
-            yield Finding("region", (name,), what, "its steps are slower, or it was away; its steps count all the same")
-        joined = number(part(witness, "participation_of"), name)
-        if joined is not None and joined < JOINED_LOW:
-            what = f"{name} was in {100 * joined:.0f} % of the merges while its learner was there"
-            yield Finding("region", (name,), what, "a longer grace window, or a faster link or learner there")
+            line = f"{name} has made {steps[name]:.0f} steps, the median region {middle:.0f}"
+            yield _cause("region", (name,), line, "its steps are slower, or it was away; its steps count all the same")
+        participation = number(section(witness, "participation_of"), name)
+        if participation is not None and participation < JOINED_LOW:
+            line = f"{name} was in {100 * participation:.0f} % of the merges while its learner was there"
+            yield _cause("region", (name,), line, "a longer grace window, or a faster link or learner there")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any, Final
 
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alerts import cut_off, find_alerts
-from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.finding import Finding, Mark, alert_document, read_alert
+from diloco_node.health.reading import Document, duration, number, rows, section, text
 from diloco_node.health.tolerance import alive_count, failure_tolerance, region_count
 
 STATES: Final = ("stalled", "degraded", "starting", "healthy", "finished")
@@ -20,105 +19,104 @@ ALERTS_SHOWN_MAX: Final = 64
 
 
 def health_of(document: Document) -> dict[str, Any]:
-    """State, line, failure tolerance and alerts, ready for JSON, of one region's document without its `health`."""
-    alerts = [dataclasses.asdict(one) for one in find_alerts(document)][:ALERTS_SHOWN_MAX]
+    """Summarize one region's document without its `health`: state, line, failure tolerance and alerts, for JSON."""
+    alerts = find_alerts(document)[:ALERTS_SHOWN_MAX]
     state = _state(document, alerts)
     return {
         "state": state,
         "line": _line(document, state, alerts),
         "failure_tolerance": failure_tolerance(document),
-        "alerts": alerts,
+        "alerts": [alert_document(alert) for alert in alerts],
     }
 
 
 def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
-    """The same of several regions. Of none: nothing is known.
+    """Summarize several regions in the same way. Without any region nothing is known.
 
     The state is the worst, each alert comes once, the tolerance is the least. But a region that can't merge does not
-    stall a run that others carry on: then it counts as cut off, and only theirs is the tolerance. One that starts
-    knows no other region, and has no say in it.
+    stall a run that others carry on. It counts as cut off, and only the others' tolerance holds. A region that starts
+    knows no other one, and does not change the tolerance.
     """
-    known = [(one, part(one, "health") or health_of(one)) for one in documents if text(one, "state")]
-    if not known:
+    summaries = [
+        (document, section(document, "health") or health_of(document))
+        for document in documents
+        if text(document, "state")
+    ]
+    if not summaries:
         return {"state": "starting", "line": "no region answers", "failure_tolerance": 0, "alerts": []}
-    well = [one for one, health in known if text(health, "state") in ("healthy", "degraded")]
-    going = [(one, health) for one, health in known if not _is_left_behind(health, well)]
-    alerts = _joint_alerts(known, is_carried=bool(well))
-    states = [text(health, "state") for _, health in going] + ["degraded"] * (len(going) < len(known))
+    sound = [document for document, health in summaries if text(health, "state") in ("healthy", "degraded")]
+    going = [(document, health) for document, health in summaries if not _is_left_behind(health, sound)]
+    alerts = _joint_alerts(summaries, is_carried=bool(sound))
+    states = [text(health, "state") for _, health in going] + ["degraded"] * (len(going) < len(summaries))
     state = min(states, key=_state_rank)
-    document = next((one for one, health in going if text(health, "state") == state), going[0][0])
-    told = [number(health, "failure_tolerance") or 0 for _, health in going if text(health, "state") != "starting"]
+    worst = next((document for document, health in going if text(health, "state") == state), going[0][0])
+    running = [health for _, health in going if text(health, "state") != "starting"]
     return {
         "state": state,
-        "line": _line(document, state, alerts),
-        "failure_tolerance": int(min(told, default=0)),
-        "alerts": alerts[:ALERTS_SHOWN_MAX],
+        "line": _line(worst, state, alerts),
+        "failure_tolerance": int(min((number(health, "failure_tolerance") or 0 for health in running), default=0)),
+        "alerts": [alert_document(alert) for alert in alerts[:ALERTS_SHOWN_MAX]],
     }
 
 
-def _is_left_behind(health: Document, well: Sequence[Document]) -> bool:
-    """Whether a region can't merge while others do: one without a majority, when others have one; else when another
-    has seen a commit. One that has just started has not, and proves nothing."""
+def joint_alerts(documents: Sequence[Document]) -> list[Finding]:
+    """List the alerts of several regions, each once, the worst first."""
+    return [read_alert(alert) for alert in rows(joint_health(documents), "alerts")]
+
+
+def _is_left_behind(health: Document, sound: Sequence[Document]) -> bool:
+    """Whether a region can't merge while others do.
+
+    A region without a majority is left behind if others have one. A region without commits is left behind if another
+    has seen one: a region that has just started has not, and proves nothing.
+    """
     if text(health, "state") != "stalled":
         return False
-    if kinds.NO_MAJORITY.code in {text(one, "code") for one in rows(health, "alerts")}:
-        return bool(well)
-    return any("commit_age_seconds" not in one or number(one, "commit_age_seconds") is not None for one in well)
+    if kinds.NO_MAJORITY.code in {text(alert, "code") for alert in rows(health, "alerts")}:
+        return bool(sound)
+    return any(
+        "commit_age_seconds" not in document or number(document, "commit_age_seconds") is not None for document in sound
+    )
 
 
-def _joint_alerts(known: Sequence[tuple[Document, Document]], *, is_carried: bool) -> list[dict[str, Any]]:
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for document, health in known:
-        for one in rows(health, "alerts"):
-            is_cut_off = is_carried and text(one, "code") == kinds.NO_MAJORITY.code
-            alert = dataclasses.asdict(cut_off(document)) if is_cut_off else dict(one)
-            is_of_run = text(alert, "code") == kinds.LAST_MAJORITY.code  # whichever region says so
-            found.setdefault((text(alert, "code"), "" if is_of_run else text(alert, "region")), alert)
-    return sorted(found.values(), key=_severity_rank)
-
-
-def said_of_region(alert: Document) -> str:
-    """What an alert says, with the region that it is about."""
-    region, said = text(alert, "region"), text(alert, "text")
-    return said if not region or region in _WORD.findall(said) else f"{region}: {said}"
-
-
-_WORD: Final = re.compile(r"[\w.-]+")
-
-
-def _severity_rank(alert: Document) -> int:
-    severity = text(alert, "severity")
-    return kinds.SEVERITIES.index(severity) if severity in kinds.SEVERITIES else len(kinds.SEVERITIES)
+def _joint_alerts(summaries: Sequence[tuple[Document, Document]], *, is_carried: bool) -> list[Finding]:
+    unique: dict[tuple[str, str], Finding] = {}
+    for document, health in summaries:
+        for alert in map(read_alert, rows(health, "alerts")):
+            is_cut_off = is_carried and alert.code == kinds.NO_MAJORITY.code
+            finding = cut_off(document) if is_cut_off else alert
+            is_of_run = finding.code == kinds.LAST_MAJORITY.code  # whichever region raises it
+            unique.setdefault((finding.code, "" if is_of_run else finding.region), finding)
+    return sorted(unique.values(), key=lambda alert: tuple(Mark).index(alert.mark))
 
 
 def _state_rank(state: str) -> int:
     return STATES.index(state) if state in STATES else 0
 
 
-def _state(document: Document, alerts: Sequence[Document]) -> str:
-    said = text(document, "state")
-    versions = document.get("versions")
-    if said == "finished":
+def _state(document: Document, alerts: Sequence[Finding]) -> str:
+    state, versions = text(document, "state"), document.get("versions")
+    if state == "finished":
         return "finished"
-    if any(text(one, "code") in STALLS for one in alerts):
+    if any(alert.code in STALLS for alert in alerts):
         return "stalled"
-    if said == "starting" or (isinstance(versions, list) and -1 in versions):
+    if state == "starting" or (isinstance(versions, list) and -1 in versions):
         return "starting"
-    return "degraded" if any(text(one, "severity") != kinds.INFO for one in alerts) else "healthy"
+    return "degraded" if any(alert.mark is not Mark.INFO for alert in alerts) else "healthy"
 
 
-def _line(document: Document, state: str, alerts: Sequence[Document]) -> str:
+def _line(document: Document, state: str, alerts: Sequence[Finding]) -> str:
     if state == "finished":
         return text(document, "reason") or "finished"
-    grave = [one for one in alerts if text(one, "severity") != kinds.INFO]
+    grave = [alert for alert in alerts if alert.mark is not Mark.INFO]
     if grave:
         more = f" (and {len(grave) - 1} more)" if len(grave) > 1 else ""
-        return f"{state}: {said_of_region(grave[0])}{more}"
+        return f"{state}: {grave[0].named_text}{more}"
     if state == "starting":
         return f"starting: {text(document, 'reason')}".rstrip(": ")
     tolerance, age_s = failure_tolerance(document), number(document, "commit_age_seconds")
     may_fail = f"{tolerance} more may fail" if tolerance else "none may fail"
-    merged = ", no merge seen yet" if "commit_age_seconds" in document else ""
+    commits = ", no merge seen yet" if "commit_age_seconds" in document else ""
     if age_s is not None:
-        merged = f", merged {duration(age_s)} ago"
-    return f"{state}: {alive_count(document)} of {region_count(document)} regions, {may_fail}{merged}"
+        commits = f", merged {duration(age_s)} ago"
+    return f"{state}: {alive_count(document)} of {region_count(document)} regions, {may_fail}{commits}"

@@ -18,21 +18,21 @@ class PhaseTimes:
         self._sums_s: dict[str, float] = {}
 
     def add(self, phases: Mapping[str, float]) -> None:
-        """A round is committed: seconds by phase, those that are known."""
+        """Count a committed round: seconds by phase, as far as known."""
         for phase, seconds in phases.items():
             counts = self._counts.setdefault(phase, [0] * (len(BOUNDS_S) + 1))
             counts[bisect_left(BOUNDS_S, seconds)] += 1
             self._sums_s[phase] = self._sums_s.get(phase, 0.0) + seconds
 
     def document(self) -> dict[str, Any]:
-        """By phase: `buckets`, cumulative, as [upper bound or "+Inf", count], and `sum_seconds`."""
+        """Describe each phase: `buckets`, cumulative, as [upper bound or "+Inf", count], and `sum_seconds`."""
         return {
             phase: {"buckets": self._cumulative(phase), "sum_seconds": self._sums_s[phase]} for phase in self._counts
         }
 
     def _cumulative(self, phase: str) -> list[tuple[str, int]]:
-        counts, total, found = self._counts[phase], 0, []
+        counts, total, buckets = self._counts[phase], 0, []
         for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), counts, strict=True):
             total += count
-            found.append((bound, total))
-        return found
+            buckets.append((bound, total))
+        return buckets

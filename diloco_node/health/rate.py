@@ -1,4 +1,4 @@
-"""How fast a counter grows now, not over its whole life. Pure: the caller has the clock."""
+"""The rate at which a counter grows now, not over its whole life. Pure: the caller has the clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SlidingRate:
     window.
 
     Args:
-        window_s: what is looked at. Samples closer than a 256th of it are left out, so that memory is bounded.
+        window_s: length of the window. Samples closer than a 256th of it are left out, so that memory is bounded.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -25,11 +25,11 @@ class SlidingRate:
         self._samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES_MAX)
 
     def reset(self) -> None:
-        """The counter begins again."""
+        """Forget all samples: the counter begins again."""
         self._samples.clear()
 
     def add(self, value: float, *, now_ns: int) -> None:
-        """The counter stands at `value`, which never falls."""
+        """Take a sample: the counter stands at `value`, which never falls."""
         samples = self._samples
         if len(samples) > 1 and now_ns - samples[-2][0] < self._window_ns // 256:
             samples[-1] = now_ns, value

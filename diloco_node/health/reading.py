@@ -1,4 +1,4 @@
-"""Reads status documents, which come from daemons of other versions too: what is not as expected is not there."""
+"""Readers of status documents. Daemons of other versions write them too: an unexpected value counts as absent."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 Document = Mapping[str, Any]
 
 
-def part(document: Document, key: str) -> Document:
-    """An object in it; empty if there is none."""
-    found = document.get(key)
-    return found if isinstance(found, Mapping) else {}
+def section(document: Document, key: str) -> Document:
+    """An object in a document; empty if there is none."""
+    value = document.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def rows(document: Document, key: str) -> list[Document]:
-    """The objects of a list in it."""
-    found = document.get(key)
-    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, (list, tuple)) else []
+    """The objects of a list in a document."""
+    value = document.get(key)
+    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, (list, tuple)) else []
 
 
 def number(document: Document, key: str) -> float | None:
-    """A finite number in it."""
-    found = document.get(key)
-    if not isinstance(found, (int, float)) or isinstance(found, bool):
+    """A finite number in a document; None if there is none."""
+    value = document.get(key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
-        return float(found) if math.isfinite(found) else None
+        return float(value) if math.isfinite(value) else None
     except OverflowError:  # JSON has integers of any size
         return None
 
 
 def text(document: Document, key: str) -> str:
-    """A text in it; empty if there is none."""
-    found = document.get(key)
-    return found if isinstance(found, str) else ""
+    """A text in a document; empty if there is none."""
+    value = document.get(key)
+    return value if isinstance(value, str) else ""
 
 
 def duration(seconds: float) -> str:
-    """For people: 250 ms, 4.5 s, 45 s, 12 min, 3.5 h, 2 d."""
+    """Write a time for people: 250 ms, 4.5 s, 45 s, 12 min, 3.5 h, 2 d."""
     if seconds < 10:
         return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
     for size, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):

@@ -16,19 +16,19 @@ def alive_count(document: Document) -> int:
 
 
 def voting_count(document: Document) -> int:
-    """Those of them that can vote: a region that lost its folder can't until the ledger names the new one."""
+    """Heard regions that can vote: a region that lost its folder can't until the ledger names the new one."""
     voters = document.get("voters")
     alive = _alive(document)
     return sum(name in voters for name in alive) if isinstance(voters, list) else len(alive)
 
 
 def _alive(document: Document) -> list[str]:
-    others = [text(peer, "name") for peer in rows(document, "peers") if peer.get("is_alive") is True]
-    return [text(document, "region"), *others]
+    peers = [text(peer, "name") for peer in rows(document, "peers") if peer.get("is_alive") is True]
+    return [text(document, "region"), *peers]
 
 
 def majority(regions: int) -> int:
-    """The fewest that can commit."""
+    """The fewest regions that can commit."""
     return regions // 2 + 1
 
 

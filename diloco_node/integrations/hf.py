@@ -37,7 +37,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._hook_before: Any = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:
         """Join the run: the model gets its parameters.
 
@@ -51,23 +51,31 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
             )
         # Training that was ended by an exception tells no callback; the loop may have caught it, to train again.
         self._leave(LearnerError("train() was called again"))
-        stateful = {"lr_scheduler": given["lr_scheduler"]} if given.get("lr_scheduler") is not None else {}
+        stateful = {"lr_scheduler": context["lr_scheduler"]} if context.get("lr_scheduler") is not None else {}
         stateful |= self._options.get("stateful", {})
-        self.diloco = attach(given["model"], given["optimizer"], step="auto", **{**self._options, "stateful": stateful})
+        self.diloco = attach(
+            context["model"], context["optimizer"], step="auto", **{**self._options, "stateful": stateful}
+        )
         self._hook_before, sys.excepthook = sys.excepthook, self._failed
         self._stop(control)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
         """The step was counted at the optimizer; stop when the run is over."""
         self._stop(control)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
         """Tell the held-out loss."""
-        metrics = given.get("metrics") or {}
+        metrics = context.get("metrics") or {}
         if self.diloco is not None and "eval_loss" in metrics:
             self.diloco.evaluated(val_loss=float(metrics["eval_loss"]))
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
         """Leave the run."""
         self._leave(None)
 

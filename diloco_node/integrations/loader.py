@@ -31,7 +31,7 @@ class LoaderWithState(Protocol):
 
 
 class EndlessLoader:
-    """See the module. One for `attach(stateful=...)` and for the loop.
+    """See the module. The same object goes to `attach(stateful=...)` and into the loop.
 
     Args:
         make: returns a fresh loader of this rank's part; is given the epoch, from 0.

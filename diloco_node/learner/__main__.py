@@ -8,13 +8,13 @@ from dataclasses import asdict
 
 from diloco_node.errors import DilocoError
 from diloco_node.learner.attach import attach
-from diloco_node.learner.builtin.trainer import Trainer, settings_from_environment
+from diloco_node.learner.builtin.trainer import Trainer, read_settings_file, settings_from
 
 
 def main() -> int:
     """Train until told to stop; print the outcome as one line of JSON. Returns the exit code."""
     try:
-        trainer = Trainer(settings_from_environment())
+        trainer = Trainer(settings_from(read_settings_file()))
         outcome = trainer.run(attach)
     except DilocoError as problem:
         sys.stderr.write(f"learner: {problem}\n")

@@ -29,10 +29,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
-from diloco_node.storage.durable import make_folder, sync_folder
+from diloco_node.storage.durable import make_folder
 
 FORMAT: Final = 2
 KEPT: Final = 2

@@ -1,4 +1,4 @@
-"""What was measured, as JSON, and the tests of one `measure bandwidth`, one after the other."""
+"""Results of measurements as JSON, and the tests of one `measure bandwidth`, one after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from diloco_node.errors import DilocoError, PeersUnreachable
 from diloco_node.measure.echoes import LatencyMeasured
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import seconds_per_gb
-from diloco_node.wire.measure_messages import NS_PER_S, LinkMeasured
+from diloco_node.numeric import NS_PER_S
+from diloco_node.wire.measure_messages import LinkMeasured
 
 Pair = tuple[str, str]
 
@@ -27,59 +28,56 @@ class FlowCase:
     """One test of `measure bandwidth`.
 
     Attributes:
-        source, target: regions. path: "transport" or "plain". body: "random" or "int4".
-        connections: 0: those that the link has.
+        source, target: regions. body: "random" or "int4".
+        connections: 0: as many as the link is worth.
     """
 
     source: str
     target: str
-    path: str
     body: str
     connections: int
 
     @property
     def title(self) -> str:
         """For people."""
-        what = {"random": "TLS, random", "int4": "TLS, int4+zstd"}[self.body]
-        return what if self.path == "transport" else "plain TCP"
+        return {"random": "TLS, random", "int4": "TLS, int4+zstd"}[self.body]
 
 
-def latency_document(load: str, measured: LatencyMeasured) -> dict[str, Any]:
+def latency_document(load: str, latency_result: LatencyMeasured) -> dict[str, Any]:
     """One row: `load` is "none", "out" or "in"."""
-    one = measured.latency
-    least = measured.tcp_rtt_min_ns
+    latency = latency_result.latency
+    least = latency_result.tcp_rtt_min_ns
     return {
         "load": load,
-        "answered": one.answered,
-        "unanswered": one.unanswered,
-        "min_seconds": one.min_ns / NS_PER_S,
-        "p50_seconds": one.p50_ns / NS_PER_S,
-        "p99_seconds": one.p99_ns / NS_PER_S,
-        "max_seconds": one.max_ns / NS_PER_S,
-        "jitter_seconds": one.jitter_ns / NS_PER_S,
-        "retransmitted_share": measured.retransmitted,
+        "answered": latency.answered,
+        "unanswered": latency.unanswered,
+        "min_seconds": latency.min_ns / NS_PER_S,
+        "p50_seconds": latency.p50_ns / NS_PER_S,
+        "p99_seconds": latency.p99_ns / NS_PER_S,
+        "max_seconds": latency.max_ns / NS_PER_S,
+        "jitter_seconds": latency.jitter_ns / NS_PER_S,
+        "retransmitted_share": latency_result.retransmitted,
         "tcp_rtt_min_seconds": None if least is None else least / NS_PER_S,
     }
 
 
-def flow_document(case: FlowCase, measured: FlowMeasured) -> dict[str, Any]:
-    """One test; rates are payload bytes per second at the receiver. Plain TCP is not booked: it has no wire bytes."""
-    received, sent = measured.received, measured.sent
-    is_known = sent.sent_bytes >= 0
-    cpu = {"sender": (sent.cpu_ns, sent.cpu_span_ns), "receiver": (received.cpu_ns, received.cpu_span_ns)}
-    is_booked = case.path == "transport"
+def flow_document(case: FlowCase, flow: FlowMeasured) -> dict[str, Any]:
+    """One test; rates are payload bytes per second at the receiver."""
+    arrival, sending = flow.received, flow.sent
+    is_known = sending.sent_bytes >= 0
+    cpu = {"sender": (sending.cpu_ns, sending.cpu_span_ns), "receiver": (arrival.cpu_ns, arrival.cpu_span_ns)}
     return {
         **_case_document(case),
-        "bytes_per_second": received.mean,
-        "bytes_per_second_median": received.median,
-        "bytes_per_second_p10": received.p10,
-        "bytes_per_second_p90": received.p90,
-        "cpu_seconds_per_gb": {end: round(seconds_per_gb(*used, received.mean), 4) for end, used in cpu.items()},
-        "sent_bytes": sent.sent_bytes if is_known else None,
-        "retransmitted_bytes": sent.retransmitted_bytes if is_known else None,
-        "counted_seconds": received.span_ns / NS_PER_S,
-        "wire_bytes": sent.wire_bytes if is_booked else None,
-        "wire_bytes_per_second": sent.wire_bytes * NS_PER_S // max(1, sent.cpu_span_ns) if is_booked else None,
+        "bytes_per_second": arrival.mean,
+        "bytes_per_second_median": arrival.median,
+        "bytes_per_second_p10": arrival.p10,
+        "bytes_per_second_p90": arrival.p90,
+        "cpu_seconds_per_gb": {end: round(seconds_per_gb(*cpu_use, arrival.mean), 4) for end, cpu_use in cpu.items()},
+        "sent_bytes": sending.sent_bytes if is_known else None,
+        "retransmitted_bytes": sending.retransmitted_bytes if is_known else None,
+        "counted_seconds": arrival.span_ns / NS_PER_S,
+        "wire_bytes": sending.wire_bytes,
+        "wire_bytes_per_second": sending.wire_bytes * NS_PER_S // max(1, sending.cpu_span_ns),
     }
 
 
@@ -88,22 +86,21 @@ def failure_document(case: FlowCase, error: DilocoError) -> dict[str, Any]:
     return {**_case_document(case), "error": str(error)}
 
 
-def pair_document(pair: Pair, measured: LinkMeasured) -> dict[str, Any]:
+def pair_document(pair: Pair, link: LinkMeasured) -> dict[str, Any]:
     """One way between two regions, as `plan --mesh` reads it, and what else is known."""
-    is_known = measured.sent_bytes > 0
+    is_known = link.sent_bytes > 0
     return {
         "from": pair[0],
         "to": pair[1],
-        "rtt_seconds": measured.p50_ns / NS_PER_S,
-        "bytes_per_second": measured.bytes_per_s,
-        "rtt_p99_seconds": measured.p99_ns / NS_PER_S,
-        "jitter_seconds": measured.jitter_ns / NS_PER_S,
-        "probes": measured.answered + measured.unanswered,
-        "unanswered": measured.unanswered,
-        "bytes_per_second_p10": measured.p10,
-        "bytes_per_second_p90": measured.p90,
-        "plain_bytes_per_second": measured.plain_bytes_per_s or None,
-        "retransmitted_share": measured.retransmitted_bytes / measured.sent_bytes if is_known else None,
+        "rtt_seconds": link.p50_ns / NS_PER_S,
+        "bytes_per_second": link.bytes_per_s,
+        "rtt_p99_seconds": link.p99_ns / NS_PER_S,
+        "jitter_seconds": link.jitter_ns / NS_PER_S,
+        "probes": link.answered + link.unanswered,
+        "unanswered": link.unanswered,
+        "bytes_per_second_p10": link.p10,
+        "bytes_per_second_p90": link.p90,
+        "retransmitted_share": link.retransmitted_bytes / link.sent_bytes if is_known else None,
     }
 
 
@@ -111,7 +108,6 @@ def _case_document(case: FlowCase) -> dict[str, Any]:
     return {
         "from": case.source,
         "to": case.target,
-        "path": case.path,
         "body": case.body,
         "connections": case.connections,
     }
@@ -123,34 +119,29 @@ async def run_series(
     on_progress: Callable[[str], None],
     on_partial: OnPartial = forget,
 ) -> dict[str, Any]:
-    """Carry out each case, and keep what was measured when others fail.
+    """Carry out each case, and keep the results when a later case fails.
 
-    Without plain TCP, which a firewall may keep out, the rest is whole: `plain_error` says why, and it is not tried
-    again. When the peer can't be reached any more nothing else is tried either.
+    When the peer can't be reached any more, the cases that are left fail for the same reason.
 
     Args:
-        test: measures one case and returns its document. say: called with what goes on, for people.
-        on_partial: called after each test with what there is.
+        test: measures one case and returns its document. on_progress: called with the current case, for people.
+        on_partial: called after each test with the results so far.
 
     Returns:
-        A part of the document: "tests", "failures" and "plain_error".
+        A part of the document: "tests" and "failures".
 
     Raises:
         DilocoError: the first one failed; so would the others.
     """
     tests: list[dict[str, Any]] = []
-    failed: list[tuple[FlowCase, DilocoError]] = []
-    plain_error: str | None = None
+    failures: list[tuple[FlowCase, DilocoError]] = []
 
-    def found() -> dict[str, Any]:
-        failures = [failure_document(case, error) for case, error in failed]
-        return {"tests": list(tests), "failures": failures, "plain_error": plain_error}
+    def results() -> dict[str, Any]:
+        return {"tests": list(tests), "failures": [failure_document(case, error) for case, error in failures]}
 
     for number, case in enumerate(cases, start=1):
-        if case.path == "plain" and plain_error is not None:
-            continue  # it would be the same again
-        if failed and isinstance(failed[-1][1], PeersUnreachable):
-            failed.append((case, failed[-1][1]))
+        if failures and isinstance(failures[-1][1], PeersUnreachable):
+            failures.append((case, failures[-1][1]))
             continue
         last = f"; the last one {8e-6 * tests[-1]['bytes_per_second']:.0f} Mbit/s" if tests else ""
         over = f", connections: {case.connections}" if case.connections else ""
@@ -158,11 +149,8 @@ async def run_series(
         try:
             tests.append(await test(case))
         except DilocoError as error:
-            if case.path == "plain":
-                plain_error = f"no plain TCP beside it: {error}"
-            elif tests:
-                failed.append((case, error))
-            else:
+            if not tests:
                 raise
-        on_partial(found())
-    return found()
+            failures.append((case, error))
+        on_partial(results())
+    return results()

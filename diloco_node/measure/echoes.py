@@ -83,8 +83,8 @@ class EchoProbe:
         """A peer requests an echo."""
         if self._gate.may_echo(peer, now_ns=self._now_ns()):
             tcp = self._transport.tcp(peer)
-            counted = (-1, -1) if tcp is None else (tcp.sent_bytes, tcp.retransmitted_bytes)
-            self._transport.send(peer, EchoReply(message.sequence, *counted))
+            counters = (-1, -1) if tcp is None else (tcp.sent_bytes, tcp.retransmitted_bytes)
+            self._transport.send(peer, EchoReply(message.sequence, *counters))
 
     def answered(self, peer: str, message: EchoReply) -> None:
         """An echo came back; those that nobody waits for are nothing."""
@@ -109,13 +109,13 @@ class EchoProbe:
         finally:
             self._echoes = None
         order = sorted(echoes.sent_ns)[ECHOES_SKIPPED:]
-        rtts = [echoes.back_ns[one] - echoes.sent_ns[one] for one in order if one in echoes.back_ns]
+        rtts = [echoes.back_ns[sequence] - echoes.sent_ns[sequence] for sequence in order if sequence in echoes.back_ns]
         if not rtts:
             raise LinkLost(f"{peer}: none of {len(order)} echoes came back in {UNANSWERED_AFTER_S:.0f} s")
         after = await self._transport.tcp_now(peer)
         least_ns = after.rtt_min_ns if after is not None else 0
         share = share_retransmitted(before, after, echoes.answers)
-        return LatencyMeasured(summarise_rtts(rtts, unanswered=len(order) - len(rtts)), share, least_ns or None)
+        return LatencyMeasured(summarise_rtts(rtts, lost_count=len(order) - len(rtts)), share, least_ns or None)
 
     def _gap_s(self, peer: str) -> float:
         rate = self._transport.budget_status()["peers"][peer]["egress_bytes_per_s"]
@@ -126,9 +126,9 @@ def share_retransmitted(
     before: TcpCounters | None, after: TcpCounters | None, answers: Sequence[EchoReply]
 ) -> float | None:
     """Part of the bytes of both ends that was retransmitted meanwhile, 0 to 1; None where nobody knows."""
-    if before is None or after is None or len(answers) < 2 or min(one.sent_bytes for one in answers) < 0:
+    if before is None or after is None or len(answers) < 2 or min(answer.sent_bytes for answer in answers) < 0:
         return None
-    sent = after.sent_bytes - before.sent_bytes + answers[-1].sent_bytes - answers[0].sent_bytes
+    sent_bytes = after.sent_bytes - before.sent_bytes + answers[-1].sent_bytes - answers[0].sent_bytes
     again = after.retransmitted_bytes - before.retransmitted_bytes
     again += answers[-1].retransmitted_bytes - answers[0].retransmitted_bytes
-    return again / sent if sent > 0 and again >= 0 else None
+    return again / sent_bytes if sent_bytes > 0 and again >= 0 else None

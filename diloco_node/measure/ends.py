@@ -1,7 +1,7 @@
 """Measuring ends without a core: what `measure serve` runs, and what the command line makes for each test.
 
 An end is the transport of a daemon with a `Measuring` on it, and nothing else. Its hello says so: it never links with a
-training daemon. `measure serve` dials nobody by itself: whoever measures dials it, and chooses how many connections.
+training daemon. `measure serve` dials nobody by itself: whoever measures dials it, and decides on the connections.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ async def measuring_end(
     peers: Mapping[str, str | None],
     *,
     listen: tuple[str, int] = ANYWHERE,
-    connections: int = 1,
+    connections: int | None = None,
     dial: Linked | None = None,
-    plain_listen: tuple[str, int] | None = None,
     times: LinkTimes | None = None,
 ) -> AsyncIterator[Measuring]:
     """An end, until the end of the block.
 
     Args:
         identity: ours. peers: their names, and `host:port` of those to dial at once.
-        listen: host and port to bind; port 0 takes a free one. connections: for bulk, of each link that we dial.
-        dial, plain_listen: see `Measuring`. times: deadlines of links.
+        listen: host and port to bind; port 0 takes a free one.
+        connections: for bulk, of each link that we dial; None: as many as it is worth.
+        dial: see `Measuring`. times: deadlines of links.
 
     Raises:
         BindError: the port can't be taken. IdentityError: TLS does not accept our certificate.
@@ -104,7 +104,6 @@ async def measuring_end(
             executor=executor,
             now_ns=time.monotonic_ns,
             dial=dial,
-            plain_listen=plain_listen,
             is_bounded=False,
         )
         try:
@@ -112,10 +111,10 @@ async def measuring_end(
             yield measuring
         finally:
             await transport.stop()
-            left = list(tasks)
-            for task in left:
+            leftover = list(tasks)
+            for task in leftover:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*leftover, return_exceptions=True)
 
 
 class Dialer:
@@ -136,7 +135,9 @@ class Dialer:
         where = {peer: self._addresses.get(peer) for peer in peers}
         if len(peers) == 1 and where[peers[0]] is None:
             raise PeersUnreachable(f"{self._identity.region} has no address of {peers[0]} in run.toml")
-        async with measuring_end(self._identity, where, connections=connections or 1, times=self._times) as measuring:
+        async with measuring_end(
+            self._identity, where, connections=connections or None, times=self._times
+        ) as measuring:
             for peer in peers:
                 if where[peer] is None:
                     continue
@@ -200,5 +201,5 @@ async def region_at(address: str, folder: Path) -> str:
         names = writer.get_extra_info("peercert").get("subject", ())
     finally:
         writer.transport.abort()  # a farewell in TLS would be waited for
-    common = [value for part in names for key, value in part if key == "commonName"]
+    common = [value for entry in names for key, value in entry if key == "commonName"]
     return str(common[0]) if len(common) == 1 else ""

@@ -40,16 +40,16 @@ class Exchange:
         """The next answer, which must be of a kind. Raises PeerError."""
         try:
             async with asyncio.timeout(limit_s):
-                found = await self._answers.get()
+                answer = await self._answers.get()
         except TimeoutError:
             raise LinkLost(f"{self.peer} said nothing for {limit_s:.0f} s ({kind.__name__} was due)") from None
-        if isinstance(found, DilocoError):
-            raise found
-        if isinstance(found, MeasurementDeclined):
-            raise PeerError(f"{self.peer} can't: {printable(found.reason)}")
-        if not isinstance(found, kind):
-            raise PeerError(f"{self.peer} said {type(found).__name__}; expected {kind.__name__}")
-        return found
+        if isinstance(answer, DilocoError):
+            raise answer
+        if isinstance(answer, MeasurementDeclined):
+            raise PeerError(f"{self.peer} can't: {printable(answer.reason)}")
+        if not isinstance(answer, kind):
+            raise PeerError(f"{self.peer} said {type(answer).__name__}; expected {kind.__name__}")
+        return answer
 
 
 def printable(text: str) -> str:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.errors import ProtocolViolation
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.pacing.token_bucket import TokenBucket
-from diloco_node.wire.measure_messages import BODY_BYTES_MAX, NS_PER_S, PROBE_BYTES_MIN
+from diloco_node.wire.measure_messages import BODY_BYTES_MAX, PROBE_BYTES_MIN
 
 REQUEST_BYTES_SAVED_MAX: Final = 96 * 2**30
 REQUEST_BYTES_PER_S: Final = 16 * 2**20
@@ -47,11 +48,11 @@ class MeasuringGate:
         self._echoes = {peer: TokenBucket(ECHOES_PER_S, burst=ECHOES_SAVED_MAX, now_ns=now_ns) for peer in peers}
         self._running: _Admitted | None = None
 
-    def begin(self, what: str, *, requester: str | None, bytes_max: int, now_ns: int) -> str:
+    def begin(self, purpose: str, *, requester: str | None, bytes_max: int, now_ns: int) -> str:
         """Begin a measurement; the reason why not, or empty when it has begun and `end` must follow.
 
         Args:
-            what: for people, as "bandwidth to eu". requester: a peer; None: the operator of this region.
+            purpose: for people, as "bandwidth to eu". requester: a peer; None: the operator of this region.
             bytes_max: that may flow.
         """
         if self._running is not None:
@@ -61,7 +62,7 @@ class MeasuringGate:
                 f"{requester} has asked for too many bytes lately: a peer may have {REQUEST_BYTES_SAVED_MAX} bytes "
                 f"measured at once, and {REQUEST_BYTES_PER_S} bytes/s in the long run; wait, or measure for less time"
             )
-        self._running = _Admitted(what, requester, now_ns, bytes_max)
+        self._running = _Admitted(purpose, requester, now_ns, bytes_max)
         return ""
 
     def _may_take(self, requester: str, bytes_max: int, now_ns: int) -> bool:
@@ -105,12 +106,12 @@ class ProbesExpected:
         Raises:
             ProtocolViolation: nobody requested them, or they are more than what was agreed to.
         """
-        left = self._left.get(measurement)
-        if left is None:
+        left_bytes = self._left.get(measurement)
+        if left_bytes is None:
             raise ProtocolViolation(f"a probe of {raw_bytes} bytes for a measurement that was not agreed to")
-        if not PROBE_BYTES_MIN <= raw_bytes <= BODY_BYTES_MAX or raw_bytes > left:
+        if not PROBE_BYTES_MIN <= raw_bytes <= BODY_BYTES_MAX or raw_bytes > left_bytes:
             raise ProtocolViolation(
-                f"a probe of {raw_bytes} bytes; {left} are left of the measurement, {PROBE_BYTES_MIN} to "
+                f"a probe of {raw_bytes} bytes; {left_bytes} are left of the measurement, {PROBE_BYTES_MIN} to "
                 f"{BODY_BYTES_MAX} fit into one"
             )
-        self._left[measurement] = left - raw_bytes
+        self._left[measurement] = left_bytes - raw_bytes

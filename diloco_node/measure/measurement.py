@@ -20,11 +20,11 @@ from diloco_node.measure.documents import (
     pair_document,
     run_series,
 )
-from diloco_node.measure.exchange import printable
 from diloco_node.measure.measuring import Linked, Measuring
 from diloco_node.measure.requester import FlowRequest, new_measurement
+from diloco_node.numeric import NS_PER_S
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire.measure_messages import NS_PER_S
+from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
 
 MESH_PROBES_NS_MAX: Final = 3 * NS_PER_S // 2
 SECONDS_MIN: Final = 0.1
@@ -32,9 +32,7 @@ SECONDS_MIN: Final = 0.1
 LOADED_MORE_NS: Final = NS_PER_S
 """The flow goes on for longer than the echoes, so that the last of them meets it too."""
 
-KEYS: Final = frozenset(
-    {"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "load", "reverse", "connections", "plain"}
-)
+KEYS: Final = frozenset({"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "load", "reverse", "connections"})
 
 OnProgress = Callable[[str], None]
 Limits = Callable[[str], tuple[int | None, str]]
@@ -49,8 +47,7 @@ class MeasureRequest:
         what: "latency", "bandwidth" or "mesh". peer: empty for a mesh.
         warm_ns: None: by the round trip. bytes_max: of each test.
         load: latency also under load. reverse: bandwidth from the peer to here.
-        plain: bandwidth and mesh over plain TCP as well.
-        connections: of the link of each test of bandwidth; none: those that it has.
+        connections: of the link of each test of bandwidth; 0: as many as it is worth.
     """
 
     what: str
@@ -60,8 +57,7 @@ class MeasureRequest:
     bytes_max: int
     load: bool
     reverse: bool
-    plain: bool
-    connections: tuple[int, ...]
+    connections: int
 
 
 def parse_request(
@@ -71,7 +67,7 @@ def parse_request(
 
     Args:
         document: "what"; "peer" but for a mesh; "seconds"; and if wanted "warm_up_seconds", "bytes_max", "load",
-            "reverse", "plain", "connections" (numbers). region: ours. peers: names that there are.
+            "reverse", "connections". region: ours. peers: names that there are.
         is_daemon: it is to be measured over the links of a running daemon.
 
     Raises:
@@ -80,13 +76,13 @@ def parse_request(
     unknown = sorted(document.keys() - KEYS)
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is no part of a measurement; there are {', '.join(sorted(KEYS))}")
-    what = document.get("what")
-    if what not in ("latency", "bandwidth", "mesh"):
-        raise ConfigError(f"what is {what!r}: latency, bandwidth or mesh")
+    kind = document.get("what")
+    if kind not in ("latency", "bandwidth", "mesh"):
+        raise ConfigError(f"what is {kind!r}: latency, bandwidth or mesh")
     peer = document.get("peer") or ""
-    if what != "mesh" and peer not in peers:
-        own = f"{peer} is this region" if peer == region else f"peer {peer!r} is no region that {region} knows"
-        raise ConfigError(f"{own}: name one of {', '.join(peers)}")
+    if kind != "mesh" and peer not in peers:
+        reason = f"{peer} is this region" if peer == region else f"peer {peer!r} is no region that {region} knows"
+        raise ConfigError(f"{reason}: name one of {', '.join(peers)}")
     seconds = _number(document, "seconds", SECONDS_MIN, msg.SPAN_NS_MAX / NS_PER_S)
     warm_up = document.get("warm_up_seconds")
     if warm_up is not None:
@@ -95,23 +91,21 @@ def parse_request(
     bytes_max = document.get("bytes_max", most)
     if type(bytes_max) is not int or not msg.BODY_BYTES_MAX <= bytes_max <= most:
         raise ConfigError(f"bytes_max is {bytes_max!r}: {msg.BODY_BYTES_MAX} to {most} bytes for each test")
-    flags = {name: document.get(name, False) for name in ("load", "reverse", "plain")}
+    flags = {name: document.get(name, False) for name in ("load", "reverse")}
     for name, value in flags.items():
         if type(value) is not bool:
             raise ConfigError(f"{name} is {value!r}: true or false")
-    counts = document.get("connections") or []
-    if not isinstance(counts, list) or not all(type(one) is int and 1 <= one <= msg.CONNECTIONS_MAX for one in counts):
-        raise ConfigError(f"connections is {counts!r}: numbers from 1 to {msg.CONNECTIONS_MAX}")
-    if is_daemon and (counts or flags["plain"]):
+    connections = document.get("connections", 0)
+    if type(connections) is not int or not 0 <= connections <= TRANSFER_CONNECTIONS_MAX:
+        raise ConfigError(f"connections is {connections!r}: a number from 1 to {TRANSFER_CONNECTIONS_MAX}")
+    if is_daemon and connections:
         raise ConfigError(
-            f"{'a number of connections' if counts else 'plain TCP'} can't be tested through a running daemon, which "
-            "measures over the links that it has: run `diloco-node measure serve` on another port there (measure_port "
-            "or --listen), and measure with --alone"
+            "a number of connections can't be tested through a running daemon, which measures over the links that it "
+            "has: run `diloco-node measure serve` on another port there (measure_port or --listen), and measure with "
+            "--alone"
         )
     warm_ns = None if warm_up is None else int(warm_up * NS_PER_S)
-    return MeasureRequest(
-        what, peer, int(seconds * NS_PER_S), warm_ns, bytes_max, **flags, connections=tuple(sorted(set(counts)))
-    )
+    return MeasureRequest(kind, peer, int(seconds * NS_PER_S), warm_ns, bytes_max, **flags, connections=connections)
 
 
 def _number(document: Mapping[str, Any], key: str, lower: float, upper: float) -> float:
@@ -129,10 +123,10 @@ class MeasureCommand:
         limits: of a daemon's links; None: there is no daemon.
     """
 
-    def __init__(self, region: str, peers: tuple[str, ...], linked: Linked, limits: Limits | None = None) -> None:
+    def __init__(self, region: str, peers: tuple[str, ...], dial: Linked, limits: Limits | None = None) -> None:
         self._region = region
         self._peers = peers
-        self._linked = linked
+        self._linked = dial
         self._limits = limits
         self._is_running = False
 
@@ -155,9 +149,9 @@ class MeasureCommand:
             raise DilocoError(f"{self._region} carries out another `measure` command: wait for it, or end it")
         self._is_running = True
         through = {"through": "daemon"} if is_daemon else {}
-        made = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[request.what]
+        measure = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[request.what]
         try:
-            return {**await made(request, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
+            return {**await measure(request, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
         finally:
             self._is_running = False
 
@@ -194,46 +188,40 @@ class MeasureCommand:
                 "rtt_seconds": rtt_ns / NS_PER_S,
                 "congestion_control": measuring.congestion_control(peer),
             }
-        kinds = [("transport", "random"), ("transport", "int4"), *([("plain", "random")] if request.plain else [])]
-        cases = [FlowCase(source, target, *kind, count) for count in request.connections or [0] for kind in kinds]
+        cases = [FlowCase(source, target, body, request.connections) for body in ("random", "int4")]
 
         async def test(case: FlowCase) -> dict[str, Any]:
-            """On a link of its own, where it can be made: after one that failed nobody knows what still comes."""
-            is_plain = case.path == "plain"
-            async with self._linked((peer,), 1 if is_plain else case.connections) as measuring:
-                plain = case.connections if is_plain else 0
-                flow = FlowRequest(peer, not request.reverse, case.body == "int4", times, request.bytes_max, plain)
-                found = await measuring.flow(flow)
+            # On a link of its own, where it can be made: after a test that failed nobody knows what still comes.
+            async with self._linked((peer,), case.connections) as measuring:
+                flow = FlowRequest(peer, not request.reverse, case.body == "int4", times, request.bytes_max)
+                flow_result = await measuring.flow(flow)
                 # As many as there were at the end: the warm-up may show that the link is worth more.
-                count = case.connections or measuring.connections(peer)
-            return flow_document(replace(case, connections=count), found)
+                count = measuring.connections(peer)
+            return flow_document(replace(case, connections=count), flow_result)
 
-        def document(found: dict[str, Any]) -> dict[str, Any]:
+        def document(results: dict[str, Any]) -> dict[str, Any]:
             if self._limits is None:
-                return {**about, **found}
+                return {**about, **results}
             limit, limited_by = (None, "") if request.reverse else self._limits(peer)
-            return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by, **found}
+            return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by, **results}
 
-        return document(await run_series(cases, test, on_progress, lambda found: on_partial(document(found))))
+        return document(await run_series(cases, test, on_progress, lambda results: on_partial(document(results))))
 
     async def _mesh(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
         names = sorted((self._region, *self._peers))
         pairs = [(source, target) for source in names for target in names if source != target]
-        found: dict[str, Any] = {"regions": names, "pairs": [], "failures": [], "plain_errors": []}
-        found["seconds"] = request.span_ns / NS_PER_S
+        seconds = request.span_ns / NS_PER_S
+        mesh: dict[str, Any] = {"regions": names, "pairs": [], "failures": [], "seconds": seconds}
         async with self._linked(self._peers, 1) as measuring:
             for number, (source, target) in enumerate(pairs, start=1):
                 on_progress(f"pair {number} of {len(pairs)}: {source} to {target}")
                 try:
-                    pair = await self._pair(measuring, request, source, target)
-                    found["pairs"].append(pair_document((source, target), pair))
-                    if pair.plain_error:
-                        error = printable(pair.plain_error)
-                        found["plain_errors"].append({"from": source, "to": target, "error": error})
+                    link = await self._pair(measuring, request, source, target)
+                    mesh["pairs"].append(pair_document((source, target), link))
                 except DilocoError as error:
-                    found["failures"].append({"from": source, "to": target, "error": str(error)})
-                on_partial(found)
-        return found
+                    mesh["failures"].append({"from": source, "to": target, "error": str(error)})
+                on_partial(mesh)
+        return mesh
 
     async def _pair(self, measuring: Measuring, request: MeasureRequest, source: str, target: str) -> msg.LinkMeasured:
         """From here, to here, or between two others, which the one that sends measures for us."""
@@ -244,7 +232,6 @@ class MeasureCommand:
             request.warm_ns or 0,
             request.span_ns,
             request.bytes_max,
-            request.plain,
         )
         if self._region not in (source, target):
             return await measuring.remote_link(source, flow)

@@ -13,16 +13,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from typing import Final, get_args
 
-from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
+from diloco_node.errors import ConfigError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure.echoes import EchoProbe, LatencyMeasured
 from diloco_node.measure.gate import MeasuringGate
 from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
 from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
-from diloco_node.measure.responder import REASON_CHARS_MAX, MeasurementResponder, Spawn
+from diloco_node.measure.responder import MeasurementResponder, Spawn
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire.measure_messages import NS_PER_S, MeasureMessage, ProbeHeader
+from diloco_node.wire.measure_messages import MeasureMessage, ProbeHeader
 
 RTT_PROBE_S: Final = 0.5
 
@@ -44,7 +45,6 @@ class Measuring:
         spawn: runs a task of the process. executor: for making what is sent, behind everything else.
         now_ns: monotonic.
         dial: has links to third regions when a peer asks for them; None: over the links of this transport.
-        plain_listen: host and port (0: a free one) for plain TCP of tests that peers ask for; None: it takes none.
         is_bounded: peers may ask for so many bytes only: rounds use the same links.
     """
 
@@ -58,7 +58,6 @@ class Measuring:
         executor: Executor,
         now_ns: Callable[[], int],
         dial: Linked | None = None,
-        plain_listen: tuple[str, int] | None = None,
         is_bounded: bool = True,
     ) -> None:
         self.region = region
@@ -75,7 +74,6 @@ class Measuring:
             gate=self._gate,
             receivers=self._receivers,
             remote_link=self._remote_link_for_peer,
-            plain_listen=plain_listen,
             spawn=spawn,
             executor=executor,
             now_ns=now_ns,
@@ -133,10 +131,10 @@ class Measuring:
 
     def congestion_control(self, peer: str) -> dict[str, str | None]:
         """By what the sockets of a link go at its round trip, "here" and "there"; None where nobody tells."""
-        counted = self.transport.tcp(peer)
-        rtt_min_ns = counted.rtt_min_ns if counted is not None else 0
+        counters = self.transport.tcp(peer)
+        rtt_min_ns = counters.rtt_min_ns if counters is not None else 0
         ends = {"here": own_congestion_controls(), "there": self.transport.peer_status()[peer].congestion}
-        return {end: one.at(rtt_min_ns) if one is not None else None for end, one in ends.items()}
+        return {end: controls.at(rtt_min_ns) if controls is not None else None for end, controls in ends.items()}
 
     def link_error(self, peer: str) -> str:
         """Why there is no link to a peer, for people; empty when there is one."""
@@ -173,9 +171,9 @@ class Measuring:
                     raise LinkLost(
                         f"{request.bytes_max} bytes were used up before the link was full: allow more with --most"
                     )
-                measured = await self._echoes.measure(request.peer, span_s, load=filling)
+                latency = await self._echoes.measure(request.peer, span_s, load=filling)
                 await filling  # had it failed on the way, these would not be times under load
-                return measured
+                return latency
             finally:
                 filling.cancel()
                 await asyncio.gather(filling, return_exceptions=True)
@@ -196,10 +194,10 @@ class Measuring:
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
     async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
-        """One way between here and a peer: round trips, a flow, one over plain TCP if requested.
+        """One way between here and a peer: round trips, and a flow.
 
         Args:
-            request: its times; the region in it does not matter. is_sending: the flows go from here to the peer.
+            request: its times; the region in it does not matter. is_sending: the flow goes from here to the peer.
 
         Raises: as `flow`.
         """
@@ -214,16 +212,7 @@ class Measuring:
         echoes = (await self._echoes.measure(peer, request.probes_ns / NS_PER_S)).latency
         times = FlowTimes(request.warm_up_ns or warm_up_ns(echoes.p50_ns), request.span_ns)
         flow = await self._requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max))
-        used_bytes, plain, plain_error = flow.used_bytes, 0, ""
-        if request.is_plain_too:
-            try:
-                beside = await self._requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max, 1))
-                plain = beside.received.mean
-                used_bytes += beside.used_bytes
-            except DilocoError as error:  # the rest was measured all the same
-                plain_error = str(error)[:REASON_CHARS_MAX]
-                used_bytes += request.bytes_max
-        found = msg.LinkMeasured(
+        link = msg.LinkMeasured(
             request.measurement,
             echoes.p50_ns,
             echoes.p99_ns,
@@ -235,10 +224,8 @@ class Measuring:
             flow.received.p90,
             flow.sent.sent_bytes,
             flow.sent.retransmitted_bytes,
-            plain,
-            plain_error,
         )
-        return found, used_bytes
+        return link, flow.used_bytes
 
     async def remote_link(self, source: str, request: msg.LinkTestRequested) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises as `flow`."""
@@ -250,17 +237,15 @@ class Measuring:
     async def _remote_link_for_peer(self, request: msg.LinkTestRequested) -> tuple[msg.LinkMeasured, int]:
         """A peer requests the link to a third region; the gate has admitted it already. Raises DilocoError."""
         if self._dial is not None:
-            async with self._dial((request.region,), 1) as other:
-                return await other.link(request.region, request), 0
+            async with self._dial((request.region,), 1) as end:
+                return await end.link(request.region, request), 0
         if request.region not in self.peers:
             raise ConfigError(f"{request.region} is no peer of {self.region}")
-        if request.is_plain_too:  # outside the budget, and to a port that the far end names
-            raise PeerError("it dials no plain TCP for others: only `measure serve` does")
         return await self._link(request.region, request, is_sending=True)
 
     @contextlib.contextmanager
-    def _exclusive(self, what: str) -> Iterator[None]:
-        reason = self._gate.begin(what, requester=None, bytes_max=0, now_ns=self._now_ns())
+    def _exclusive(self, purpose: str) -> Iterator[None]:
+        reason = self._gate.begin(purpose, requester=None, bytes_max=0, now_ns=self._now_ns())
         if reason:
             raise PeerError(f"{self.region} is {reason}")
         try:

@@ -1,8 +1,8 @@
 """The two ends of a measured flow: one sends probes, the other counts what arrives.
 
-Probes are bulk transfers in the measurement lane of a link, within the budget, or bytes over plain TCP
-(`measure.plain`). They count where they arrive, after a warm-up from the first byte on. All times are integer
-nanoseconds of one monotonic clock, bytes are raw bytes, CPU time is that of the whole process.
+Probes are bulk transfers in the measurement lane of a link, within the budget. They count where they arrive, after a
+warm-up from the first byte on. All times are integer nanoseconds of one monotonic clock, bytes are raw bytes, CPU time
+is that of the whole process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 from diloco_node.errors import LinkLost
 from diloco_node.measure.gate import ProbesExpected
 from diloco_node.measure.samples import Mark, goodput
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.measure_messages import (
     BODY_BYTES_MAX,
-    NS_PER_S,
     CompressibleProbe,
     MeasurementReceived,
     MeasurementRequested,
@@ -94,10 +94,10 @@ def _int4_body() -> bytes:
     values = rng.standard_normal((_BASE_BYTES // (4 + _BLOCK_VALUES // 2), _BLOCK_VALUES), dtype=np.float32)
     scales = np.abs(values).max(axis=1, keepdims=True) / _INT4_MAX
     codes = np.rint(values / scales).astype(np.int8).view(np.uint8) & 15
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    encoded = np.concatenate([scales.view(np.uint8), packed], axis=1).tobytes()
+    bytes4 = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    blocks = np.concatenate([scales.view(np.uint8), bytes4], axis=1).tobytes()
     # Repeated further apart than a chunk is long, so zstd does not see it.
-    return (encoded * (BODY_BYTES_MAX // len(encoded) + 1))[:BODY_BYTES_MAX]
+    return (blocks * (BODY_BYTES_MAX // len(blocks) + 1))[:BODY_BYTES_MAX]
 
 
 def booked_bytes(transport: GrpcTransport, peer: str) -> int:
@@ -106,7 +106,7 @@ def booked_bytes(transport: GrpcTransport, peer: str) -> int:
 
 
 class Bulk(Protocol):
-    """What a sender needs of what carries its probes: `GrpcTransport` or `measure.plain.PlainConnections`."""
+    """What a sender needs of `GrpcTransport`, which carries its probes."""
 
     async def transfer(self, peer: str, header: ProbeHeader, body: memoryview) -> None:
         """Stream a body; raises LinkLost."""
@@ -139,13 +139,18 @@ class ProbeSender:
     """
 
     def __init__(
-        self, bulk: Bulk, peer: str, request: MeasurementRequested, body: memoryview, booked: Callable[[], int]
+        self,
+        bulk: Bulk,
+        peer: str,
+        request: MeasurementRequested,
+        body: memoryview,
+        read_booked_bytes: Callable[[], int],
     ) -> None:
         self._bulk = bulk
         self._peer = peer
         self._request = request
         self._body = body
-        self._booked = booked
+        self._booked = read_booked_bytes
         self._left = request.bytes_max
         self._size = BODY_BYTES_MIN
         self._stop = asyncio.Event()
@@ -165,21 +170,20 @@ class ProbeSender:
         Raises:
             LinkLost: the link went down, or nobody said that it is enough.
         """
-        queued = max(TRANSFERS_QUEUED, self._request.plain_connections)  # a plain connection carries one at a time
-        tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(queued)]
-        stopped = asyncio.create_task(self._stop.wait())
+        tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(TRANSFERS_QUEUED)]
+        stop = asyncio.create_task(self._stop.wait())
         try:
             before = await self._count()
-            if not await self._stopped_within(tasks, stopped, self._request.warm_up_ns / NS_PER_S):
+            if not await self._stopped_within(tasks, stop, self._request.warm_up_ns / NS_PER_S):
                 before = await self._count()
-                await self._stopped_within(tasks, stopped, self._request.span_ns / NS_PER_S)
+                await self._stopped_within(tasks, stop, self._request.span_ns / NS_PER_S)
             after = await self._count()
-            if not await self._stopped_within(tasks, stopped, SENDER_GRACE_S + START_S):
+            if not await self._stopped_within(tasks, stop, SENDER_GRACE_S + START_S):
                 raise LinkLost(f"{self._peer}: it does not say what it received of a measurement")
         finally:
-            for task in (*tasks, stopped):
+            for task in (*tasks, stop):
                 task.cancel()
-            await asyncio.gather(*tasks, stopped, return_exceptions=True)
+            await asyncio.gather(*tasks, stop, return_exceptions=True)
         tcp = (-1, -1)
         if before.tcp is not None and after.tcp is not None:
             tcp = (
@@ -194,20 +198,18 @@ class ProbeSender:
             *tcp,
         )
 
-    async def _stopped_within(
-        self, tasks: list[asyncio.Task[None]], stopped: asyncio.Task[bool], limit_s: float
-    ) -> bool:
+    async def _stopped_within(self, tasks: list[asyncio.Task[None]], stop: asyncio.Task[bool], limit_s: float) -> bool:
         """Whether it was stopped. Raises what the sending raised; that the bytes are used up is no end."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
-        while not stopped.done() and (left_s := end_s - loop.time()) > 0:
-            waited = [task for task in tasks if not task.done()]
-            await asyncio.wait([*waited, stopped], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if not stopped.done():  # else the peer has enough, and a connection that ends with that is no failure
+        while not stop.done() and (left_s := end_s - loop.time()) > 0:
+            sending = [task for task in tasks if not task.done()]
+            await asyncio.wait([*sending, stop], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not stop.done():  # else the peer has enough, and a connection that ends with that is no failure
                 for task in tasks:
                     if task.done():
                         task.result()
-        return stopped.done()
+        return stop.done()
 
     async def _fill(self) -> None:
         loop = asyncio.get_running_loop()
@@ -264,7 +266,7 @@ class ProbeReceiver:
             self._begun.set()
 
     def closed(self, raw_bytes: int) -> None:
-        """A transfer has arrived whole, or bytes that are none; it may have begun before this receiver was there."""
+        """A transfer has arrived whole; it may have begun before this receiver was there."""
         self._begin()
         at_ns, total = self._now_ns(), self._marks[-1][1] + raw_bytes
         if len(self._marks) > 1 and at_ns - self._marks[-1][0] < MARK_NS:
@@ -299,7 +301,7 @@ class ProbeReceiver:
             raise LinkLost("nothing arrived whole: rounds and recovery go before a measurement")
         start_ns, span_ns = self._counted()
         rates = goodput(self._marks, start_ns=start_ns, span_ns=span_ns)
-        used, now = cpu[-1], self._cpu_now()
+        start, now = cpu[-1], self._cpu_now()
         return MeasurementReceived(
             self._request.measurement,
             rates.mean,
@@ -307,8 +309,8 @@ class ProbeReceiver:
             rates.p10,
             rates.p90,
             span_ns,
-            now[0] - used[0],
-            max(1, now[1] - used[1]),
+            now[0] - start[0],
+            max(1, now[1] - start[1]),
         )
 
     def _counted(self) -> tuple[int, int]:
@@ -347,9 +349,9 @@ class ProbeReceivers:
         """A receiver that gets what arrives, for as long as this lasts."""
         key = (peer, request.measurement)
         self._expected[peer].expect(request.measurement, request.bytes_max)
-        self._receivers[key] = made = ProbeReceiver(request, now_ns=self._now_ns)
+        self._receivers[key] = receiver = ProbeReceiver(request, now_ns=self._now_ns)
         try:
-            yield made
+            yield receiver
         finally:
             del self._receivers[key]
 
@@ -364,10 +366,3 @@ class ProbeReceivers:
         receiver = self._receivers.get((peer, header.measurement))
         if receiver is not None and is_whole:
             receiver.closed(raw_bytes)
-
-    def plain_arrived(self, peer: str, measurement: int, size: int) -> None:
-        """Bytes arrived over plain TCP. Raises ProtocolViolation for more than was agreed to."""
-        self._expected[peer].arrive(measurement, size)
-        receiver = self._receivers.get((peer, measurement))
-        if receiver is not None:
-            receiver.closed(size)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from diloco_node.errors import LinkLost, PeerError
+from diloco_node.errors import LinkLost
 from diloco_node.measure.exchange import Exchange, ended
-from diloco_node.measure.plain import JOIN_S, PlainConnections, dialed
 from diloco_node.measure.probes import (
     LATE_S,
     SENDER_GRACE_S,
@@ -25,9 +24,10 @@ from diloco_node.measure.probes import (
     booked_bytes,
     make_body,
 )
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire.measure_messages import NS_PER_S, MeasureMessage
+from diloco_node.wire.measure_messages import MeasureMessage
 
 ANSWER_S: Final = 10.0
 BODY_MADE_S: Final = 10.0
@@ -46,7 +46,6 @@ class FlowRequest:
     is_compressible: bool
     times: FlowTimes
     bytes_max: int
-    plain_connections: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +96,14 @@ class MeasurementRequester:
 
     async def remote_link(self, source: str, request: msg.LinkTestRequested) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises PeerError."""
-        flow_s = (msg.WARM_UP_NS_MAX + request.span_ns) / NS_PER_S + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S
-        limit_s = request.probes_ns / NS_PER_S + flow_s + (flow_s + JOIN_S if request.is_plain_too else 0)
+        measured_s = (request.probes_ns + msg.WARM_UP_NS_MAX + request.span_ns) / NS_PER_S
+        limit_s = measured_s + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S
         async with self._exchange(source, request.measurement) as exchange:
             self._transport.send(source, request)
             return await exchange.answer(msg.LinkMeasured, limit_s)
 
     async def flow(self, flow: FlowRequest) -> FlowMeasured:
-        """Fill the measurement lane, or plain connections, one way, and count at the far end.
-
-        Raises:
-            PeersUnreachable: the port for plain TCP can't be reached. PeerError: it failed.
-        """
+        """Fill the measurement lane one way, and count at the far end. Raises PeerError."""
         times, peer = flow.times, flow.peer
         request = msg.MeasurementRequested(
             new_measurement(),
@@ -117,74 +112,48 @@ class MeasurementRequester:
             times.warm_up_ns,
             times.span_ns,
             flow.bytes_max,
-            flow.plain_connections,
         )
         limit_s = times.total_s + START_S + LATE_S + ANSWER_S
         async with contextlib.AsyncExitStack() as stack:
             exchange = await stack.enter_async_context(self._exchange(peer, request.measurement))
             if flow.is_sending:
                 body = await make_body(self._executor, is_compressible=request.is_compressible)
-                self._transport.send(peer, request)
-                plain = await self._until_ready(exchange, request, stack)
-                sender = ProbeSender(
-                    plain or self._transport, peer, request, body, partial(booked_bytes, self._transport, peer)
-                )
+                await self._until_ready(exchange, request)
+                sender = ProbeSender(self._transport, peer, request, body, partial(booked_bytes, self._transport, peer))
                 return await self._out(exchange, sender, limit_s)
             receiver = stack.enter_context(self._receivers.receiver(peer, request))
-            self._transport.send(peer, request)
-            plain = await self._until_ready(exchange, request, stack)
-            return await self._in(exchange, receiver, plain, limit_s + SENDER_GRACE_S)
+            await self._until_ready(exchange, request)
+            return await self._in(exchange, receiver, limit_s + SENDER_GRACE_S)
 
-    async def _until_ready(
-        self, exchange: Exchange, request: msg.MeasurementRequested, stack: contextlib.AsyncExitStack
-    ) -> PlainConnections | None:
-        """Wait until the peer is ready; the plain connections of the flow, if it has some."""
-        ready = await exchange.answer(msg.MeasurementReady, ANSWER_S + BODY_MADE_S)
-        if not request.plain_connections:
-            return None
-        if ready.plain is None:
-            raise PeerError(f"{exchange.peer} does not say where plain connections come in")
-        msg.check_plain(ready.plain)
-        address = self._transport.peer_status()[exchange.peer].address
-        if address is None:
-            raise PeerError(f"{exchange.peer} has no address that plain connections could dial")
-        host = address.rpartition(":")[0].strip("[]")
-        return await stack.enter_async_context(dialed(exchange.peer, host, ready.plain, request.plain_connections))
+    async def _until_ready(self, exchange: Exchange, request: msg.MeasurementRequested) -> None:
+        self._transport.send(exchange.peer, request)
+        await exchange.answer(msg.MeasurementReady, ANSWER_S + BODY_MADE_S)
 
     async def _out(self, exchange: Exchange, sender: ProbeSender, limit_s: float) -> FlowMeasured:
         sending = asyncio.create_task(sender.run(), name=f"measurement to {exchange.peer}")
-        reported = asyncio.create_task(exchange.answer(msg.MeasurementReceived, limit_s))
-        async with ended(sending, reported):
-            await asyncio.wait([sending, reported], return_when=asyncio.FIRST_COMPLETED)
-            if not reported.done():
-                await asyncio.wait([reported], timeout=REASON_S)
-            if not reported.done():
+        report = asyncio.create_task(exchange.answer(msg.MeasurementReceived, limit_s))
+        async with ended(sending, report):
+            await asyncio.wait([sending, report], return_when=asyncio.FIRST_COMPLETED)
+            if not report.done():
+                await asyncio.wait([report], timeout=REASON_S)
+            if not report.done():
                 sending.result()  # it ends before only by failing
-            received = await reported
+            arrival = await report
             sender.stop()
-            return FlowMeasured(received, await sending, sender.used_bytes)
+            return FlowMeasured(arrival, await sending, sender.used_bytes)
 
-    async def _in(
-        self, exchange: Exchange, receiver: ProbeReceiver, plain: PlainConnections | None, limit_s: float
-    ) -> FlowMeasured:
+    async def _in(self, exchange: Exchange, receiver: ProbeReceiver, limit_s: float) -> FlowMeasured:
         peer, measurement = exchange.peer, exchange.measurement
         receiving = asyncio.create_task(receiver.run(), name=f"measurement from {peer}")
-        reported = asyncio.create_task(exchange.answer(msg.MeasurementSent, limit_s))
-        tasks: list[asyncio.Task[None]] = []
-        if plain is not None:
-            arrived = partial(self._receivers.plain_arrived, peer, measurement)
-            tasks.append(asyncio.create_task(plain.receive(arrived), name=f"measurement from {peer}"))
-        async with ended(receiving, reported, *tasks):
-            await asyncio.wait([receiving, reported, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        report = asyncio.create_task(exchange.answer(msg.MeasurementSent, limit_s))
+        async with ended(receiving, report):
+            await asyncio.wait([receiving, report], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
-                await asyncio.wait([reported], timeout=REASON_S)
-                if reported.done():
-                    reported.result()  # the sender has failed, and says why
-                    raise LinkLost(f"{peer} ended a measurement by itself")
-                tasks[0].result()
-            received = receiving.result()
+                report.result()  # the sender has failed, and says why
+                raise LinkLost(f"{peer} ended a measurement by itself")
+            arrival = receiving.result()
             self._transport.send(peer, msg.MeasurementStopped(measurement))
-            return FlowMeasured(received, await reported, receiver.used_bytes)
+            return FlowMeasured(arrival, await report, receiver.used_bytes)
 
 
 def new_measurement() -> int:

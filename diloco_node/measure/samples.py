@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from diloco_node.wire.measure_messages import NS_PER_S
+from diloco_node.numeric import NS_PER_S
 
 JITTER_SHIFT: Final = 4
 """RFC 3550 keeps its estimate times 16."""
@@ -44,10 +44,10 @@ def jitter_ns(rtts_ns: Sequence[int]) -> int:
     Args:
         rtts_ns: in the order in which the probes were sent.
     """
-    scaled = 0
+    estimate = 0
     for before, now in pairwise(rtts_ns):
-        scaled += abs(now - before) - ((scaled + (1 << JITTER_SHIFT - 1)) >> JITTER_SHIFT)
-    return scaled >> JITTER_SHIFT
+        estimate += abs(now - before) - ((estimate + (1 << JITTER_SHIFT - 1)) >> JITTER_SHIFT)
+    return estimate >> JITTER_SHIFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Latency:
     jitter_ns: int
 
 
-def summarise_rtts(rtts_ns: Sequence[int], *, unanswered: int) -> Latency:
+def summarise_rtts(rtts_ns: Sequence[int], *, lost_count: int) -> Latency:
     """What to tell about probes.
 
     Args:
@@ -77,10 +77,10 @@ def summarise_rtts(rtts_ns: Sequence[int], *, unanswered: int) -> Latency:
         ValueError: none was answered.
     """
     if not rtts_ns:
-        raise ValueError(f"none of {unanswered} probes was answered")
+        raise ValueError(f"none of {lost_count} probes was answered")
     return Latency(
         answered=len(rtts_ns),
-        unanswered=unanswered,
+        unanswered=lost_count,
         min_ns=min(rtts_ns),
         p50_ns=percentile(rtts_ns, 50),
         p99_ns=percentile(rtts_ns, 99),

@@ -70,7 +70,7 @@ def find_changes(plan: Plan) -> tuple[Change, ...]:
     if plan.fits:
         return ()
     bits = _fewer_bits(plan)
-    found = (
+    candidates = (
         _longer_cycle(plan),
         bits if bits is not None else _fewest_bits_and_longer_cycle(plan),
         _larger_budget(plan),
@@ -78,14 +78,14 @@ def find_changes(plan: Plan) -> tuple[Change, ...]:
         _more_rounds(plan),
         _fewer_fragments(plan),
     )
-    made = [change for change in found if change is not None]
-    return tuple(sorted(made, key=lambda change: (len(change.settings), change.factor)))
+    changes = [change for change in candidates if change is not None]
+    return tuple(sorted(changes, key=lambda change: (len(change.settings), change.factor)))
 
 
 def sync_every_min(plan: Plan) -> int | None:
     """The smallest H that these links keep; always more than tau. None: not even the largest allowed one."""
-    needed = -(-plan.need.cycle_ns // plan.workload.step_time_ns)
-    smallest = max(needed, plan.workload.settings.overlap_steps + 1)
+    steps = -(-plan.need.cycle_ns // plan.workload.step_time_ns)
+    smallest = max(steps, plan.workload.settings.overlap_steps + 1)
     return smallest if smallest <= SYNC_EVERY_LIMIT else None
 
 
@@ -102,18 +102,18 @@ def fits(workload: Workload, network: Network) -> bool:
     return cycle_need(workload, network, list_flows(workload, network)).cycle_ns <= workload.cycle_ns
 
 
-def with_settings(workload: Workload, **changed: object) -> Workload:
+def with_settings(workload: Workload, **values: object) -> Workload:
     """The workload under other `RunSettings`."""
-    return replace(workload, settings=replace(workload.settings, **changed))  # type: ignore[arg-type]
+    return replace(workload, settings=replace(workload.settings, **values))  # type: ignore[arg-type]
 
 
 def _longer_cycle(plan: Plan) -> Change | None:
     now = plan.workload.settings.sync_every
-    needed = sync_every_min(plan)
-    if needed is None:
+    steps = sync_every_min(plan)
+    if steps is None:
         return None
-    text = f"merge each fragment every {needed} steps instead of {now}"
-    return Change((("rounds.sync_every", str(needed)),), text, Fraction(needed, now))
+    text = f"merge each fragment every {steps} steps instead of {now}"
+    return Change((("rounds.sync_every", str(steps)),), text, Fraction(steps, now))
 
 
 def _fewer_bits(plan: Plan) -> Change | None:
@@ -138,30 +138,30 @@ def _fewest_bits_and_longer_cycle(plan: Plan) -> Change | None:
     now = plan.workload.settings
     settings = replace(now, codec_up=Codec.INT4, codec_down=Codec.INT4)
     least = make_plan(replace(plan.workload, settings=settings), plan.network)
-    needed, alone = sync_every_min(least), sync_every_min(plan)
-    if needed is None or (alone is not None and needed > SPARED * alone):
+    steps, alone = sync_every_min(least), sync_every_min(plan)
+    if steps is None or (alone is not None and steps > SPARED * alone):
         return None  # bytes are not what is too much, or there are no fewer
     bits = _codec_change(plan, settings)
     return Change(
-        (*bits.settings, ("rounds.sync_every", str(needed))),
-        f"{bits.text}, and merge each fragment every {needed} steps instead of {now.sync_every}",
-        bits.factor * Fraction(needed, now.sync_every),
+        (*bits.settings, ("rounds.sync_every", str(steps))),
+        f"{bits.text}, and merge each fragment every {steps} steps instead of {now.sync_every}",
+        bits.factor * Fraction(steps, now.sync_every),
     )
 
 
-def _codec_change(plan: Plan, chosen: RunSettings) -> Change:
+def _codec_change(plan: Plan, settings: RunSettings) -> Change:
     now = plan.workload.settings
-    sizes = [sum(map(plan.workload.total, (one.codec_up, one.codec_down))) for one in (now, chosen)]
+    sizes = [sum(map(plan.workload.total, (codecs.codec_up, codecs.codec_down))) for codecs in (now, settings)]
     pairs = [
-        ("rounds.codec_up", now.codec_up, chosen.codec_up),
-        ("rounds.codec_down", now.codec_down, chosen.codec_down),
+        ("rounds.codec_up", now.codec_up, settings.codec_up),
+        ("rounds.codec_down", now.codec_down, settings.codec_down),
     ]
-    changed = [(key, old, new) for key, old, new in pairs if old != new]
+    differences = [(key, old, new) for key, old, new in pairs if old != new]
     words = " and ".join(
-        f"{new} instead of {old} {'up' if key.endswith('up') else 'down'}" for key, old, new in changed
+        f"{new} instead of {old} {'up' if key.endswith('up') else 'down'}" for key, old, new in differences
     )
-    text = f"{words}: {_number(mean_bits(chosen))} bits a value on average instead of {_number(mean_bits(now))}"
-    return Change(tuple((key, f'"{new}"') for key, _, new in changed), text, Fraction(*sizes))
+    text = f"{words}: {_number(mean_bits(settings))} bits a value on average instead of {_number(mean_bits(now))}"
+    return Change(tuple((key, f'"{new}"') for key, _, new in differences), text, Fraction(*sizes))
 
 
 def _larger_budget(plan: Plan) -> Change | None:
@@ -169,39 +169,41 @@ def _larger_budget(plan: Plan) -> Change | None:
     if not limits:
         return None
     # Those of the regions that have more stay as they are.
-    needed = _least(lambda rate: fits(plan.workload, plan.network.with_budget_at_least(rate)), low=1, high=RATE_MAX)
-    if needed is None or needed <= min(limits):
+    least_rate = _least(lambda rate: fits(plan.workload, plan.network.with_budget_at_least(rate)), low=1, high=RATE_MAX)
+    if least_rate is None or least_rate <= min(limits):
         return None
-    text = f"at least {format_rate(needed)} in and out of every region; the least now is {format_rate(min(limits))}"
+    text = f"at least {format_rate(least_rate)} in and out of every region; the least now is {format_rate(min(limits))}"
     key = "budget" if plan.network.is_budgeted else "line of each region"
-    return Change(((key, f'"{rate_setting(needed)}"'),), text, Fraction(needed, min(limits)))
+    return Change(((key, f'"{rate_setting(least_rate)}"'),), text, Fraction(least_rate, min(limits)))
 
 
 def _faster_links(plan: Plan) -> Change | None:
     links = plan.network.links
     if not links:
         return None
-    needed = _least(lambda rate: fits(plan.workload, plan.network.with_links_at_least(rate)), low=1, high=RATE_MAX)
-    slow = sorted(pair for pair, rate in links.items() if needed is not None and rate < needed)
-    if needed is None or not slow:
+    least_rate = _least(lambda rate: fits(plan.workload, plan.network.with_links_at_least(rate)), low=1, high=RATE_MAX)
+    slow = sorted(pair for pair, rate in links.items() if least_rate is not None and rate < least_rate)
+    if least_rate is None or not slow:
         return None
-    named = ", ".join(f"{sender} to {receiver}" for sender, receiver in slow[:3])
+    slow_links = ", ".join(f"{sender} to {receiver}" for sender, receiver in slow[:3])
     more = f" and {len(slow) - 3} more" if len(slow) > 3 else ""
-    text = f"at least {format_rate(needed)} on {named}{more}; the least now is {format_rate(min(links.values()))}"
-    return Change((("links", f'"{rate_setting(needed)}"'),), text, Fraction(needed, min(links.values())))
+    text = (
+        f"at least {format_rate(least_rate)} on {slow_links}{more}; the least now is {format_rate(min(links.values()))}"
+    )
+    return Change((("links", f'"{rate_setting(least_rate)}"'),), text, Fraction(least_rate, min(links.values())))
 
 
 def _more_rounds(plan: Plan) -> Change | None:
     now = plan.workload.settings.rounds_in_flight_max
-    needed = _least(
+    steps = _least(
         lambda count: fits(with_settings(plan.workload, rounds_in_flight_max=count), plan.network),
         low=now + 1,
         high=min(ROUNDS_IN_FLIGHT_LIMIT, len(plan.workload.fragments)),
     )
-    if needed is None:
+    if steps is None:
         return None
-    text = f"{needed} rounds open at once instead of {now}, so that one transfers while others wait"
-    return Change((("rounds.rounds_in_flight_max", str(needed)),), text, Fraction(needed, now))
+    text = f"{steps} rounds open at once instead of {now}, so that one transfers while others wait"
+    return Change((("rounds.rounds_in_flight_max", str(steps)),), text, Fraction(steps, now))
 
 
 def _fewer_fragments(plan: Plan) -> Change | None:
@@ -209,11 +211,11 @@ def _fewer_fragments(plan: Plan) -> Change | None:
     need, now = plan.need, len(plan.workload.fragments)
     delay_ns = need.round_time.latency_ns + need.round_time.boundary_ns
     left_ns = plan.workload.settings.rounds_in_flight_max * plan.workload.cycle_ns - now * need.round_time.transfer_ns
-    needed = min(now, left_ns // delay_ns)
-    if need.bytes_ns > plan.workload.cycle_ns or needed < 1 or needed == now:
+    count = min(now, left_ns // delay_ns)
+    if need.bytes_ns > plan.workload.cycle_ns or count < 1 or count == now:
         return None
-    text = f"cut the model into {needed} fragments instead of {now}: fewer rounds in a cycle, so fewer delays"
-    return Change((("rounds.fragments", str(needed)),), text, Fraction(now, needed))
+    text = f"cut the model into {count} fragments instead of {now}: fewer rounds in a cycle, so fewer delays"
+    return Change((("rounds.fragments", str(count)),), text, Fraction(now, count))
 
 
 def _least(is_enough: Callable[[int], bool], *, low: int, high: int) -> int | None:
@@ -250,8 +252,8 @@ def _decides(plan: Plan) -> str:
         return _flight(plan)
     flow = plan.need.busiest
     limit = format_rate(flow.limit_bytes_per_s or 0)
-    same = [one for one in plan.flows if one.kind is flow.kind]
-    is_alike = flow.kind is not FlowKind.LINK and len({one.limit_bytes_per_s for one in same}) == 1
+    same = [peer_flow for peer_flow in plan.flows if peer_flow.kind is flow.kind]
+    is_alike = flow.kind is not FlowKind.LINK and len({peer_flow.limit_bytes_per_s for peer_flow in same}) == 1
     line = f"{flow.kind} of each region" if is_alike else str(flow)
     return f"{line} needs {format_rate(plan.average(flow))} of {limit}"
 
@@ -259,11 +261,11 @@ def _decides(plan: Plan) -> str:
 def _flight(plan: Plan) -> str:
     steps = Fraction(plan.need.round_time.total_ns, plan.workload.step_time_ns)
     count = plan.workload.settings.rounds_in_flight_max
-    every = Fraction(plan.workload.settings.sync_every, len(plan.workload.fragments))
+    period = Fraction(plan.workload.settings.sync_every, len(plan.workload.fragments))
     open_words = "1 is" if count == 1 else f"{count} are"
     return (
         f"a round takes {float(steps):.2f} steps and at most {open_words} open at once, but one is due every "
-        f"{'step' if every == 1 else f'{_number(every)} steps'}"
+        f"{'step' if period == 1 else f'{_number(period)} steps'}"
     )
 
 

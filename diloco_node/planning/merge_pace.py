@@ -50,5 +50,5 @@ class MergePace:
     @property
     def is_late(self) -> bool:
         """Whether fragments are merged less often than every H steps."""
-        found = self.steps_per_cycle
-        return found is not None and found > LATE * self._sync_every
+        steps = self.steps_per_cycle
+        return steps is not None and steps > LATE * self._sync_every

@@ -197,7 +197,7 @@ def list_flows(workload: Workload, network: Network) -> tuple[Flow, ...]:
     """Egress and ingress of every region, then every link, in order of names. One region alone has no traffic."""
     settings = workload.settings
     regions = sorted(workload.regions)
-    count, others = len(regions), len(regions) - 1
+    count, peers = len(regions), len(regions) - 1
     up, down = (-(-workload.total(codec) // count) for codec in (settings.codec_up, settings.codec_down))
     largest = sum(-(-workload.largest(codec) // count) for codec in (settings.codec_up, settings.codec_down))
 
@@ -205,8 +205,8 @@ def list_flows(workload: Workload, network: Network) -> tuple[Flow, ...]:
         cycle_up, cycle_down, round_bytes = (workload.wire(times * size) for size in (up, down, largest))
         return Flow(kind, region, peer, cycle_up, cycle_down, round_bytes, limit)
 
-    egress = [flow(FlowKind.EGRESS, name, "", others, network.egress.get(name)) for name in regions]
-    ingress = [flow(FlowKind.INGRESS, name, "", others, network.ingress.get(name)) for name in regions]
+    egress = [flow(FlowKind.EGRESS, name, "", peers, network.egress.get(name)) for name in regions]
+    ingress = [flow(FlowKind.INGRESS, name, "", peers, network.ingress.get(name)) for name in regions]
     links = [
         flow(FlowKind.LINK, sender, receiver, 1, network.links.get((sender, receiver)))
         for sender in regions
@@ -271,10 +271,10 @@ def cycle_need(workload: Workload, network: Network, flows: Sequence[Flow]) -> C
     Args:
         flows: `list_flows` of the same two.
     """
-    limited = [flow for flow in flows if flow.limit_bytes_per_s is not None]
-    busiest = max(limited, key=lambda flow: flow.duration_ns(flow.cycle), default=None)
-    up_ns = max((flow.duration_ns(flow.cycle_up) for flow in limited), default=0)
-    down_ns = max((flow.duration_ns(flow.cycle_down) for flow in limited), default=0)
+    limited_flows = [flow for flow in flows if flow.limit_bytes_per_s is not None]
+    busiest = max(limited_flows, key=lambda flow: flow.duration_ns(flow.cycle), default=None)
+    up_ns = max((flow.duration_ns(flow.cycle_up) for flow in limited_flows), default=0)
+    down_ns = max((flow.duration_ns(flow.cycle_down) for flow in limited_flows), default=0)
     count = len(workload.fragments)
     round_time = RoundTime(
         latency_ns=ONE_WAY_DELAYS * network.rtt_ns // 2,

@@ -54,8 +54,8 @@ def rate_setting(bytes_per_s: int) -> str:
     bits = 8 * bytes_per_s
     size, unit = next((pair for pair in _UNITS if bits >= pair[0]), _UNITS[-1])
     step = Fraction(max(1, 10 ** (len(str(bits)) - _DIGITS)))
-    rounded = -(-bits // step) * step / size
-    return f"{float(rounded):.{_DIGITS - 1}f}".rstrip("0").rstrip(".") + unit
+    ceiling = -(-bits // step) * step / size
+    return f"{float(ceiling):.{_DIGITS - 1}f}".rstrip("0").rstrip(".") + unit
 
 
 def data_parallel_bits_per_s(values: int, places: int, step_s: float, utilisation: float) -> float:

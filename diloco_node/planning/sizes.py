@@ -25,9 +25,9 @@ def even_sizes(values: int, fragments: int) -> tuple[FragmentSize, ...]:
     """
     if not 1 <= fragments <= values:
         raise ValueError(f"{values} values can't be cut into {fragments} fragments")
-    each, rest = divmod(values, fragments)
-    large, small = _size((each + 1,)), _size((each,))
-    return (large,) * rest + (small,) * (fragments - rest)
+    size, remainder = divmod(values, fragments)
+    large, small = _size((size + 1,)), _size((size,))
+    return (large,) * remainder + (small,) * (fragments - remainder)
 
 
 def _size(pieces: tuple[int, ...]) -> FragmentSize:

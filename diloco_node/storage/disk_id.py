@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 from typing import Final
 
+from diloco_node.atomic_file import sync_folder
 from diloco_node.core.types import DISK_ID_BYTES
-from diloco_node.storage.durable import disk_error, replace_file, sync_folder
+from diloco_node.storage.durable import disk_error, replace_file
 
 DISK_ID_NAME: Final = "disk.id"
 _MAGIC: Final = b"DLDISK1\n"

@@ -38,21 +38,15 @@ from typing import Final
 
 import msgpack
 
+from diloco_node.atomic_file import TMP_SUFFIX, remove_if_possible, sync_folder, write_parts
 from diloco_node.core.ledger.entries import decode_entry, encode_entry, verify_chain
 from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import LedgerLost, PeerError, StorageError
-from diloco_node.storage.durable import (
-    TMP_SUFFIX,
-    disk_error,
-    remove_if_possible,
-    replace_file,
-    sync_folder,
-    write_parts,
-)
+from diloco_node.state_names import LEDGER_NAME
+from diloco_node.storage.durable import disk_error, replace_file
 
 VOTE_NAME: Final = "vote.bin"
-LEDGER_NAME: Final = "ledger.log"
 LEDGER_END_NAME: Final = "ledger.end"
 FRAME_BYTES_MAX: Final = 256 << 20
 """Longest body of a frame: above what a follower may have staged."""
@@ -164,7 +158,7 @@ class LedgerFile:
                 return ()
             if data[: len(_LOG_HEADER)] != _LOG_HEADER:
                 raise self._damage(0, "its header is not that of a ledger of this version")
-            encoded = self._read_frames(data)
+            bodies = self._read_frames(data)
             self._check_count(self._durable_frames())
             if self._end < len(data):
                 self.cut_bytes = len(data) - self._end
@@ -174,7 +168,7 @@ class LedgerFile:
             os.fsync(self._descriptor)
         except OSError as error:
             raise disk_error("open", self._path, error) from error
-        entries = self.decoded(encoded, previous_index=self.base.index, previous_hash=self.base.hash)
+        entries = self.decoded(bodies, previous_index=self.base.index, previous_hash=self.base.hash)
         self.last_index = self.base.index + len(entries)
         return entries
 
@@ -194,15 +188,15 @@ class LedgerFile:
             raise disk_error("read", self._path, error) from error
         if data[: len(_LOG_HEADER)] != _LOG_HEADER:
             raise self._damage(0, "its header is not that of a ledger of this version")
-        encoded = self._read_frames(data)
+        bodies = self._read_frames(data)
         if is_current:
             self._check_count(durable)
-        return encoded
+        return bodies
 
-    def decoded(self, encoded: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
+    def decoded(self, bodies: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
         """The entries that follow that one, their hash chain checked. Raises StorageError."""
         try:
-            entries = tuple(decode_entry(one) for one in encoded)
+            entries = tuple(decode_entry(body) for body in bodies)
             verify_chain(entries, previous_index=previous_index, previous_hash=previous_hash)
         except PeerError as error:
             raise StorageError(f"{self._path} is damaged: {error}. {_REMEDY}") from error
@@ -222,9 +216,9 @@ class LedgerFile:
         """
         if self._is_suspect:
             self._move_to_new_file()
-        kept = truncate_from - 1 if truncate_from else self.last_index
-        assert self.base.index <= kept <= self.last_index, (truncate_from, self.last_index)
-        assert [entry.index for entry in entries] == list(range(kept + 1, kept + 1 + len(entries)))
+        last_index = truncate_from - 1 if truncate_from else self.last_index
+        assert self.base.index <= last_index <= self.last_index, (truncate_from, self.last_index)
+        assert [entry.index for entry in entries] == list(range(last_index + 1, last_index + 1 + len(entries)))
         frame = _frame(self._frames, [truncate_from, [encode_entry(entry) for entry in entries]])
         try:
             self._write_at_end(frame)
@@ -234,7 +228,7 @@ class LedgerFile:
         self._last_frame = self._end
         self._end += len(frame)
         self._frames += 1
-        self.last_index = kept + len(entries)
+        self.last_index = last_index + len(entries)
         self._note_durable_frames()
 
     def _durable_frames(self) -> int:
@@ -273,12 +267,12 @@ class LedgerFile:
         try:
             data = _read_range(self._descriptor, self._end)
             self._check_copy(data)
-            known = LedgerFile(self._path.parent)
-            kept = known._read_frames(data)[: truncate_from - 1 - self.base.index if truncate_from else None]
-            left = kept[max(0, base.index - self.base.index) :]
+            old = LedgerFile(self._path.parent)
+            bodies = old._read_frames(data)[: truncate_from - 1 - self.base.index if truncate_from else None]
+            remaining = bodies[max(0, base.index - self.base.index) :]
             frames = [_frame(0, [_BASE_MARK, [base.index, base.term, base.hash, base.summary]])]
-            left += [encode_entry(entry) for entry in entries]
-            frames += [_frame(1 + number, [0, batch]) for number, batch in enumerate(_batches(left))]
+            remaining += [encode_entry(entry) for entry in entries]
+            frames += [_frame(1 + number, [0, batch]) for number, batch in enumerate(_batches(remaining))]
             if kept_as is not None:
                 self._keep(kept_as)
             # The new file has fewer frames, and must not look as if it had lost some.
@@ -292,7 +286,7 @@ class LedgerFile:
         self._end = len(_LOG_HEADER) + sum(len(frame) for frame in frames)
         self._last_frame = self._end - len(frames[-1])
         self.base = base
-        self.last_index = base.index + len(left)
+        self.last_index = base.index + len(remaining)
         self._note_durable_frames()
 
     def _keep(self, kept_as: Path) -> None:
@@ -335,13 +329,13 @@ class LedgerFile:
         except OSError as error:
             raise disk_error("copy", self._path, error) from error
 
-    def _replace(self, parts: Sequence[bytes]) -> None:
+    def _replace(self, chunks: Sequence[bytes]) -> None:
         """Write a new file of these parts, which takes the place of this one. Raises OSError."""
         temporary = self._path.with_name(self._path.name + TMP_SUFFIX)
         descriptor = -1
         try:
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            write_parts(descriptor, parts)
+            write_parts(descriptor, chunks)
             os.fsync(descriptor)
             temporary.rename(self._path)
             sync_folder(self._path.parent)
@@ -356,13 +350,13 @@ class LedgerFile:
 
     def _check_copy(self, data: bytes) -> None:
         """That what was read back is what was written. Raises LedgerLost."""
-        copied = LedgerFile(self._path.parent)
+        copy = LedgerFile(self._path.parent)
         try:
-            entries = copied._read_frames(data) if data[: len(_LOG_HEADER)] == _LOG_HEADER else []
+            entries = copy._read_frames(data) if data[: len(_LOG_HEADER)] == _LOG_HEADER else []
         except StorageError as error:
             raise LedgerLost(f"what was on the disk can't be read back: {error}") from error
-        last_index = copied.base.index + len(entries)
-        if (copied._end, copied._frames, last_index) != (self._end, self._frames, self.last_index):
+        last_index = copy.base.index + len(entries)
+        if (copy._end, copy._frames, last_index) != (self._end, self._frames, self.last_index):
             raise LedgerLost(
                 f"{self._path} has {last_index} whole entries of {self.last_index} that were "
                 f"on the disk: look at dmesg, replace the disk. {_REMEDY}"
@@ -415,27 +409,27 @@ class LedgerFile:
 
     def _read_body(self, body: bytes, entries: list[bytes]) -> None:
         try:
-            truncate_from, encoded = unpack(body, depth_max=2, values_max=len(body), items_max=len(body))
+            truncate_from, bodies = unpack(body, depth_max=2, values_max=len(body), items_max=len(body))
             if truncate_from == _BASE_MARK and self._frames == 0:
-                self.base = LedgerBase(*encoded)
+                self.base = LedgerBase(*bodies)
                 return
             if truncate_from:
                 if truncate_from <= self.base.index:
                     raise ValueError(f"it forgets entry {truncate_from}, which is summed up")
                 del entries[truncate_from - 1 - self.base.index :]
-            entries += encoded
+            entries += bodies
         except (PeerError, ValueError, TypeError) as error:
             raise self._damage(self._end, f"frame {self._frames}: {error}") from error
 
-    def _damage(self, at: int, what: str) -> StorageError:
-        return StorageError(f"{self._path} is damaged at byte {at}: {what}. {_REMEDY}")
+    def _damage(self, at: int, fault: str) -> StorageError:
+        return StorageError(f"{self._path} is damaged at byte {at}: {fault}. {_REMEDY}")
 
 
 def _write_at(descriptor: int, offset: int, data: bytes) -> None:
     """All of it, however often the kernel takes only some. Raises OSError."""
-    written = 0
-    while written < len(data):
-        written += os.pwrite(descriptor, data[written:] if written else data, offset + written)
+    written_bytes = 0
+    while written_bytes < len(data):
+        written_bytes += os.pwrite(descriptor, data[written_bytes:] if written_bytes else data, offset + written_bytes)
 
 
 def _frame(number: int, content: list[object]) -> bytes:
@@ -445,26 +439,26 @@ def _frame(number: int, content: list[object]) -> bytes:
     return bytes(head + _CRC.pack(zlib.crc32(head)) + body + _FRAME_END)
 
 
-def _batches(encoded: Sequence[bytes]) -> list[list[bytes]]:
+def _batches(bodies: Sequence[bytes]) -> list[list[bytes]]:
     """The entries in order, cut into what one frame may hold; no batch for no entry."""
     batches: list[list[bytes]] = []
     batch_bytes = _BATCH_BYTES
-    for one in encoded:
-        if batch_bytes + len(one) > _BATCH_BYTES:
+    for body in bodies:
+        if batch_bytes + len(body) > _BATCH_BYTES:
             batches.append([])
             batch_bytes = 0
-        batches[-1].append(one)
-        batch_bytes += len(one)
+        batches[-1].append(body)
+        batch_bytes += len(body)
     return batches
 
 
 def _read_range(descriptor: int, stop: int) -> bytes:
     """The first `stop` bytes, fewer where the file is shorter. Raises OSError."""
-    parts, at = [], 0
-    while at < stop and (part := os.pread(descriptor, stop - at, at)):
-        parts.append(part)
-        at += len(part)
-    return b"".join(parts)
+    chunks, at = [], 0
+    while at < stop and (chunk := os.pread(descriptor, stop - at, at)):
+        chunks.append(chunk)
+        at += len(chunk)
+    return b"".join(chunks)
 
 
 def _has_frame(data: bytes, start: int, number_min: int) -> bool:

@@ -14,8 +14,9 @@ from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.recovery.replay_plan import find_genesis
 from diloco_node.core.types import NO_BASE, Entry, GenesisBody, LedgerBase
 from diloco_node.errors import StorageError
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.durable import disk_error
-from diloco_node.storage.ledger_files import LEDGER_NAME, LedgerFile
+from diloco_node.storage.ledger_files import LedgerFile
 
 
 class LedgerReader:
@@ -41,25 +42,25 @@ class LedgerReader:
         """
         path = self._folder / self._name
         try:
-            found = path.stat()
+            stat = path.stat()
         except OSError as error:
             raise disk_error("read", path, error) from error
-        status = (found.st_ino, found.st_size, found.st_mtime_ns)
+        status = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if status == self._status:
             return ()
         ledger = LedgerFile(self._folder, self._name)
-        encoded = ledger.read()
-        gone = ledger.base.index - self.base.index
-        is_same_run = 0 <= gone <= len(self.entries)
-        before = list(zip(self._encoded, self.entries, strict=True))[gone:] if is_same_run else []
-        kept: list[Entry] = []
-        for now, (then, entry) in zip(encoded, before, strict=False):
+        bodies = ledger.read()
+        missing = ledger.base.index - self.base.index
+        is_same_run = 0 <= missing <= len(self.entries)
+        before = list(zip(self._encoded, self.entries, strict=True))[missing:] if is_same_run else []
+        entries: list[Entry] = []
+        for now, (then, entry) in zip(bodies, before, strict=False):
             if now != then:
                 break
-            kept.append(entry)
-        index, previous = (kept[-1].index, kept[-1].hash) if kept else (ledger.base.index, ledger.base.hash)
-        new = ledger.decoded(encoded[len(kept) :], previous_index=index, previous_hash=previous)
-        self._status, self._encoded, self.base, self.entries = status, encoded, ledger.base, (*kept, *new)
+            entries.append(entry)
+        index, previous = (entries[-1].index, entries[-1].hash) if entries else (ledger.base.index, ledger.base.hash)
+        new = ledger.decoded(bodies[len(entries) :], previous_index=index, previous_hash=previous)
+        self._status, self._encoded, self.base, self.entries = status, bodies, ledger.base, (*entries, *new)
         return new
 
 
@@ -88,9 +89,9 @@ def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[E
         earlier.read()
         if not earlier.base.index < base.index <= earlier.base.index + len(earlier.entries):
             continue  # of an attempt to sum up that did not get far, or before a gap
-        kept = earlier.entries[: base.index - earlier.base.index]
-        if kept[-1].hash == base.hash:
-            base, entries = earlier.base, (*kept, *entries)
+        older = earlier.entries[: base.index - earlier.base.index]
+        if older[-1].hash == base.hash:
+            base, entries = earlier.base, (*older, *entries)
         elif _genesis(earlier.base, earlier.entries, fragments) != _genesis(base, entries, fragments):
             raise StorageError(
                 f"{path} has another entry {base.index} than the ledger goes on from, and another genesis: it is of "

@@ -14,7 +14,8 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from diloco_node.storage.durable import TMP_SUFFIX, disk_error, remove_if_possible, sync_folder
+from diloco_node.atomic_file import TMP_SUFFIX, remove_if_possible, sync_folder
+from diloco_node.storage.durable import disk_error
 
 SPARES_MAX: Final = 8
 """Files that are kept for later; further ones are removed."""
@@ -53,10 +54,10 @@ class SpareFiles:
     def take(self, size_bytes: int) -> Path | None:
         """The spare that is nearest to this size, or None. The caller owns it from now on."""
         with self._lock:
-            near = [one for one in self._spares if _is_near(one[0], size_bytes)]
+            near = [spare for spare in self._spares if _is_near(spare[0], size_bytes)]
             if not near:
                 return None
-            nearest = min(near, key=lambda one: (abs(one[0] - size_bytes), one[1]))
+            nearest = min(near, key=lambda spare: (abs(spare[0] - size_bytes), spare[1]))
             self._spares.remove(nearest)
             return nearest[1]
 
@@ -73,9 +74,9 @@ class SpareFiles:
             return
         with self._lock:
             self._spares.append((size_bytes, spare))
-            doomed = self._spares[:-SPARES_MAX]
+            surplus = self._spares[:-SPARES_MAX]
             del self._spares[:-SPARES_MAX]
-        for _, old in doomed:
+        for _, old in surplus:
             old.unlink(missing_ok=True)
 
     def write_ahead(self, size_bytes: int) -> None:
@@ -163,8 +164,8 @@ def _is_near(size_bytes: int, wanted_bytes: int) -> bool:
 def _write_at(descriptor: int, offset: int, data: memoryview) -> None:
     """All of it, however often the kernel takes only some. Raises OSError."""
     while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        written_bytes = os.pwrite(descriptor, data, offset)
+        data, offset = data[written_bytes:], offset + written_bytes
 
 
 def _fill(path: Path, size_bytes: int) -> None:

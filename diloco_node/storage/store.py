@@ -28,13 +28,15 @@ from typing import Final, cast
 
 import numpy as np
 
+from diloco_node.atomic_file import sync_folder
 from diloco_node.core.types import Entry, LedgerBase, Recovered
 from diloco_node.errors import DiskRefused, LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32, U8
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage import tensor_files
 from diloco_node.storage.disk_id import DiskIdFile, set_aside
-from diloco_node.storage.durable import DamagedFile, disk_error, make_folder, remove_temporaries, sync_folder
-from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME, LedgerFile, VoteFile
+from diloco_node.storage.durable import DamagedFile, disk_error, make_folder, remove_temporaries
+from diloco_node.storage.ledger_files import LEDGER_END_NAME, VOTE_NAME, LedgerFile, VoteFile
 from diloco_node.storage.ledger_reader import LedgerReader, archive_path
 from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 
@@ -111,8 +113,8 @@ class RegionStore:
             entries = self._recover()
             base = self._ledger.base
         on_disk = self._listing(self._states)
-        found = [self._newest_state(on_disk[fragment]) for fragment in range(fragments)]
-        states, digests = tuple(version for version, _ in found), tuple(digest for _, digest in found)
+        newest = [self._newest_state(on_disk[fragment]) for fragment in range(fragments)]
+        states, digests = tuple(version for version, _ in newest), tuple(digest for _, digest in newest)
         payloads = frozenset(self._whole_payloads(states, on_disk))
         vote, disk = self._vote, self._disk_id.value
         return Recovered(vote.term, vote.voted_for, entries, states, payloads, digests, base, disk)
@@ -241,9 +243,9 @@ class RegionStore:
         Raises:
             StorageError: the disk refused.
         """
-        parts = [memoryview(cast(bytes, chunk)).cast("B") for chunk in chunks if len(chunk)]
+        views = [memoryview(cast(bytes, chunk)).cast("B") for chunk in chunks if len(chunk)]
         path = self._payloads / tensor_files.payload_name(fragment, version, digest)
-        tensor_files.write_payload(path, parts, fragment=fragment, version=version, digest=digest)
+        tensor_files.write_payload(path, views, fragment=fragment, version=version, digest=digest)
 
     def draft_payload(self, content_bytes: int) -> PayloadDraft:
         """Begin a payload whose stripes come one after the other; `finish_payload` names it. See `content_offset`.
@@ -367,11 +369,11 @@ class RegionStore:
         kept_states = states[-STATES_KEPT:]
         oldest_kept = kept_states[0][0] if kept_states else -1
         first = 1 if self._is_archive else 0
-        doomed = [path for version, path in states[:-STATES_KEPT] if first <= version < keep_from_version]
+        surplus = [path for version, path in states[:-STATES_KEPT] if first <= version < keep_from_version]
         # An archive's folder has more and more names: it is not even listed.
         payloads = [] if self._is_archive else self._files(self._payloads, fragment)
         try:
-            for path in doomed:
+            for path in surplus:
                 path.unlink(missing_ok=True)
             for version, path in payloads:
                 if version < keep_from_version and version <= oldest_kept:
@@ -387,14 +389,14 @@ class RegionStore:
 
     def _listing(self, folder: Path) -> dict[int, list[tuple[int, Path]]]:
         """What `_files` says of each fragment, by reading the folder once; it is empty for those without files."""
-        found: dict[int, list[tuple[int, Path]]] = defaultdict(list)
+        versions: dict[int, list[tuple[int, Path]]] = defaultdict(list)
         for path in sorted(folder.glob("f*.bin")):
-            named = tensor_files.named_version(path)
-            if named is not None:
-                found[named[0]].append((named[1], path))
-        for files in found.values():
+            version = tensor_files.named_version(path)
+            if version is not None:
+                versions[version[0]].append((version[1], path))
+        for files in versions.values():
             files.sort()
-        return found
+        return versions
 
     def _read(self, path: Path) -> tuple[tensor_files.TensorHeader, U8]:
         try:

@@ -65,8 +65,8 @@ class TensorHeader:
         fields.append(self.part_bytes)
         plain: bytes = _MAGIC + msgpack.packb(fields)
         assert len(plain) <= HEADER_BYTES - 4, len(plain)
-        padded = plain.ljust(HEADER_BYTES - 4, b"\0")
-        return padded + zlib.crc32(padded).to_bytes(4, "little")
+        content = plain.ljust(HEADER_BYTES - 4, b"\0")
+        return content + zlib.crc32(content).to_bytes(4, "little")
 
 
 def payload_name(fragment: int, version: int, digest: bytes) -> str:
@@ -85,10 +85,10 @@ def named_version(path: Path) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def write_payload(path: Path, parts: Sequence[memoryview], *, fragment: int, version: int, digest: bytes) -> None:
+def write_payload(path: Path, stripes: Sequence[memoryview], *, fragment: int, version: int, digest: bytes) -> None:
     """Write a payload; durable when this returns. Raises StorageError; ValueError for more than PARTS_MAX parts."""
-    sizes = [len(part) for part in parts]
-    replace_file(path, [payload_header(sizes, fragment=fragment, version=version, digest=digest), *parts])
+    sizes = [len(stripe) for stripe in stripes]
+    replace_file(path, [payload_header(sizes, fragment=fragment, version=version, digest=digest), *stripes])
 
 
 def payload_header(part_bytes: Sequence[int], *, fragment: int, version: int, digest: bytes) -> bytes:
@@ -101,9 +101,11 @@ def payload_header(part_bytes: Sequence[int], *, fragment: int, version: int, di
 
 def write_state(path: Path, theta: F32, momentum: F32, *, fragment: int, version: int, digest: bytes) -> None:
     """Write parameters and momentum; durable when this returns. Raises StorageError."""
-    parts = [_bytes_of(theta), _bytes_of(momentum)]
-    header = TensorHeader("state", fragment, version, digest, sum(len(part) for part in parts), _checksum(parts), ())
-    replace_file(path, [header.encode(), *parts])
+    arrays = [_bytes_of(theta), _bytes_of(momentum)]
+    header = TensorHeader(
+        "state", fragment, version, digest, sum(len(array) for array in arrays), _checksum(arrays), ()
+    )
+    replace_file(path, [header.encode(), *arrays])
 
 
 def read_header(path: Path) -> TensorHeader:
@@ -127,12 +129,12 @@ def read_header(path: Path) -> TensorHeader:
     kind, fragment, version, digest, content_bytes, checksum, part_bytes = unpacker.unpack()
     header = TensorHeader(kind, fragment, version, digest, content_bytes, checksum, tuple(part_bytes))
     is_payload = header.kind == "payload"
-    expected = payload_name(header.fragment, header.version, header.digest) if is_payload else None
-    if path.name != (expected or state_name(header.fragment, header.version)):
+    right_name = payload_name(header.fragment, header.version, header.digest) if is_payload else None
+    if path.name != (right_name or state_name(header.fragment, header.version)):
         raise DamagedFile(f"{path} holds another thing: {header.kind} {header.fragment} version {header.version}")
     if size_bytes != HEADER_BYTES + header.content_bytes:
-        found = size_bytes - HEADER_BYTES
-        raise DamagedFile(f"{path} is damaged: {found} bytes of content, its header says {header.content_bytes}")
+        tail_bytes = size_bytes - HEADER_BYTES
+        raise DamagedFile(f"{path} is damaged: {tail_bytes} bytes of content, its header says {header.content_bytes}")
     return header
 
 
@@ -156,8 +158,8 @@ def read_content(path: Path) -> tuple[TensorHeader, U8]:
 
 
 def _read_error(path: Path, error: OSError) -> StorageError:
-    said = disk_error("read", path, error)
-    return DamagedFile(str(said)) if error.errno == errno.EIO else said
+    refusal = disk_error("read", path, error)
+    return DamagedFile(str(refusal)) if error.errno == errno.EIO else refusal
 
 
 def _bytes_of(values: F32) -> memoryview:
@@ -170,12 +172,12 @@ def _is_intact(header: TensorHeader, content: U8) -> bool:
     if header.kind != "payload":
         return _checksum([content.data]) == header.checksum
     ends = list(itertools.accumulate(header.part_bytes))
-    parts = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    return payload_digest([stripe_digest(part.data) for part in parts]) == header.digest
+    stripes = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return payload_digest([stripe_digest(stripe.data) for stripe in stripes]) == header.digest
 
 
-def _checksum(parts: Sequence[memoryview]) -> bytes:
+def _checksum(arrays: Sequence[memoryview]) -> bytes:
     digest = blake3()
-    for part in parts:
-        digest.update(part)
+    for array in arrays:
+        digest.update(array)
     return digest.digest()

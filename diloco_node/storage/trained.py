@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from diloco_node.atomic_file import sync_folder
 from diloco_node.core.bounds import INCARNATION_MAX, STEP_MAX, TOKENS_MAX
 from diloco_node.errors import StorageError
-from diloco_node.storage.durable import disk_error, make_folder, replace_file, sync_folder
+from diloco_node.storage.durable import disk_error, make_folder, replace_file
 
 _COUNTERS: Final = struct.Struct("<QQ")
 _CHECKSUM: Final = struct.Struct("<I")
@@ -116,7 +117,7 @@ def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
     Raises:
         StorageError: the disk refused.
     """
-    found = []
+    damaged_names = []
     for _, path in _counter_files(state_dir):
         with _locked(path) as descriptor:
             raw = os.pread(descriptor, _DAMAGED_BYTES_MAX, 0)
@@ -125,8 +126,8 @@ def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
             # A copy, so that the name is there at each moment: without it the number would be given to another life.
             replace_file(path.with_name(path.name + ".damaged"), [raw])
             replace_file(path, [_checked(0, 0)])
-            found.append(path.name)
-    return tuple(found)
+            damaged_names.append(path.name)
+    return tuple(damaged_names)
 
 
 def _checked(steps: int, tokens: int) -> bytes:
@@ -154,15 +155,15 @@ def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> T
     path = _counter_path(state_dir, incarnation)
     with _locked(path) as descriptor:
         raw = os.pread(descriptor, _FILE_BYTES + 1, 0)
-        counted = _counted(raw)
-        if counted is None:
+        counters = _counted(raw)
+        if counters is None:
             raise StorageError(f"trained counter {path} is damaged ({len(raw)} B: {raw.hex()}); look at the disk")
         newer = None if area is None else _read_slot(area, incarnation)
-        if newer is not None and newer > counted:
+        if newer is not None and newer > counters:
             os.pwrite(descriptor, _checked(*newer), 0)
-            counted = newer
+            counters = newer
         os.fdatasync(descriptor)
-    return Trained(incarnation, *counted)
+    return Trained(incarnation, *counters)
 
 
 @contextmanager
@@ -235,8 +236,8 @@ def _counter_path(state_dir: Path, incarnation: int) -> Path:
 def _counter_files(state_dir: Path) -> list[tuple[int, Path]]:
     folder = state_dir / "learner"
     try:
-        found = [(path.name.removeprefix("trained-"), path) for path in folder.glob("trained-*")]
+        files = [(path.name.removeprefix("trained-"), path) for path in folder.glob("trained-*")]
     except OSError as error:
         raise disk_error("read", folder, error) from error
-    numbered = ((int(number), path) for number, path in found if number.isdecimal() and len(number) <= _DIGITS_MAX)
-    return sorted((number, path) for number, path in numbered if number <= INCARNATION_MAX)
+    numbers = ((int(number), path) for number, path in files if number.isdecimal() and len(number) <= _DIGITS_MAX)
+    return sorted((number, path) for number, path in numbers if number <= INCARNATION_MAX)

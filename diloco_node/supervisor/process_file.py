@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_node.atomic_file import replace_file
+
 PROCESS_FILE: Final = "learner.json"
 BYTES_MAX: Final = 16_384
 REASON_CHARS_MAX: Final = 1000
@@ -19,11 +21,8 @@ STATES: Final = frozenset({"running", "waiting", "stopped", "done"})
 
 def write_process(state_dir: Path, document: Mapping[str, Any]) -> None:
     """Leave the newest word. A disk that refuses must not stop the supervisor: then the old one stays."""
-    path = state_dir / PROCESS_FILE
-    new = path.with_suffix(".json.tmp")
     with contextlib.suppress(OSError):
-        new.write_text(json.dumps(document))
-        new.replace(path)
+        replace_file(state_dir / PROCESS_FILE, json.dumps(document).encode(), is_durable=False)
 
 
 def read_process(state_dir: Path) -> dict[str, Any]:

@@ -45,12 +45,13 @@ from typing import Final
 from diloco_node.backoff import Backoff
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import MemoryStore
+from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
 from diloco_node.supervisor.child import Child, ChildExited, ChildLog, show
 from diloco_node.supervisor.learner_watch import COUNTERS_AREA, FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
-from diloco_node.supervisor.supervisor_spec import ADMIN_PORT_NAME, FINAL_CODES, SupervisorSpec
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES, SupervisorSpec
 from diloco_node.unix_sockets import socket_path
 
 BIND_CODE: Final = 3
@@ -66,12 +67,6 @@ LOOK_S: Final = 1.0
 
 READY_LOOK_S: Final = 0.05
 """Between two looks whether the daemon is up, until it is."""
-
-LEDGER_NAME: Final = "ledger.log"
-"""As `storage.ledger_files` calls it, which needs more than the standard library."""
-
-DAEMON_SOCKET: Final = "learner.sock"
-MEMORY_SOCKET: Final = "memory.sock"
 
 
 def logfmt(fact: Mapping[str, str]) -> str:
@@ -360,11 +355,11 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             raise StorageError(
                 f"region {spec.region} already runs on {spec.state_dir}: stop it first, or choose another state folder"
             ) from error
-        memory_path = socket_path(spec.state_dir, MEMORY_SOCKET)
+        memory_path = socket_path(spec.state_dir, MEMORY_SOCKET_NAME)
         env = {
             **{name: value for name, value in os.environ.items() if name not in NOTIFY_VARIABLES},
             **spec.env,
-            "DILOCO_SOCKET": str(socket_path(spec.state_dir, DAEMON_SOCKET)),
+            "DILOCO_SOCKET": str(socket_path(spec.state_dir, DAEMON_SOCKET_NAME)),
             "DILOCO_SUPERVISOR": str(memory_path),
             "DILOCO_SUPERVISOR_PID": str(os.getpid()),
             "DILOCO_STATE": str(spec.state_dir.resolve()),

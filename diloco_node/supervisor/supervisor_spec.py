@@ -10,9 +10,6 @@ from typing import Final
 FINAL_CODES: Final = frozenset({2, 4, 6, 7})
 """The daemon's exit codes that another start would only repeat; RestartPreventExitStatus of deploy's unit."""
 
-ADMIN_PORT_NAME: Final = "admin.port"
-"""The file in the region's folder that the daemon writes when its admin port is bound."""
-
 
 @dataclass(frozen=True, slots=True)
 class SupervisorSpec:

@@ -88,10 +88,10 @@ async def _exchange(stream: DialedStream, identity: Identity) -> PeerAnswer:
     )
     asked_s = time.monotonic()
     await stream.write(encode_hello(ours))
-    theirs = decode_hello(await stream.read())
+    peer_hello = decode_hello(await stream.read())
     rtt_s = time.monotonic() - asked_s
     now_ns = time.time_ns()  # noqa: TID251 - compared with the peer's wall clock
     clock = await stream.peer_metadata(CLOCK_KEY)
     is_clock = clock.isascii() and clock.isdigit() and len(clock) <= _CLOCK_DIGITS_MAX
     ahead_s = (int(clock) - now_ns) / NS_PER_S + rtt_s / 2 if is_clock else None
-    return PeerAnswer(theirs, rtt_s, ahead_s)
+    return PeerAnswer(peer_hello, rtt_s, ahead_s)

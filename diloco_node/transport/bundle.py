@@ -90,12 +90,12 @@ class Bundle:
         Returns:
             Done when gRPC has the frame; never, if it does not get it.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._first.append((frame, done))
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._first.append((frame, future))
         if 0 in self._free:
             self._free.remove(0)
             self._release(0)
-        return done
+        return future
 
     async def until_failed(self) -> None:
         """Wait until a write fails for which nobody waited, or is not taken in time, and raise that."""
@@ -129,7 +129,7 @@ class Bundle:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    async def _write(self, connection: int, frame: bytes, done: asyncio.Future[None] | None = None) -> None:
+    async def _write(self, connection: int, frame: bytes, future: asyncio.Future[None] | None = None) -> None:
         """Write over a connection that is ours, and release it; not after a failure, which ends the link."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + _limit_s(len(frame))
@@ -141,8 +141,8 @@ class Bundle:
         finally:
             del self._due_s[connection]
         self._release(connection)
-        if done is not None:
-            done.set_result(None)
+        if future is not None:
+            future.set_result(None)
 
     def _check(self) -> None:
         """A write may be overdue. While there are writes the timer is set to the first that could be: a timer of its

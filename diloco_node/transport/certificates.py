@@ -97,9 +97,9 @@ def init_run(folder: Path, run_id: str, regions: Sequence[str], *, now: dt.datet
 def _check_names(run_id: str, regions: Sequence[str]) -> None:
     if not regions:
         raise ConfigError("no regions: name at least one to make certificates for")
-    for what, name in [("run id", run_id), *(("region", region) for region in regions)]:
+    for kind, name in [("run id", run_id), *(("region", region) for region in regions)]:
         if not is_region_name(name):
-            raise ConfigError(f"{what} {name!a}: use 1 to 63 of a-z, 0-9 and '-'")
+            raise ConfigError(f"{kind} {name!a}: use 1 to 63 of a-z, 0-9 and '-'")
     if len(set(regions)) != len(regions):
         raise ConfigError("a region is named twice: every region needs a name of its own")
 
@@ -114,11 +114,11 @@ def _write_run(folder: Path, run_id: str, regions: Sequence[str], now: dt.dateti
     for region in regions:
         key = ec.generate_private_key(ec.SECP256R1())
         cert = _node_certificate(key, region, run_id, ca_key, ca_cert, now=now)
-        own = folder / region
-        own.mkdir(mode=0o700, exist_ok=True)
-        _write_new(own / _NODE_KEY, _key_pem(key), mode=0o600)
-        _write_new(own / _NODE_CERT, cert.public_bytes(serialization.Encoding.PEM), mode=0o644)
-        (own / _CA_CERT).write_bytes(ca_pem)
+        region_folder = folder / region
+        region_folder.mkdir(mode=0o700, exist_ok=True)
+        _write_new(region_folder / _NODE_KEY, _key_pem(key), mode=0o600)
+        _write_new(region_folder / _NODE_CERT, cert.public_bytes(serialization.Encoding.PEM), mode=0o644)
+        (region_folder / _CA_CERT).write_bytes(ca_pem)
 
 
 def _write_new(path: Path, data: bytes, *, mode: int) -> None:
@@ -219,11 +219,11 @@ def load_identity(
     for certificate, name in ((cert, _NODE_CERT), (ca_cert, _CA_CERT)):
         _check_dates(certificate, folder / name, now)
     found_region, found_run = _names(cert, folder / _NODE_CERT)
-    for what, expected, found in (("region", region, found_region), ("run", run_id, found_run)):
-        if expected is not None and expected != found:
+    for kind, expectation, certificate_name in (("region", region, found_region), ("run", run_id, found_run)):
+        if expectation is not None and expectation != certificate_name:
             raise IdentityError(
-                f"{folder / _NODE_CERT} is for {what} {found}, this node is {what} {expected}: "
-                f"use the folder that `diloco-node certs init` made for {expected}"
+                f"{folder / _NODE_CERT} is for {kind} {certificate_name}, this node is {kind} {expectation}: "
+                f"use the folder that `diloco-node certs init` made for {expectation}"
             )
     return Identity(found_region, found_run, ca_pem, cert_pem, key_pem, cert.not_valid_after_utc)
 
@@ -292,7 +292,7 @@ def _names(cert: x509.Certificate, path: Path) -> tuple[str, str]:
     except x509.ExtensionNotFound:
         dns = []
     common = [str(attribute.value) for attribute in cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-    parts = dns[0].split(".") if len(dns) == 1 else []
-    if len(parts) != 3 or parts[2] != "diloco" or common != [parts[0]] or not is_region_name(parts[0]):
+    labels = dns[0].split(".") if len(dns) == 1 else []
+    if len(labels) != 3 or labels[2] != "diloco" or common != [labels[0]] or not is_region_name(labels[0]):
         raise IdentityError(f"{path} is no node certificate of diloco-node: make one with `diloco-node certs init`")
-    return parts[0], parts[1]
+    return labels[0], labels[1]

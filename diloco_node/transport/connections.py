@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.transport.pacing.token_bucket import NS_PER_S
+from diloco_node.numeric import NS_PER_S
 
 CONNECTIONS_MAX: Final = 4
 """More would each cost a TLS handshake and some MiB of buffers, and take more of a shared line than is fair."""

@@ -118,13 +118,13 @@ class BulkInbound:
         """
         if self._failure is not None:
             raise self._failure
-        decoded = decode_bulk(frame)
-        if isinstance(decoded, TransferChunk):
-            await self._take_chunk(decoded, connection)
+        message = decode_bulk(frame)
+        if isinstance(message, TransferChunk):
+            await self._take_chunk(message, connection)
             return
         if connection:
-            raise ProtocolViolation(f"a {type(decoded).__name__} on connection {connection}")
-        match decoded:
+            raise ProtocolViolation(f"a {type(message).__name__} on connection {connection}")
+        match message:
             case TransferBegin() as begin:
                 self._begin(begin)
             case TransferEnd(transfer, chunks):
@@ -135,20 +135,20 @@ class BulkInbound:
     def _begin(self, begin: TransferBegin) -> None:
         lane = BULK_LANES[type(begin.header)]
         if lane in self._open:
-            other = self._open[lane].transfer
-            raise ProtocolViolation(f"transfer {begin.transfer} begins before {other} of its lane has ended")
+            open_transfer = self._open[lane].transfer
+            raise ProtocolViolation(f"transfer {begin.transfer} begins before {open_transfer} of its lane has ended")
         if begin.transfer <= self._transfer_last:
             raise ProtocolViolation(f"transfer {begin.transfer} begins after {self._transfer_last}")
         buffer = self._handler.transfer_opened(self._peer, begin.header, begin.raw_bytes)
         if buffer is not None and (buffer.nbytes != begin.raw_bytes or buffer.readonly):
             raise ValueError(f"a buffer of {buffer.nbytes} bytes for a transfer of {begin.raw_bytes}")
-        parts = Reassembly(begin.raw_bytes)
-        self._open[lane] = _Open(begin.transfer, lane, begin.header, begin.raw_bytes, buffer, parts)
+        reassembly = Reassembly(begin.raw_bytes)
+        self._open[lane] = _Open(begin.transfer, lane, begin.header, begin.raw_bytes, buffer, reassembly)
         self._transfer_last = begin.transfer
         self._changed.set()
 
     def _expect(self, transfer: int) -> _Open:
-        current = next((one for one in self._open.values() if one.transfer == transfer), None)
+        current = next((stream for stream in self._open.values() if stream.transfer == transfer), None)
         if current is None:
             raise ProtocolViolation(f"a frame of transfer {transfer}, which is not open")
         return current
@@ -193,8 +193,8 @@ class BulkInbound:
         current.parts.end(chunks)
         await self._until(lambda: current.parts.is_over, is_waiting_for_peer=True)
         if not current.parts.is_whole:
-            arrived = current.parts.arrived_bytes
-            raise ProtocolViolation(f"a transfer of {current.raw_bytes} bytes ended after {arrived}")
+            arrival_bytes = current.parts.arrived_bytes
+            raise ProtocolViolation(f"a transfer of {current.raw_bytes} bytes ended after {arrival_bytes}")
         await self._until(lambda: not current.unwritten, is_waiting_for_peer=False)
         del self._open[current.lane]
         if current.buffer is not None:

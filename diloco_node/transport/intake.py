@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.transport.pacing.token_bucket import NS_PER_S, TokenBucket
+from diloco_node.numeric import NS_PER_S
+from diloco_node.transport.pacing.token_bucket import TokenBucket
 
 HEADROOM: Final = 4
 """Over what an honest region sends: rounds that are faster than heartbeats, ballots that are repeated."""
@@ -65,10 +66,10 @@ class Intake:
         if bucket is None:
             bucket = self._kinds[kind] = _bucket(self._per_s, now_ns)
         waits_ns = 0
-        for one, amount in ((bucket, 1), (self._all, 1), (self._bytes, size_bytes)):
-            one.charge(amount, now_ns=now_ns)
-            assert one.rate_bytes_per_s is not None
-            waits_ns = max(waits_ns, -(-one.debt_bytes(now_ns=now_ns) * NS_PER_S // one.rate_bytes_per_s))
+        for limit, amount in ((bucket, 1), (self._all, 1), (self._bytes, size_bytes)):
+            limit.charge(amount, now_ns=now_ns)
+            assert limit.rate_bytes_per_s is not None
+            waits_ns = max(waits_ns, -(-limit.debt_bytes(now_ns=now_ns) * NS_PER_S // limit.rate_bytes_per_s))
         return waits_ns
 
 

@@ -179,11 +179,11 @@ class PeerLink:
                         continue
             may_wait = True
             started_s = asyncio.get_running_loop().time()
-            ended = await self._dial_once()
+            why = await self._dial_once()
             raise_if_cancelled()
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
                 backoff.reset()
-            wait_s = backoff.next_s(at_least_s=times.violation_backoff_s if _is_violation(ended) else 0.0)
+            wait_s = backoff.next_s(at_least_s=times.violation_backoff_s if _is_violation(why) else 0.0)
             await asyncio.sleep(wait_s * self._random.uniform(0.5, 1.0))
 
     async def _dial_once(self) -> PeerError | None:
@@ -255,9 +255,9 @@ class PeerLink:
         try:
             async with asyncio.timeout(times.hello_s):
                 await stream.write(encode_hello(ours))
-                theirs = decode_hello(await stream.read())
-                check_hello(ours, theirs, certificate_region=self.peer)
-                if theirs.instance_id != instance:
+                peer_hello = decode_hello(await stream.read())
+                check_hello(ours, peer_hello, certificate_region=self.peer)
+                if peer_hello.instance_id != instance:
                     raise LinkLost(f"{self.peer} at {address}: another process answers than the one we are linked with")
                 await stream.write(encode_joined())
         except BaseException as error:
@@ -273,9 +273,9 @@ class PeerLink:
             await stream.write(encode_hello(self._hello(lane, dial_number)))
         instances = set()
         for lane, stream in streams.items():
-            theirs = decode_hello(await stream.read())
-            check_hello(self._hello(lane, dial_number), theirs, certificate_region=self.peer)
-            instances.add(theirs.instance_id)
+            peer_hello = decode_hello(await stream.read())
+            check_hello(self._hello(lane, dial_number), peer_hello, certificate_region=self.peer)
+            instances.add(peer_hello.instance_id)
         if len(instances) != 1:
             raise LinkLost(f"{self.peer} at {self._address}: two processes answer at this address")
         return instances.pop()
@@ -306,14 +306,14 @@ class PeerLink:
         except TimeoutError:
             raise LinkLost(f"{self.peer}: does not take our hello: its window is closed") from None
         key = (hello.instance_id, hello.dial)
-        accepted = self._accepted.setdefault(key, {})
-        if hello.lane in accepted:
+        streams = self._accepted.setdefault(key, {})
+        if hello.lane in streams:
             raise ProtocolViolation(f"{self.peer}: a second {hello.lane} stream in one dial")
-        accepted[hello.lane] = stream
+        streams[hello.lane] = stream
         try:
-            if len(accepted) == len(Lane):
+            if len(streams) == len(Lane):
                 del self._accepted[key]
-                control, bulk = accepted[Lane.CONTROL], accepted[Lane.BULK]
+                control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
                 session = Session(
                     self.peer,
                     control,
@@ -329,7 +329,7 @@ class PeerLink:
             return await stream.until_closed()
         finally:
             stream.close()
-            if self._accepted.get(key) is accepted:
+            if self._accepted.get(key) is streams:
                 del self._accepted[key]
 
     async def _accept_more(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
@@ -406,9 +406,9 @@ class PeerLink:
         _log.info("link up", peer=self.peer)
         try:
             self._env.handler.link_changed(self.peer, is_up=True)
-            ended = await session.run()
-            self._failed(ended)
-            return ended
+            why = await session.run()
+            self._failed(why)
+            return why
         except Exception as error:  # noqa: BLE001 - the link task is one of the places that catch broadly
             self._error = f"internal error: {error!r}"
             _log.exception("link broke by a fault of ours", peer=self.peer)

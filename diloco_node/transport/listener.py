@@ -68,20 +68,20 @@ class Listener:
 
     async def start(self) -> None:
         """Bind the port and listen. Raises BindError, IdentityError."""
-        opened = _OpenPort()
+        open_port = _OpenPort()
 
         async def serve(lane: Lane, context: Any) -> None:
-            opened.calls += 1
+            open_port.calls += 1
             try:
                 await self._serve(lane, context)
             finally:
-                opened.calls -= 1
+                open_port.calls -= 1
 
         address = f"{self._host}:{self.port}"
-        opened.server, self.port = make_server(self._identity, address, serve, handshake_s=self._handshake_s)
-        await opened.server.start()
-        opened.sockets = listening_sockets(self.port)
-        self._current = opened
+        open_port.server, self.port = make_server(self._identity, address, serve, handshake_s=self._handshake_s)
+        await open_port.server.start()
+        open_port.sockets = listening_sockets(self.port)
+        self._current = open_port
 
     async def run(self) -> None:
         """Look after the port. Ends only by cancellation."""
@@ -106,14 +106,14 @@ class Listener:
                 is_told = True
 
     async def _stop_unused(self) -> None:
-        for one in [one for one in self._old if not one.calls]:
-            self._old.remove(one)
-            await one.stop()
+        for server in [server for server in self._old if not server.calls]:
+            self._old.remove(server)
+            await server.stop()
 
     async def stop(self) -> None:
         """Close the port, and cancel all calls. May be called twice."""
         servers = [*self._old, self._current]
         self._old, self._current = [], None
-        for one in servers:
-            if one is not None:
-                await one.stop()
+        for server in servers:
+            if server is not None:
+                await server.stop()

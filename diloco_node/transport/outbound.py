@@ -123,7 +123,7 @@ class BulkOutbound:
         # Whether zstd pays depends on the codec, which goes with the kind of transfer; a measurement's says its own.
         self._policies: defaultdict[object, CompressionPolicy] = defaultdict(CompressionPolicy)
         self._queues = {lane: _LaneQueue() for lane in _LANES}
-        self._ahead = {lane: [queue.idle for other, queue in self._queues.items() if other < lane] for lane in _LANES}
+        self._ahead = {lane: [queue.idle for rival, queue in self._queues.items() if rival < lane] for lane in _LANES}
         self._ending: set[_Transfer] = set()
         self._next_transfer = 0
         self._requests = 0
@@ -177,9 +177,9 @@ class BulkOutbound:
         tasks = [asyncio.create_task(self._run_lane(lane), name=f"{lane.name} {self._peer}") for lane in _LANES]
         tasks.append(asyncio.create_task(self._bundle.until_failed(), name=f"bulk writes {self._peer}"))
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
-                if task in done:
+                if task in done_tasks:
                     task.result()
         finally:
             for task in tasks:
@@ -190,12 +190,12 @@ class BulkOutbound:
     def close(self, reason: str) -> None:
         """Fail every transfer that waits or is on its way with LinkLost, and each one that is requested later."""
         self._lost = LinkLost(f"{self._peer}: {reason}")
-        lost = list(self._ending)
+        transfers = list(self._ending)
         for queue in self._queues.values():
-            lost += [queue.current] if queue.current else []
+            transfers += [queue.current] if queue.current else []
             while not queue.waiting.empty():  # get_nowait also wakes who waits for a place; `transfer` sees _lost then
-                lost.append(queue.waiting.get_nowait()[1])
-        for item in lost:
+                transfers.append(queue.waiting.get_nowait()[1])
+        for item in transfers:
             if not item.done.done():
                 item.done.set_exception(LinkLost(f"{self._peer}: {reason}"))
 

@@ -18,13 +18,13 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.errors import LinkLost, PeerError, RateExceeded
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.certificates import Identity
 from diloco_node.transport.inbound import BulkInbound, TransportHandler
 from diloco_node.transport.intake import MESSAGES_PER_S, Intake
 from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer
-from diloco_node.transport.pacing.token_bucket import NS_PER_S
 from diloco_node.transport.streams import DialedStream, Stream, raise_if_cancelled
 from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, TransferBegin, decode_control_lane
 
@@ -195,7 +195,7 @@ class Session:
         self._received_s = self._bulk_received_s = asyncio.get_running_loop().time()
         self._env.pacer.connected(self._peer)
         control, bulk = self._streams
-        parts = {
+        coroutines = {
             "control reader": self._read_control(control),
             "control writer": self._write_control(control),
             "bulk reader": self._read_bulk(bulk, 0),
@@ -203,9 +203,9 @@ class Session:
             "watch": self._watch(),
         }
         if self._more is not None:
-            parts["connections"] = self._open_more(self._more)
-        for name, part in parts.items():
-            self._spawn(name, part)
+            coroutines["connections"] = self._open_more(self._more)
+        for name, coroutine in coroutines.items():
+            self._spawn(name, coroutine)
         why: PeerError | None = None
         try:
             await self._over.wait()
@@ -214,8 +214,8 @@ class Session:
         finally:
             await to_the_end(self._close(why))
 
-    def _spawn(self, name: str, part: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(part, name=f"{name} {self._peer}")
+    def _spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine, name=f"{name} {self._peer}")
         task.add_done_callback(lambda _: self._over.set())
         self._tasks.append(task)
 
@@ -225,11 +225,11 @@ class Session:
         for error in errors:
             if error is not None and not isinstance(error, PeerError):
                 raise error
-        found = [error for error in errors if isinstance(error, PeerError)]
-        found.sort(key=lambda error: isinstance(error, LinkLost))
+        peer_errors = [error for error in errors if isinstance(error, PeerError)]
+        peer_errors.sort(key=lambda error: isinstance(error, LinkLost))
         # gRPC cancels a read when its call is torn down under us: nobody says why.
         torn_down = LinkLost(f"{self._peer}: the connection was torn down")
-        return found[0] if found else self._dropped or torn_down
+        return peer_errors[0] if peer_errors else self._dropped or torn_down
 
     async def discard(self) -> None:
         """Close the streams of a session that will not run; nothing to do after `run`."""

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-NS_PER_S: Final = 1_000_000_000
+from diloco_node.numeric import NS_PER_S
+
 MINUTE_NS: Final = 60 * NS_PER_S
 
 STRIKES: Final = 3

@@ -85,12 +85,12 @@ class Reassembly:
             ProtocolViolation: what came does not agree with that.
         """
         assert self._announced is None
-        announced = tuple(chunks) + (0,) * (TRANSFER_CONNECTIONS_MAX - len(chunks))
-        if self._chunks[0] != announced[0] or any(
-            arrived > expected for arrived, expected in zip(self._chunks, announced, strict=True)
+        counts = tuple(chunks) + (0,) * (TRANSFER_CONNECTIONS_MAX - len(chunks))
+        if self._chunks[0] != counts[0] or any(
+            arrivals > count for arrivals, count in zip(self._chunks, counts, strict=True)
         ):
-            raise ProtocolViolation(f"chunks by connection: {_shown(announced)} announced, {_shown(self._chunks)} came")
-        self._announced = announced
+            raise ProtocolViolation(f"chunks by connection: {_shown(counts)} announced, {_shown(self._chunks)} came")
+        self._announced = counts
 
     @property
     def is_over(self) -> bool:

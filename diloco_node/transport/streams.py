@@ -320,7 +320,7 @@ async def dial(
         LinkLost: names the peer, the address, the stage that failed, and the time it took.
     """
     loop = asyncio.get_running_loop()
-    started = loop.time()
+    started_s = loop.time()
     credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
     options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls_name(peer, identity.run_id))]
     channel = aio.secure_channel(address, credentials, options=options)
@@ -330,10 +330,10 @@ async def dial(
     except BaseException as error:
         await channel.close()
         if isinstance(error, (TimeoutError, LinkLost)):
-            what = "no answer to connect or TLS handshake" if isinstance(error, TimeoutError) else str(error)
-            elapsed = loop.time() - started
-            kind = PeerCertificateRefused if "certificate" in what else LinkLost
-            raise kind(f"{peer} at {address}: {what} (connecting, after {elapsed:.1f} s)") from None
+            reason = "no answer to connect or TLS handshake" if isinstance(error, TimeoutError) else str(error)
+            elapsed_s = loop.time() - started_s
+            kind = PeerCertificateRefused if "certificate" in reason else LinkLost
+            raise kind(f"{peer} at {address}: {reason} (connecting, after {elapsed_s:.1f} s)") from None
         raise
 
 

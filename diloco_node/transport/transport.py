@@ -121,7 +121,7 @@ class GrpcTransport:
         seed: int = 0,
         budget: BudgetPlan = BudgetPlan(),  # noqa: B008 - frozen
         connections: int | None = None,
-        superseded: Callable[[SupersededError], None] | None = None,
+        on_superseded: Callable[[SupersededError], None] | None = None,
         role: LinkRole = LinkRole.TRAINING,
         messages_per_s: int = MESSAGES_PER_S,
         settings: tuple[str, ...] = (),
@@ -170,7 +170,7 @@ class GrpcTransport:
             messages_per_s,
         )
         self._quarantine = Quarantine(self._peers)
-        self._superseded = superseded
+        self._superseded = on_superseded
         self._superseded_by: set[str] = set()
         self._links: dict[str, PeerLink] = {}
         self._listener: Listener | None = None
@@ -357,28 +357,30 @@ class GrpcTransport:
 
     async def _serve(self, lane: Lane, context: Any) -> None:
         """Carry one accepted call to its end."""
-        who = caller(context)
-        stream = AcceptedStream(context, peer=who.region)
+        peer_caller = caller(context)
+        stream = AcceptedStream(context, peer=peer_caller.region)
         try:
-            link, hello = await self._greet(lane, who, stream)
-            ended = await link.accept(hello, stream)
+            link, hello = await self._greet(lane, peer_caller, stream)
+            why = await link.accept(hello, stream)
         except RedundantDial as error:
             await refuse(context, error)
         except PeerError as error:
             if not isinstance(error, LinkLost) or isinstance(error, DuplicateInstance):
-                self.reject(who.region, error)
+                self.reject(peer_caller.region, error)
             await refuse(context, error)
         else:
-            if ended is not None:
-                await refuse(context, ended)
+            if why is not None:
+                await refuse(context, why)
 
-    async def _greet(self, lane: Lane, who: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
+    async def _greet(self, lane: Lane, peer_caller: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
         """Who calls, and whether we belong together. Raises PeerError."""
-        link = self._links.get(who.region)
-        if link is None or who.tls_name != tls_name(who.region, self._hello.run_id):
-            raise PeerIncompatible(f"{who.region!a} ({who.tls_name!a}) is not a region of run {self._hello.run_id}")
-        if why := self.quarantined(who.region):
-            raise LinkLost(f"{who.region} is {why} by {self._hello.region}; its operator can lift that")
+        link = self._links.get(peer_caller.region)
+        if link is None or peer_caller.tls_name != tls_name(peer_caller.region, self._hello.run_id):
+            raise PeerIncompatible(
+                f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
+            )
+        if why := self.quarantined(peer_caller.region):
+            raise LinkLost(f"{peer_caller.region} is {why} by {self._hello.region}; its operator can lift that")
         if self._handshakes >= HANDSHAKES_MAX:
             raise LinkLost(f"{HANDSHAKES_MAX} calls wait for a hello already")
         self._handshakes += 1
@@ -388,7 +390,7 @@ class GrpcTransport:
                 connection = hello.connection if lane is Lane.BULK else 0
                 ours = replace(self._hello, lane=lane, dial=hello.dial, connection=connection)
                 try:
-                    check_hello(ours, hello, certificate_region=who.region)
+                    check_hello(ours, hello, certificate_region=peer_caller.region)
                 except PeerIncompatible as error:
                     await stream.send_metadata(clock_metadata())
                     await stream.write(encode_hello(ours))  # so that the other side can say what differs, too
@@ -398,10 +400,10 @@ class GrpcTransport:
                     link.turned_away(error)
                     raise
         except TimeoutError:
-            raise LinkLost(f"{who.region}: no hello within {self._times.hello_s:.0f} s") from None
+            raise LinkLost(f"{peer_caller.region}: no hello within {self._times.hello_s:.0f} s") from None
         finally:
             self._handshakes -= 1
-        self._meter.assign(who.region, who.address, is_lasting=False, is_bulk=lane is Lane.BULK)
+        self._meter.assign(peer_caller.region, peer_caller.address, is_lasting=False, is_bulk=lane is Lane.BULK)
         return link, hello
 
     async def _run_meter(self) -> None:

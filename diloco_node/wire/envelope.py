@@ -189,9 +189,9 @@ def decode_hello(frame: bytes) -> Hello:
     try:
         return _HELLO.decode(memoryview(frame)[1:])
     except ProtocolViolation as error:
-        theirs = _hello_version(frame)
-        if theirs is not None and theirs != PROTOCOL_VERSION:
-            raise PeerIncompatible(f"protocol_version: ours {PROTOCOL_VERSION}, theirs {theirs}") from None
+        peer_version = _hello_version(frame)
+        if peer_version is not None and peer_version != PROTOCOL_VERSION:
+            raise PeerIncompatible(f"protocol_version: ours {PROTOCOL_VERSION}, theirs {peer_version}") from None
         raise ProtocolViolation(f"hello: {error}") from None
 
 
@@ -207,60 +207,60 @@ def _hello_version(frame: bytes) -> int | None:
     return None
 
 
-def check_hello(ours: Hello, theirs: Hello, *, certificate_region: str) -> None:
+def check_hello(ours: Hello, peer: Hello, *, certificate_region: str) -> None:
     """Whether the two sides belong together.
 
     Args:
         ours: what we sent, or would send, on this stream.
-        theirs: what came.
+        peer: what came.
         certificate_region: the peer's name as its certificate has it.
 
     Raises:
         ProtocolViolation: the message names another region than the certificate.
         PeerIncompatible: names every field that differs, with both values.
     """
-    if theirs.region != certificate_region:
+    if peer.region != certificate_region:
         raise ProtocolViolation(
-            f"identity_mismatch: the certificate is {certificate_region}'s, the hello says {theirs.region}"
+            f"identity_mismatch: the certificate is {certificate_region}'s, the hello says {peer.region}"
         )
-    if theirs.protocol_version == ours.protocol_version and theirs.role is not ours.role:
-        raise PeerIncompatible(_OTHER_ROLE[theirs.role].format(region=theirs.region))
-    if different := _differences(ours, theirs):
+    if peer.protocol_version == ours.protocol_version and peer.role is not ours.role:
+        raise PeerIncompatible(_OTHER_ROLE[peer.role].format(region=peer.region))
+    if different := _differences(ours, peer):
         raise PeerIncompatible("; ".join(different))
-    if theirs.lane is not ours.lane:
-        raise ProtocolViolation(f"a hello for the {theirs.lane} lane on the {ours.lane} stream")
-    if theirs.connection != ours.connection:
-        raise ProtocolViolation(f"a hello for connection {theirs.connection} on connection {ours.connection}")
+    if peer.lane is not ours.lane:
+        raise ProtocolViolation(f"a hello for the {peer.lane} lane on the {ours.lane} stream")
+    if peer.connection != ours.connection:
+        raise ProtocolViolation(f"a hello for connection {peer.connection} on connection {ours.connection}")
 
 
-def _differences(ours: Hello, theirs: Hello) -> list[str]:
-    found: list[str] = []
+def _differences(ours: Hello, peer: Hello) -> list[str]:
+    differences: list[str] = []
     for name in ("protocol_version", "run_id", "epoch", "settings_digest", "manifest_digest"):
-        here, there = getattr(ours, name), getattr(theirs, name)
+        here, there = getattr(ours, name), getattr(peer, name)
         if here == there:
             continue
-        named = settings_difference(ours.settings, theirs.settings) if name == "settings_digest" else ""
-        found.append(named or f"{name}: ours {_plain(here)}, theirs {_plain(there)}")
-    return found
+        settings_text = settings_difference(ours.settings, peer.settings) if name == "settings_digest" else ""
+        differences.append(settings_text or f"{name}: ours {_plain(here)}, theirs {_plain(there)}")
+    return differences
 
 
-def settings_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+def settings_difference(ours: Sequence[str], peer_settings: Sequence[str]) -> str:
     """Which settings differ, with both values, as `rounds.sync_every is 24 here, 16 there`; empty if none is told.
 
     Args:
-        ours, theirs: "name=value" each. Theirs may be anything of the size of a hello, and is escaped.
+        ours, peer_settings: "name=value" each. Theirs may be anything of the size of a hello, and is escaped.
     """
-    if not ours or not theirs:
+    if not ours or not peer_settings:
         return ""
-    here, there = (dict(_name_and_value(line) for line in lines) for lines in (ours, theirs))
+    here, there = (dict(_name_and_value(line) for line in lines) for lines in (ours, peer_settings))
     names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
-    shown = [
+    lines = [
         f"{escaped(name)} is {escaped(here.get(name, 'unknown'))} here, {escaped(there.get(name, 'unknown'))} there"
         for name in names[:SETTINGS_NAMED_MAX]
     ]
-    if len(names) > len(shown):
-        shown.append(f"{len(names) - len(shown)} more")
-    return f"{'; '.join(shown)}: these settings of run.toml must be the same in all regions" if shown else ""
+    if len(names) > len(lines):
+        lines.append(f"{len(names) - len(lines)} more")
+    return f"{'; '.join(lines)}: these settings of run.toml must be the same in all regions" if lines else ""
 
 
 def _name_and_value(line: str) -> tuple[str, str]:
@@ -345,8 +345,8 @@ def _decode_begin(frame: bytes) -> TransferBegin:
 
 
 def _decode_end(frame: bytes) -> TransferEnd:
-    counts, rest = divmod(len(frame) - _END.size, _COUNT_BYTES)
-    if rest or not 0 <= counts <= TRANSFER_CONNECTIONS_MAX:
+    counts, remainder = divmod(len(frame) - _END.size, _COUNT_BYTES)
+    if remainder or not 0 <= counts <= TRANSFER_CONNECTIONS_MAX:
         raise ProtocolViolation(f"an end frame of {len(frame)} bytes")
     return TransferEnd(_END.unpack_from(frame)[1], struct.unpack_from(f"<{counts}I", frame, _END.size))
 

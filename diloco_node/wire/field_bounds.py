@@ -62,9 +62,6 @@ BOUNDS: Final[dict[str, Bound]] = {
     "retransmitted_bytes": KERNEL_COUNTED,
     "wire_bytes": KERNEL_COUNTED,
     "bytes_max": COUNTED,
-    "plain_connections": Whole(0, 8),
-    "token": Octets((32,)),
-    "port": Whole(1, 65_535),
     "mean": COUNTED,
     "median": COUNTED,
     "p10": COUNTED,
@@ -72,8 +69,6 @@ BOUNDS: Final[dict[str, Bound]] = {
     "answered": COUNTED,
     "unanswered": COUNTED,
     "LinkMeasured.bytes_per_s": COUNTED,
-    "plain_bytes_per_s": COUNTED,
-    "plain_error": Text(1024),
     # The learner link
     "protocol": Whole(0, 65_535),
     "pid": Whole(0, 2**32),
@@ -107,28 +102,28 @@ def rows(classes: Iterable[type]) -> list[tuple[str, str, str]]:
     Raises:
         TypeError: a field has no bound.
     """
-    found: dict[type, list[tuple[str, str, str]]] = {}
+    fields: dict[type, list[tuple[str, str, str]]] = {}
     waiting = list(classes)
     while waiting:
         cls = waiting.pop(0)
-        if cls in found:
+        if cls in fields:
             continue
         hints = typing.get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]
-        found[cls] = [(cls.__name__, name, shape_of(cls, name, hints[name])) for name in names]
+        fields[cls] = [(cls.__name__, name, shape_of(cls, name, hints[name])) for name in names]
         leaves = (leaf for name in names for leaf in _leaves(hints[name]))
         waiting += [leaf for leaf in leaves if isinstance(leaf, type) and dataclasses.is_dataclass(leaf)]
-    return [row for of_class in found.values() for row in of_class]
+    return [row for of_class in fields.values() for row in of_class]
 
 
 def shape_of(cls: type, name: str, hint: Any) -> str:
     """What is checked of a field, in words. Raises TypeError: it has no bound."""
     bound = bound_of(BOUNDS, cls.__name__, name)
-    (leaf, *others) = _leaves(hint)
+    (leaf, *more) = _leaves(hint)
     is_region = leaf is str and name in REGION_FIELDS
-    if others or dataclasses.is_dataclass(leaf):
+    if more or dataclasses.is_dataclass(leaf):
         content = (
-            "one of " + ", ".join(f"`{one.__name__}`" for one in (leaf, *others)) if others else f"`{leaf.__name__}`"
+            "one of " + ", ".join(f"`{member.__name__}`" for member in (leaf, *more)) if more else f"`{leaf.__name__}`"
         )
     elif leaf is bool:
         content = "true or false"
@@ -147,5 +142,5 @@ def shape_of(cls: type, name: str, hint: Any) -> str:
 
 def _leaves(hint: Any) -> list[Any]:
     """The types at the ends of a hint: `tuple[tuple[float, ...], ...]` is float, `X | None` is X."""
-    inner = [one for one in typing.get_args(hint) if one not in (Ellipsis, types.NoneType)]
-    return [leaf for one in inner for leaf in _leaves(one)] if inner else [hint]
+    inner = [argument for argument in typing.get_args(hint) if argument not in (Ellipsis, types.NoneType)]
+    return [leaf for argument in inner for leaf in _leaves(argument)] if inner else [hint]

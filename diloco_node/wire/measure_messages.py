@@ -9,9 +9,6 @@ random, so that two requesters' numbers never meet.
 - the requester receives: <- probes; it says `MeasurementStopped` when it has enough, the answer is `MeasurementSent`
 - `LinkTestRequested`: measure from where you are to a third region -> `LinkMeasured` or `MeasurementDeclined`
 - `MeasurementStopped` at any time: the requester wants no more
-
-Ends without a core (`diloco-node measure`) can also compare with plain TCP. The responder opens a port for the
-test, `MeasurementReady` says which, and the requester dials it.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.errors import ProtocolViolation
-
-NS_PER_S: Final = 1_000_000_000
+from diloco_node.numeric import NS_PER_S
 
 SPAN_NS_MAX: Final = 120 * NS_PER_S
 WARM_UP_NS_MAX: Final = 30 * NS_PER_S
@@ -37,12 +33,6 @@ BODY_BYTES_MAX: Final = 16 * 2**20
 
 PROBE_BYTES_MIN: Final = 1
 """Without a least size, any number of empty transfers would be within what was agreed to."""
-
-CONNECTIONS_MAX: Final = 8
-"""Of one test over plain TCP."""
-
-TOKEN_BYTES: Final = 32
-PORT_MAX: Final = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +52,6 @@ class EchoReply:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainPort:
-    """Where plain TCP connections of one measurement are waited for, for some seconds.
-
-    Attributes:
-        token: TOKEN_BYTES random bytes that each connection begins with. port: on the host that serves the link.
-    """
-
-    token: bytes
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
 class MeasurementRequested:
     """The requester wants probes to flow between it and the receiver of this message.
 
@@ -81,7 +59,6 @@ class MeasurementRequested:
         is_requester_sending: who sends. is_compressible: encoded int4 values instead of random bytes.
         warm_up_ns: is not counted, from the first byte that arrives. span_ns: is counted after it.
         bytes_max: not more are sent, the warm-up included.
-        plain_connections: plain TCP connections that carry the flow; 0: the link carries it.
     """
 
     measurement: int
@@ -90,15 +67,13 @@ class MeasurementRequested:
     warm_up_ns: int
     span_ns: int
     bytes_max: int
-    plain_connections: int
 
 
 @dataclass(frozen=True, slots=True)
 class MeasurementReady:
-    """Yes, now. `plain`: where to connect, if plain TCP was requested."""
+    """Yes, now."""
 
     measurement: int
-    plain: PlainPort | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +134,6 @@ class LinkTestRequested:
 
     Attributes:
         probes_ns: how long to send echoes. warm_up_ns: 0: by the round trip. span_ns, bytes_max: of each flow from you.
-        is_plain_too: one over plain TCP as well.
     """
 
     measurement: int
@@ -168,7 +142,6 @@ class LinkTestRequested:
     warm_up_ns: int
     span_ns: int
     bytes_max: int
-    is_plain_too: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +151,6 @@ class LinkMeasured:
     Attributes:
         p50_ns, p99_ns, jitter_ns: of round trips. answered, unanswered: echoes.
         bytes_per_s, p10, p90: of random bytes. sent_bytes, retransmitted_bytes: as in MeasurementSent.
-        plain_bytes_per_s: over plain TCP; 0: not measured. plain_error: why not, if it was requested.
     """
 
     measurement: int
@@ -192,8 +164,6 @@ class LinkMeasured:
     p90: int
     sent_bytes: int
     retransmitted_bytes: int
-    plain_bytes_per_s: int
-    plain_error: str
 
 
 MeasureMessage = (
@@ -240,23 +210,8 @@ def check_request(request: MeasurementRequested | LinkTestRequested, *, is_daemo
     limits = [("warm_up_ns", 0, WARM_UP_NS_MAX), ("span_ns", 1, SPAN_NS_MAX), ("bytes_max", 1, bytes_max)]
     if isinstance(request, LinkTestRequested):
         limits.append(("probes_ns", 1, PROBES_NS_MAX))
-    else:
-        limits.append(("plain_connections", 0, CONNECTIONS_MAX))
     for name, lower, upper in limits:
         if not lower <= getattr(request, name) <= upper:
             raise ProtocolViolation(
                 f"a measurement with {name} {getattr(request, name)}; {lower} to {upper} are allowed"
             )
-
-
-def check_plain(plain: PlainPort) -> None:
-    """Refuse a port that can't be dialed. Raises ProtocolViolation: says what is wrong with it."""
-    if len(plain.token) != TOKEN_BYTES:
-        raise ProtocolViolation(f"a token of {len(plain.token)} bytes for a measurement; it has {TOKEN_BYTES}")
-    if not 1 <= plain.port <= PORT_MAX:
-        raise ProtocolViolation(f"port {plain.port} for a measurement; 1 to {PORT_MAX} are allowed")
-
-
-def all_bytes_max(request: MeasurementRequested | LinkTestRequested) -> int:
-    """The most that may flow for what was requested."""
-    return request.bytes_max * (2 if isinstance(request, LinkTestRequested) and request.is_plain_too else 1)

@@ -90,7 +90,7 @@ class Schema(Generic[T]):
 
     Args:
         table: tag -> dataclass, for messages. Tags are part of the protocol: never reuse one.
-        parts: tag -> dataclass, for dataclasses that occur inside a message as a member of a union. They are no
+        inner: tag -> dataclass, for dataclasses that occur inside a message as a member of a union. They are no
             messages by themselves. Tags may not overlap with those of `table`.
         bounds: of every field, as `core.shapes.bound_of` finds them.
         limits: sizes that encode and decode hold.
@@ -105,13 +105,13 @@ class Schema(Generic[T]):
         table: Mapping[int, type],
         *,
         bounds: Bounds,
-        parts: Mapping[int, type] | None = None,
+        inner: Mapping[int, type] | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self._bounds = bounds
         self._tags: dict[type, int] = {}
-        for tag, cls in [*table.items(), *(parts or {}).items()]:
+        for tag, cls in [*table.items(), *(inner or {}).items()]:
             if cls in self._tags or tag in self._tags.values():
                 raise ValueError(f"{cls.__name__} or its tag {tag} is in the schema twice")
             self._tags[cls] = tag
@@ -129,10 +129,10 @@ class Schema(Generic[T]):
             TypeError: it is not one of the schema's messages, or a field has another type than its hint.
             ValueError: a field or the whole is over a limit, or a float is not finite.
         """
-        found = self._encoders.get(type(message))
-        if found is None:
+        encoder = self._encoders.get(type(message))
+        if encoder is None:
             raise TypeError(f"{type(message).__name__} is not a message of this schema")
-        tag, encode = found
+        tag, encode = encoder
         try:
             fields = encode(message)
         except OutOfBounds as error:
@@ -154,10 +154,10 @@ class Schema(Generic[T]):
         fields = self._unpack(data)
         if type(fields) is not list or not fields or type(fields[0]) is not int:
             raise ProtocolViolation("a message must be an array that begins with a tag")
-        found = self._decoders.get(fields[0])
-        if found is None:
+        decoder = self._decoders.get(fields[0])
+        if decoder is None:
             raise ProtocolViolation(f"unknown message tag {fields[0]}")
-        name, decode = found
+        name, decode = decoder
         try:
             message: T = decode(fields)
         except OutOfBounds as error:
@@ -181,7 +181,7 @@ class Schema(Generic[T]):
         built = self._fields(cls, names, bounds, depth=depth)
         encoders = [(name, encode) for name, (encode, _) in zip(names, built, strict=True)]
         decoders = [(name, decode) for name, (_, decode) in zip(names, built, strict=True)]
-        related = relations(names, bounds)
+        pairs = relations(names, bounds)
         count = len(names) + skip
 
         def encode(value: Any) -> list[Any]:
@@ -193,7 +193,7 @@ class Schema(Generic[T]):
                     fields.append(encode_field(getattr(value, name)))
                 except OutOfBounds as error:
                     raise error.within(f".{name}") from None
-            check_relations(names, fields[skip:], related)
+            check_relations(names, fields[skip:], pairs)
             return fields
 
         def decode(fields: Any) -> Any:
@@ -207,14 +207,14 @@ class Schema(Generic[T]):
                 except OutOfBounds as error:
                     raise error.within(f".{name}") from None
                 at += 1
-            check_relations(names, values, related)
+            check_relations(names, values, pairs)
             return cls(*values)
 
         slow = (encode, decode)
-        if related:
+        if pairs:
             return slow
         conditions = _conditions(built, bounds)
-        return unrolled(cls, encoders, decoders, skip=skip, slow=slow, refused=OutOfBounds, written_out=conditions)
+        return unrolled(cls, encoders, decoders, skip=skip, slow=slow, error=OutOfBounds, written_out=conditions)
 
     def _fields(
         self, cls: type, names: list[str], bounds: list[Bound | None], *, depth: int
@@ -247,12 +247,12 @@ class Schema(Generic[T]):
     def _union(
         self, members: tuple[Any, ...], bound: Bound | None, is_region: bool, *, depth: int
     ) -> tuple[Check, Check]:
-        some = [member for member in members if member is not types.NoneType]
-        if len(some) == 1:
-            encode, decode = self._hint(some[0], bound, is_region, depth=depth)
+        kinds = [member for member in members if member is not types.NoneType]
+        if len(kinds) == 1:
+            encode, decode = self._hint(kinds[0], bound, is_region, depth=depth)
         else:
-            encode, decode = self._tagged(some, depth=depth + 1)
-        if len(some) == len(members):
+            encode, decode = self._tagged(kinds, depth=depth + 1)
+        if len(kinds) == len(members):
             return encode, decode
         return (
             lambda value: None if value is None else encode(value),
@@ -270,20 +270,20 @@ class Schema(Generic[T]):
             by_tag[self._tags[cls]] = decode_member
 
         def encode(value: Any) -> list[Any]:
-            found = by_type.get(type(value))
-            if found is None:
+            encoder = by_type.get(type(value))
+            if encoder is None:
                 raise OutOfBounds(f"{type(value).__name__} is not a member of the union")
-            fields: list[Any] = found[1](value)
-            fields[0] = found[0]
+            fields: list[Any] = encoder[1](value)
+            fields[0] = encoder[0]
             return fields
 
         def decode(fields: Any) -> Any:
             if type(fields) is not list or not fields or type(fields[0]) is not int:
                 raise OutOfBounds("expected an array that begins with a tag")
-            found = by_tag.get(fields[0])
-            if found is None:
+            decoder = by_tag.get(fields[0])
+            if decoder is None:
                 raise OutOfBounds(f"unknown tag {fields[0]}")
-            return found(fields)
+            return decoder(fields)
 
         return encode, decode
 
@@ -339,10 +339,10 @@ def _enum(cls: type[Enum]) -> tuple[Check, Check]:
 
     def decode(value: Any) -> Any:
         # Only str and int are looked up: True would find 1, and a list can't be hashed.
-        found = by_value.get(value) if type(value) in (str, int) else None
-        if found is None:
+        member = by_value.get(value) if type(value) in (str, int) else None
+        if member is None:
             raise OutOfBounds(f"not a value of {cls.__name__}: {show(value)}")
-        return found
+        return member
 
     return encode, decode
 

@@ -13,7 +13,7 @@ from diloco_node.wire import link_messages, measure_messages
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 
 ControlMessage = messages.Message | link_messages.LinkMessage | measure_messages.MeasureMessage
 """What travels in the control lane."""
@@ -100,7 +100,7 @@ BULK_LANES: Final[dict[type, BudgetLane]] = {
 """The lane of the budget in which a transfer travels."""
 
 CONTROL: Final[Schema[ControlMessage]] = Schema(
-    MESSAGES, bounds=BOUNDS, parts=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
+    MESSAGES, bounds=BOUNDS, inner=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
 )
 """Messages of the control lane."""
 
@@ -110,6 +110,6 @@ HEADERS: Final[Schema[TransferHeader]] = Schema(
 """Headers of bulk transfers."""
 
 ENTRIES: Final[Schema[types.Entry]] = Schema(
-    {1: types.Entry}, bounds=BOUNDS, parts=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
+    {1: types.Entry}, bounds=BOUNDS, inner=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
 )
 """Entries of the ledger by themselves, for who keeps them on disk."""

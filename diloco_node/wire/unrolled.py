@@ -19,7 +19,7 @@ def unrolled(
     *,
     skip: int,
     slow: tuple[Convert, Convert],
-    refused: type[Exception],
+    error: type[Exception],
     written_out: Mapping[Convert, str],
 ) -> tuple[Convert, Convert]:
     """The same two conversions as `slow`.
@@ -28,11 +28,11 @@ def unrolled(
         cls: the dataclass. encoders, decoders: of its fields, by name, in their order.
         skip: places at the front of the array that are left for a tag.
         slow: encoder and decoder with a loop, for what is not right.
-        refused: what a conversion raises.
+        error: what a conversion raises.
         written_out: of conversions that leave a right value as it is: their condition, `{v}` is the value.
     """
     names = [f"v{at}" for at in range(len(encoders))]
-    space: dict[str, Any] = {"cls": cls, "refused": refused, "slow_encode": slow[0], "slow_decode": slow[1]}
+    space: dict[str, Any] = {"cls": cls, "refused": error, "slow_encode": slow[0], "slow_decode": slow[1]}
     conditions, values = _converted(encoders, names, "to", space, written_out)
     lines = ["def encode(value):", " if type(value) is cls:"]
     lines += [f"  {name} = value.{field}" for name, (field, _) in zip(names, encoders, strict=True)]

@@ -22,11 +22,11 @@ def test_every_command_has_an_example_and_every_example_a_command() -> None:
 
 @pytest.mark.parametrize("words", EXAMPLES)
 def test_the_help_of_a_command_ends_with_its_example(words: str) -> None:
-    done = CliRunner().invoke(app, [*words.split(), "--help"])
-    assert done.exit_code == 0
-    shown = EXAMPLES[words].splitlines()
-    last = [line.strip() for line in done.output.rstrip().splitlines()[-len(shown) - 1 :]]
-    assert last == ["Example:", *shown]
+    result = CliRunner().invoke(app, [*words.split(), "--help"])
+    assert result.exit_code == 0
+    lines = EXAMPLES[words].splitlines()
+    last = [line.strip() for line in result.output.rstrip().splitlines()[-len(lines) - 1 :]]
+    assert last == ["Example:", *lines]
 
 
 @cache
@@ -37,12 +37,12 @@ def whole_command() -> Any:
 @pytest.mark.parametrize("line", LINES)
 def test_an_example_is_taken_by_the_parser(line: str) -> None:
     """Names, types and ranges of options and arguments are checked; nothing is run."""
-    program, *rest = shlex.split(line)
+    program, *arguments = shlex.split(line)
     assert program == "diloco-node"
     command = whole_command()
     while hasattr(command, "commands"):
-        command = command.commands[rest.pop(0)]
-    assert command.make_context(command.name, rest).params
+        command = command.commands[arguments.pop(0)]
+    assert command.make_context(command.name, arguments).params
 
 
 @pytest.fixture
@@ -53,16 +53,16 @@ def _from_bash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_from_bash")
 def test_a_shell_is_told_how_to_complete() -> None:
-    done = CliRunner().invoke(app, ["--show-completion"], prog_name="diloco-node")
-    assert done.exit_code == 0, done.output
-    assert "complete -o default -F _diloco_node_completion diloco-node" in done.output
+    result = CliRunner().invoke(app, ["--show-completion"], prog_name="diloco-node")
+    assert result.exit_code == 0, result.output
+    assert "complete -o default -F _diloco_node_completion diloco-node" in result.output
 
 
 @pytest.mark.usefixtures("_from_bash")
 def test_completion_is_installed_where_the_shell_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    done = CliRunner().invoke(app, ["--install-completion"], prog_name="diloco-node")
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["--install-completion"], prog_name="diloco-node")
+    assert result.exit_code == 0, result.output
     assert "bash_completions" in (tmp_path / ".bashrc").read_text()
     (script,) = (tmp_path / ".bash_completions").iterdir()
     assert "_DILOCO_NODE_COMPLETE" in script.read_text()

@@ -12,7 +12,7 @@ import pytest
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.main import main
-from diloco_node.storage.ledger_files import LEDGER_NAME
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 from diloco_node.transport.certificates import init_run
 from tests.kit.begun_kit import begin_run
@@ -23,21 +23,21 @@ REGIONS = ("eu", "us-east", "us-west")
 @pytest.fixture(autouse=True)
 def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    others = [f'[regions.{name}]\naddress = "10.0.0.{at}:7400"' for at, name in enumerate(REGIONS[:2])]
-    (tmp_path / "run.toml").write_text("\n".join(['[run]\nid = "new"', *others, "[regions.us-west]"]))
+    tables = [f'[regions.{name}]\naddress = "10.0.0.{at}:7400"' for at, name in enumerate(REGIONS[:2])]
+    (tmp_path / "run.toml").write_text("\n".join(['[run]\nid = "new"', *tables, "[regions.us-west]"]))
     init_run(tmp_path / "certs", "new", list(REGIONS))
 
 
 @pytest.fixture
-def supervised(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
-    seen: list[SupervisorSpec] = []
+def specs(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
+    calls: list[SupervisorSpec] = []
 
     def fake(spec: SupervisorSpec) -> int:
-        seen.append(spec)
+        calls.append(spec)
         return 0
 
     monkeypatch.setattr("diloco_node.supervisor.supervisor.run_supervisor", fake)
-    return seen
+    return calls
 
 
 def start(*more: str) -> int:
@@ -45,7 +45,7 @@ def start(*more: str) -> int:
 
 
 def test_a_new_run_id_with_an_old_folder_is_refused_and_nothing_is_touched(
-    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "state" / "us-west"
     begin_run(folder, "old", REGIONS, finished="run.steps is reached")
@@ -55,9 +55,9 @@ def test_a_new_run_id_with_an_old_folder_is_refused_and_nothing_is_touched(
     assert "holds run old, but run.id is new" in error
     assert "--state-dir" in error
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
-    assert supervised == []
+    assert specs == []
     assert start("--state-dir", "elsewhere") == 0
-    assert len(supervised) == 1
+    assert len(specs) == 1
 
 
 SUPERVISED = """
@@ -78,13 +78,15 @@ sys.exit(main(["start", "--region", "us-west"]))
 def test_a_supervisor_that_comes_back_has_imported_little(tmp_path: Path) -> None:
     """It stays as small as it is then, and each restart of a region waits for its imports."""
     begin_run(tmp_path / "state" / "us-west", "new", REGIONS)
-    done = subprocess.run([sys.executable, "-c", SUPERVISED], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (0, "supervises with []\n"), done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", SUPERVISED], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (process.returncode, process.stdout) == (0, "supervises with []\n"), process.stderr
 
 
 def test_a_finished_run_says_so_and_where_the_model_lies(
     tmp_path: Path,
-    supervised: list[SupervisorSpec],
+    specs: list[SupervisorSpec],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,17 +97,17 @@ def test_a_finished_run_says_so_and_where_the_model_lies(
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         assert start() == 0
         assert manager.recv(100, socket.MSG_DONTWAIT) == b"READY=1"
-    captured = capsys.readouterr()
-    assert captured.out == (
+    output = capsys.readouterr()
+    assert output.out == (
         f"run new is finished in us-west: run.steps is reached\\x1b[2J. The model is {folder / 'final.safetensors'}. "
         "To hand the end to a region that lacks it: start --serve\n"
     )
-    assert captured.err == ""
-    assert supervised == []
+    assert output.err == ""
+    assert specs == []
 
 
 def test_a_finished_run_whose_model_was_moved_away_does_not_train_again(
-    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "state" / "us-west"
     begin_run(folder, "new", REGIONS, finished="asked")
@@ -113,25 +115,25 @@ def test_a_finished_run_whose_model_was_moved_away_does_not_train_again(
     (folder / "final.safetensors").rename(tmp_path / "model.safetensors")
     assert start() == 0
     assert f"{folder / 'final.safetensors'} is gone. If nobody has moved it" in capsys.readouterr().out
-    assert supervised == []
+    assert specs == []
     assert start("--serve") == 0
-    assert len(supervised) == 1
+    assert len(specs) == 1
 
 
 def test_a_finished_run_is_served_without_a_learner_when_that_is_wanted(
-    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start("--serve") == 2
     assert "--serve is for a run that is finished in us-west" in capsys.readouterr().err
     begin_run(tmp_path / "state" / "us-west", "new", REGIONS, finished="asked")
     assert start("--serve") == 0
-    assert [(spec.learner_command, spec.preload) for spec in supervised] == [(None, ())]
+    assert [(spec.learner_command, spec.preload) for spec in specs] == [(None, ())]
     assert NodeSpec.load(tmp_path / "state" / "us-west" / "node.json").is_serving
     assert "serves until all other regions have told it that they have the end; Ctrl-C" in capsys.readouterr().err
 
 
 def test_a_setting_that_may_change_is_named_with_both_values(
-    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin_run(tmp_path / "state" / "us-west", "new", REGIONS)
     assert start() == 0
@@ -140,12 +142,12 @@ def test_a_setting_that_may_change_is_named_with_both_values(
     assert "rounds.sync_every changes from 24 to 16: all regions must start with the same" in capsys.readouterr().err
     assert start("--set", "rounds.sync_every=16") == 0
     assert capsys.readouterr().err == ""
-    assert len(supervised) == 3
+    assert len(specs) == 3
 
 
 @pytest.mark.parametrize("change", ["rounds.fragments=12", "rounds.codec_up=int8", "rounds.summary_entries=64"])
 def test_a_setting_that_is_in_the_files_of_a_run_is_refused(
-    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], change: str
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], change: str
 ) -> None:
     folder = tmp_path / "state" / "us-west"
     assert start() == 0
@@ -161,4 +163,4 @@ def test_a_setting_that_is_in_the_files_of_a_run_is_refused(
     assert "run new began with" in error
     assert (folder / "node.json").read_bytes() == before
     assert (folder / LEDGER_NAME).exists()
-    assert len(supervised) == 3
+    assert len(specs) == 3

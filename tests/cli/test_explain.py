@@ -27,12 +27,12 @@ def test_every_error_has_a_code_and_a_remedy_of_its_own() -> None:
 def test_the_page_has_a_section_for_each_code_with_what_help_says() -> None:
     page = (ROOT / "docs" / "errors.md").read_text()
     sections = dict(re.findall(r"^## (E-[A-Z-]+)\n+(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    known = explanations()
-    assert list(sections) == [code for code in known if code.startswith("E-")]
+    entries = explanations()
+    assert list(sections) == [code for code in entries if code.startswith("E-")]
     for code, text in sections.items():
         flat = " ".join(text.split())
-        assert known[code].meaning in flat
-        assert f"Exit code {known[code].exit_code}." in flat
+        assert entries[code].meaning in flat
+        assert f"Exit code {entries[code].exit_code}." in flat
 
 
 def test_help_explains_a_code(capsys: pytest.CaptureFixture[str]) -> None:

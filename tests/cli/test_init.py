@@ -28,12 +28,12 @@ def test_flags_make_a_run_with_certificates_and_the_next_commands(capsys: pytest
     assert main(["init", *flags, "--yes"]) == 0
     config = load_config(Path("lab/run.toml"))
     assert (config.run.id, config.run.steps) == ("my-run", 50)
-    assert {name: one.address for name, one in config.regions.items()} == {
+    assert {name: section.address for name, section in config.regions.items()} == {
         "east": "10.99.0.1:7400",
         "south": None,
         "west": "10.99.0.2:7400",
     }
-    assert {one.admin_port for one in config.regions.values()} == {7401}
+    assert {section.admin_port for section in config.regions.values()} == {7401}
     assert config.budget_plan("east").least().egress == 250_000_000
     for name in config.regions:
         assert load_identity(config.identity_dir(name), region=name, run_id="my-run").region == name
@@ -47,15 +47,15 @@ def test_flags_make_a_run_with_certificates_and_the_next_commands(capsys: pytest
 def test_regions_of_one_machine_get_admin_ports_of_their_own() -> None:
     regions = "a=127.0.0.1:7400,b=127.0.0.1:7401,c=[::1]:7400,d=127.0.0.1:7403,e"
     assert main(["init", "--regions", regions, "--yes"]) == 0
-    ports = {name: one.admin_port for name, one in load_config(Path("run.toml")).regions.items()}
+    ports = {name: section.admin_port for name, section in load_config(Path("run.toml")).regions.items()}
     assert ports == {"a": 7402, "b": 7404, "c": 7401, "d": 7405, "e": 7401}
 
 
 def test_questions_are_asked_for_what_no_flag_says() -> None:
-    done = CliRunner().invoke(app, ["init", "--budget", ""], input="try\neu=10.0.0.1:7400\n\n7\n")
-    assert done.exit_code == 0, done.output
-    assert "Name of the run [my-run]: " in done.output
-    assert "Bandwidth" not in done.output
+    result = CliRunner().invoke(app, ["init", "--budget", ""], input="try\neu=10.0.0.1:7400\n\n7\n")
+    assert result.exit_code == 0, result.output
+    assert "Name of the run [my-run]: " in result.output
+    assert "Bandwidth" not in result.output
     config = load_config(Path("run.toml"))
     assert (config.run.id, config.run.steps, list(config.regions)) == ("try", 7, ["eu"])
 
@@ -122,7 +122,7 @@ def test_another_script_of_that_name_is_not_taken_for_the_one_that_was_given(
     assert main([*words, "--force"]) == 0
     assert (Path("lab/my train.py").read_text(), Path("lab/my train.py.old-1").read_text()) == ("new", "old")
     tars = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if " tar c " in line]
-    assert [words[:5] for words in tars] == [["tar", "c", "run.toml", "my train.py", f"certs/{one}"] for one in NAMES]
+    assert [words[:5] for words in tars] == [["tar", "c", "run.toml", "my train.py", f"certs/{line}"] for line in NAMES]
 
 
 def test_a_script_that_lies_there_already_is_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from diloco_node.core.types import (
     SummaryBody,
 )
 from diloco_node.main import main
-from diloco_node.storage.ledger_files import LEDGER_NAME
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.store import RegionStore
 
 CONTRIBUTION = Contribution("us-east", 1, 0, 3, 2, 10, 20, 4000, (1.0,))
@@ -72,9 +72,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(folder: Path) -> RegionStore:
-    opened = RegionStore(folder)
-    opened.load(1)
-    return opened
+    region_store = RegionStore(folder)
+    region_store.load(1)
+    return region_store
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -94,7 +94,9 @@ def test_json_has_everything(folder: Path, store: RegionStore, capsys: pytest.Ca
     store.persist(1, "", 0, entries)
     assert main(["ledger", str(folder), "--json"]) == 0
     documents = [json.loads(line) for line in printed(capsys)]
-    assert [(one["index"], one["hash"]) for one in documents] == [(one.index, one.hash.hex()) for one in entries]
+    assert [(entry["index"], entry["hash"]) for entry in documents] == [
+        (entry.index, entry.hash.hex()) for entry in entries
+    ]
     assert documents[2]["previous"] == entries[1].hash.hex()
     assert documents[2]["kind"] == "round"
     assert documents[2]["body"]["members"][0]["contribution"]["tokens"] == 4000
@@ -121,7 +123,7 @@ def test_follow_goes_on_with_what_the_daemon_writes(
     entries = sealed(BODIES)
     path = folder / LEDGER_NAME
     store.persist(1, "", 0, entries[:2])
-    other = sealed((LeaderBody("eu"), LeaderBody("us-east")), after=entries[:4], term=2)
+    branch = sealed((LeaderBody("eu"), LeaderBody("us-east")), after=entries[:4], term=2)
 
     def half_written() -> None:
         before = path.read_bytes()
@@ -135,36 +137,36 @@ def test_follow_goes_on_with_what_the_daemon_writes(
         path.write_bytes(whole[:30] + bytes([whole[30] ^ 1]) + whole[31:])
         steps.insert(0, (lambda: path.write_bytes(whole) and None, ()))
 
-    replaced = ("#5 term 2 leader: eu", "#6 term 2 leader: us-east")
+    replacement = ("#5 term 2 leader: eu", "#6 term 2 leader: us-east")
     steps: list[tuple[Callable[[], object], tuple[str, ...]]] = [
         (lambda: None, ()),
         (lambda: store.persist(1, "", 0, entries[2:3]), LINES[2:3]),
         (half_written, ()),
         (lambda: store.persist(1, "", 0, entries[4:6]), LINES[4:6]),
-        (lambda: store.persist(2, "", 5, other[4:]), replaced),
+        (lambda: store.persist(2, "", 5, branch[4:]), replacement),
         (lambda: store.persist(2, "", 0, (), LedgerBase(3, 1, entries[2].hash, b"sum")), ()),
         (damaged_for_a_moment, ()),
         (
-            lambda: store.persist(2, "", 0, sealed((LeaderBody("eu"),), after=other, term=3)[6:]),
+            lambda: store.persist(2, "", 0, sealed((LeaderBody("eu"),), after=branch, term=3)[6:]),
             ("#7 term 3 leader: eu",),
         ),
     ]
-    expected: list[str] = list(LINES[:2])
-    found: list[str] = []
+    lines_to_come: list[str] = list(LINES[:2])
+    output: list[str] = []
 
     def next_step(_: float) -> None:
-        found.extend(printed(capsys))
-        assert found == expected
+        output.extend(printed(capsys))
+        assert output == lines_to_come
         if not steps:
             raise KeyboardInterrupt
         step, lines = steps.pop(0)
         step()
-        expected.extend(lines)
+        lines_to_come.extend(lines)
 
     monkeypatch.setattr(time, "sleep", next_step)
     assert main(["ledger", str(folder), "--follow"]) == 0
     assert not steps
-    assert found == expected
+    assert output == lines_to_come
 
 
 def test_follow_tells_of_entries_that_were_summed_up_before_it_saw_them(
@@ -195,6 +197,6 @@ def test_a_damaged_or_missing_ledger_is_an_error(
     (folder / LEDGER_NAME).write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
     assert main(["ledger", str(folder), "--follow"]) == 6
     assert "is damaged at byte" in capsys.readouterr().err
-    assert main(["ledger", str(folder.parent)]) == 2
-    assert "no ledger.log there" in capsys.readouterr().err
+    assert main(["ledger", str(folder / "blobs")]) == 2
+    assert "is no folder with ledger.log, and there is no run.toml here: give a region" in capsys.readouterr().err
     assert main(["ledger", str(folder), "--from", "0"]) == 2

@@ -13,11 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diloco_node.config.budget_plan import BudgetPlan
-from diloco_node.daemon.admin.admin_server import TOKEN_FILE, AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.daemon.logs import PartLevels
 from diloco_node.daemon.region_budget import changed_plan
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
+from diloco_node.state_names import ADMIN_TOKEN_NAME
 
 RUN_TOML = """
 [run]
@@ -64,8 +65,8 @@ class Region:
             raise ConfigError(f"{peer!r} is none of this region's peers: asia, us")
         return peer == "us"
 
-    def _set_level(self, part: str, level: str) -> Mapping[str, str]:
-        self.levels.change(part, level)
+    def _set_level(self, component: str, level: str) -> Mapping[str, str]:
+        self.levels.change(component, level)
         return self.levels.shown()
 
     def start(self) -> None:
@@ -85,10 +86,10 @@ def region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Region]:
     (tmp_path / "run.toml").write_text(RUN_TOML)
     (tmp_path / "state" / "eu").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    made = Region(tmp_path / "state" / "eu")
-    made.start()
-    yield made
-    made.stop()
+    server = Region(tmp_path / "state" / "eu")
+    server.start()
+    yield server
+    server.stop()
 
 
 def test_the_only_region_of_run_toml_here_is_meant(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,8 +109,7 @@ def test_help_of_an_order_is_about_itself(capsys: pytest.CaptureFixture[str]) ->
 def test_a_run_is_ended_with_a_reason(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["finish"]) == 0
     assert "eu asks the leader to end the run" in capsys.readouterr().out
-    assert main(["finish", "state/eu", "--reason", "the loss is \x1b[2J flat", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"region": "eu", "accepted": True}
+    assert main(["finish", "state/eu", "--reason", "the loss is \x1b[2J flat"]) == 0
     assert region.finished == ["asked by the operator", r"the loss is \x1b[2J flat"]
     assert main(["finish", "--reason", ""]) == 2
     assert main(["finish", "--reason", "x" * 513]) == 2
@@ -125,16 +125,18 @@ def test_the_budget_in_force_is_shown(region: Region, capsys: pytest.CaptureFixt
     row = {"egress_bytes_per_s": 250_000_000, "ingress_bytes_per_s": None}
     region.status = {"budget": row | {"peers": {"us": {"egress_bytes_per_s": 10**6, "ingress_bytes_per_s": 2 * 10**6}}}}
     assert main(["budget", "show"]) == 0
-    assert capsys.readouterr().out == (
-        "eu: out 2Gbit/s, in without a limit\n  us             out 8Mbit/s, in 16Mbit/s\n"
-    )
+    assert capsys.readouterr().out.splitlines() == [
+        "eu           out               in",
+        "in all   2Gbit/s  without a limit",
+        "with us  8Mbit/s         16Mbit/s",
+    ]
     assert main(["budget", "show", "eu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == region.status["budget"]
 
 
-def test_by_name_by_folder_for_one_peer_and_as_json(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["budget", "set", "eu", "--ingress", "8Mbit/s", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["limits"] == {"egress": None, "ingress": 10**6}
+def test_by_name_by_folder_and_for_one_peer(region: Region) -> None:
+    assert main(["budget", "set", "eu", "--ingress", "8Mbit/s"]) == 0
+    assert (region.plan.limits.egress, region.plan.limits.ingress) == (None, 10**6)
     assert main(["budget", "set", "state/eu", "--egress", "8Mbit/s", "--peer", "us"]) == 0
     assert region.plan.peer_limits("us").egress == 10**6
     assert main(["budget", "set", "eu", "--ingress", "none"]) == 0
@@ -171,18 +173,15 @@ def test_a_daemon_that_is_gone(region: Region, tmp_path: Path, capsys: pytest.Ca
 def test_a_lifted_quarantine_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quarantine", "lift", "us"]) == 0
     assert "eu readmits us: its strikes are forgotten" in capsys.readouterr().out
-    assert main(["quarantine", "lift", "asia", "--region", "eu"]) == 0
+    assert main(["quarantine", "lift", "asia", "eu"]) == 0
     assert "eu has nothing against asia" in capsys.readouterr().out
-    assert main(["quarantine", "lift", "us", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"region": "eu", "peer": "us", "lifted": True}
 
 
 @pytest.mark.usefixtures("region")
 def test_a_learner_that_is_started_again_says_what_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["learner", "start"]) == 0
     assert "eu starts its learner, which was stopped" in capsys.readouterr().out
-    assert main(["learner", "start", "eu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"region": "eu", "was": "stopped"}
+    assert main(["learner", "start", "eu"]) == 0
     assert main(["learner", "start", "us"]) == 5
 
 
@@ -190,9 +189,9 @@ def test_a_learner_that_is_started_again_says_what_it_was(capsys: pytest.Capture
 def test_what_is_wrong_with_lifting_a_quarantine_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quarantine", "lift", "mars"]) == 2
     assert "eu refuses: 'mars' is none of this region's peers: asia, us" in capsys.readouterr().err
-    assert main(["quarantine", "lift", "eu", "--region", "us"]) == 5
+    assert main(["quarantine", "lift", "eu", "us"]) == 5
     assert "holds no admin.port" in capsys.readouterr().err
-    (tmp_path / "state" / "eu" / TOKEN_FILE).write_text("another")
+    (tmp_path / "state" / "eu" / ADMIN_TOKEN_NAME).write_text("another")
     assert main(["quarantine", "lift", "us"]) == 2
     assert "missing or wrong bearer token" in capsys.readouterr().err
 
@@ -200,8 +199,7 @@ def test_what_is_wrong_with_lifting_a_quarantine_is_said(tmp_path: Path, capsys:
 def test_a_log_level_is_changed_while_the_region_runs(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["log-level", "rounds", "warning"]) == 0
     assert "eu: daemon info, disk info, learner info, ledger info, rounds warning" in capsys.readouterr().out
-    assert main(["log-level", "all", "error", "--region", "eu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"region": "eu", "levels": region.levels.shown()}
+    assert main(["log-level", "all", "error", "eu"]) == 0
     assert set(region.levels.shown().values()) == {"error"}
     assert main(["log-level", "wire", "info"]) == 2
     assert "name one of all, daemon" in capsys.readouterr().err

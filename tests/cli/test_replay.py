@@ -19,9 +19,9 @@ from diloco_node.daemon import node as node_module
 from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
-from diloco_node.daemon.spec import NODE_FILE
 from diloco_node.main import main
-from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME
+from diloco_node.state_names import LEDGER_NAME, NODE_NAME
+from diloco_node.storage.ledger_files import LEDGER_END_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import read_header, write_state
@@ -58,7 +58,7 @@ def train(folder: Path) -> None:
                 await asyncio.sleep(0.05)
         for region in regions:
             save_manifest(region.folder, MANIFEST)
-            region.spec.save(region.folder / NODE_FILE)
+            region.spec.save(region.folder / NODE_NAME)
             await region.stop()
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -97,11 +97,11 @@ def test_an_archive_is_replayed_from_theta_0_to_every_digest(trained: Path, caps
     assert code == 0
     assert document["agrees"]
     assert document["final_agrees"] is True
-    assert [one["from_version"] for one in document["fragments"]] == [0, 0]
-    named = {(0, 0), (1, 0)}
-    named |= {(entry.body.fragment, entry.body.version) for entry in entries if isinstance(entry.body, SnapshotBody)}
-    assert {(one["fragment"], one["version"]) for one in document["digests"]} == named
-    assert len(named) > 8
+    assert [item["from_version"] for item in document["fragments"]] == [0, 0]
+    versions = {(0, 0), (1, 0)}
+    versions |= {(entry.body.fragment, entry.body.version) for entry in entries if isinstance(entry.body, SnapshotBody)}
+    assert {(item["fragment"], item["version"]) for item in document["digests"]} == versions
+    assert len(versions) > 8
 
 
 def test_without_an_archive_it_begins_at_the_first_state_that_has_all_it_needs(
@@ -110,7 +110,7 @@ def test_without_an_archive_it_begins_at_the_first_state_that_has_all_it_needs(
     assert RegionStore(trained / "b", is_read_only=True).load(2).base.index > 0, "the ledger was summed up"
     code, document = replayed(trained / "b", capsys)
     assert (code, document["agrees"], document["final_agrees"]) == (0, True, True)
-    assert min(one["from_version"] for one in document["fragments"]) > 0
+    assert min(item["from_version"] for item in document["fragments"]) > 0
     assert len(document["digests"]) >= 2
     assert main(["replay", str(trained / "b" / LEDGER_NAME)]) == 0
     out = capsys.readouterr().out
@@ -142,7 +142,7 @@ def test_another_theta_0_is_found_at_once_and_at_the_end(copied: Path, capsys: p
     write_state(path, theta, momentum, fragment=1, version=0, digest=read_header(path).digest)
     code, document = replayed(copied, capsys)
     assert (code, document["agrees"], document["final_agrees"]) == (1, False, False)
-    wrong = [(one["fragment"], one["version"]) for one in document["digests"] if not one["agrees"]]
+    wrong = [(item["fragment"], item["version"]) for item in document["digests"] if not item["agrees"]]
     assert wrong[0] == (1, 0)
     assert {fragment for fragment, _ in wrong} == {1}
     assert main(["replay", str(copied)]) == 1
@@ -152,7 +152,7 @@ def test_another_theta_0_is_found_at_once_and_at_the_end(copied: Path, capsys: p
 def test_another_final_model_is_found(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_final(copied, {spec.name: np.zeros(spec.shape, np.float32) for spec in MANIFEST.tensors})
     code, document = replayed(copied, capsys)
-    assert (code, document["final_agrees"], all(one["agrees"] for one in document["digests"])) == (1, False, True)
+    assert (code, document["final_agrees"], all(item["agrees"] for item in document["digests"])) == (1, False, True)
     (copied / FINAL_NAME).unlink()
     code, document = replayed(copied, capsys)
     assert (code, document["final_agrees"]) == (0, None)
@@ -195,15 +195,15 @@ def remove_payloads(folder: Path, fragment: int, versions: Iterable[int]) -> Non
 def last_versions(folder: Path) -> dict[int, int]:
     """Per fragment the last round in the folder's ledger."""
     _, entries = read_whole_ledger(folder, 2)
-    return {one.body.fragment: one.body.version for one in entries if isinstance(one.body, RoundBody)}
+    return {item.body.fragment: item.body.version for item in entries if isinstance(item.body, RoundBody)}
 
 
 def unfinish(folder: Path) -> None:
     """Forget the end of the run, as if it went on, and the states after the first one, as if none were written yet."""
     store = RegionStore(folder)
-    recovered = store.load(2)
-    end = next(one.index for one in recovered.entries if isinstance(one.body, FinishedBody))
-    store.persist(recovered.term, recovered.voted_for, end, ())
+    region_state = store.load(2)
+    end = next(item.index for item in region_state.entries if isinstance(item.body, FinishedBody))
+    store.persist(region_state.term, region_state.voted_for, end, ())
     store.close()
     for path in (folder / "state").glob("f*"):
         if "v00000000" not in path.name:
@@ -218,8 +218,8 @@ def test_while_a_run_goes_on_it_stops_at_the_payloads_that_are_here(
     remove_payloads(copied, 0, (last[0] - 1,))
     code, document = replayed(copied, capsys)
     assert (code, document["agrees"]) == (0, True)
-    assert [one["version"] for one in document["fragments"]] == [last[0] - 2, last[1]]
-    assert [one["from_version"] for one in document["fragments"]] == [0, 0]
+    assert [item["version"] for item in document["fragments"]] == [last[0] - 2, last[1]]
+    assert [item["from_version"] for item in document["fragments"]] == [0, 0]
 
 
 def test_rounds_that_a_daemon_adds_meanwhile_are_not_looked_for(
@@ -228,16 +228,16 @@ def test_rounds_that_a_daemon_adds_meanwhile_are_not_looked_for(
     """The end of the run, and the payload of its last round, come while the payloads are listed."""
     ends = [copied / LEDGER_NAME, copied / LEDGER_END_NAME]
     ends += (copied / "payloads").glob(f"f000-v{last_versions(copied)[0]:08d}-*")
-    finished = {path: path.read_bytes() for path in ends}
+    contents = {path: path.read_bytes() for path in ends}
     unfinish(copied)
     ends[-1].unlink()
     real = RegionStore.load
 
     def load(store: RegionStore, fragments: int) -> Recovered:
-        recovered = real(store, fragments)
-        for path, data in finished.items():
+        region_state = real(store, fragments)
+        for path, data in contents.items():
             path.write_bytes(data)
-        return recovered
+        return region_state
 
     monkeypatch.setattr(RegionStore, "load", load)
     code, document = replayed(copied, capsys)
@@ -260,8 +260,8 @@ def test_what_is_not_of_this_run_is_refused(copied: Path, what: str, capsys: pyt
     if what == "manifest":
         (copied / "manifest.json").unlink()
     else:
-        copied = copied.parent
+        copied = copied / "nothing"
     code, error = replayed(copied, capsys)
     assert code == (2 if what == "folder" else 6)
-    expected = {"manifest": "never learnt its model", "folder": "no ledger.log"}
-    assert expected[what] in error
+    reasons = {"manifest": "never learnt its model", "folder": "is no folder with ledger.log"}
+    assert reasons[what] in error

@@ -12,8 +12,13 @@ from diloco_node.config.sources import Flag
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import BindError, ConfigError
 from diloco_node.lab.demo.region_processes import free_ports
-from diloco_node.learner.builtin.hf_settings import HfModelSettings
-from diloco_node.learner.builtin.trainer import TrainerSettings, settings_from
+from diloco_node.learner.attach import ON_SPIKE_VARIABLE
+from diloco_node.learner.builtin.trainer import (
+    SETTINGS_VARIABLE,
+    TrainerSettings,
+    read_settings_file,
+    settings_from,
+)
 from diloco_node.main import main
 from diloco_node.supervisor.preload import forkable_command
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
@@ -55,23 +60,23 @@ def resolve(*flags: Flag) -> NodeConfig:
 
 
 @pytest.fixture
-def supervised(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
+def specs(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
     """What start would supervise; the supervisor itself has its own tests."""
-    seen: list[SupervisorSpec] = []
+    calls: list[SupervisorSpec] = []
 
     def fake(spec: SupervisorSpec) -> int:
-        seen.append(spec)
+        calls.append(spec)
         return 6
 
     monkeypatch.setattr("diloco_node.supervisor.supervisor.run_supervisor", fake)
-    return seen
+    return calls
 
 
 def test_start_writes_what_daemon_and_trainer_read(
-    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["start", "--region", "eu", "--set", "rounds.sync_every=8"]) == 6  # the supervisor's
-    (spec,) = supervised
+    (spec,) = specs
     folder = tmp_path / "state" / "eu"
     assert (spec.region, spec.state_dir) == ("eu", folder)
     assert spec.daemon_command == [sys.executable, "-m", "diloco_node.daemon", str(folder / "node.json")]
@@ -93,8 +98,8 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert node.identity_dir == tmp_path / "certs" / "eu"
     assert node.run_id == "try"
     trainer = json.loads((folder / "trainer.json").read_text())
-    assert trainer["data"] == [str(tmp_path / "text.txt")]
-    assert (trainer["batch"], trainer["seed"], trainer["min_step_seconds"]) == (4, 7, 0.05)
+    assert trainer["data"]["paths"] == [str(tmp_path / "text.txt")]
+    assert (trainer["model"]["batch"], trainer["run"]["seed"], trainer["model"]["step_time_min"]) == (4, 7, 0.05)
     assert capsys.readouterr().err == ""
 
 
@@ -110,9 +115,6 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
         (["--preload", "torch, transformers"], ("torch", "transformers", DYNAMO, WARM)),
         (["--", sys.executable, "train.py"], ()),
         (["--set", "learner.preload=torch", "--", sys.executable, "train.py"], ("torch", DYNAMO, WARM)),
-        (["--set", "model.compile=true"], (TRAINER, DYNAMO, WARM)),
-        (["--set", "model.checkpoint_activations=true"], (TRAINER, DYNAMO, WARM)),
-        (["--set", "model.optimizer=muon"], (TRAINER, DYNAMO, WARM)),
         # What starts its ranks itself can't be forked: the supervisor says so to who would expect it.
         (["--set", "model.ranks=2"], (TRAINER, WARM)),
         (["--set", "model.ranks=2", "--preload", ""], ()),
@@ -120,14 +122,14 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
         (["--", *TORCHRUN, "train.py"], ()),
     ],
 )
-def test_what_is_preloaded(supervised: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:
+def test_what_is_preloaded(specs: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:
     assert main(["start", "--region", "eu", *arguments]) == 6
-    assert supervised[0].preload == preload
+    assert specs[0].preload == preload
 
 
-def test_several_ranks_of_the_built_in_trainer_are_started_by_torchrun(supervised: list[SupervisorSpec]) -> None:
+def test_several_ranks_of_the_built_in_trainer_are_started_by_torchrun(specs: list[SupervisorSpec]) -> None:
     assert main(["start", "--region", "eu", "--set", "model.ranks=2", "--set", "model.shard=fsdp"]) == 6  # as above
-    spec = supervised[0]
+    spec = specs[0]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert spec.learner_command == [sys.executable, *launcher, "-m", "diloco_node.learner"]
     assert spec.learner_command is not None
@@ -135,7 +137,7 @@ def test_several_ranks_of_the_built_in_trainer_are_started_by_torchrun(supervise
         0,
         "torch.distributed.run starts its ranks itself, each as a process of its own",
     )
-    assert json.loads(Path(spec.env["DILOCO_TRAINER"]).read_text())["shard"] == "fsdp"
+    assert json.loads(Path(spec.env["DILOCO_TRAINER"]).read_text())["model"]["shard"] == "fsdp"
 
 
 def test_what_is_no_module_is_not_preloaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,75 +147,49 @@ def test_what_is_no_module_is_not_preloaded(capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_the_trainer_understands_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    from diloco_node.learner.attach import ON_SPIKE_VARIABLE
-    from diloco_node.learner.builtin.trainer import SETTINGS_VARIABLE, settings_from_environment
-
-    start_cmd.prepare(resolve(), "eu", [])
-    assert SETTINGS_VARIABLE == start_cmd.TRAINER_VARIABLE
-    assert ON_SPIKE_VARIABLE == start_cmd.ON_SPIKE_VARIABLE
-    monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "state/eu/trainer.json"))
-    settings = settings_from_environment()
-    assert (settings.model.context, settings.batch, settings.steps) == (32, 4, 1000)
-    assert (settings.tokenizer, settings.text_field, settings.streaming, settings.cache) == ("", "text", False, "")
-    assert settings.model.vocabulary == 256
-    (tmp_path / "tok").mkdir()
-    flags = {"data.paths": ["hf:owner/name"], "data.tokenizer": "tok", "data.text_field": "body", "data.cache": "cache"}
-    more = {"data.streaming": "true", "model.vocabulary": "1000", "model.context": "32768"}
-    config = load_config(Path("run.toml"), [Flag(key, value, "--set") for key, value in {**flags, **more}.items()])
-    start_cmd.check_data(config)
-    start_cmd.prepare(config, "eu", [])
-    settings = settings_from_environment()
-    assert settings.data == ("hf:owner/name",)
-    assert (settings.tokenizer, settings.cache) == (str(tmp_path / "tok"), str(tmp_path / "cache"))
-    assert (settings.text_field, settings.streaming) == ("body", True)
-    assert (settings.model.vocabulary, settings.model.context) == (1000, 32_768)
-
-
 def test_what_follows_a_spike_and_when_a_learner_hangs_can_be_set(
-    supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["start", "--region", "eu", "--on-spike", "rollback", "--set", "learner.hang=0s"]) == 6
-    assert (supervised[0].env["DILOCO_ON_SPIKE"], supervised[0].hang_s) == ("rollback", 0.0)
+    assert (specs[0].env["DILOCO_ON_SPIKE"], specs[0].hang_s) == ("rollback", 0.0)
     assert main(["start", "--region", "eu", "--on-spike", "panic"]) == 2
     assert "learner.on_spike" in capsys.readouterr().err
 
 
-def test_the_log_is_set_by_flags_and_the_terminal_is_quiet_unless_asked(supervised: list[SupervisorSpec]) -> None:
+def test_the_log_is_set_by_flags_and_the_terminal_is_quiet_unless_asked(specs: list[SupervisorSpec]) -> None:
     assert main(["start", "--region", "eu", "--log-format", "json", "--log-level", "warning", "-v"]) == 6
-    (spec,) = supervised
+    (spec,) = specs
     assert (spec.log_format, spec.is_verbose, spec.is_echoing) == ("json", True, True)
     node = NodeSpec.load(spec.state_dir / "node.json")
     assert (node.log_format, node.log_level, node.history_every_s) == ("json", "warning", 2.0)
     assert main(["start", "--region", "eu", "--set", "history.every=5s"]) == 6
-    assert not supervised[1].is_verbose
+    assert not specs[1].is_verbose
     assert NodeSpec.load(spec.state_dir / "node.json").history_every_s == 5.0
     assert main(["start", "--region", "eu", "--log-level", "loud"]) == 2
 
 
 def test_a_tracker_is_started_where_it_is_installed_and_else_refused(
-    supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["start", "--region", "eu"]) == 6
-    assert supervised[0].tracker_command is None
+    assert specs[0].tracker_command is None
     there = {"wandb"}
     monkeypatch.setattr(start_cmd.importlib.util, "find_spec", lambda name: name if name in there else None)
     assert main(["start", "--region", "eu", "--set", "history.to=wandb"]) == 6
-    command = supervised[1].tracker_command
+    command = specs[1].tracker_command
     assert command is not None
-    assert command[1:] == ["-m", "diloco_node.daemon.trackers", str(supervised[1].state_dir), "eu", "try", "wandb"]
+    assert command[1:] == ["-m", "diloco_node.daemon.trackers", str(specs[1].state_dir), "eu", "try", "wandb"]
     assert main(["start", "--region", "eu", "--set", "history.to=wandb,trackio"]) == 2
     assert "needs trackio: pip install 'diloco-node[trackio]'" in capsys.readouterr().err
 
 
-def test_a_command_of_the_users_takes_the_trainers_place(supervised: list[SupervisorSpec], tmp_path: Path) -> None:
+def test_a_command_of_the_users_takes_the_trainers_place(specs: list[SupervisorSpec], tmp_path: Path) -> None:
     (tmp_path / "text.txt").unlink()  # the built-in trainer's data does not matter then
     assert main(["start", "--region", "eu", "--", sys.executable, "train.py", "--config", "x", "--debug"]) == 6
-    assert supervised[0].learner_command == [sys.executable, "train.py", "--config", "x", "--debug"]
+    assert specs[0].learner_command == [sys.executable, "train.py", "--config", "x", "--debug"]
 
 
-def test_flags_of_start_become_settings_of_its_region(supervised: list[SupervisorSpec], tmp_path: Path) -> None:
+def test_flags_of_start_become_settings_of_its_region(specs: list[SupervisorSpec], tmp_path: Path) -> None:
     port, admin = free_port(), free_port()
     init_run(tmp_path / "c2", "try", ["us-west"])
     arguments = ["--state-dir", "s2", "--certs", "c2", "--admin-port", str(admin), "--listen", f"127.0.0.1:{port}"]
@@ -222,11 +198,11 @@ def test_flags_of_start_become_settings_of_its_region(supervised: list[Superviso
     assert (node.listen_port, node.admin_port) == (port, admin)
     assert node.identity_dir == tmp_path / "c2" / "us-west"
     trainer = json.loads((tmp_path / "s2" / "us-west" / "trainer.json").read_text())
-    assert trainer["data"] == [str(tmp_path / "run.toml"), str(tmp_path / "text.txt")]
+    assert trainer["data"]["paths"] == [str(tmp_path / "run.toml"), str(tmp_path / "text.txt")]
 
 
 def test_two_regions_are_warned(
-    supervised: list[SupervisorSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    specs: list[SupervisorSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.toml").write_text(
         f'run.id = "try"\n[regions.eu]\naddress = "127.0.0.1:{free_port()}"\n[regions.us-east]\naddress = "b:1"\n'
@@ -255,62 +231,63 @@ def test_a_region_may_keep_everything_for_replay(tmp_path: Path) -> None:
     assert NodeSpec.load(tmp_path / "node.json") == nodes["eu"]
 
 
-def test_the_schedule_is_as_long_as_the_run() -> None:
-    # 4 sequences x 32 tokens x 3 regions = 384 tokens a step
-    assert start_cmd.schedule_steps(resolve()) == start_cmd.SCHEDULE_STEPS_UNKNOWN
-    assert start_cmd.schedule_steps(resolve(Flag("run.steps", 70, "-"))) == 70
-    assert start_cmd.schedule_steps(resolve(Flag("run.tokens", 3841, "-"))) == 11
-    assert start_cmd.schedule_steps(resolve(Flag("run.tokens", 3840, "-"), Flag("run.steps", 7, "-"))) == 7
-    assert start_cmd.schedule_steps(resolve(Flag("run.steps", 7, "-"), Flag("model.schedule_steps", 99, "-"))) == 99
+def test_the_trainer_reads_what_start_has_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_cmd.prepare(resolve(Flag("model.schedule_steps", "70", "--set")), "eu", [])
+    assert SETTINGS_VARIABLE == start_cmd.TRAINER_VARIABLE
+    assert ON_SPIKE_VARIABLE == start_cmd.ON_SPIKE_VARIABLE
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "state/eu/trainer.json"))
+    settings = settings_from(read_settings_file())
+    text = (str(tmp_path / "text.txt"),)
+    assert settings == TrainerSettings(
+        batch=4, context=32, step_time_min=0.05, schedule_steps=70, paths=text, seed=7
+    ), "all others have the same defaults in the schema and in the trainer"
 
 
-def test_the_trainer_is_told_how_to_train_and_takes_it(tmp_path: Path) -> None:
-    plain = settings_from(start_cmd.trainer_settings(resolve()))
-    default = TrainerSettings()
-    for name in ("optimizer", "clip", "accumulate", "precision", "compile", "checkpoint_activations"):
-        assert getattr(plain, name) == getattr(default, name)
-    (tmp_path / "config.json").write_text("{}")
-    flags = {
-        "model.hf": str(tmp_path),
-        "model.context": "48",
-        "model.optimizer": "muon",
-        "model.clip": "0",
-        "model.accumulate": "2",
-        "model.precision": "bf16",
-        "model.compile": "true",
-        "model.checkpoint_activations": "true",
-    }
+def test_a_model_of_hugging_face_is_trained_by_its_recipe(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    flags = {"model.hf": "model", "data.paths": ["hf:owner/name", "text.txt"], "model.hf_args.bf16": "true"}
     config = resolve(*(Flag(key, value, "--set") for key, value in flags.items()))
-    told = settings_from(start_cmd.trainer_settings(config))
-    assert told.model == HfModelSettings(str(tmp_path), "random", 48)
-    assert (told.optimizer, told.clip, told.accumulate, told.precision) == ("muon", 0.0, 2, "bf16")
-    assert told.compile
-    assert told.checkpoint_activations
-    assert "transformers" in start_cmd.preloaded(config, ())
-    assert start_cmd.preloaded(config, ["python", "train.py"]) == ()
+    settings = start_cmd.trainer_settings(config)
+    assert (settings["model"]["hf"], settings["model"]["hf_args"]) == (str(tmp_path / "model"), {"bf16": "true"})
+    assert settings["data"]["paths"] == ["hf:owner/name", str(tmp_path / "text.txt")]
+    assert start_cmd.trainer_command(config) == [sys.executable, "-m", start_cmd.RECIPE_MODULE]
+    assert start_cmd.preload_modules(config, ()) == (start_cmd.RECIPE_MODULE, DYNAMO, WARM)
+    assert start_cmd.preload_modules(config, ["python", "train.py"]) == ()
+    config = resolve(Flag("model.hf", "owner/name", "--set"), Flag("model.ranks", "2", "--set"))
+    assert start_cmd.trainer_settings(config)["model"]["hf"] == "owner/name"
+    assert start_cmd.trainer_command(config)[-2:] == ["-m", start_cmd.RECIPE_MODULE]
 
 
 def test_a_model_that_is_not_there_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(Flag("model.hf", str(tmp_path), "--set model.hf"))
-    with pytest.raises(ConfigError, match=r"--set model\.hf\) does not exist"):
+    with pytest.raises(ConfigError, match=r"--set model\.hf\) is no folder with a config\.json"):
         start_cmd.check_model(config)
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(start_cmd.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs transformers"):
+    with pytest.raises(ConfigError, match=r"needs transformers: pip install 'diloco-node\[hf\]'"):
         start_cmd.check_model(config)
     start_cmd.check_model(resolve())
 
 
-def test_learning_rate_ends_at_zero_only_where_the_run_ends() -> None:
-    steps = Flag("run.steps", 70, "-")
-    assert start_cmd.lr_floor(resolve(steps)) == 0.0
-    assert start_cmd.trainer_settings(resolve(steps))["lr_floor"] == 0.0
-    assert start_cmd.lr_floor(resolve(steps, Flag("run.tokens", 10**9, "-"))) == 0.0
-    assert start_cmd.lr_floor(resolve(Flag("run.tokens", 3841, "-"))) == 0.0
-    tokens = Flag("run.tokens", 3841, "-")
-    for may_go_on in ((), *((end, Flag("model.schedule_steps", 60, "-")) for end in (steps, tokens))):
-        assert start_cmd.lr_floor(resolve(*may_go_on)) == 0.1
-    assert start_cmd.lr_floor(resolve(steps, Flag("model.lr_floor", 0.25, "-"))) == 0.25
+@pytest.mark.e2e  # a process that imports transformers
+def test_an_unknown_argument_of_the_model_is_named_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], specs: list[SupervisorSpec]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    arguments = ["--region", "eu", "--set", "model.hf=model", "--set"]
+    for argument, message in (
+        ("learning_rat=1e-4", "model.hf_args: learning_rat is no field of TrainingArguments"),
+        ("learning_rate=fast", "invalid float value: 'fast'"),
+        ("max_steps=3", "max_steps can't be set"),
+    ):
+        assert main(["start", *arguments, f"model.hf_args.{argument}"]) == 2
+        output = capsys.readouterr().err
+        assert message in output
+        assert output.count("\n") == 1
+    assert main(["start", *arguments, "model.hf_args.learning_rate=1e-4"]) == 6
+    assert len(specs) == 1
 
 
 # ---- what is refused, and with which exit code -----------------------------------------------------------------------
@@ -337,13 +314,11 @@ def test_a_missing_data_path(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "text.txt (run.toml:10) does not exist; give files or folders" in message
     code, message = refused(capsys, "--region", "eu", "--data", "nope")
     assert (code, "data.paths: nope (--data) does not exist" in message) == (2, True)
-    code, message = refused(capsys, "--region", "eu", "--data", "run.toml", "--set", "data.tokenizer=gone")
-    assert (code, "data.tokenizer: gone (--set data.tokenizer) does not exist; give a tokenizer.json" in message) == (
-        2,
-        True,
-    )
-    code, message = refused(capsys, "--region", "eu", "--set", "data.paths=", "--set", "data.streaming=true")
-    assert (code, "data.streaming (--set data.streaming) wants data.paths" in message) == (2, True)
+    code, message = refused(capsys, "--region", "eu", "--data", "hf:owner/name")
+    assert (code, "data.paths: hf:owner/name (--data) wants model.hf" in message) == (2, True)
+    for more in ([], ["--set", "model.hf=owner/name", "--set", "data.paths="]):
+        code, message = refused(capsys, "--region", "eu", "--data", "run.toml", *more, "--set", "data.streaming=true")
+        assert (code, "data.streaming (--set data.streaming) wants model.hf, and as data.paths" in message) == (2, True)
     assert not (tmp_path / "state").exists()
 
 
@@ -364,7 +339,7 @@ def test_a_wrong_or_missing_certificate(tmp_path: Path, capsys: pytest.CaptureFi
     assert (code, "us-east" in message) == (4, True)
 
 
-def test_a_taken_port(capsys: pytest.CaptureFixture[str], supervised: list[SupervisorSpec]) -> None:
+def test_a_taken_port(capsys: pytest.CaptureFixture[str], specs: list[SupervisorSpec]) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -375,7 +350,7 @@ def test_a_taken_port(capsys: pytest.CaptureFixture[str], supervised: list[Super
         assert "regions.eu.listen or --listen" in message
         code, message = refused(capsys, "--region", "eu", "--admin-port", str(port))
         assert (code, "--admin-port" in message) == (3, True)
-    assert supervised == []
+    assert specs == []
 
 
 def test_a_port_that_another_process_would_share_is_taken() -> None:
@@ -400,13 +375,13 @@ def test_a_state_folder_that_can_not_be_written(tmp_path: Path, capsys: pytest.C
 
 
 def test_start_in_a_process_of_its_own_ends_with_one_line() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "diloco_node.main", "start", "--region", "eu", "--certs", "elsewhere"],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == 4
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("diloco-node: ")
+    assert process.returncode == 4
+    assert process.stderr.count("\n") == 1
+    assert process.stderr.startswith("diloco-node: ")

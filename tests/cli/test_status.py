@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from diloco_node.cli import status as status_cmd
-from diloco_node.cli.status import Target, ask, ask_all, find_targets
+from diloco_node.cli.admin_client import Target, ask, ask_all
+from diloco_node.cli.places import find_targets, targets_in
 from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, run_line, status_lines
 from diloco_node.cli.watch import Board
 from diloco_node.errors import ConfigError
@@ -76,10 +77,10 @@ def closed_port() -> int:
 
 def test_status_of_a_port_shows_why_a_round_waits(admin: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(admin)]) == 0
-    shown = capsys.readouterr().out
-    for part in ("eu", "leader", "123", "2.500", "4-5", "1.5 MB", "all 3 due"):
-        assert part in shown
-    assert "eu: fragment 1 to version 6 (ballot 2.7): grace: 120 ms left for us-east" in shown
+    output = capsys.readouterr().out
+    for word in ("eu", "leader", "123", "2.500", "4-5", "1.5 MB", "all 3 due"):
+        assert word in output
+    assert "eu: fragment 1 to version 6 (ballot 2.7): grace: 120 ms left for us-east" in output
 
 
 def test_status_as_json_is_the_document(admin: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,12 +99,12 @@ def test_a_folder_of_regions_shows_all_and_marks_the_dead(
     for name, port in (("b-dead", closed_port()), ("a-live", admin)):
         (tmp_path / "demo" / name).mkdir(parents=True)
         (tmp_path / "demo" / name / "admin.port").write_text(f"{port}\n")
-    assert [target.name for target in find_targets("demo")] == ["a-live", "b-dead"]
-    assert find_targets("demo/a-live") == [Target("a-live", admin)]
+    assert [target.name for target in targets_in("demo")] == ["a-live", "b-dead"]
+    assert targets_in("demo/a-live") == [Target("a-live", admin, Path("demo/a-live"))]
     assert main(["status", "demo"]) == 0  # one answers
-    shown = capsys.readouterr().out
-    assert "down" in shown
-    assert "Connection refused" in shown
+    output = capsys.readouterr().out
+    assert "down" in output
+    assert "Connection refused" in output
     assert main(["status", "demo", "--json"]) == 0
     regions = json.loads(capsys.readouterr().out)["regions"]
     assert [region["region"] for region in regions] == ["eu", "b-dead"]
@@ -112,10 +113,10 @@ def test_a_folder_of_regions_shows_all_and_marks_the_dead(
 
 def test_nobody_answers_is_exit_code_5(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(closed_port())]) == 5
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "none of 1 regions answers" in captured.err
-    assert captured.err.count("\n") == 1
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert "none of 1 regions answers" in streams.err
+    assert streams.err.count("\n") == 1
 
 
 def test_status_of_run_toml_asks_the_regions_that_run_here(
@@ -136,14 +137,14 @@ def test_status_of_run_toml_asks_the_regions_that_run_here(
 
 @pytest.mark.parametrize("place", ["0", "70000", "nowhere", ".", 300 * "x"])
 def test_a_place_that_is_no_region_is_refused(place: str) -> None:
-    with pytest.raises(ConfigError, match="neither a port nor a folder"):
-        find_targets(place)
+    with pytest.raises(ConfigError, match=r"is no region of run.toml that has run here, and no folder with admin.port"):
+        find_targets([place], None)
 
 
 def test_a_damaged_port_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "admin.port").write_text("7x")
     with pytest.raises(ConfigError, match="holds '7x', not a port"):
-        find_targets(str(tmp_path))
+        targets_in(str(tmp_path))
 
 
 @given(spoiled(changed() | DOCUMENT | {"notes": [{"is_alarm": True, "text": "x"}]}))
@@ -151,13 +152,13 @@ def test_a_document_of_another_version_is_shown_as_far_as_it_goes(document: dict
     answer = SimpleNamespace(read=lambda _: json.dumps(document).encode())
     connection: Any = SimpleNamespace(request=lambda *_: None, getresponse=lambda: answer, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(status_cmd, "connect", lambda _: connection)
-        shown = ask(Target("x", 1))
-    assert any(line.startswith(str(shown["region"])) for line in status_lines([shown], 80))
+        patch.setattr(Target, "connection", lambda _: connection)
+        answer = ask(Target("x", 1))
+    assert any(line.startswith(str(answer["region"])) for line in status_lines([answer], 80))
     board = Board()
     for key in ("enter", "esc", "s", "s", "s", "s"):
         board.press(key)
-        assert board.lines([shown], 80, 24)
+        assert board.lines([answer], 80, 24)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"3", b"[" * 100_000])
@@ -168,15 +169,15 @@ def test_an_answer_that_is_no_document_is_an_error_of_that_region(admin: int, bo
 
 def test_all_regions_are_asked_at_the_same_time(admin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answers only when the other one has been asked, too."""
-    both = threading.Barrier(2, timeout=60)
+    barrier = threading.Barrier(2, timeout=60)
     answer = Admin.do_GET
 
     def answer_both(handler: Admin) -> None:
-        both.wait()
+        barrier.wait()
         answer(handler)
 
     monkeypatch.setattr(Admin, "do_GET", answer_both)
-    assert [one.get("state") for one in ask_all([Target("eu", admin)] * 2)] == ["running"] * 2
+    assert [document.get("state") for document in ask_all([Target("eu", admin)] * 2)] == ["running"] * 2
 
 
 def test_watch_asks_again_until_ctrl_c(
@@ -211,8 +212,8 @@ LONG_REASON = "grace: 120 ms left for us-east, whose link has been down for 12 s
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_reasons_are_wrapped_below_their_rows(width: int) -> None:
-    other = {**DOCUMENT, "region": "ap-southeast", "reason": LONG_REASON, "rounds": []}
-    lines = status_lines([DOCUMENT, other, {"region": "us", "error": "no status from 127.0.0.1:1"}], width)
+    neighbour = {**DOCUMENT, "region": "ap-southeast", "reason": LONG_REASON, "rounds": []}
+    lines = status_lines([DOCUMENT, neighbour, {"region": "us", "error": "no status from 127.0.0.1:1"}], width)
     assert max(len(line) for line in lines) <= width
     starts = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert starts == ["healthy:", "run", "region", "eu", "ap-southeast", "us", "eu:"]
@@ -239,29 +240,32 @@ def test_details_name_open_rounds_and_the_last_alarm() -> None:
         ],
         "rounds": [{"fragment": 0, "version": 1}, "junk"],
     }
-    assert detail_lines(document) == ["eu: fragment 0 to version 1: open", "eu: 7 alarms, the last: digest differs"]
-    assert detail_lines({"region": "eu", "peers": None}) == []
+    assert detail_lines(document, None) == [
+        "eu: fragment 0 to version 1: open",
+        "eu: 7 alarms, the last: digest differs",
+    ]
+    assert detail_lines({"region": "eu", "peers": None}, None) == []
 
 
 def test_alerts_are_shown_with_what_helps() -> None:
     lines = status_lines([changed(learner=None, learner_process={"state": "done", "exit_code": 0})], None)
     assert lines[0] == "degraded: us: the learner ended at step 64 of 250"
-    at = lines.index("critical A-LEARNER-ENDED us: the learner ended at step 64 of 250")
-    assert lines[at + 1].startswith("-> Have the loop repeat its data")
+    at = lines.index("× A-LEARNER-ENDED: us: the learner ended at step 64 of 250")
+    assert lines[at + 1].startswith("  -> Have the loop repeat its data")
     assert lines[at + 1].endswith("`diloco-node learner start us`")
 
 
 def test_of_many_alerts_the_gravest_are_shown_and_the_others_counted() -> None:
     left_out = [{"region": f"r{at}", "part": "member", "reason": "late"} for at in range(20)]
-    lines = alert_lines([changed(left_out=left_out)])
+    lines = alert_lines([changed(left_out=left_out)], None)
     assert len(lines) == 2 * ALERTS_MAX + 1
     assert lines[-1] == f"{20 - ALERTS_MAX} more alerts: `diloco-node status --json`"
 
 
 def test_all_regions_of_the_run_are_shown_from_one() -> None:
-    seen = {"steps_of": {"eu": 60, "ap": 12}, "participation_of": {"eu": 0.98}, "leader": "eu", "role": "follower"}
+    facts = {"steps_of": {"eu": 60, "ap": 12}, "participation_of": {"eu": 0.98}, "leader": "eu", "role": "follower"}
     one_way = {"applied_index": 40, "rtt_seconds": 0.09}
-    document = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 7})) | seen
+    document = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 7})) | facts
     lines = status_lines([document], 80)
     assert max(map(len, lines)) <= 80
     eu, ap = (next(at for at, line in enumerate(lines) if line.startswith(name)) for name in ("eu*", "ap*"))
@@ -270,12 +274,12 @@ def test_all_regions_of_the_run_are_shown_from_one() -> None:
     assert lines[ap].split()[:3] == ["ap*", "down", "12"]
     assert lines[ap + 1] == "  33 ledger entries behind, Connection refused"
     assert "* as seen from us" in lines
-    mended = changed(peers=peers(eu=one_way | {"error": "of an earlier link"})) | seen
-    assert "  90 ms away, in 98 % of the merges" in status_lines([mended], 80)
-    unheard = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 0})) | seen
+    healed = changed(peers=peers(eu=one_way | {"error": "of an earlier link"})) | facts
+    assert "  90 ms away, in 98 % of the merges" in status_lines([healed], 80)
+    unheard = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 0})) | facts
     assert "  Connection refused" in status_lines([unheard], 80), "how far it is nobody has said"
-    other = changed() | {"region": "eu"}
-    assert not any(line.startswith("eu*") for line in status_lines([document, other], 80)), "it was asked itself"
+    neighbour = changed() | {"region": "eu"}
+    assert not any(line.startswith("eu*") for line in status_lines([document, neighbour], 80)), "it was asked itself"
 
 
 def test_the_run_has_its_name_its_end_and_the_time_that_is_left() -> None:
@@ -294,9 +298,9 @@ def test_a_region_of_run_toml_is_a_place(admin: int, tmp_path: Path, capsys: pyt
         (tmp_path / "state" / name).mkdir(parents=True)
         (tmp_path / "state" / name / "admin.port").write_text(f"{port}\n")
     assert main(["status", "eu", "--json"]) == 0
-    assert [one["region"] for one in json.loads(capsys.readouterr().out)["regions"]] == ["eu"]
+    assert [document["region"] for document in json.loads(capsys.readouterr().out)["regions"]] == ["eu"]
     assert main(["status", "mars"]) == 2
-    assert "nor a region of run.toml that runs here" in capsys.readouterr().err
+    assert "is no region of run.toml that has run here" in capsys.readouterr().err
 
 
 def test_what_a_peer_wrote_reaches_no_terminal_as_it_is(admin: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,9 +308,9 @@ def test_what_a_peer_wrote_reaches_no_terminal_as_it_is(admin: int, capsys: pyte
     alarm = {"kind": "report", "text": "eu: \x9b31m", "is_alarm": True}
     Admin.body = json.dumps(DOCUMENT | {"reason": reason, "alarms": 1, "notes": [alarm]}).encode()
     assert main(["status", str(admin)]) == 0
-    shown = capsys.readouterr().out
-    assert "\\x1b[2J\\u202e\\nus-east" in shown
-    assert "\\x9b31m" in shown
-    assert all(line.isprintable() for line in shown.split("\n"))
+    output = capsys.readouterr().out
+    assert "\\x1b[2J\\u202e\\nus-east" in output
+    assert "\\x9b31m" in output
+    assert all(line.isprintable() for line in output.split("\n"))
     assert main(["status", "\x1b[31m"]) == 2
     assert "\x1b" not in capsys.readouterr().err

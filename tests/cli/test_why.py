@@ -44,13 +44,13 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def test_why_says_what_is_slow_in_eighty_columns(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["why", "--at", str(port)]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    words = " ".join(shown.split())
+    assert main(["why", str(port)]) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80
+    words = " ".join(output.split())
     assert words.startswith("healthy: 3 of 3 regions")
     assert "rounds: 2 of 3 rounds waited for ap in gather" in words
-    assert "Saves 1.3 s of a round." in words
+    assert "(saves 1.3 s of a round)" in words
 
 
 def test_why_of_one_region_as_json(port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,13 +61,13 @@ def test_why_of_one_region_as_json(port: int, tmp_path: Path, capsys: pytest.Cap
     assert main(["why", "ap", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["region"] == "ap"
-    assert any("40 ledger entries" in one["text"] for one in answer["findings"])
+    assert any("40 ledger entries" in finding["text"] for finding in answer["findings"])
     assert OTHER["region"] == "ap"
     assert main(["why", "mars"]) == 2
-    assert "no region 'mars' in this run: there are ap, eu, us" in capsys.readouterr().err
+    assert "'mars' is no region of this run, which has ap, eu, us: give a region of run.toml" in capsys.readouterr().err
 
 
 def test_nobody_answers_is_exit_code_5(port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "admin.port").write_text("1\n")
-    assert main(["why", "--at", str(tmp_path)]) == 5
+    assert main(["why", str(tmp_path)]) == 5
     assert "none of 1 regions answers" in capsys.readouterr().err

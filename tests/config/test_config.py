@@ -6,14 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.config import sources
 from diloco_node.config.resolve import NodeConfig, default_outer, load_config
 from diloco_node.config.schema import ModelSection, RoundsSection
 from diloco_node.config.sources import Flag
 from diloco_node.config.units import Duration, parse_duration
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.errors import ConfigError
-from diloco_node.learner.builtin import documents
 
 TEXT = """
 [run]
@@ -52,7 +50,7 @@ def run_toml(tmp_path: Path) -> Path:
 
 
 def load(path: Path, *assignments: str) -> NodeConfig:
-    return load_config(path, [Flag(*one.split("=", 1), f"--set {one}") for one in assignments])
+    return load_config(path, [Flag(*assignment.split("=", 1), f"--set {assignment}") for assignment in assignments])
 
 
 # ---- units -----------------------------------------------------------------------------------------------------------
@@ -156,19 +154,25 @@ def test_durations_are_read_from_variables_too(run_toml: Path, monkeypatch: pyte
 
 
 def test_a_model_of_ones_own_is_named_from_the_folder_of_the_file(run_toml: Path) -> None:
-    run_toml.write_text(run_toml.read_text() + '\n[model]\nhf = "model"\ndim = 100\n')
-    config = load(run_toml)
-    assert config.model.hf == run_toml.parent / "model"
+    plain = run_toml.read_text()
+    run_toml.write_text(plain + '\n[model]\nhf = "model"\ndim = 100\nhf_args = { learning_rate = 1e-4, bf16 = true }\n')
+    assert load(run_toml).model.hf == "model", "a name of the hub: there is no such folder"
+    (run_toml.parent / "model").mkdir()
+    config = load(run_toml, "model.hf_args.optim=sgd")
+    assert config.model.hf == str(run_toml.parent / "model")
+    assert config.model.hf_args == {"learning_rate": 1e-4, "bf16": True, "optim": "sgd"}
+    rows = {key: value for key, value, _ in config.rows()}
+    assert rows["model.hf_args"] == '{learning_rate = 0.0001, bf16 = true, optim = "sgd"}'
+    run_toml.write_text(plain + '\n[model]\nhf = "./gone"\n')
+    assert load(run_toml).model.hf == str(run_toml.parent / "gone")
 
 
 def test_data_that_are_named_are_not_taken_for_paths(run_toml: Path) -> None:
-    more = '[data]\npaths = ["text", "hf:owner/name"]\ntokenizer = "tok"\ncache = ""'
+    more = '[data]\npaths = ["text", "hf:owner/name"]'
     start, end = TEXT.index("[data]"), TEXT.index("\n[", TEXT.index("[data]"))
     run_toml.write_text(TEXT[:start] + more + TEXT[end:])
     data = load(run_toml).data
     assert data.paths == (str(run_toml.parent / "text"), "hf:owner/name")
-    assert data.tokenizer == str(run_toml.parent / "tok")
-    assert (data.cache, sources.HUB) == ("", documents.HUB)
 
 
 def test_regions_have_names_that_shells_can_write(run_toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,9 +288,9 @@ def test_the_config_can_not_be_changed(run_toml: Path) -> None:
         ("10.1.2.3:7400", "[::1]:7405", ("::1", 7405)),
     ],
 )
-def test_what_a_region_binds(run_toml: Path, address: str, listen: str | None, expected: tuple[str, int]) -> None:
+def test_what_a_region_binds(run_toml: Path, address: str, listen: str | None, place: tuple[str, int]) -> None:
     more = [f"regions.eu.listen={listen}"] if listen else []
-    assert load(run_toml, f"regions.eu.address={address}", *more).listen("eu") == expected
+    assert load(run_toml, f"regions.eu.address={address}", *more).listen("eu") == place
 
 
 def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> None:
@@ -321,10 +325,9 @@ def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> 
         ("rounds.ballot_deadline_min=1ms", ["rounds.ballot_deadline_min", "at least rounds.heartbeat, 100ms"]),
         ("run.id=Foo", ['run.id is "Foo"', 'id = "my-run"']),
         ("model.dim=65", ["model.dim is 65", "for example 64"]),
-        ("model.accumulate=3", ["model.accumulate is 3", "it must divide model.batch, 8"]),
-        ("model.init=weights", ['model.init is "weights"', "of no use without model.hf"]),
-        ("model.optimizer=sgd", ["it must be 'adamw', 'muon' or 'adamw8bit'"]),
-        ("model.precision=bf8", ["it must be 'float32' or 'bf16'"]),
+        ("model.hf_args.bf16=true", ['model.hf_args is {bf16 = "true"}', "of no use without model.hf"]),
+        ("model.hf_args=fast", ['model.hf_args is "fast"', "must be a table"]),
+        ("model.shard=zero", ["it must be 'none', 'ddp' or 'fsdp'"]),
         ("regions.EU.address=a:1", ["[regions.EU] (--set", "a-z, 0-9 and '-'"]),
         (f"regions.{'a' * 64}.address=a:1", ["1 to 63"]),
         ("regions.eu.adress=a:1", ["regions.eu.adress", "did you mean address?"]),
@@ -344,15 +347,15 @@ def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> 
         ("rounds=4", ['rounds is "4"', "must be a table, [rounds]"]),
     ],
 )
-def test_a_bad_value_is_one_clear_error(run_toml: Path, assignment: str, parts: list[str]) -> None:
+def test_a_bad_value_is_one_clear_error(run_toml: Path, assignment: str, phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load(run_toml, assignment)
     message = str(caught.value)
     assert caught.value.exit_code == 2
     assert "\n" not in message
     assert "--set" in message or "us-east.address" in message
-    for part in parts:
-        assert part in message
+    for phrase in phrases:
+        assert phrase in message
 
 
 @pytest.mark.parametrize(
@@ -378,7 +381,7 @@ def test_a_bad_value_is_one_clear_error(run_toml: Path, assignment: str, parts: 
     ],
 )
 def test_a_port_that_a_region_needs_twice_is_refused(run_toml: Path, assignments: list[str], message: str) -> None:
-    keys = [f"regions.eu.{one}" for one in assignments]
+    keys = [f"regions.eu.{name}" for name in assignments]
     with pytest.raises(ConfigError) as caught:
         load(run_toml, *keys)
     begins = message.format(*keys, file=run_toml)
@@ -405,7 +408,7 @@ def test_a_port_wanted_twice_is_found_across_sources(run_toml: Path, monkeypatch
     ],
 )
 def test_a_port_that_is_bound_once_at_each_place_is_taken(run_toml: Path, assignments: list[str]) -> None:
-    load(run_toml, *(f"regions.eu.{one}" for one in assignments))
+    load(run_toml, *(f"regions.eu.{assignment}" for assignment in assignments))
 
 
 def test_an_error_in_the_file_names_its_line(run_toml: Path) -> None:

@@ -55,8 +55,8 @@ def test_a_rate_reads_back_as_it_is_shown(bytes_per_s: int) -> None:
 
 
 def test_rates_are_shown_in_bits_and_the_largest_whole_unit() -> None:
-    shown = [str(Rate(count)) for count in (1, 125, 250_000_000, 612_500_000, 25_000_000)]
-    assert shown == ["8bit/s", "1kbit/s", "2Gbit/s", "4900Mbit/s", "200Mbit/s"]
+    texts = [str(Rate(count)) for count in (1, 125, 250_000_000, 612_500_000, 25_000_000)]
+    assert texts == ["8bit/s", "1kbit/s", "2Gbit/s", "4900Mbit/s", "200Mbit/s"]
 
 
 def test_a_rate_is_handed_through() -> None:

@@ -25,7 +25,7 @@ from diloco_node.core.types import FinishedBody, LeaderBody, Recovered, RunSetti
 from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status_document import write_report
-from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
+from diloco_node.daemon.daemon import Daemon
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_history import HISTORY_NAME
 from diloco_node.daemon.run_record import REPORT_NAME
@@ -33,7 +33,7 @@ from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import ConfigError, StorageError, SupersededError
 from diloco_node.shared_memory import MemoryStore
-from diloco_node.storage.ledger_files import LEDGER_NAME
+from diloco_node.state_names import ADMIN_PORT_NAME, LEDGER_NAME
 from diloco_node.storage.store import RegionStore
 from diloco_node.supervisor.process_file import PROCESS_FILE, write_process
 from diloco_node.transport.certificates import init_run

@@ -12,7 +12,7 @@ import pytest
 
 from diloco_node.core.types import Ballot, RoundBody, Stripe
 from diloco_node.daemon import parameters as parameters_module
-from diloco_node.daemon.open_stripes import cut_payload
+from diloco_node.daemon.effects.open_stripes import cut_payload
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.errors import StorageError
 from diloco_node.storage.store import RegionStore

@@ -11,7 +11,7 @@ from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.run_record import FINAL_NAME, has_final_report, is_complete, read_run_record, run_record
 from diloco_node.errors import ConfigError
-from diloco_node.storage.ledger_files import LEDGER_NAME
+from diloco_node.state_names import LEDGER_NAME
 from tests.kit.begun_kit import begin_run
 
 REGIONS = ("a", "b", "c")

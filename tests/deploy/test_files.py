@@ -17,8 +17,6 @@ import typer
 import yaml
 
 from diloco_node import __version__
-from diloco_node.cli.deploy.hosts import SshHost
-from diloco_node.cli.deploy.remote import Shipment
 from diloco_node.main import app
 from diloco_node.supervisor.supervisor_spec import FINAL_CODES, SupervisorSpec
 from tests.kit.repository import ROOT
@@ -51,40 +49,86 @@ def service(text: str) -> configparser.SectionProxy:
     return unit["Service"]
 
 
-def user_unit() -> str:
-    return Shipment("eu", "run1", SshHost(address="a", user="b", program="/bin/true"), Path("x"), Path("y")).unit()
+def test_the_unit_leaves_time_to_stop_and_does_not_repeat_what_no_restart_cures() -> None:
+    unit = service(UNIT.read_text())
+    assert (unit["Type"], unit["KillMode"], unit["OOMPolicy"]) == ("notify", "mixed", "continue")
+    assert unit["UMask"] == "0077", "tokens and logs are for its user only"
+    assert STOP_S < int(unit["TimeoutStopSec"]) == 40
+    assert {int(code) for code in unit["RestartPreventExitStatus"].split()} == FINAL_CODES
+    assert unit["WatchdogSec"] == "2min", "twice the longest time that the supervisor waits for a child"
+    assert set(re.findall(r"--[a-z-]+", unit["ExecStart"])) <= flags_of_start()
 
 
-@pytest.mark.parametrize("text", [UNIT.read_text(), user_unit()], ids=["system", "user"])
-def test_units_leave_time_to_stop_and_do_not_repeat_what_no_restart_cures(text: str) -> None:
-    one = service(text)
-    assert (one["Type"], one["KillMode"], one["OOMPolicy"]) == ("notify", "mixed", "continue")
-    assert one["UMask"] == "0077", "tokens and logs are for its user only"
-    assert STOP_S < int(one["TimeoutStopSec"]) == 40
-    assert {int(code) for code in one["RestartPreventExitStatus"].split()} == FINAL_CODES
-    assert one["WatchdogSec"] == "2min", "twice the longest time that the supervisor waits for a child"
-    assert set(re.findall(r"--[a-z-]+", one["ExecStart"])) <= flags_of_start()
-
-
-@pytest.mark.parametrize("scope", ["system", "user"])
-def test_systemd_reads_the_unit_without_a_complaint(
-    tmp_path: Path, scope: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_systemd_reads_the_unit_without_a_complaint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    verify = tool("systemd-analyze")
-    text = UNIT.read_text() if scope == "system" else user_unit()
+    verify = [tool("systemd-analyze"), "--system", "verify"]
     # It looks for the program and the user on this machine.
-    text = text.replace("/srv/diloco/.venv/bin/diloco-node", "/bin/true").replace("User=diloco", "User=daemon")
+    text = (
+        UNIT.read_text().replace("/srv/diloco/.venv/bin/diloco-node", "/bin/true").replace("User=diloco", "User=daemon")
+    )
     unit = tmp_path / UNIT.name
     unit.write_text(text.replace("/srv/diloco", str(tmp_path)))
-    done = subprocess.run([verify, f"--{scope}", "verify", str(unit)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*verify, str(unit)], capture_output=True, text=True, check=False)
     if "Failed to initialize manager" in done.stderr:
         pytest.skip(f"systemd-analyze can't run here: {done.stderr.strip()}")
     complaints = [line for line in done.stderr.splitlines() if UNIT.stem[:-1] in line]
     assert (done.returncode, complaints) == (0, [])
     unit.write_text(text.replace("Type=notify", "Type=notfy"))
-    done = subprocess.run([verify, f"--{scope}", "verify", str(unit)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*verify, str(unit)], capture_output=True, text=True, check=False)
     assert "notfy" in done.stderr, "the tool would find a mistake"
+
+
+# ---- Ansible ---------------------------------------------------------------------------------------------------------
+
+ANSIBLE = DEPLOY / "ansible"
+INVENTORY = ANSIBLE / "inventory.yml"
+PLAYBOOK = ANSIBLE / "region.yml"
+MODULES = {"command", "copy", "file", "systemd_service"}
+
+
+def test_ansible_s_own_parser_takes_the_playbook() -> None:
+    check = [tool("ansible-playbook"), "--syntax-check", "-i", str(INVENTORY), str(PLAYBOOK)]
+    done = subprocess.run(check, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_playbook_copies_what_a_region_needs_and_starts_its_unit() -> None:
+    (play,) = yaml.safe_load(PLAYBOOK.read_text())
+    modules = [next(key for key in task if key.startswith("ansible.builtin.")) for task in play["tasks"]]
+    assert {name.removeprefix("ansible.builtin.") for name in modules} == MODULES
+    tasks = {task["name"]: task[module] for task, module in zip(play["tasks"], modules, strict=True)}
+    certificate = tasks["Copy the region's certificate and key"]
+    assert certificate["mode"] == "0600", "the key is for the region's user"
+    (names,) = [task["loop"] for task in play["tasks"] if "certs" in str(task) and "loop" in task]
+    assert names == ["ca.pem", "node.pem", "node.key"]
+    folder = play["vars"]["folder"]
+    unit = service(UNIT.read_text())
+    assert (unit["WorkingDirectory"], unit["User"]) == (folder, certificate["owner"])
+    assert unit["ExecStart"].split()[0] == play["vars"]["program"].replace("{{ folder }}", folder)
+    source = tasks["Install the unit"]["src"].replace("{{ playbook_dir }}", str(ANSIBLE))
+    assert Path(source).resolve() == UNIT
+    assert tasks["Start the region, and wait until its daemon is up"]["name"] == f"{UNIT.stem}{{{{ region }}}}"
+    command = tasks["Write the training command"]["content"]
+    assert set(re.findall(r"(?<= )--[a-z-]+", command)) <= flags_of_start()
+
+
+def test_every_variable_of_the_playbook_is_set_somewhere() -> None:
+    text = PLAYBOOK.read_text()
+    (play,) = yaml.safe_load(text)
+    inventory = yaml.safe_load(INVENTORY.read_text())[play["hosts"]]
+    names = {
+        name for inner in re.findall(r"\{\{(.*?)\}\}", text) for name in re.findall(r"\b[a-z_]+\b", quoteless(inner))
+    }
+    own = set(play["vars"]) | {"scripts", "command", "restart", "item"}
+    facts = {"inventory_hostname", "inventory_dir", "playbook_dir"}
+    words = {"if", "else", "is", "defined", "default", "bool", "false"}
+    assert names == own | facts | words
+    settings = set(inventory["vars"]).union(*inventory["hosts"].values())
+    assert {name for name in settings if not name.startswith("ansible_")} == {"scripts", "command"}
+
+
+def quoteless(expression: str) -> str:
+    return re.sub(r"'[^']*'", "", expression)
 
 
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------

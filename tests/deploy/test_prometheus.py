@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from diloco_node.daemon import node as node_module
-from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
+from diloco_node.daemon.daemon import Daemon
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.lab.demo.region_processes import free_ports
+from diloco_node.state_names import ADMIN_PORT_NAME
 from tests.daemon.admin.test_metrics import families
 from tests.daemon.test_daemon import Learner, end, nodes, spec, until  # noqa: F401 - two are fixtures
 from tests.kit.repository import ROOT

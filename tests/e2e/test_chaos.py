@@ -45,8 +45,9 @@ async def train_in_a_storm(folder: Path) -> dict[str, Any]:
         assert not demo.done(), demo.result()
         await asyncio.sleep(0.2)
     region = sorted(DemoFile.load(folder).supervisors)[0]
+    more = ("--folder", str(folder), "--json")
     for kind, *lasts in ORDERS:
-        code, out, errors = await run("chaos", kind, f"{region}.daemon", *lasts, "--folder", str(folder), "--json")
+        code, out, errors = await run("chaos", "strike", kind, f"{region}.daemon", *lasts, *more)
         # 5: the storm had just killed it. 2: on a slow machine the demo may be over by now.
         assert code in (0, 5) or demo.done(), errors
         assert code != 0 or json.loads(out)["do"] == kind

@@ -13,12 +13,9 @@ import yaml
 
 from diloco_node.cli.start import node_spec, trainer_settings
 from diloco_node.config.resolve import NodeConfig, load_config
-from diloco_node.lab.chaos.demo_processes import FAULTS_FOLDER
-from diloco_node.lab.chaos.fault_files import FAULTS_VARIABLE
-from diloco_node.lab.cli.chaos_inside import FAULTY_DAEMON
 from diloco_node.lab.wan.container import load_attachment
 from diloco_node.lab.wan.topology import load_topology
-from tests.kit.compose_engine import OUTAGES, PORTS, STRIKES
+from tests.kit.compose_engine import OUTAGES, PORTS
 from tests.kit.compose_engine import main as run_engine
 from tests.kit.engine_kit import CACHE, SKIPPED, compose_commands, make_compose_v2, missing
 from tests.kit.repository import ROOT, module_command
@@ -116,20 +113,7 @@ def test_settings_of_the_run_fit_a_container(config: NodeConfig) -> None:
         assert (spec.listen_host, spec.listen_port) == ("0.0.0.0", 7400)
         assert spec.state_dir == Path("/state") / name
         assert spec.identity_dir == Path("/certs") / name
-    assert trainer_settings(config)["data"] == []
-
-
-def test_daemons_look_for_faults_only_where_chaos_yml_is_named_too() -> None:
-    for service in SERVICES.values():
-        assert FAULTS_VARIABLE not in service.get("environment", {})
-    added = yaml.safe_load((ROOT / "docker" / "chaos.yml").read_text())["services"]
-    assert sorted(added) == NAMES
-    for name, service in added.items():
-        arguments = SERVICES[name]["command"][1:]
-        assert service["command"] == ["python", "-m", FAULTY_DAEMON, *arguments]
-        # In the region's own volume, which no other mounts; and where `chaos disk` writes.
-        assert service["environment"] == {FAULTS_VARIABLE: f"/state/{FAULTS_FOLDER}"}
-        assert set(service) == {"command", "environment"}
+    assert trainer_settings(config)["data"]["paths"] == []
 
 
 def test_nothing_in_it_is_newer_than_docker_compose_1_29() -> None:
@@ -228,4 +212,3 @@ def test_four_containers_train_through_outages_and_end_equal(on_engine: dict[str
     kinds = [one["kind"] for one in found["outages"]]
     assert kinds == list(OUTAGES[0] if is_first else OUTAGES[1])
     assert all(one["commits_of_others"] >= 4 for one in found["outages"])
-    assert found["struck"] == ([] if is_first else [f"{kind} {target}" for kind, target in STRIKES])

@@ -182,9 +182,10 @@ def control_loss(demo: DemoRun) -> float:
     """Held-out loss of one learner with the same model, data, schedule and number of steps that never merges."""
     name = demo.names[0]
     settings = json.loads((demo.folder / name / "trainer.json").read_text())
-    settings["steps"] = max(region["inner_steps"] for region in demo.report["regions"])
-    settings["min_step_seconds"] = 0
-    settings["threads"] = 1  # two that wait for each other take many times as long where others want the cores
+    model = settings["model"]
+    model["schedule_steps"] = max(region["inner_steps"] for region in demo.report["regions"])
+    model["step_time_min"] = 0
+    model["threads"] = 1  # two that wait for each other take many times as long where others want the cores
     path = demo.folder / "control.json"
     path.write_text(json.dumps(settings))
     env = {**os.environ, "DILOCO_TRAINER": str(path)}

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from diloco_node.cli import status
-from diloco_node.cli.status import ask_all, find_targets
+from diloco_node.cli.admin_client import ask_all
+from diloco_node.cli.places import targets_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -52,7 +53,7 @@ async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 async def documents(folder: Path) -> dict[str, dict[str, Any]]:
     """As `status --json` has them. Asked every second, so not by a command: each process would cost half a core."""
-    found = await asyncio.to_thread(lambda: ask_all(find_targets(str(folder))))
+    found = await asyncio.to_thread(lambda: ask_all(targets_in(str(folder))))
     return {one["region"]: one for one in found}
 
 
@@ -89,7 +90,7 @@ def has_merged(regions: dict[str, dict[str, Any]]) -> bool:
 
 
 async def why(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    found = json.loads(await said("why", "--at", str(folder), "--json"))
+    found = json.loads(await said("why", str(folder), "--json"))
     return found["line"], found["findings"]
 
 
@@ -105,7 +106,7 @@ async def test_each_incident_is_named_while_it_lasts_and_gone_afterwards(
         await until(folder, lambda found: is_sound(found) and has_merged(found))
         chaos = ("--for", LASTS, "--folder", str(folder))
 
-        async with process("chaos", "pause", "us-east.daemon", *chaos):
+        async with process("chaos", "strike", "pause", "us-east.daemon", *chaos):
             found = await until(folder, lambda found: tolerances(found) == {"eu-west": 0, "us-west": 0})
             assert ("A-PEER-DOWN", "us-east") in codes(found)
             assert "error" in found["us-east"]
@@ -115,20 +116,20 @@ async def test_each_incident_is_named_while_it_lasts_and_gone_afterwards(
             assert "diloco-node start --region us-east" in text
         await until(folder, is_sound)
 
-        async with process("chaos", "partition", "us-east", *chaos):
+        async with process("chaos", "strike", "partition", "us-east", *chaos):
             await until(folder, lambda found: ("A-NO-MAJORITY", "us-east") in codes(found))
             line, findings = await why(folder)
             assert line.startswith("degraded: "), "the other two go on"
             assert any("us-east hears 1 of 3 regions; the others merge on" in one["text"] for one in findings)
         await until(folder, is_sound)
 
-        async with process("chaos", "disk", "us-east", *chaos):
+        async with process("chaos", "strike", "disk", "us-east", *chaos):
             found = await until(folder, lambda found: ("A-DISK-REFUSED", "us-east") in codes(found))
             _, findings = await why(folder)
             assert any("the disk refuses" in one["text"] for one in findings)
         await until(folder, is_sound)
 
-        async with process("chaos", "pause", "us-west.learner", *chaos):
+        async with process("chaos", "strike", "pause", "us-west.learner", *chaos):
             await until(folder, lambda found: ("A-LEARNER-SILENT", "us-west") in codes(found))
             _, findings = await why(folder)
             assert any("has reported no step for" in one["text"] for one in findings)

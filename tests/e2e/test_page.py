@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from diloco_node.cli.admin_client import Target
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
-from diloco_node.cli.status import Target
 from diloco_node.daemon.admin.page_files import page_with
 from diloco_node.daemon.run_history import COLUMNS
 from tests.kit.browser import Tab, chromium, needs_chromium

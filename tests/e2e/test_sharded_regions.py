@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -19,7 +18,8 @@ import pytest
 from diloco_node.lab.demo.demo_run import EVALUATION
 from diloco_node.lab.demo.region_processes import free_ports
 from tests.kit.cluster_kit import Cluster, all_train
-from tests.kit.hf_kit import LLAMA
+from tests.kit.data_kit import rows_of, write_jsonl
+from tests.kit.hf_kit import write_hf_folder
 from tests.kit.repository import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
@@ -96,21 +96,23 @@ async def test_a_region_of_two_hosts_survives_the_loss_of_the_second(tmp_path: P
         await second.lose()
 
 
-async def test_the_built_in_trainer_cuts_a_model_of_hugging_faces_or_copies_it_and_evaluates(tmp_path: Path) -> None:
+async def test_the_recipe_trains_a_model_of_hugging_face_on_two_ranks_and_evaluates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    model = 'layers = 2\nhf = "../config.json"\nranks = 2\neval_every = 5\n'
-    fewer = {EVALUATION: "eval_windows = 8\n"}
-    cluster = Cluster(tmp_path / "run", 2, changes={"layers = 2\n": model} | fewer)
-    for name, shard in zip(cluster.names, ("fsdp", "ddp"), strict=True):
-        cluster.regions[name].settings = (f"model.shard={shard}",)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    write_hf_folder(tmp_path / "model")
+    write_jsonl(tmp_path / "rows.jsonl", rows_of(2000))
+    model = 'layers = 2\nhf = "../model"\nranks = 2\nhf_args = { eval_steps = 5 }\n'
+    changes = {"layers = 2\n": model, EVALUATION: "eval_windows = 8\n", "paths = []": 'paths = ["../rows.jsonl"]'}
+    cluster = Cluster(tmp_path / "run", 2, changes=changes)
     try:
         await cluster.start()
         before = await cluster.until_trains()
         await cluster.until_commits(4)
         now = await cluster.until(
             "all have evaluated the merged model",
-            lambda now: all(one["learner"] and one["learner"]["val_loss_global"] for one in now.values()),
+            lambda now: all(region["learner"] and region["learner"]["val_loss_global"] for region in now.values()),
         )
         for name in cluster.names:
             learner = now[name]["learner"]

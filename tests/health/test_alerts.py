@@ -15,6 +15,7 @@ from hypothesis import given
 from diloco_node.errors import PeerIncompatible
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alerts import SILENT_MIN_S, find_alerts, learner_silence
+from diloco_node.health.finding import SEVERITIES
 from diloco_node.health.health_summary import STATES, health_of, joint_health
 from diloco_node.main import app
 from diloco_node.wire.envelope import Hello, Lane, check_hello, settings_difference
@@ -91,7 +92,7 @@ CASES = [
         kinds.QUARANTINE,
         changed(quarantine={"eu": "for 600 s more"}),
         "eu is shut out: for 600 s more",
-        "diloco-node quarantine lift eu --region us",
+        "diloco-node quarantine lift eu us",
     ),
     (
         kinds.LEARNER_STOPPED,
@@ -162,11 +163,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "document", "text", "command"), CASES, ids=lambda one: getattr(one, "code", None))
+@pytest.mark.parametrize(("kind", "document", "text", "command"), CASES, ids=lambda value: getattr(value, "code", None))
 def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any], text: str, command: str) -> None:
-    (alert,) = [one for one in find_alerts(document) if one.code == kind.code]
+    (alert,) = [alert for alert in find_alerts(document) if alert.code == kind.code]
     assert text in alert.text
-    assert alert.severity == kind.severity
+    assert alert.mark is kind.mark
     assert alert.command.startswith(command)
     assert "{" not in alert.hint + alert.command
     health = health_of(document)
@@ -189,16 +190,16 @@ HELLO = Hello(PROTOCOL_VERSION, "run1", 0, "us", "ab", "cd", b"i" * 16, Lane.CON
     ],
 )
 def test_the_words_in_which_a_link_refuses_are_understood(change: dict[str, Any], kind: kinds.AlertKind) -> None:
-    with pytest.raises(PeerIncompatible) as refused:
+    with pytest.raises(PeerIncompatible) as refusal:
         check_hello(HELLO, replace(HELLO, region="eu", **change), certificate_region="eu")
-    found = find_alerts(changed(peers=peers(eu=DOWN | {"error": str(refused.value)})))
-    assert {one.code for one in found if one.region == "eu"} == {kind.code}
+    alerts = find_alerts(changed(peers=peers(eu=DOWN | {"error": str(refusal.value)})))
+    assert {alert.code for alert in alerts if alert.region == "eu"} == {kind.code}
 
 
 def test_other_words_of_a_link_are_no_difference() -> None:
     error = "the handshake ended before any HTTP/2 settings came; look at the proxy of run_id try"
-    found = find_alerts(changed(peers=peers(eu=DOWN | {"error": error})))
-    assert {one.code for one in found if one.region == "eu"} == {kinds.PEER_DOWN.code}
+    alerts = find_alerts(changed(peers=peers(eu=DOWN | {"error": error})))
+    assert {alert.code for alert in alerts if alert.region == "eu"} == {kinds.PEER_DOWN.code}
 
 
 @pytest.mark.parametrize(
@@ -212,16 +213,16 @@ def test_other_words_of_a_link_are_no_difference() -> None:
     ids=["too soon", "no majority says it", "quarantine says it", "the leader says it"],
 )
 def test_what_is_usual_or_said_already_is_no_alert(document: dict[str, Any], kind: kinds.AlertKind) -> None:
-    assert kind.code not in {one.code for one in find_alerts(document)}
+    assert kind.code not in {alert.code for alert in find_alerts(document)}
 
 
 def test_a_learner_that_is_started_again_after_it_ended_well_has_not_crashed() -> None:
-    revived = changed(learner=None, learner_process={"state": "running", "exit_code": 0, "restarts": 1})
-    assert [one.code for one in find_alerts(revived)] == ["A-LEARNER-MISSING"]
+    document = changed(learner=None, learner_process={"state": "running", "exit_code": 0, "restarts": 1})
+    assert [alert.code for alert in find_alerts(document)] == ["A-LEARNER-MISSING"]
 
 
 def test_a_learner_that_ended_is_said_so_before_its_link_is_gone() -> None:
-    assert [one.code for one in find_alerts(changed(learner_process={"state": "done"}))] == ["A-LEARNER-ENDED"]
+    assert [alert.code for alert in find_alerts(changed(learner_process={"state": "done"}))] == ["A-LEARNER-ENDED"]
 
 
 def test_a_command_can_be_copied_where_a_path_has_blanks() -> None:
@@ -257,7 +258,7 @@ def test_a_region_that_is_cut_off_before_the_end_does_not_take_the_run_for_finis
 def test_the_worst_alert_stands_first_and_in_the_line() -> None:
     document = changed(peers=peers(ap=DOWN), learner=None, learner_process={"state": "done", "exit_code": 0})
     alerts = find_alerts(document)
-    assert [one.code for one in alerts] == ["A-LEARNER-ENDED", "A-LAST-MAJORITY", "A-PEER-DOWN"]
+    assert [alert.code for alert in alerts] == ["A-LEARNER-ENDED", "A-LAST-MAJORITY", "A-PEER-DOWN"]
     health = health_of(document)
     assert health["line"] == "degraded: us: the learner ended at step 64 of 250 (and 2 more)"
     assert health["failure_tolerance"] == 0
@@ -329,8 +330,8 @@ def test_a_region_that_has_no_learner_by_design_raises_nothing() -> None:
 
 @pytest.mark.parametrize("regions", range(1, 8))
 def test_tolerance_is_what_is_left_over_a_majority(regions: int) -> None:
-    others = [{"name": f"r{at}", "link": "up", "is_alive": True} for at in range(regions - 1)]
-    assert health_of(changed(peers=others))["failure_tolerance"] == (regions - 1) // 2
+    peer_list = [{"name": f"r{at}", "link": "up", "is_alive": True} for at in range(regions - 1)]
+    assert health_of(changed(peers=peer_list))["failure_tolerance"] == (regions - 1) // 2
 
 
 @pytest.mark.parametrize(("age_s", "step_s", "is_silent"), [(19.0, 0.1, False), (21.0, 0.1, True), (21.0, 5.0, False)])
@@ -341,8 +342,8 @@ def test_silence_is_measured_by_the_steps_before(age_s: float, step_s: float, is
 
 
 def test_several_regions_show_each_alert_once_and_the_worst_state() -> None:
-    one, other = changed(peers=peers(ap=DOWN)), changed(region="eu", peers=peers(ap=DOWN))
-    joint = joint_health([one, other | {"health": health_of(other)}, {"region": "ap", "error": "refused"}])
+    first, second = changed(peers=peers(ap=DOWN)), changed(region="eu", peers=peers(ap=DOWN))
+    joint = joint_health([first, second | {"health": health_of(second)}, {"region": "ap", "error": "refused"}])
     assert [(alert["code"], alert["region"]) for alert in joint["alerts"]] == [
         ("A-LAST-MAJORITY", "us"),
         ("A-PEER-DOWN", "ap"),
@@ -354,13 +355,13 @@ def test_several_regions_show_each_alert_once_and_the_worst_state() -> None:
 def test_a_region_that_is_cut_off_does_not_stall_a_run_that_others_carry_on() -> None:
     names = [peer["name"] for peer in SOUND["peers"]]
     alone = changed(peers=peers(**dict.fromkeys(names, DOWN)))
-    other = changed(region=names[0], peers=[SOUND["peers"][1], {"name": "us"} | DOWN])
-    joint = joint_health([alone, other])
+    healthy = changed(region=names[0], peers=[SOUND["peers"][1], {"name": "us"} | DOWN])
+    joint = joint_health([alone, healthy])
     assert joint["state"] == "degraded"
     assert joint["failure_tolerance"] == 0
-    found = {(alert["code"], alert["region"]): alert for alert in joint["alerts"]}
-    assert found["A-CUT-OFF", "us"]["text"] == "us hears 1 of 3 regions; the others merge on"
-    assert ("A-NO-MAJORITY", "us") not in found
+    alerts = {(alert["code"], alert["region"]): alert for alert in joint["alerts"]}
+    assert alerts["A-CUT-OFF", "us"]["text"] == "us hears 1 of 3 regions; the others merge on"
+    assert ("A-NO-MAJORITY", "us") not in alerts
     assert joint_health([alone])["state"] == "stalled"
     over = joint_health([alone, changed(region="eu", state="finished")])
     assert ("A-NO-MAJORITY", "us") in {(alert["code"], alert["region"]) for alert in over["alerts"]}
@@ -376,9 +377,9 @@ ILL = changed(
 
 
 @given(spoiled(ILL), spoiled(ILL | {"health": health_of(ILL)}))
-def test_documents_of_other_versions_break_nothing(document: dict[str, Any], told: dict[str, Any]) -> None:
+def test_documents_of_other_versions_break_nothing(document: dict[str, Any], other_document: dict[str, Any]) -> None:
     assert health_of(document)["state"] in STATES
-    joint = joint_health([document, told])
+    joint = joint_health([document, other_document])
     assert joint["line"]
     assert joint["failure_tolerance"] >= 0
 
@@ -411,14 +412,14 @@ def test_the_page_has_each_alert_once() -> None:
             text = text.replace(name, word)
         return text
 
-    expected = [
+    table = [
         (
             kind.code,
-            kind.severity,
+            SEVERITIES[kind.mark],
             shown(kind.meaning),
             shown(kind.hint),
             f"`{shown(kind.command)}`" if kind.command else "",
         )
         for kind in kinds.ALERT_KINDS
     ]
-    assert [(*row[:4], row[4].strip()) for row in rows] == expected
+    assert [(*row[:4], row[4].strip()) for row in rows] == table

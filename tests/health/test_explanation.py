@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from diloco_node.health import explanation
 from diloco_node.health.critical_path import ROUNDS_SEEN, critical_path
-from diloco_node.health.explanation import explain, region_names
+from diloco_node.health.explanation import region_names
 from tests.kit.spoiled import spoiled
 
 
@@ -53,8 +54,12 @@ OTHER = LEADER | {
 }
 
 
+def explain(documents: list[dict[str, Any]], region: str = "") -> dict[str, Any]:
+    return explanation.explain(documents, [region] if region else ()).document()
+
+
 def topics(answer: dict[str, Any], topic: str) -> list[dict[str, Any]]:
-    return [one for one in answer["findings"] if one["topic"] == topic]
+    return [finding for finding in answer["findings"] if finding["topic"] == topic]
 
 
 def test_the_critical_path_is_the_leaders() -> None:
@@ -152,7 +157,7 @@ def test_a_slow_learner_and_a_region_behind_are_named() -> None:
     (learner,) = topics(answer, "learner")
     assert learner["text"] == "a step of ap takes 2.5 s, of the others 500 ms"
     assert learner["saves_seconds"] == pytest.approx(1.0)
-    assert [one["text"] for one in topics(answer, "region")] == [
+    assert [finding["text"] for finding in topics(answer, "region")] == [
         "ap has 40 ledger entries still to apply",
         "ap fetches 1 versions that it lacks",
         "ap has made 100 steps, the median region 190",
@@ -163,7 +168,7 @@ def test_a_slow_learner_and_a_region_behind_are_named() -> None:
 def test_what_is_not_known_of_a_region_is_not_said() -> None:
     unheard = LEADER["peers"][1] | {"is_alive": False, "link": "dialing", "applied_index": 0}
     never = LEADER | {"peers": [LEADER["peers"][0], unheard], "steps_of": {"us": 200, "eu": 190, "ap": 0}}
-    assert [one["text"] for one in topics(explain([never]), "region")] == [
+    assert [finding["text"] for finding in topics(explain([never]), "region")] == [
         "ap was in 50 % of the merges while its learner was there"
     ]
 
@@ -185,26 +190,26 @@ def test_a_lost_majority_comes_first() -> None:
 def test_causes_name_their_region_and_no_hint_is_to_ask_again() -> None:
     ill = LEADER | {"disk": {"refused": "ledger: full"}, "commit_age_seconds": 900.0, "usual_commit_seconds": 1.0}
     silent = OTHER | {"learner": {"step_seconds": 0.5, "report_age_seconds": 75.0}}
-    found = explain([ill, silent])["findings"]
-    late, disk = [one for one in found if one["topic"] == "merging"][:2]
+    findings = explain([ill, silent])["findings"]
+    late, disk = [finding for finding in findings if finding["topic"] == "merging"][:2]
     assert (late["text"].split(":")[0], late["change"]) == ("us", "")
     assert (disk["text"], disk["regions"]) == ("us: the disk refuses: ledger: full", ("us",))
-    assert [one["text"].split(":")[0] for one in found if one["topic"] == "learner"] == ["ap"]
+    assert [finding["text"].split(":")[0] for finding in findings if finding["topic"] == "learner"] == ["ap"]
 
 
 def test_what_waits_for_the_budget_is_counted() -> None:
-    done = {"rounds": {"wanted_bytes": 9_000_000, "used_bytes": 1_000_000}}  # compressed, or given up
-    rows = {"ap": {"waiting_bytes": 8_000_000, "lanes": done}, "eu": {"waiting_bytes": 0, "lanes": done}}
+    lanes = {"rounds": {"wanted_bytes": 9_000_000, "used_bytes": 1_000_000}}  # compressed, or given up
+    rows = {"ap": {"waiting_bytes": 8_000_000, "lanes": lanes}, "eu": {"waiting_bytes": 0, "lanes": lanes}}
     budget = {"peers": {name: row | {"egress_bytes_per_s": 1_000_000} for name, row in rows.items()}}
-    found = topics(explain([LEADER | {"budget": budget, "budget_warning": "H = 48 would fit"}]), "budget")
-    assert found[0]["text"] == "8.0 MB wait to be sent from us to ap"
-    assert found[0]["basis"] == "8.0 s at the budget of 8.0 Mbit/s"
-    assert [one["text"] for one in found[1:]] == ["H = 48 would fit"]
+    findings = topics(explain([LEADER | {"budget": budget, "budget_warning": "H = 48 would fit"}]), "budget")
+    assert findings[0]["text"] == "8.0 MB wait to be sent from us to ap"
+    assert findings[0]["basis"] == "8.0 s at the budget of 8.0 Mbit/s"
+    assert [finding["text"] for finding in findings[1:]] == ["H = 48 would fit"]
 
 
 def test_one_region_shows_only_what_is_about_it() -> None:
     answer = explain([LEADER, OTHER], "eu")
-    assert all(not one["regions"] or "eu" in one["regions"] for one in answer["findings"])
+    assert all(not finding["regions"] or "eu" in finding["regions"] for finding in answer["findings"])
     assert answer["findings"], "what is about all is about it, too"
     assert region_names([LEADER]) == ["ap", "eu", "us"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_node.health.reading import duration, number, part, rows, text
+from diloco_node.health.reading import duration, number, rows, section, text
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ def test_what_is_not_as_expected_is_not_there() -> None:
     assert [number(document, key) for key in ("a", "b", "c", "d", "i", "x")] == [None, None, 3.0, None, None, None]
     assert (text(document, "d"), text(document, "c")) == ("text", "")
     assert (rows(document, "e"), rows(document, "c")) == ([{"f": 1}], [])
-    assert (part(document, "g"), part(document, "e")) == ({"h": 1}, {})
+    assert (section(document, "g"), section(document, "e")) == ({"h": 1}, {})

@@ -35,8 +35,8 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def loader_of(files: list[str], part: int, parts: int) -> tuple[Any, Any]:
     """The data and the loader of one of so many ranks."""
-    distributed = pytest.importorskip("datasets.distributed", reason="needs the extra `data`")
-    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the extra `data`")
+    distributed = pytest.importorskip("datasets.distributed", reason="needs the extra `hf`")
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the extra `hf`")
     data = datasets_library().load_dataset("json", data_files=files, split="train", streaming=True)
     data = distributed.split_dataset_by_node(data, rank=part, world_size=parts)
     return data, loaders.StatefulDataLoader(data, batch_size=2)

@@ -1,6 +1,6 @@
 """A real headless Chromium, driven by its DevTools protocol over a WebSocket: pages as their readers see them.
 
-python -m tests.kit.browser URL FILE.png          the picture of docs/dashboard.md
+python -m tests.kit.browser URL FILE.png          the picture of docs/dashboard.md, of a demo with a paused leader
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 class Tab:
-    """One page of the browser.
+    """A page of the browser.
 
     Attributes:
         errors: what the console and uncaught exceptions said, requests that failed, and what the policy blocked.
@@ -48,7 +48,7 @@ class Tab:
         self.loaded: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol."""
+        """Send a command of the protocol."""
         return await self._browser.call(method, session=self._session, **params)
 
     async def look(self, *, width: int, height: int = 900, scheme: str = "light", is_calm: bool = False) -> None:
@@ -56,8 +56,8 @@ class Tab:
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
-        wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce" if is_calm else "no-preference"}
-        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce" if is_calm else "no-preference"}
+        features = [{"name": name, "value": value} for name, value in features.items()]
         await self.call("Emulation.setEmulatedMedia", features=features)
 
     async def open(self, url: str) -> None:
@@ -79,7 +79,7 @@ class Tab:
                 await asyncio.sleep(0.05)
 
     async def press(self, key: str, code: int) -> None:
-        """One key."""
+        """Press a key."""
         for kind in ("rawKeyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
         if key == "Enter":
@@ -96,7 +96,7 @@ class Tab:
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description") or details["text"])
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "assert"):
-            self.errors.append(str([one.get("value") for one in params["args"]]))
+            self.errors.append(str([argument.get("value") for argument in params["args"]]))
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
@@ -114,7 +114,7 @@ class Browser:
         self._reading = asyncio.create_task(self._read())
 
     async def call(self, method: str, *, session: str = "", **params: Any) -> dict[str, Any]:
-        """One command; its result. Raises RuntimeError: the browser refuses it."""
+        """Send a command, and return its result. Raises RuntimeError: the browser refuses it."""
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         message: dict[str, Any] = {"id": number, "method": method, "params": params}
@@ -125,8 +125,8 @@ class Browser:
     async def tab(self) -> Tab:
         """A new page."""
         target = await self.call("Target.createTarget", url="about:blank")
-        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        tab = self._tabs[attached["sessionId"]] = Tab(self, attached["sessionId"])
+        session = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        tab = self._tabs[session["sessionId"]] = Tab(self, session["sessionId"])
         for domain in ("Page", "Runtime", "Log", "Network"):
             await tab.call(f"{domain}.enable")
         return tab
@@ -162,12 +162,12 @@ async def chromium(folder: Path) -> AsyncIterator[Browser]:
     draining: asyncio.Task[bytes] | None = None
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while (found := re.search(rb"DevTools listening on (ws://\S+)", await process.stderr.readline())) is None:
+            while (match := re.search(rb"DevTools listening on (ws://\S+)", await process.stderr.readline())) is None:
                 assert process.returncode is None, "Chromium ended at once"
         draining = asyncio.create_task(process.stderr.read())
         async with (
             aiohttp.ClientSession() as session,
-            session.ws_connect(found[1].decode(), max_msg_size=2**28) as socket,
+            session.ws_connect(match[1].decode(), max_msg_size=2**28) as socket,
         ):
             yield Browser(socket)
     finally:

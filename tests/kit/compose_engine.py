@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +43,22 @@ TRAINS_ON = ("partition", "disconnect")
 PATIENCE_S = 600.0
 """For what comes true within seconds on a quiet machine."""
 OUTAGES = (("partition", "disconnect", "pause"), ("kill",))
-"""For each Compose that is here, of those in docs/compose.md. A partition and a pause are made by `chaos`."""
+"""For each Compose that is here, of those in docs/compose.md."""
 
 PROGRAM = (sys.executable, "-c", "import sys; from diloco_node.main import main; sys.exit(main())")
-INTERRUPTED = 130
 
 
 class Run:
     """The containers of one `up`. Files of theirs are copied to `folder`."""
 
-    def __init__(self, compose: list[str], folder: Path, *more_files: Path) -> None:
+    def __init__(self, compose: list[str], folder: Path) -> None:
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         override = folder / "override.json"
         changed = {"environment": SETTINGS, "healthcheck": {"interval": HEALTH_INTERVAL}}
         override.write_text(json.dumps({"services": dict.fromkeys(NAMES, changed)}))
-        files = [ROOT / "docker-compose.yml", *more_files, override]
+        files = [ROOT / "docker-compose.yml", override]
         named = [word for file in files for word in ("--file", str(file))]
         self.command = [*compose, *named, "--project-name", "diloco-test"]
 
@@ -168,7 +164,7 @@ def check_walls(run: Run) -> None:
 
 
 def check_commands(run: Run) -> None:
-    """Those of docs/compose.md that only look, a cut of one link, and a fault that the run has not asked for."""
+    """Those of docs/compose.md that only look, and a cut of one link."""
     ports = [str(port) for port in PORTS.values()]
 
     def shows_all() -> bool:
@@ -182,73 +178,30 @@ def check_commands(run: Run) -> None:
     run.do(*link, "cut", "us-east")
     require("blackhole 10.211.77.11" in run.do("exec", "-T", "us-west", "ip", "route"), "one link is cut")
     run.do(*link, "heal")
-    words = (*PROGRAM, "chaos", "disk", "us-west", "--compose")
-    refused = subprocess.run(words, check=False, capture_output=True, text=True, cwd=ROOT)
-    said = refused.stderr
-    require(refused.returncode == 2 and "looks for no faults" in said, f"no disk fails without chaos.yml: {said}")
 
 
-class HeldFault:
-    """A `diloco-node chaos` that would last ten minutes: ended by SIGTERM, it ends its fault."""
-
-    def __init__(self, kind: str, is_on: Callable[[], bool]) -> None:
-        self.kind, self.is_on = kind, is_on
-
-    def begin(self) -> None:
-        words = (*PROGRAM, "chaos", self.kind, "us-west", "--compose", "--for", "10min")
-        self.process = subprocess.Popen(words, cwd=ROOT)
-        await_that(f"chaos {self.kind}", lambda: self.process.poll() is not None or self.is_on(), PATIENCE_S)
-
-    def end(self) -> None:
-        require(self.is_on(), f"chaos {self.kind} lasts until it is ended")
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(PATIENCE_S)
-        require(code == INTERRUPTED and not self.is_on(), f"chaos {self.kind} ends its fault: exit code {code}")
+KILL = "import os, sys; os.kill(int(sys.argv[1]), 9)"
 
 
-def strike(kind: str, target: str, *more: str) -> dict[str, Any]:
-    """One that ends by itself; what it says."""
-    said: dict[str, Any] = json.loads(sh(*PROGRAM, "chaos", kind, target, "--compose", *more, "--json", cwd=ROOT))
-    require((said["do"], said["target"], said["missed"]) == (kind, target, False), f"chaos {kind} {target}: {said}")
-    return said
-
-
-STRIKES = (
-    ("disk", "us-east"),
-    ("kill", "us-south.daemon"),
-    ("kill", "us-south.learner"),
-    ("slow", "us-east.learner"),
-    ("kill", "us-west"),
-    ("stop", "us-central"),
-)
-
-
-def check_strikes(run: Run) -> list[str]:
-    """Faults of `diloco-node chaos` in all regions, all but the first at once; all come back."""
-    before = {name: run.pids(name) for name in NAMES}
+def check_deaths(run: Run) -> None:
+    """Kill two processes inside a container and two whole containers; all of them come back."""
+    before = run.pids("us-south")
     again = ("us-west", "us-central")
-    started = [run.inspect(name, "{{.State.StartedAt}}") for name in again]
-    lasting = {"disk": ("--for", "3s"), "slow": ("--for", "1s")}
-    # Alone: while the others are away nothing is merged, and perhaps nothing written.
-    struck = [strike(*STRIKES[0], *lasting["disk"])]
-    with ThreadPoolExecutor(len(STRIKES)) as pool:
-        struck += pool.map(lambda one: strike(*one, *lasting.get(one[0], ())), STRIKES[1:])
-    gone, kept = before["us-south"], before["us-east"]
-    expected = [kept["daemon"], gone["daemon"], gone["learner"], kept["learner"], 1, 1]
-    found = [one["pids"] for one in struck]
-    require(found == [[one] for one in expected], f"{found} are struck, of {before}")
-    since = [run.inspect(name, "{{.State.StartedAt}}") for name in again]
-    require(all(map(str.__ne__, since, started)), "containers that are killed or stopped are started again")
-    log = run.do("exec", "-T", "us-east", "cat", "/state/us-east/logs/daemon.log")
-    require("the disk reports an error" in log, f"the daemon's disk fails: {log[-2000:]}")
+    starts = [run.inspect(name, "{{.State.StartedAt}}") for name in again]
+    for part in ("daemon", "learner"):
+        run.do("exec", "-T", "--user", "diloco", "us-south", "python", "-c", KILL, str(before[part]))
+    for verb, name in zip(("kill", "stop"), again, strict=True):
+        run.do(verb, name)
+        run.do("start", name)
+    restarts = [run.inspect(name, "{{.State.StartedAt}}") for name in again]
+    require(all(map(str.__ne__, restarts, starts)), "containers that are killed or stopped are started again")
 
     def are_back() -> bool:
         now = run.pids("us-south")
-        return all(now.get(part, 0) not in (0, gone[part]) for part in ("daemon", "learner"))
+        return all(now.get(part, 0) not in (0, before[part]) for part in ("daemon", "learner"))
 
     await_that("what was killed is started again", are_back, PATIENCE_S)
     await_that("all hold the same", run.is_level, PATIENCE_S)
-    return [f"{kind} {target}" for kind, target in STRIKES]
 
 
 def outage(
@@ -291,12 +244,12 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
     if tuple(kinds) == OUTAGES[0]:
         check_walls(run)
         check_commands(run)
-        struck: list[str] = []
     else:
-        struck = check_strikes(run)
+        check_deaths(run)
     ways = ways_to_cut(run)
     outages = [outage(run, kind, *ways[kind], trains=kind in TRAINS_ON) for kind in kinds]
-    shaped = 1 + ("disconnect" in kinds) + ("kill" in kinds) + ("kill us-west" in struck)
+    # A container that was killed is shaped as it starts again: by an outage, and by `check_deaths`.
+    shaped = 1 + ("disconnect" in kinds) + 2 * ("kill" in kinds)
     require(run.do("logs", "us-west").count("us-west on eth") == shaped, "the link is shaped anew when it is new")
     await_that(
         "all are healthy",
@@ -319,7 +272,6 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
     return {
         "seconds_to_four_rounds": round(seconds, 1),
         "outages": outages,
-        "struck": struck,
         "rounds_committed": report["rounds_committed"],
         "equal_digests": report["equal_digests"],
         "tokens": report["tokens"],
@@ -329,26 +281,18 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def ways_to_cut(run: Run) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """What begins and ends an outage of us-west: commands of docs/compose.md, and faults of `chaos`."""
-
+    """What begins and ends an outage of us-west: the commands of docs/compose.md."""
     network = ("docker", "network")
-    partition = HeldFault("partition", lambda: not has_link(run))
-    pause = HeldFault("pause", lambda: run.inspect("us-west", "{{.State.Status}}") == "paused")
+    link = ("exec", "-T", "us-west", "python", "-m", "diloco_node.lab.wan.container")
     return {
-        "partition": (partition.begin, partition.end),
+        "partition": (lambda: run.do(*link, "cut"), lambda: run.do(*link, "heal")),
         "disconnect": (
             lambda: sh(*network, "disconnect", "diloco-wan", "diloco-us-west"),
             lambda: sh(*network, "connect", "--ip", ADDRESS, "diloco-wan", "diloco-us-west"),
         ),
-        "pause": (pause.begin, pause.end),
+        "pause": (lambda: run.do("pause", "us-west"), lambda: run.do("unpause", "us-west")),
         "kill": (lambda: run.do("kill", "us-west"), lambda: run.do("start", "us-west")),
     }
-
-
-def has_link(run: Run) -> bool:
-    """Whether the device of us-west that is on the WAN is up."""
-    shown = run.do("exec", "-T", "us-west", "ip", "-oneline", "-4", "address", "show", "up")
-    return ADDRESS in shown
 
 
 def inside(folder: Path, base: Path, wheels: Path) -> dict[str, Any]:
@@ -360,8 +304,7 @@ def inside(folder: Path, base: Path, wheels: Path) -> dict[str, Any]:
         found["image_seconds"] = round(time.monotonic() - begun_s)
         # The first one takes all outages, the other one: both read and drive the same file.
         for compose, kinds in zip(sorted(compose_commands(), reverse=True), OUTAGES, strict=False):
-            more = () if kinds == OUTAGES[0] else (ROOT / "docker" / "chaos.yml",)
-            found["runs"][compose] = up_and_down(Run(compose_commands()[compose], folder / "run", *more), kinds)
+            found["runs"][compose] = up_and_down(Run(compose_commands()[compose], folder / "run"), kinds)
             say(f"with Compose {compose}: all held")
     return found
 

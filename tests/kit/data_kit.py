@@ -24,8 +24,8 @@ def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
 
 
 def write_parquet(path: Path, texts: Sequence[str | None], field: str = "text") -> Path:
-    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `data`")
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `hf`")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `hf`")
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pyarrow.table({"id": list(range(len(texts))), field: pyarrow.array(texts, pyarrow.string())})
     parquet.write_table(table, path, row_group_size=40)
@@ -33,20 +33,20 @@ def write_parquet(path: Path, texts: Sequence[str | None], field: str = "text") 
 
 
 def datasets_library() -> Any:
-    return pytest.importorskip("datasets", reason="needs the extra `data`")
+    return pytest.importorskip("datasets", reason="needs the extra `hf`")
 
 
 def write_tokenizer(folder: Path, words: int = 300, *, end: str = END) -> Path:
     """A tokenizer of whole words: w0 to w49, n0 to n<words>, one for unknown ones, and one that ends documents."""
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `data`")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `hf`")
     names = ["[UNK]", end, *(f"w{n}" for n in range(50)), *(f"n{n}" for n in range(words))]
     model = tokenizers.models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
-    found = tokenizers.Tokenizer(model)
-    found.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    found.add_special_tokens([end])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([end])
     # What a fine-tuned model keeps in its file.
-    found.enable_truncation(max_length=4)
-    found.enable_padding(length=20)
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.enable_padding(length=20)
     folder.mkdir(parents=True, exist_ok=True)
-    found.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"

@@ -26,7 +26,7 @@ OWN, PEER = "here", "there"
 
 
 def free_port() -> int:
-    """One that nobody had a moment ago."""
+    """A port that nobody had a moment ago."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -58,9 +58,9 @@ class Ward:
 
     def certify(self, *, days_ago: float = 0, run: str = RUN, folder: Path | None = None) -> Path:
         """Make certificates as of some days ago."""
-        made = self.certs if folder is None else folder
-        init_run(made, run, [OWN, PEER], now=dt.datetime.now(dt.UTC) - dt.timedelta(days=days_ago))
-        return made
+        certs = self.certs if folder is None else folder
+        init_run(certs, run, [OWN, PEER], now=dt.datetime.now(dt.UTC) - dt.timedelta(days=days_ago))
+        return certs
 
     def arguments(self) -> list[str]:
         return ["doctor", "--config", str(self.config), "--region", OWN, "--json"]
@@ -79,9 +79,9 @@ class Ward:
     def examine_apart(self, *before: str) -> Sheet:
         """The same in a process of its own, which these words begin."""
         command = [*before, sys.executable, "-m", "diloco_node.main", *self.arguments()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.stdout, (done.returncode, done.stderr)
-        return Sheet(done.returncode, done.stdout)
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert process.stdout, (process.returncode, process.stderr)
+        return Sheet(process.returncode, process.stdout)
 
     @contextlib.asynccontextmanager
     async def peer(
@@ -114,7 +114,7 @@ class Ward:
 
 
 class Sheet:
-    """What the doctor said."""
+    """The findings of a doctor."""
 
     def __init__(self, exit_code: int, out: str) -> None:
         self.exit_code = exit_code
@@ -122,12 +122,12 @@ class Sheet:
         self.checks: list[dict[str, str]] = self.document["checks"]
 
     def of(self, check: str) -> Iterator[dict[str, str]]:
-        return (one for one in self.checks if one["check"] == check)
+        return (entry for entry in self.checks if entry["check"] == check)
 
     def one(self, check: str) -> dict[str, str]:
         """The worst of a check."""
         order = ["failed", "warning", "unknown", "ok"]
-        return min(self.of(check), key=lambda one: order.index(one["mark"]))
+        return min(self.of(check), key=lambda entry: order.index(entry["mark"]))
 
     def failed(self) -> set[str]:
-        return {one["check"] for one in self.checks if one["mark"] == "failed"}
+        return {entry["check"] for entry in self.checks if entry["mark"] == "failed"}

@@ -22,17 +22,17 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Entry, LedgerBase, RoundBody, Stripe
-from diloco_node.daemon.disk_effects import DiskEffects
-from diloco_node.daemon.drafts import Drafts
-from diloco_node.daemon.effects import Effects
-from diloco_node.daemon.fetch import Fetcher
+from diloco_node.daemon.effects.disk_effects import DiskEffects
+from diloco_node.daemon.effects.drafts import Drafts
+from diloco_node.daemon.effects.effects import Effects
+from diloco_node.daemon.effects.fetch import Fetcher
+from diloco_node.daemon.effects.initial import InitialStates
+from diloco_node.daemon.effects.open_stripes import StripeTable
+from diloco_node.daemon.effects.sending import Sending
+from diloco_node.daemon.effects.stripe_effects import StripeEffects
+from diloco_node.daemon.effects.version_effects import VersionEffects
 from diloco_node.daemon.final_model import write_final
-from diloco_node.daemon.initial import InitialStates
-from diloco_node.daemon.open_stripes import StripeTable
 from diloco_node.daemon.parameters import Parameters
-from diloco_node.daemon.sending import Sending
-from diloco_node.daemon.stripe_effects import StripeEffects
-from diloco_node.daemon.version_effects import VersionEffects
 from diloco_node.errors import LedgerLost, StorageError
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import save_trained

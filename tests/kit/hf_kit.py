@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.kit.data_kit import END, write_tokenizer
+
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -39,3 +45,12 @@ DEEPSEEK = {
     "eos_token_id": None,
 }
 """Its experts are one parameter, and a file of each their own; the router's bias is a buffer that is saved."""
+
+
+def write_hf_folder(folder: Path, words: int = 300, **changes: Any) -> Path:
+    """A small Llama without weights and its tokenizer, as `from_pretrained` reads them."""
+    write_tokenizer(folder, words)
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": words + 60} | changes))
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return folder

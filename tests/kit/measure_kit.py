@@ -13,7 +13,7 @@ import pytest
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import BulkHeader, MergedStripe, Message
 from diloco_node.core.types import Ballot
-from diloco_node.measure import echoes, plain, probes, requester, responder
+from diloco_node.measure import echoes, probes, requester
 from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import KINDS, Measuring
 from diloco_node.measure.probes import FlowTimes
@@ -165,10 +165,6 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (requester, "ANSWER_S"),
         (requester, "START_S"),
         (requester, "LATE_S"),
-        (responder, "LINGER_S"),
-        (plain, "JOIN_S"),
-        (plain, "DIAL_S"),
-        (plain, "GREET_S"),
         (probes, "START_S"),
         (probes, "LATE_S"),
     ):
@@ -183,7 +179,6 @@ def wish(number: int, **changes: Any) -> msg.MeasurementRequested:
         "warm_up_ns": 0,
         "span_ns": 1000,
         "bytes_max": 1000,
-        "plain_connections": 0,
     }
     return msg.MeasurementRequested(number, **{**given, **changes})
 

@@ -25,7 +25,8 @@ from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, positio
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.types import Contribution, FragmentPosition, RunSettings
 from diloco_node.daemon.admin.status_document import NoteBook
-from diloco_node.daemon.node import Node, NodeRuntime
+from diloco_node.daemon.node import Node
+from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.parameters import fragment_offsets
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import Threads
@@ -394,7 +395,7 @@ class FakeLearner:
         return self._versions[self._offsets[fragment] : self._offsets[fragment + 1]]
 
     def _say(self, message: Any) -> None:
-        self.region.node.on_learner_message(message)
+        self.region.node.reception.on_message(message)
 
 
 def _now_ns() -> int:

@@ -133,7 +133,9 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
         "applied_index": at,
         "last_index": at + 1,
         "reason": f"fragment {at % FRAGMENTS}: waits for contributions of {LOST}" if has_lost else "no fragment is due",
-        "versions": [version - (one >= at % FRAGMENTS) - 2 * (has_lost and region == LOST) for one in range(FRAGMENTS)],
+        "versions": [
+            version - (number >= at % FRAGMENTS) - 2 * (has_lost and region == LOST) for number in range(FRAGMENTS)
+        ],
         "rounds_committed": at,
         "tokens_merged": at * 1_400,
         "participation": 0.97,
@@ -154,8 +156,14 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
         "tokens": at * 512,
         "token_account": {"trained": at * 512, "carried": 1_024, "run_merged": at * 1_400, "run_discarded": 512},
         "notes": [
-            note(one, "waits" if one % 9 else "digest", f"note {one}", is_alarm=one % 9 == 0, fragment=one % FRAGMENTS)
-            for one in range(max(0, at - 64), at)
+            note(
+                number,
+                "waits" if number % 9 else "digest",
+                f"note {number}",
+                is_alarm=number % 9 == 0,
+                fragment=number % FRAGMENTS,
+            )
+            for number in range(max(0, at - 64), at)
         ],
         "clock": {"unix": UNIX + at, "monotonic_ns": at * 10**9},
         "manifest_digest": "8a5a7d8703b2",
@@ -169,7 +177,7 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
             "tokens_total": None,
             "eta_seconds": 3_700.0,
         },
-        "round_log": [round_row(one, has_lost=has_lost) for one in range(max(0, at - 128), at)],
+        "round_log": [round_row(number, has_lost=has_lost) for number in range(max(0, at - 128), at)],
     }
 
 
@@ -190,7 +198,7 @@ SETTINGS = [
 
 
 def snapshot(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[str, Any]:
-    """What a region's `/api/v1/snapshot` answers."""
+    """The answer of a region's `/api/v1/snapshot`."""
     document = status(at, region, has_lost=has_lost)
     return {"status": document, "history": history(at, region), "settings": SETTINGS}
 
@@ -251,12 +259,12 @@ async def shown(run: ShownRun, folder: Path, *, port: int = 0) -> AsyncIterator[
 @contextlib.asynccontextmanager
 async def crowded(port: int, count: int) -> AsyncIterator[None]:
     """As many connections as a port has room for; each one beyond that is closed, however many come."""
-    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
     for _ in range(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 120) == b""
         writer.close()
     yield
-    for _, writer in held:
+    for _, writer in connections:
         writer.close()

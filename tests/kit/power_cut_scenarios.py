@@ -23,19 +23,9 @@ from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, recover_manifest, save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import LedgerGone, StorageError
-from diloco_node.learner.builtin.documents import text_sources
-from diloco_node.learner.builtin.encoding import TextEncoding
-from diloco_node.learner.builtin.token_store import tokens_on_disk
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
-from diloco_node.storage.model_files import (
-    CONFIG_NAME,
-    WEIGHTS_NAME,
-    StoredTensor,
-    read_json,
-    read_tensors,
-    write_model_folder,
-)
+from diloco_node.storage.new_folder import new_folder
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import (
     AREA_BYTES,
@@ -502,58 +492,35 @@ class FinalScenario:
             assert (folder / MANIFEST_NAME).exists()
 
 
-class ModelFolderScenario:
+class NewFolderScenario:
     """An exported model, and another one in its place. The note: the value of the last one that was promised."""
 
-    FILES = ("config.json", "model.safetensors", "tokenizer.json")
-
     def run(self, root: Path, disk: RecordedDisk) -> None:
-        (root / "tokenizer.json").write_bytes(b"t" * 5000)
-        disk.settle()
         disk.note = 0
         for value in (1, 2):
             self._write(root, value)
             disk.note = value
 
     def restart(self, root: Path, disk: RecordedDisk) -> None:
-        if (root / "tokenizer.json").exists():
+        if (root / "out").exists():
             disk.note = 0  # it may have been killed between the two renames
             self._write(root, 3)
             disk.note = 3
 
     def _write(self, root: Path, value: int) -> None:
-        tensors = {"w": StoredTensor.of(np.full(VALUES, value, np.float32))}
-        documents = {CONFIG_NAME: {"value": value, "padding": "p" * 5000}}
-        write_model_folder(root / "out", tensors, documents, [root / "tokenizer.json"], is_forced=True)
+        with new_folder(root / "out", is_forced=True) as fresh:
+            for name in ("config.json", "model.safetensors"):
+                (fresh / name).write_bytes(bytes([value]) * 5000)
 
     def check(self, root: Path, note: int) -> None:
         """There may be no folder while the second one takes its name, and never half of one."""
         if not (root / "out").exists():
             assert note in (0, 1)
             return
-        assert sorted(path.name for path in (root / "out").iterdir()) == sorted(self.FILES)
-        value = read_json(root / "out" / CONFIG_NAME)["value"]
+        contents = {path.name: path.read_bytes() for path in (root / "out").iterdir()}
+        value = contents["config.json"][0]
         assert value >= note
-        weights = read_tensors(root / "out" / WEIGHTS_NAME)["w"]
-        assert weights.data.tobytes() == np.full(VALUES, value, np.float32).tobytes()
-        assert (root / "out" / "tokenizer.json").read_bytes() == b"t" * 5000
-
-
-class TokenStoreScenario:
-    """The tokens of a corpus, here this file. Nothing is promised but that what is found is right."""
-
-    def run(self, root: Path, disk: RecordedDisk) -> None:
-        disk.note = 0
-        self._open(root)
-
-    def restart(self, root: Path, disk: RecordedDisk) -> None:
-        self._open(root)
-
-    def check(self, root: Path, note: int) -> None:
-        assert self._open(root).tobytes() == Path(__file__).read_bytes()
-
-    def _open(self, root: Path) -> np.ndarray:
-        return tokens_on_disk(text_sources([Path(__file__)]), TextEncoding(), "text", cache=root / "cache").tokens
+        assert contents == dict.fromkeys(("config.json", "model.safetensors"), bytes([value]) * 5000)
 
 
 SCENARIOS: Final[dict[str, Callable[[], Scenario]]] = {
@@ -565,6 +532,5 @@ SCENARIOS: Final[dict[str, Callable[[], Scenario]]] = {
     "damaged counts": DamagedCountsScenario,
     "checkpoint": CheckpointScenario,
     "final": FinalScenario,
-    "model folder": ModelFolderScenario,
-    "token store": TokenStoreScenario,
+    "new folder": NewFolderScenario,
 }

@@ -1,4 +1,4 @@
-"""A machine of its own for a test, in namespaces: systemd as service manager of a user, and an ssh server on loopback.
+"""A machine of its own for a test, in namespaces: systemd as service manager of a user.
 
 Run as `python -m tests.kit.service_host FOLDER COMMAND...` inside `unshare` (`command_in` says how). /run, the user's
 home, processes and the network are the machine's own; programs and libraries are those of this one.
@@ -21,9 +21,7 @@ from typing import Final
 
 from tests.kit.repository import module_command
 
-SSHD: Final = "/usr/sbin/sshd"
 SYSTEMD: Final = "/lib/systemd/systemd"
-PORT: Final = 2222
 PATIENCE_S: Final = 120.0
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
@@ -32,7 +30,7 @@ def missing() -> str:
     """Why this machine can't have one; empty if it can."""
     if os.geteuid():
         return "needs root for its namespaces"
-    programs = [name for name in (SSHD, SYSTEMD, "unshare", "ssh", "ssh-keygen") if shutil.which(name) is None]
+    programs = [name for name in (SYSTEMD, "unshare") if shutil.which(name) is None]
     return f"not installed: {', '.join(programs)} (.ci/system installs them)" if programs else ""
 
 
@@ -52,7 +50,6 @@ def main(arguments: list[str]) -> int:
     with (folder / "machine.log").open("wb") as log:
         manager = {**env, "SYSTEMD_LOG_TARGET": "console"}
         subprocess.Popen([SYSTEMD, "--user", "--unit=basic.target"], env=manager, stdout=log, stderr=log)
-        subprocess.Popen([SSHD, "-D", "-e", "-f", str(folder / "sshd_config")], env=env, stdout=log, stderr=log)
         deadline_s = time.monotonic() + PATIENCE_S
         while not (runtime / "systemd" / "private").exists():
             if time.monotonic() > deadline_s:
@@ -63,33 +60,17 @@ def main(arguments: list[str]) -> int:
 
 
 def set_up(folder: Path) -> None:
-    """Mounts, loopback, keys, and the settings of ssh and sshd."""
-    home = folder / "home"
-    (home / ".ssh").mkdir(parents=True, mode=0o700)
+    """Set up mounts and loopback."""
+    (folder / "home").mkdir(mode=0o700)
     run("mount", "-t", "proc", "proc", "/proc")
     run("mount", "-t", "tmpfs", "tmpfs", "/run")
-    for name in ("systemd/system", "sshd", "user/0"):
+    for name in ("systemd/system", "user/0"):
         Path("/run", name).mkdir(parents=True, mode=0o700)
     make_inaccessible(Path("/run/systemd/inaccessible"))
     (folder / "console").touch()
     with contextlib.suppress(subprocess.CalledProcessError):  # where systemd says why it does not start
         run("mount", "--bind", str(folder / "console"), "/dev/console")
     run("ip", "link", "set", "lo", "up")
-    # sshd goes by the home that is written there.
-    (folder / "passwd").write_text(Path("/etc/passwd").read_text().replace(":/root:", f":{home}:"))
-    run("mount", "--bind", str(folder / "passwd"), "/etc/passwd")
-    for key in ("host", "user"):
-        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
-    shutil.copy(folder / "user.pub", home / ".ssh" / "authorized_keys")
-    (home / ".profile").write_text(f"export PATH={os.environ['PATH']} PYTHONPATH={os.environ.get('PYTHONPATH', '')}\n")
-    (folder / "sshd_config").write_text(
-        f"ListenAddress 127.0.0.1:{PORT}\nHostKey {folder / 'host'}\nPidFile none\nStrictModes no\nUsePAM no\n"
-        "PermitRootLogin prohibit-password\nPasswordAuthentication no\nSubsystem sftp internal-sftp\n"
-    )
-    (folder / "ssh_config").write_text(
-        f"IdentityFile {folder / 'user'}\nIdentitiesOnly yes\nStrictHostKeyChecking no\n"
-        f"UserKnownHostsFile {folder / 'known'}\nLogLevel ERROR\n"
-    )
 
 
 def make_inaccessible(folder: Path) -> None:

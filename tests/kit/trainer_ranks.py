@@ -17,20 +17,24 @@ from diloco_node.lab.demo.region_processes import free_ports
 
 def outcomes(ranks: int, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train with each of the settings; of each the `trainer.Outcome` on rank 0, and under "said" its evaluations."""
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": str(ranks)}
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "WORLD_SIZE": str(ranks),
+    }
     command = [sys.executable, "-m", "tests.kit.trainer_ranks", json.dumps(settings)]
     processes = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(ranks)
     ]
     try:
         # Rank 0 first: the others wait for it in their next step.
-        said = [process.communicate()[0] for process in processes]
+        outputs = [process.communicate()[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * ranks
-    return [json.loads(line) for line in said[0].splitlines()]
+    return [json.loads(line) for line in outputs[0].splitlines()]
 
 
 def serve() -> None:
@@ -41,11 +45,11 @@ def serve() -> None:
     from diloco_node.learner.builtin.trainer import Trainer, settings_from
 
     warnings.filterwarnings("ignore", "DILOCO_SOCKET is not set")
-    for one in json.loads(sys.argv[1]):
-        said: list[str] = []
-        outcome = Trainer(settings_from(one), say=said.append).run(diloco_node.attach)
+    for model in json.loads(sys.argv[1]):
+        lines: list[str] = []
+        outcome = Trainer(settings_from({"model": model}), say=lines.append).run(diloco_node.attach)
         if os.environ["RANK"] == "0":
-            sys.stdout.write(json.dumps(asdict(outcome) | {"said": said}) + "\n")
+            sys.stdout.write(json.dumps(asdict(outcome) | {"said": lines}) + "\n")
             sys.stdout.flush()
 
 

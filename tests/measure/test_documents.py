@@ -21,7 +21,7 @@ from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
 from diloco_node.wire.measure_messages import LinkMeasured, MeasurementReceived, MeasurementSent
 
-CASE = FlowCase("eu", "us", "transport", "int4", 4)
+CASE = FlowCase("eu", "us", "int4", 4)
 
 
 def test_a_flow_is_reported_in_bytes_and_processor_seconds_per_gigabyte() -> None:
@@ -35,7 +35,6 @@ def test_a_flow_is_reported_in_bytes_and_processor_seconds_per_gigabyte() -> Non
     assert found == {
         "from": "eu",
         "to": "us",
-        "path": "transport",
         "body": "int4",
         "connections": 4,
         "bytes_per_second": 250_000_000,
@@ -49,31 +48,27 @@ def test_a_flow_is_reported_in_bytes_and_processor_seconds_per_gigabyte() -> Non
         "wire_bytes": 700_000_000,
         "wire_bytes_per_second": 350_000_000,
     }
-    plain = flow_document(replace(CASE, path="plain"), replace(measured, sent=replace(measured.sent, sent_bytes=-1)))
-    unknown = ("sent_bytes", "retransmitted_bytes", "wire_bytes", "wire_bytes_per_second")
-    assert plain == {**found, "path": "plain", **dict.fromkeys(unknown)}
+    unknown = flow_document(CASE, replace(measured, sent=replace(measured.sent, sent_bytes=-1)))
+    assert unknown == {**found, "sent_bytes": None, "retransmitted_bytes": None}
 
 
 def test_a_flow_that_failed_has_its_reason_in_the_place_of_numbers() -> None:
     assert failure_document(CASE, LinkLost("us is gone")) == {
         "from": "eu",
         "to": "us",
-        "path": "transport",
         "body": "int4",
         "connections": 4,
         "error": "us is gone",
     }
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "title"), [("transport", "int4", "TLS, int4+zstd"), ("plain", "random", "plain TCP")]
-)
-def test_a_case_has_a_title(path: str, body: str, title: str) -> None:
-    assert FlowCase("eu", "us", path, body, 1).title == title
+@pytest.mark.parametrize(("body", "title"), [("int4", "TLS, int4+zstd"), ("random", "TLS, random")])
+def test_a_case_has_a_title(body: str, title: str) -> None:
+    assert FlowCase("eu", "us", body, 1).title == title
 
 
 def test_round_trips_are_reported_in_seconds() -> None:
-    measured = LatencyMeasured(summarise_rtts([40_000_000, 44_000_000, 42_000_000], unanswered=2), 0.25, None)
+    measured = LatencyMeasured(summarise_rtts([40_000_000, 44_000_000, 42_000_000], lost_count=2), 0.25, None)
     document = latency_document("out", measured)
     assert (document["load"], document["answered"], document["unanswered"]) == ("out", 3, 2)
     assert [document[f"{name}_seconds"] for name in ("min", "p50", "p99", "max")] == [0.04, 0.042, 0.044, 0.044]
@@ -86,17 +81,15 @@ def test_round_trips_are_reported_in_seconds() -> None:
     ("sent", "again", "share"), [(1000, 10, 0.01), (0, 0, None), (-1, -1, None)], ids=["known", "nothing", "unknown"]
 )
 def test_a_pair_is_what_plan_reads(sent: int, again: int, share: float | None) -> None:
-    document = pair_document(("eu", "us"), LinkMeasured(1, 4, 5, 6, 38, 2, 100, 90, 110, sent, again, 0, ""))
+    document = pair_document(("eu", "us"), LinkMeasured(1, 4, 5, 6, 38, 2, 100, 90, 110, sent, again))
     assert (document["from"], document["to"], document["rtt_seconds"]) == ("eu", "us", 4e-9)
     assert (document["bytes_per_second"], document["probes"], document["unanswered"]) == (100, 40, 2)
     assert document["retransmitted_share"] == share
-    assert document["plain_bytes_per_second"] is None, "not measured"
 
 
 # ---- series ----------------------------------------------------------------------------------------------------------
 
-KINDS = (("transport", "random"), ("transport", "int4"), ("plain", "random"))
-CASES = [FlowCase("eu", "us", *kind, count) for count in (1, 4) for kind in KINDS]
+CASES = [FlowCase("eu", "us", body, count) for count in (1, 4) for body in ("random", "int4")]
 
 
 async def series(wrong: dict[int, DilocoError]) -> tuple[dict[str, Any], list[int]]:
@@ -118,36 +111,33 @@ def measured(found: dict[str, Any]) -> list[int]:
 
 async def test_all_of_it() -> None:
     found, tried = await series({})
-    assert measured(found) == tried == [0, 1, 2, 3, 4, 5]
-    assert (found["failures"], found["plain_error"]) == ([], None)
+    assert measured(found) == tried == [0, 1, 2, 3]
+    assert found["failures"] == []
 
 
 async def test_one_that_fails_leaves_the_others() -> None:
-    found, tried = await series({3: LinkLost("us: the stream ended")})
-    assert tried == [0, 1, 2, 3, 4, 5]
-    assert measured(found) == [0, 1, 2, 4, 5]
+    found, tried = await series({2: LinkLost("us: the stream ended")})
+    assert tried == [0, 1, 2, 3]
+    assert measured(found) == [0, 1, 3]
     assert found["failures"] == [
         {
             "from": "eu",
             "to": "us",
-            "path": "transport",
             "body": "random",
             "connections": 4,
             "error": "us: the stream ended",
         }
     ]
-    assert found["plain_error"] is None
 
 
 async def test_nothing_is_tried_with_a_peer_that_can_not_be_reached_any_more() -> None:
-    found, tried = await series({1: LinkLost("us: it ended"), 3: PeersUnreachable("us is gone")})
-    assert tried == [0, 1, 2, 3]
-    assert measured(found) == [0, 2]
-    assert [(row["path"], row["body"], row["error"]) for row in found["failures"]] == [
-        ("transport", "int4", "us: it ended"),
-        ("transport", "random", "us is gone"),
-        ("transport", "int4", "us is gone"),
-        ("plain", "random", "us is gone"),
+    found, tried = await series({1: LinkLost("us: it ended"), 2: PeersUnreachable("us is gone")})
+    assert tried == [0, 1, 2]
+    assert measured(found) == [0]
+    assert [(row["body"], row["connections"], row["error"]) for row in found["failures"]] == [
+        ("int4", 1, "us: it ended"),
+        ("random", 4, "us is gone"),
+        ("int4", 4, "us is gone"),
     ]
 
 
@@ -156,28 +146,16 @@ async def test_a_first_one_that_fails_is_an_error() -> None:
         await series({0: LinkLost("us: it ended")})
 
 
-async def test_without_plain_tcp_the_rest_is_whole() -> None:
-    found, tried = await series({2: PeersUnreachable("port 7402 is shut")})
-    assert tried == [0, 1, 2, 3, 4]  # plain TCP once
-    assert measured(found) == [0, 1, 3, 4]
-    assert (found["failures"], found["plain_error"]) == ([], "no plain TCP beside it: port 7402 is shut")
-
-
 async def test_what_there_is_so_far_is_kept_after_each_test() -> None:
     kept: list[dict[str, Any]] = []
 
     async def test(case: FlowCase) -> dict[str, Any]:
-        if case.path == "plain":
+        if case == CASES[1]:
             raise LinkLost("shut")
         return {"case": case, "bytes_per_second": 1}
 
-    found = await run_series(CASES[:4], test, lambda _: None, kept.append)
-    assert [(len(one["tests"]), bool(one["plain_error"])) for one in kept] == [
-        (1, False),
-        (2, False),
-        (2, True),
-        (3, True),
-    ]
+    found = await run_series(CASES[:3], test, lambda _: None, kept.append)
+    assert [(len(one["tests"]), len(one["failures"])) for one in kept] == [(1, 0), (1, 1), (2, 1)]
     assert kept[-1] == found
 
 
@@ -187,7 +165,7 @@ async def test_progress_says_what_is_on_and_what_the_last_one_was() -> None:
     async def test(case: FlowCase) -> dict[str, Any]:
         return {"bytes_per_second": 125_000_000}
 
-    await run_series([FlowCase("eu", "us", "transport", "int4", count) for count in (0, 4)], test, progress.append)
+    await run_series([FlowCase("eu", "us", "int4", count) for count in (0, 4)], test, progress.append)
     assert progress == [
         "test 1 of 2: TLS, int4+zstd",
         "test 2 of 2: TLS, int4+zstd, connections: 4; the last one 1000 Mbit/s",

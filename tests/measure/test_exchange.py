@@ -12,7 +12,7 @@ from diloco_node.measure.exchange import ANSWERS_MAX, Exchange, ended
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.wire import measure_messages as msg
 
-READY = msg.MeasurementReady(1, None)
+READY = msg.MeasurementReady(1)
 
 
 async def test_answers_come_in_their_order() -> None:

@@ -14,7 +14,8 @@ from diloco_node.measure.gate import (
     MeasuringGate,
     ProbesExpected,
 )
-from diloco_node.wire.measure_messages import BODY_BYTES_MAX, NS_PER_S
+from diloco_node.numeric import NS_PER_S
+from diloco_node.wire.measure_messages import BODY_BYTES_MAX
 
 S = NS_PER_S
 TEST_BYTES = 4 * 2**30

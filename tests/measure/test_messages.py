@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from diloco_node.core.shapes import Whole, bound_of
 from diloco_node.errors import ProtocolViolation
+from diloco_node.numeric import NS_PER_S
 from diloco_node.wire import measure_messages as g
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_tables import CONTROL, HEADERS, MESSAGES
 
-S = g.NS_PER_S
-ASKED = g.MeasurementRequested(3, True, False, S, 5 * S, 10**9, 0)
-TOKEN = b"t" * g.TOKEN_BYTES
-LINK = g.LinkTestRequested(3, "eu", S, 0, 5 * S, 10**9, False)
+S = NS_PER_S
+ASKED = g.MeasurementRequested(3, True, False, S, 5 * S, 10**9)
+LINK = g.LinkTestRequested(3, "eu", S, 0, 5 * S, 10**9)
 KINDS = typing.get_args(g.MeasureMessage)
 
 
@@ -29,11 +29,9 @@ def numbers(kind: type, name: str) -> st.SearchStrategy[int]:
 
 
 def messages() -> st.SearchStrategy[g.MeasureMessage]:
-    token = st.binary(min_size=g.TOKEN_BYTES, max_size=g.TOKEN_BYTES)
     fields: dict[object, st.SearchStrategy[object]] = {
         bool: st.booleans(),
         str: st.from_regex(r"[a-z0-9-]{1,63}", fullmatch=True),
-        g.PlainPort | None: st.none() | st.builds(g.PlainPort, token, numbers(g.PlainPort, "port")),
     }
     return st.one_of(
         *(
@@ -116,36 +114,9 @@ def test_a_measurement_over_the_limits_is_refused(field: str, value: int) -> Non
             g.check_request(dataclasses.replace(request, **{field: value}), is_daemon=False)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("count", [-1, g.CONNECTIONS_MAX + 1])
-def test_plain_connections_that_cannot_be_are_refused(count: int) -> None:
-    with pytest.raises(ProtocolViolation, match=f"plain_connections {count}; 0 to 8"):
-        g.check_request(dataclasses.replace(ASKED, plain_connections=count), is_daemon=False)
-
-
-@pytest.mark.parametrize(
-    ("where", "text"),
-    [
-        (g.PlainPort(TOKEN[1:], 1), "a token of 31 bytes"),
-        (g.PlainPort(b"", 1), "a token of 0 bytes"),
-        (g.PlainPort(TOKEN, 0), "port 0 for a measurement; 1 to 65535"),
-        (g.PlainPort(TOKEN, 65_536), "port 65536"),
-    ],
-)
-def test_a_port_that_can_not_be_dialed_is_refused(where: g.PlainPort, text: str) -> None:
-    with pytest.raises(ProtocolViolation, match=text):
-        g.check_plain(where)
-    for port in (1, g.PORT_MAX):
-        g.check_plain(g.PlainPort(TOKEN, port))
-
-
-def test_a_link_with_plain_tcp_beside_it_may_take_twice_the_bytes() -> None:
-    assert g.all_bytes_max(LINK) == g.all_bytes_max(ASKED) == 10**9
-    assert g.all_bytes_max(dataclasses.replace(LINK, is_plain_too=True)) == 2 * 10**9
-
-
 def test_a_measurement_at_the_limits_is_taken() -> None:
     most = {"warm_up_ns": g.WARM_UP_NS_MAX, "span_ns": g.SPAN_NS_MAX, "bytes_max": g.BYTES_MAX}
-    flow = dataclasses.replace(ASKED, plain_connections=g.CONNECTIONS_MAX, **most)  # type: ignore[arg-type]
+    flow = dataclasses.replace(ASKED, **most)  # type: ignore[arg-type]
     link = dataclasses.replace(LINK, probes_ns=g.PROBES_NS_MAX, **most)
     least = dataclasses.replace(LINK, warm_up_ns=0, span_ns=1, bytes_max=1, probes_ns=1)
     for asked in (flow, link, least):

@@ -12,8 +12,9 @@ from diloco_node.codec.payload import compress_chunk
 from diloco_node.errors import LinkLost
 from diloco_node.measure import probes
 from diloco_node.measure.probes import BODY_BYTES_MIN, MARK_NS, ProbeReceiver, ProbeSender, make_body, warm_up_ns
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
-from diloco_node.wire.measure_messages import BODY_BYTES_MAX, NS_PER_S, CompressibleProbe, Probe, ProbeHeader
+from diloco_node.wire.measure_messages import BODY_BYTES_MAX, CompressibleProbe, Probe, ProbeHeader
 from tests.kit.measure_kit import DEADLINE_S, wish
 
 BODY = memoryview(bytes(BODY_BYTES_MAX))

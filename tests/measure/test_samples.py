@@ -65,11 +65,11 @@ def test_jitter_of_a_steady_swing_is_the_swing() -> None:
 
 
 def test_round_trips_in_one_line() -> None:
-    found = summarise_rtts([40, 41, 39, 400], unanswered=2)
+    found = summarise_rtts([40, 41, 39, 400], lost_count=2)
     assert (found.answered, found.unanswered) == (4, 2)
     assert (found.min_ns, found.p50_ns, found.p99_ns, found.max_ns) == (39, 40, 400, 400)
     with pytest.raises(ValueError, match="none of 3"):
-        summarise_rtts([], unanswered=3)
+        summarise_rtts([], lost_count=3)
 
 
 def test_goodput_counts_only_after_the_warm_up() -> None:

@@ -17,16 +17,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diloco_node import atomic_file
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.summary import RunSummary, encode_summary
 from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, GenesisBody, LeaderBody, LedgerBase, Recovered
 from diloco_node.errors import LedgerGone, LedgerLost, StorageError
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage import durable, ledger_files
 from diloco_node.storage import store as store_module
 from diloco_node.storage.disk_id import DISK_ID_NAME
 from diloco_node.storage.durable import DamagedFile, replace_file
-from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME
+from diloco_node.storage.ledger_files import LEDGER_END_NAME, VOTE_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import TensorHeader
@@ -878,7 +880,7 @@ def test_a_folder_that_somebody_else_made_above_an_unreadable_one_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "region").mkdir()
-    real = durable.sync_folder
+    real = atomic_file.sync_folder
 
     def refuse(folder: Path) -> None:
         if folder == tmp_path:

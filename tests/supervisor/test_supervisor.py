@@ -14,11 +14,11 @@ import pytest
 
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import request_area
-from diloco_node.storage import ledger_files
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.supervisor import child
 from diloco_node.supervisor import learner_watch as watch
 from diloco_node.supervisor.process_file import read_process, write_process
-from diloco_node.supervisor.supervisor import DISK_CODE, LEDGER_NAME, logfmt, run_supervisor
+from diloco_node.supervisor.supervisor import DISK_CODE, logfmt, run_supervisor
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
 PATIENCE_S = 180.0
@@ -138,7 +138,6 @@ def test_a_disk_that_refuses_at_the_first_start_ends_the_region(tmp_path: Path) 
 
 
 def test_a_disk_that_refuses_at_the_start_of_a_region_that_has_run_is_tried_again(tmp_path: Path) -> None:
-    assert LEDGER_NAME == ledger_files.LEDGER_NAME
     (tmp_path / LEDGER_NAME).touch()
     daemon = NOTE + f"sys.exit({DISK_CODE} if note('daemon') < 3 else 0)"
     assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, WAIT), finish_s=0.0)) == 0

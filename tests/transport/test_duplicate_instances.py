@@ -56,7 +56,7 @@ class Process:
             handler=self,
             executor=self.pool,
             times=times,
-            superseded=self.ended,
+            on_superseded=self.ended,
         )
         await self.transport.start()
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.core.messages import AppendEntries, BallotOpened, Heartbeat, Payload, StateRequested, StripesReceived
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.intake import BURST_S, BYTES_PER_S, KINDS, MESSAGES_PER_S_MIN, Intake, messages_per_s
-from diloco_node.transport.pacing.token_bucket import NS_PER_S
 from diloco_node.wire import envelope as e
 from tests.kit.transport_kit import Mesh, meshed, rogue
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.transport.quarantine import (
-    FIRST_NS,
-    FORGIVEN_AFTER_NS,
-    LONGEST_NS,
-    NS_PER_S,
-    STRIKES,
-    WINDOW_NS,
-    Quarantine,
-)
+from diloco_node.numeric import NS_PER_S
+from diloco_node.transport.quarantine import FIRST_NS, FORGIVEN_AFTER_NS, LONGEST_NS, STRIKES, WINDOW_NS, Quarantine
 
 MINUTE = 60 * NS_PER_S
 

@@ -27,7 +27,6 @@ from diloco_node.core.shapes import REGION_FIELDS, Bound, Items, Octets, Real, T
 from diloco_node.core.types import BLOCK_VALUES, DiscardedBody, EntryBody
 from diloco_node.errors import ProtocolViolation
 from diloco_node.transport.pacing.grants import DEMAND_MAX
-from diloco_node.wire import measure_messages
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX, Hello
 from diloco_node.wire.field_bounds import BOUNDS, RATE_FREE_MAX, rows
 from diloco_node.wire.learner_link import ToDaemon, ToLearner
@@ -145,7 +144,7 @@ def as_it_travels(value: Any) -> Any:
 @pytest.mark.parametrize(("cls", "name"), FIELDS, ids=lambda part: part if isinstance(part, str) else part.__name__)
 def test_a_value_at_the_edge_passes_and_one_just_outside_is_refused_by_name(cls: type, name: str) -> None:
     parts = {tag: body for tag, body in ENTRY_BODIES.items() if body is not cls}
-    schema: Schema[Any] = Schema({1: cls}, bounds=BOUNDS, parts=parts, limits=LIMITS)
+    schema: Schema[Any] = Schema({1: cls}, bounds=BOUNDS, inner=parts, limits=LIMITS)
     bound = bound_of(BOUNDS, cls.__name__, name)
     inside, outside = edges(typing.get_type_hints(cls)[name], bound, name)
     example = an_example(cls)
@@ -191,9 +190,6 @@ def test_the_bounds_are_those_of_the_parts_that_make_the_values() -> None:
     assert BOUNDS["bodies"] == Items(REPORTED_MAX)
     assert DEMAND_MAX == RATE_FREE_MAX
     assert BOUNDS["connection"] == Whole(0, TRANSFER_CONNECTIONS_MAX - 1)
-    assert BOUNDS["token"] == Octets((measure_messages.TOKEN_BYTES,))
-    assert BOUNDS["port"] == Whole(1, measure_messages.PORT_MAX)
-    assert BOUNDS["plain_connections"] == Whole(0, measure_messages.CONNECTIONS_MAX)
 
 
 def test_no_bound_is_for_a_field_that_is_not_there() -> None:

@@ -102,7 +102,7 @@ BOUNDS: dict[str, Bound] = {
 }
 
 SCHEMA: Schema[Everything | Small | Reals | Point] = Schema(
-    {1: Everything, 2: Small, 3: Reals, 4: Point}, bounds=BOUNDS, parts={10: Circle, 11: Label}
+    {1: Everything, 2: Small, 3: Reals, 4: Point}, bounds=BOUNDS, inner={10: Circle, 11: Label}
 )
 
 EXAMPLE = Everything(
@@ -346,7 +346,7 @@ def test_a_schema_refuses_hints_it_can_not_check() -> None:
     with pytest.raises(ValueError, match="twice"):
         Schema({1: Small, 2: Small}, bounds=BOUNDS)
     with pytest.raises(ValueError, match="twice"):
-        Schema({1: Small}, bounds=BOUNDS, parts={1: Label})
+        Schema({1: Small}, bounds=BOUNDS, inner={1: Label})
 
 
 @pytest.mark.parametrize("field", ["number", "text"])

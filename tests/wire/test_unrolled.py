@@ -34,7 +34,7 @@ def built(skip: int = 0) -> tuple[Any, Any]:
         fields,
         skip=skip,
         slow=(lambda _: "slow", lambda _: "slow"),
-        refused=Refused,
+        error=Refused,
         written_out={whole: "type({v}) is int and 0 <= {v} <= 9"},
     )
 

@@ -1,1 +1,1 @@
-"""`diloco-node doctor`: what keeps a region from running well, each with its remedy, before and during a run."""
+"""`diloco-node doctor`: find what keeps a region from running well, before and during a run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -15,7 +14,7 @@ from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco_node.cli.doctor.examine import Patient
-    from diloco_node.cli.doctor.finding import CheckResult
+    from diloco_node.health.finding import Finding
 
 FAILED_CODE: Final = 1
 
@@ -29,27 +28,27 @@ def doctor(
     config: ConfigOption = None,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- COMMAND...]", help="Your training command, as `start` gets it; it is not run."),
+        typer.Argument(metavar="-- COMMAND", help="Your training command, as `start` gets it; it is not run."),
     ] = None,
     assignments: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Find what keeps a region from running well, before and during a run. Exit code 1 if a check failed."""
-    from diloco_node.cli.doctor.finding import finding_document, finding_lines, has_failed
+    """Find what keeps a region from running well. Exit code 1 if a check failed."""
+    from diloco_node.cli.doctor.topics import examination_document, examination_lines, has_failed
 
     findings = list(examination(config, region, assignments or [], command=command or ()))
     if as_json:
-        typer.echo(json.dumps(finding_document(findings), indent=1))
+        typer.echo(json.dumps(examination_document(findings), indent=1))
     else:
-        for line in finding_lines(findings, encoding=sys.stdout.encoding or "ascii"):
+        for line in examination_lines(findings):
             typer.echo(line)
     raise typer.Exit(FAILED_CODE if has_failed(findings) else 0)
 
 
 def examination(
     config: Path | None, region: str | None, assignments: list[str], *, command: Sequence[str]
-) -> Iterator[CheckResult]:
-    """All findings, category by category. What needs run.toml or a certificate is left out when that is wrong."""
+) -> Iterator[Finding]:
+    """Examine category by category. Checks that need run.toml or a certificate are left out when that is wrong."""
     import datetime as dt
 
     from diloco_node.cli.doctor import examine, membership
@@ -73,27 +72,25 @@ def examination(
 
 
 def _patient(config: Path | None, region: str | None, assignments: list[str]) -> Patient:
-    """Raises ConfigError."""
+    """Find the region to examine. Raises ConfigError."""
+    from diloco_node.cli.admin_client import ask_in
     from diloco_node.cli.doctor.examine import Patient
-    from diloco_node.cli.doctor.machine_facts import is_there
     from diloco_node.cli.measure.own_links import own_folder
     from diloco_node.cli.options import load
-    from diloco_node.cli.status import PORT_FILE, ask, find_targets
 
-    resolved = load(config, {}, assignments)
+    settings = load(config, {}, assignments)
     try:
-        name = region if region is not None else own_folder(resolved.run.certs_dir, None).name
+        name = region if region is not None else own_folder(settings.run.certs_dir, None).name
     except OSError as error:
         raise ConfigError(
-            f"{resolved.run.certs_dir} can't be read ({error.strerror}): say who we are with --region NAME"
+            f"{settings.run.certs_dir} can't be read ({error.strerror}): say who we are with --region NAME"
         ) from None
-    if name not in resolved.regions and region is None:
+    if name not in settings.regions and region is None:
         raise ConfigError(
-            f"{resolved.run.certs_dir} has no key of a region: say who we are with --region NAME, one of "
-            f"{', '.join(resolved.regions)}"
+            f"{settings.run.certs_dir} has no key of a region: say who we are with --region NAME, one of "
+            f"{', '.join(settings.regions)}"
         )
-    resolved.check_region(name)
-    folder = resolved.state_dir(name)
-    status = ask(find_targets(str(folder))[0]) if is_there(folder / PORT_FILE) else {"error": "never started"}
+    settings.check_region(name)
+    status = ask_in(settings.state_dir(name))
     is_own = "error" not in status and status.get("region") == name
-    return Patient(resolved, name, status if is_own else None)
+    return Patient(settings, name, status if is_own else None)

@@ -1,4 +1,4 @@
-"""Bring facts and verdicts together: one function for each category, in the order in which they are shown."""
+"""Facts and verdicts together: one function for each category, in the order in which they are shown."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node import __version__
 from diloco_node.cli import start
-from diloco_node.cli.doctor import machine, membership, network
+from diloco_node.cli.doctor import machine, membership, network, topics
 from diloco_node.cli.doctor import machine_facts as probes
-from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
+from diloco_node.health.finding import Finding, read_alert
+from diloco_node.health.reading import Document, number, rows, section
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
 
 
 SECONDS_MAX: Final = 1e6
-"""Of a step or a round trip that is believed: eleven days."""
+"""Longest step or round trip that is believed: eleven days."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """A region to look at.
+    """A region to examine.
 
     Attributes:
         status: of its own daemon, as `status --json` has it; None: none answers.
@@ -50,12 +52,14 @@ class Patient:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Of the peers that can be dialled."""
+        """Addresses of the peers that can be dialled."""
         regions = self.config.regions.items()
-        return {name: one.address for name, one in regions if one.address is not None and name != self.region}
+        return {
+            name: settings.address for name, settings in regions if settings.address is not None and name != self.region
+        }
 
     def storage(self) -> Storage | None:
-        """What `plan` says that it needs; None: the model is not known yet."""
+        """Memory and disk that it needs, as `plan` says; None: the model is not known yet."""
         from diloco_node.cli.plan.inputs import source_of_config
         from diloco_node.planning.plan import Workload, storage
 
@@ -68,8 +72,8 @@ class Patient:
         return storage(Workload(sizes, source.regions, settings, step_time_ns=1))
 
 
-def examine_machine(patient: Patient | None) -> Iterator[CheckResult]:
-    """Versions, kernel, disk, memory, clock and GPU; what depends on run.toml only where there is one."""
+def examine_machine(patient: Patient | None) -> Iterator[Finding]:
+    """Check versions, kernel, disk, memory and clock; what depends on run.toml only where there is one."""
     from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
     info = sys.version_info
@@ -82,7 +86,7 @@ def examine_machine(patient: Patient | None) -> Iterator[CheckResult]:
     yield machine.clock_sync(probes.is_clock_synced())
 
 
-def _kernel() -> Iterator[CheckResult]:
+def _kernel() -> Iterator[Finding]:
     from diloco_node.daemon.process_setup import DESCRIPTORS_LOW
     from diloco_node.transport.kernel.congestion import own_congestion_controls
 
@@ -94,44 +98,44 @@ def _kernel() -> Iterator[CheckResult]:
     yield machine.descriptors(probes.descriptor_limit(), DESCRIPTORS_LOW)
 
 
-def _disk_and_memory(patient: Patient) -> Iterator[CheckResult]:
+def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
     needs = patient.storage()
     folder = probes.nearest_folder(patient.folder.resolve())
     free, error = probes.free_bytes(folder)
     yield machine.disk_space(
         str(patient.folder),
         free=free,
-        used=probes.used_bytes(patient.folder),
-        needed=None if needs is None else needs.disk,
+        usage=probes.used_bytes(patient.folder),
+        need=None if needs is None else needs.disk,
         error=error,
     )
     heartbeat_s = patient.config.rounds.heartbeat.ns / 1e9
     yield machine.fsync_time([] if free is None else probes.fsync_seconds(folder), heartbeat_s)
-    needed = None if needs is None else needs.memory
-    yield machine.memory(probes.available_memory(), needed, is_taken=patient.status is not None)
+    need = None if needs is None else needs.memory
+    yield machine.memory(probes.available_memory(), need, is_taken=patient.status is not None)
 
 
-def examine_settings(patient: Patient) -> Iterator[CheckResult]:
-    """run.toml here, beside what each region that has run on this machine was started with."""
+def examine_settings(patient: Patient) -> Iterator[Finding]:
+    """Compare run.toml with the settings with which each region on this machine was started."""
     from diloco_node.daemon.spec import NodeSpec
 
     yield membership.settings_read(str(patient.config.path), "", "")
     now = _plain(patient.config.run_settings())
     for name in patient.config.regions:
-        file = patient.config.state_dir(name) / start.NODE_FILE
+        file = patient.config.state_dir(name) / NODE_NAME
         if probes.is_there(file):
             try:
                 yield membership.settings_kept(name, _plain(NodeSpec.load(file).settings), now)
             except DilocoError as error:
-                yield membership.UNCHANGED.warning(str(error), f"start {name} again: the file is written anew")
+                yield topics.UNCHANGED.warning(str(error), f"start {name} again: the file is written anew")
 
 
 def _plain(settings: Any) -> dict[str, Any]:
     return dataclasses.asdict(settings)
 
 
-def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[CheckResult], Identity | None]:
-    """The region's certificate, and what it is good for; None: nothing."""
+def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding], Identity | None]:
+    """Check the region's certificate, and return it with the findings; None: it can't be used."""
     from diloco_node.transport.certificates import load_identity
 
     folder = patient.config.identity_dir(patient.region)
@@ -148,75 +152,75 @@ def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[CheckResu
     return findings, identity
 
 
-def examine_ports(patient: Patient) -> Iterator[CheckResult]:
-    """The region's own: for peers, and for status and metrics."""
-    own, is_own = patient.config.regions[patient.region], patient.status is not None
-    host, number = patient.config.listen(patient.region)
-    for where, one, key in ((host, number, "listen"), ("127.0.0.1", own.admin_port, "admin_port")):
-        if one:
-            error = _bind_error(where, one, f"regions.{patient.region}.{key}")
-            yield membership.port(f"{where}:{one}", error, is_own)
+def examine_ports(patient: Patient) -> Iterator[Finding]:
+    """Check the region's own ports: for peers, and for status and metrics."""
+    settings, is_own = patient.config.regions[patient.region], patient.status is not None
+    ports = ((*patient.config.listen(patient.region), "listen"), ("127.0.0.1", settings.admin_port, "admin_port"))
+    for host, port, key in ports:
+        if port:
+            error = _bind_error(host, port, f"regions.{patient.region}.{key}")
+            yield membership.port(f"{host}:{port}", error, is_own)
 
 
-def _bind_error(host: str, number: int, setting: str) -> str:
+def _bind_error(host: str, port: int, setting: str) -> str:
     try:
-        start.check_port(host, number, setting)
+        start.check_port(host, port, setting)
     except BindError as error:
         return str(error)
     return ""
 
 
-def examine_peers(patient: Patient, identity: Identity) -> Iterator[CheckResult]:
-    """Each peer: dialled with the run's certificate, and as our daemon has it."""
+def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
+    """Check each peer: dialled with the run's certificate, and as our daemon has it."""
     from diloco_node.cli.doctor.peer_probes import SENT_BYTES, look_at_peers
 
     addresses = patient.addresses
-    found = asyncio.run(look_at_peers(identity, addresses))
+    results = asyncio.run(look_at_peers(identity, addresses))
     for peer in patient.config.regions:
         if peer == patient.region:
             continue
-        if peer not in found:
+        if peer not in results:
             yield network.peer_undialled(peer)
         else:
-            answer, mtu = found[peer].answer, found[peer].mtu
+            answer, mtu = results[peer].answer, results[peer].mtu
             if isinstance(answer, PeerError):
                 yield network.peer_refused(peer, addresses[peer], str(answer))
             else:
-                yield from _answered(peer, addresses[peer], answer, patient.config)
+                yield from _answer_findings(peer, addresses[peer], answer, patient.config)
             if mtu is not None:
-                yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent=SENT_BYTES)
-        yield from _link(patient, peer, found[peer].hosts if peer in found else frozenset())
+                yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent_bytes=SENT_BYTES)
+        yield from _link(patient, peer, results[peer].hosts if peer in results else frozenset())
 
 
-def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[CheckResult]:
+def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[Finding]:
     from diloco_node.wire.envelope import LinkRole, settings_difference
     from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
     yield network.peer_answered(peer, address, answer.rtt_s, answer.hello.role)
     yield network.peer_version(peer, answer.hello.protocol_version, PROTOCOL_VERSION)
     if answer.hello.role is LinkRole.TRAINING:
-        shared = tuple(f"{key}={value}" for key, value in config.shared_settings().items())
-        difference = settings_difference(shared, answer.hello.settings)
+        settings = tuple(f"{key}={value}" for key, value in config.shared_settings().items())
+        difference = settings_difference(settings, answer.hello.settings)
         yield membership.settings_equal(peer, config.settings_digest(), answer.hello.settings_digest, difference)
     if answer.clock_ahead_s is not None:
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
 
 
-def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[CheckResult]:
-    """As our own daemon has it, where one runs."""
+def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[Finding]:
+    """Report the link as our own daemon has it, where one runs."""
     from diloco_node.cli.doctor.peer_probes import inbound_hosts
 
-    for entry in _entries(patient.status, "peers"):
+    for entry in rows(patient.status or {}, "peers"):
         if entry.get("name") == peer:
             hosts = inbound_hosts(patient.config.listen(patient.region)[1])
             is_inbound = None if hosts is None else bool(hosts & peer_hosts)
             yield network.peer_link(entry, is_inbound=is_inbound)
 
 
-def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[CheckResult]:
-    """What its process needs. command: the user's own; empty: the built-in trainer."""
+def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Finding]:
+    """Check what the learner's process needs. command: the user's own; empty: the built-in trainer."""
     config = patient.config
-    modules = start.preloaded(config, command)
+    modules = start.preload_modules(config, command)
     yield membership.preload(modules, probes.missing_modules(modules))
     errors = []
     if command and shutil.which(command[0]) is None:
@@ -233,24 +237,24 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[CheckR
     yield machine.gpus(probes.gpu_names(), probes.has_gpu_device())
 
 
-def examine_run(patient: Patient) -> Iterator[CheckResult]:
-    """What the region's daemon says, where one runs."""
+def examine_run(patient: Patient) -> Iterator[Finding]:
+    """Report what the region's daemon says, where one runs."""
     yield network.daemon(patient.region, patient.status)
     if patient.status is None:
         return
-    found = _pace(patient, patient.status)
-    if found is not None:
-        yield found
-    yield from network.alerts(_entries(patient.status.get("health"), "alerts"))
+    pace = _pace(patient, patient.status)
+    if pace is not None:
+        yield pace
+    yield from map(network.alert, map(read_alert, rows(section(patient.status, "health"), "alerts")))
 
 
-def _pace(patient: Patient, status: Mapping[str, Any]) -> CheckResult | None:
-    """The plan at the round trip and the step time that the daemon has measured; None: there is no step yet."""
+def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
+    """Plan with the round trip and the step time that the daemon has measured; None: there is no step yet."""
     from diloco_node.cli.plan.inputs import source_of_config
     from diloco_node.planning.plan import Network, Workload, make_plan
 
-    step_s = _seconds(status.get("learner"), "step_seconds")
-    rtt_s = max((_seconds(one, "rtt_seconds") for one in _entries(status, "peers")), default=0.0)
+    step_s = _seconds(section(status, "learner"), "step_seconds")
+    rtt_s = max((_seconds(entry, "rtt_seconds") for entry in rows(status, "peers")), default=0.0)
     if not step_s:
         return None
     try:
@@ -261,18 +265,12 @@ def _pace(patient: Patient, status: Mapping[str, Any]) -> CheckResult | None:
     except (DilocoError, OSError):
         return None
     limits = Network(rtt_ns=round(1e9 * rtt_s), egress=source.egress, ingress=source.ingress)
-    made = make_plan(workload, limits)
-    cycle_s, needed_s = (float(Fraction(ns, 10**9)) for ns in (workload.cycle_ns, made.need.cycle_ns))
+    plan = make_plan(workload, limits)
+    cycle_s, needed_s = (float(Fraction(ns, 10**9)) for ns in (workload.cycle_ns, plan.need.cycle_ns))
     return network.pace(cycle_s, needed_s, rtt_s, step_s, str(status.get("budget_warning") or ""))
 
 
-def _seconds(document: Any, key: str) -> float:
+def _seconds(document: Document, key: str) -> float:
     """A time in a document; 0 where it has none, or none that can be."""
-    found = document.get(key) if isinstance(document, Mapping) else None
-    return float(found) if isinstance(found, (int, float)) and 0 < found < SECONDS_MAX else 0.0
-
-
-def _entries(document: Any, key: str) -> list[Mapping[str, Any]]:
-    """Objects of a list in a document; a daemon of another version may have other things there."""
-    found = document.get(key) if isinstance(document, Mapping) else None
-    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    value = number(document, key)
+    return value if value is not None and 0 < value < SECONDS_MAX else 0.0

@@ -1,166 +1,155 @@
-"""Verdicts about this machine: versions, kernel, disk, memory, clock, GPU. Pure: facts in, findings out."""
+"""Verdicts about this machine: versions, kernel, disk, memory, clock, topics.GPU. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from diloco_node.cli.doctor.finding import CheckResult, Topic
+from diloco_node.cli.doctor import topics
 from diloco_node.cli.tables import human_bytes
+from diloco_node.health.finding import Finding
 
 PYTHON_MIN: Final = (3, 11)
 BUFFER_BYTES_MIN: Final = 16 * 2**20
-"""One connection carries at most its buffer in a round trip: 16 MiB are 1.3 Gbit/s over 100 ms."""
+"""A connection carries at most its buffer in a round trip: 16 MiB are 1.3 Gbit/s over 100 ms."""
 
 FSYNC_WARNING_PART: Final = 0.5
-"""Of the heartbeat: entries are acknowledged after their fsync, and a leader that takes so long is soon given up."""
+"""Part of the heartbeat. Entries are acknowledged after their fsync, and a slow leader is soon given up."""
 
 CLOCK_WARNING_S: Final = 5.0
 CLOCK_FAILED_S: Final = 3600.0
 """Certificates begin an hour before they are made."""
 
-PYTHON = Topic("versions", "python")
-PROGRAM = Topic("versions", "program")
-TORCH = Topic("versions", "torch")
-BBR = Topic("kernel", "bbr")
-BUFFERS = Topic("kernel", "tcp-buffers")
-MEMFD = Topic("kernel", "memfd")
-DESCRIPTORS = Topic("kernel", "descriptors")
-SPACE = Topic("disk", "disk-space")
-FSYNC = Topic("disk", "fsync")
-MEMORY = Topic("memory", "memory")
-SYNCED = Topic("clock", "clock-sync")
-AGREES = Topic("clock", "clock-peers")
-GPU = Topic("learner", "gpu")
+
+def python_version(version: tuple[int, int, int]) -> Finding:
+    """Judge whether this Python runs the program."""
+    text = ".".join(map(str, version))
+    if version[:2] < PYTHON_MIN:
+        return topics.PYTHON.failed(f"Python {text}", "install Python 3.11 or newer, and diloco-node in it")
+    return topics.PYTHON.ok(f"Python {text}")
 
 
-def python_version(found: tuple[int, int, int]) -> CheckResult:
-    """Whether this Python runs the program."""
-    text = ".".join(map(str, found))
-    if found[:2] < PYTHON_MIN:
-        return PYTHON.failed(f"Python {text}", "install Python 3.11 or newer, and diloco-node in it")
-    return PYTHON.ok(f"Python {text}")
+def program_version(version: str, protocol: int) -> Finding:
+    """Show the version, to be compared by eye where a peer does not answer."""
+    return topics.PROGRAM.ok(f"diloco-node {version}, protocol {protocol}")
 
 
-def program_version(version: str, protocol: int) -> CheckResult:
-    """Shown, to be compared by eye where a peer does not answer."""
-    return PROGRAM.ok(f"diloco-node {version}, protocol {protocol}")
-
-
-def torch_version(version: str | None) -> CheckResult:
-    """Only the learner needs it; a command of its own may have an environment of its own."""
+def torch_version(version: str | None) -> Finding:
+    """Judge the torch of this environment, which a command with its own environment does not need."""
     if version is None:
         hint = "pip install 'torch>=2.5' where the learner runs; a command in another environment needs it there"
-        return TORCH.warning("torch is not installed in this environment", hint)
-    return TORCH.ok(f"torch {version}")
+        return topics.TORCH.warning("torch is not installed in this environment", hint)
+    return topics.TORCH.ok(f"torch {version}")
 
 
-def congestion_control(usual: str, long_rtt: str) -> CheckResult:
-    """Of sockets with a long round trip."""
+def congestion_control(usual: str, long_rtt: str) -> Finding:
+    """Judge the congestion control of sockets with a long round trip."""
     if long_rtt == "bbr":
-        return BBR.ok("BBR for long round trips")
+        return topics.BBR.ok("BBR for long round trips")
     hint = "as root: modprobe tcp_bbr, and add bbr to sysctl net.ipv4.tcp_allowed_congestion_control"
-    return BBR.warning(f"no BBR: long links go by {usual}, which loses most of its rate to 1 % loss", hint)
+    return topics.BBR.warning(f"no BBR: long links go by {usual}, which loses most of its rate to 1 % loss", hint)
 
 
-def tcp_buffers(rmem_max: int | None, wmem_max: int | None) -> CheckResult:
-    """Largest buffers in bytes; None: the kernel does not say."""
+def tcp_buffers(rmem_max: int | None, wmem_max: int | None) -> Finding:
+    """Judge the largest buffers in bytes; None: the kernel does not say."""
     if rmem_max is None or wmem_max is None:
-        return BUFFERS.unknown("this kernel does not say how large TCP's buffers may grow")
+        return topics.BUFFERS.unknown("this kernel does not say how large TCP's buffers may grow")
     least = min(rmem_max, wmem_max)
     text = f"TCP buffers grow to {human_bytes(rmem_max)} for receiving, {human_bytes(wmem_max)} for sending"
     if least >= BUFFER_BYTES_MIN:
-        return BUFFERS.ok(text)
+        return topics.BUFFERS.ok(text)
     at_100_ms = human_bytes(least * 10)
     hint = "as root: sysctl -w net.ipv4.tcp_rmem='4096 131072 134217728' net.ipv4.tcp_wmem='4096 65536 134217728'"
-    return BUFFERS.warning(f"{text}: at most {at_100_ms}/s a connection over 100 ms", hint)
+    return topics.BUFFERS.warning(f"{text}: at most {at_100_ms}/s a connection over 100 ms", hint)
 
 
-def shared_memory(error: str) -> CheckResult:
-    """Between daemon and learner. `error`: why none could be made; empty when it could."""
+def shared_memory(error: str) -> Finding:
+    """Judge memory shared by daemon and learner. `error`: why none could be made; empty when it could."""
     if error:
-        return MEMFD.failed(f"no memfd ({error})", "allow memfd_create: a seccomp profile or an old kernel forbids it")
-    return MEMFD.ok("memfd can be made and sealed")
+        return topics.MEMFD.failed(
+            f"no memfd ({error})", "allow memfd_create: a seccomp profile or an old kernel forbids it"
+        )
+    return topics.MEMFD.ok("memfd can be made and sealed")
 
 
-def descriptors(hard: int, needed: int) -> CheckResult:
-    """The hard limit of open files, to which the daemon raises its own."""
-    if hard < needed:
-        hint = f"raise it to {needed} or more: ulimit -Hn, LimitNOFILE= of the unit, --ulimit nofile= of the container"
-        return DESCRIPTORS.warning(f"{hard} open files allowed, {needed} wanted; half are for connections", hint)
-    return DESCRIPTORS.ok(f"{hard} open files allowed")
+def descriptors(hard: int, need: int) -> Finding:
+    """Judge the hard limit of open files, to which the daemon raises its own."""
+    if hard < need:
+        hint = f"raise it to {need} or more: ulimit -Hn, LimitNOFILE= of the unit, --ulimit nofile= of the container"
+        return topics.DESCRIPTORS.warning(f"{hard} open files allowed, {need} wanted; half are for connections", hint)
+    return topics.DESCRIPTORS.ok(f"{hard} open files allowed")
 
 
-def disk_space(folder: str, *, free: int | None, used: int, needed: int | None, error: str) -> CheckResult:
-    """Room for the state folder.
+def disk_space(folder: str, *, free: int | None, usage: int, need: int | None, error: str) -> Finding:
+    """Judge the room for the state folder.
 
     Args:
-        free: bytes of its disk, None: it can't be written, and `error` says why. used: bytes that the folder has
-            already. needed: what `plan` says; None: the model is not known yet.
+        free: bytes of its disk, None: it can't be written, and `error` says why. usage: bytes that the folder has
+            already. need: what `plan` says; None: the model is not known yet.
     """
     if free is None:
         hint = "make it writable for this user, make room, or set run.state_dir or --state-dir"
-        return SPACE.failed(f"{folder} can't be written: {error}", hint)
-    if needed is None:
-        return SPACE.unknown(f"{human_bytes(free)} free for {folder}; the model's size is not known yet")
-    text = f"{human_bytes(free)} free for {folder}, which needs {human_bytes(needed)} and has {human_bytes(used)}"
-    if free + used < needed:
-        missing = human_bytes(needed - free - used)
+        return topics.SPACE.failed(f"{folder} can't be written: {error}", hint)
+    if need is None:
+        return topics.SPACE.unknown(f"{human_bytes(free)} free for {folder}; the model's size is not known yet")
+    text = f"{human_bytes(free)} free for {folder}, which needs {human_bytes(need)} and has {human_bytes(usage)}"
+    if free + usage < need:
+        missing = human_bytes(need - free - usage)
         hint = f"make room for {missing} more, set run.state_dir to a larger disk, or lower rounds.payload_versions"
-        return SPACE.failed(text, hint)
-    return SPACE.ok(text)
+        return topics.SPACE.failed(text, hint)
+    return topics.SPACE.ok(text)
 
 
-def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> CheckResult:
-    """How long small durable writes took."""
+def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> Finding:
+    """Judge the times of small durable writes."""
     if not seconds:
-        return FSYNC.unknown("not measured: nothing can be written there")
+        return topics.FSYNC.unknown("not measured: nothing can be written there")
     p99_s = sorted(seconds)[max(0, -(-99 * len(seconds) // 100) - 1)]
     text = f"fsync p99 {1e3 * p99_s:.1f} ms of {len(seconds)}"
     if p99_s > FSYNC_WARNING_PART * heartbeat_s:
         hint = "put run.state_dir on a local SSD; or raise rounds.heartbeat and rounds.election_timeout everywhere"
-        return FSYNC.warning(f"{text}; the heartbeat is {1e3 * heartbeat_s:.0f} ms", hint)
-    return FSYNC.ok(text)
+        return topics.FSYNC.warning(f"{text}; the heartbeat is {1e3 * heartbeat_s:.0f} ms", hint)
+    return topics.FSYNC.ok(text)
 
 
-def memory(available: int | None, needed: int | None, *, is_taken: bool) -> CheckResult:
-    """Room for the daemon, beside the learner's own model and optimizer. Bytes. is_taken: it runs, and has its part."""
+def memory(available: int | None, need: int | None, *, is_taken: bool) -> Finding:
+    """Judge the bytes for the daemon beside the learner's model and optimizer. is_taken: it runs, and has its part."""
     if available is not None and is_taken:
-        return MEMORY.ok(f"{human_bytes(available)} available beside the daemon, which runs")
-    if available is None or needed is None:
-        return MEMORY.unknown("what is free, or what the model needs, is not known")
-    text = f"{human_bytes(available)} available, the daemon and its shared memory need {human_bytes(needed)}"
-    if available < needed:
+        return topics.MEMORY.ok(f"{human_bytes(available)} available beside the daemon, which runs")
+    if available is None or need is None:
+        return topics.MEMORY.unknown("what is free, or what the model needs, is not known")
+    text = f"{human_bytes(available)} available, the daemon and its shared memory need {human_bytes(need)}"
+    if available < need:
         hint = "use a machine with more memory, or a smaller model; diloco-node plan lists what takes how much"
-        return MEMORY.failed(text, hint)
-    return MEMORY.ok(text)
+        return topics.MEMORY.failed(text, hint)
+    return topics.MEMORY.ok(text)
 
 
-def clock_sync(is_synced: bool | None) -> CheckResult:
-    """Whether the kernel says that something keeps its clock right."""
+def clock_sync(is_synced: bool | None) -> Finding:
+    """Judge whether something keeps the kernel's clock right."""
     if is_synced is None:
-        return SYNCED.unknown("this kernel does not say whether its clock is kept right")
+        return topics.SYNCED.unknown("this kernel does not say whether its clock is kept right")
     if not is_synced:
-        return SYNCED.warning("nothing keeps this clock right", "install and start chrony or systemd-timesyncd")
-    return SYNCED.ok("the clock is kept right (NTP)")
+        return topics.SYNCED.warning("nothing keeps this clock right", "install and start chrony or systemd-timesyncd")
+    return topics.SYNCED.ok("the clock is kept right (NTP)")
 
 
-def clock_of_peer(peer: str, ahead_s: float) -> CheckResult:
-    """A peer's wall clock beside ours."""
+def clock_of_peer(peer: str, ahead_s: float) -> Finding:
+    """Compare a peer's wall clock with ours."""
     text = f"{peer}'s clock is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} ours"
     hint = f"set the clocks: install chrony here and in {peer}; logs, certificates and restarts go by them"
     if abs(ahead_s) > CLOCK_FAILED_S:
-        return AGREES.failed(text, hint)
+        return topics.AGREES.failed(text, hint)
     if abs(ahead_s) > CLOCK_WARNING_S:
-        return AGREES.warning(text, hint)
-    return AGREES.ok(text)
+        return topics.AGREES.warning(text, hint)
+    return topics.AGREES.ok(text)
 
 
-def gpus(names: Sequence[str] | None, has_device: bool) -> CheckResult:
-    """As nvidia-smi lists them; None: there is no nvidia-smi, or it fails. has_device: the kernel shows one."""
+def gpus(names: Sequence[str] | None, has_device: bool) -> Finding:
+    """List GPUs as nvidia-smi does; None: there is no nvidia-smi, or it fails. has_device: the kernel shows one."""
     if names:
-        return GPU.ok(f"{len(names)} visible: {', '.join(dict.fromkeys(names))}")
+        return topics.GPU.ok(f"{len(names)} visible: {', '.join(dict.fromkeys(names))}")
     if has_device:
         hint = "run nvidia-smi and mend what it says; in a container, pass the devices through (--gpus all)"
-        return GPU.warning("there is an NVIDIA device, but nvidia-smi can't use it", hint)
-    return GPU.unknown("none visible: a learner here computes on the CPU")
+        return topics.GPU.warning("there is an NVIDIA device, but nvidia-smi can't use it", hint)
+    return topics.GPU.unknown("none visible: a learner here computes on the CPU")

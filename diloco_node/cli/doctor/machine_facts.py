@@ -1,4 +1,4 @@
-"""Look at this machine: each function reads one fact and judges nothing. What can't be read is None."""
+"""Facts of this machine: each function reads one and judges nothing. A fact that can't be read is None."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _TIMEX_BYTES: Final = 512
 """Larger than `struct timex` on every platform; it begins with `modes`, and 0 only reads."""
 
 _TIME_ERROR: Final = 5
-"""What adjtimex returns while nothing keeps the clock right."""
+"""Result of adjtimex while nothing keeps the clock right."""
 
 
 def torch_version() -> str | None:
-    """Of the torch in this environment; it is not imported."""
+    """Version of the torch in this environment; it is not imported."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -46,7 +46,7 @@ def sysctl_last(name: str) -> int | None:
 
 
 def memfd_error() -> str:
-    """Why no sealed memfd can be made; empty when it can."""
+    """The reason why no sealed memfd can be made; empty when it can."""
     try:
         os.close(os.memfd_create("diloco-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except OSError as error:
@@ -70,11 +70,11 @@ def is_there(path: Path) -> bool:
 
 def nearest_folder(path: Path) -> Path:
     """The folder itself, or the closest one above it that is there."""
-    return next(one for one in (path, *path.parents) if is_there(one))
+    return next(folder for folder in (path, *path.parents) if is_there(folder))
 
 
 def free_bytes(folder: Path) -> tuple[int | None, str]:
-    """What this user may still write below a folder that is there, or why nothing."""
+    """Bytes that this user may still write below an existing folder, or None and the reason."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(FSYNC_BYTES)
@@ -85,7 +85,7 @@ def free_bytes(folder: Path) -> tuple[int | None, str]:
 
 
 def used_bytes(folder: Path) -> int:
-    """What lies in a folder already; what can't be read counts nothing."""
+    """Bytes of the files in a folder; unreadable ones count nothing."""
     total = 0
     for base, _, names in os.walk(folder):
         for name in names:
@@ -97,7 +97,7 @@ def used_bytes(folder: Path) -> int:
 
 
 def fsync_seconds(folder: Path) -> list[float]:
-    """Times of small durable writes, one after the other; none where nothing can be written."""
+    """Times of small durable writes one after the other; none where nothing can be written."""
     times: list[float] = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -115,8 +115,8 @@ def fsync_seconds(folder: Path) -> list[float]:
 
 def available_memory() -> int | None:
     """Bytes: of the machine, and of the control group where that is less."""
-    found = [one for one in (_machine_memory(), group_memory(CONTROL_GROUPS, _own_group())) if one is not None]
-    return min(found, default=None)
+    limits = [limit for limit in (_machine_memory(), group_memory(CONTROL_GROUPS, _own_group())) if limit is not None]
+    return min(limits, default=None)
 
 
 def _machine_memory() -> int | None:
@@ -128,7 +128,7 @@ def _machine_memory() -> int | None:
 
 
 def _own_group() -> str:
-    """Of this process, as the kernel names it; "/" in a container."""
+    """The control group of this process, as the kernel names it; "/" in a container."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -136,29 +136,29 @@ def _own_group() -> str:
     return next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
 
 
-def group_memory(root: Path, own: str) -> int | None:
-    """What a control group (version 2) and those above it still allow, bytes; None: none of them has a limit.
+def group_memory(root: Path, group: str) -> int | None:
+    """Bytes that a control group (version 2) and those above it still allow; None: none of them has a limit.
 
     Args:
-        root: where they are mounted. own: the group, below the root.
+        root: where they are mounted. group: the group, below the root.
     """
-    folder = root / own.lstrip("/")
-    found = [_left_in(one) for one in (folder, *folder.parents) if one.is_relative_to(root)]
-    return min((left for left in found if left is not None), default=None)
+    folder = root / group.lstrip("/")
+    rooms = [_left_in(ancestor) for ancestor in (folder, *folder.parents) if ancestor.is_relative_to(root)]
+    return min((room for room in rooms if room is not None), default=None)
 
 
 def _left_in(group: Path) -> int | None:
     """Files that were read count as used until the kernel drops them, which it does first: they are not."""
     try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, usage = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + int(stat["inactive_file"]))
+        return max(0, limit - usage + int(stat["inactive_file"]))
     except (OSError, ValueError, KeyError):  # "max" is no number
         return None
 
 
 def is_clock_synced() -> bool | None:
-    """What the kernel says (adjtimex)."""
+    """Whether the kernel's clock is kept right (adjtimex)."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         state = int(libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)))
@@ -168,16 +168,16 @@ def is_clock_synced() -> bool | None:
 
 
 def gpu_names() -> list[str]:
-    """As nvidia-smi lists them; none where it is not there or fails."""
+    """GPUs that nvidia-smi lists; none where it is not there or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
     query = [command, "--query-gpu=name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+        process = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return [line.strip() for line in process.stdout.splitlines() if line.strip()] if process.returncode == 0 else []
 
 
 def has_gpu_device() -> bool:
@@ -186,7 +186,7 @@ def has_gpu_device() -> bool:
 
 
 def missing_modules(modules: Sequence[str]) -> dict[str, str]:
-    """Modules that this Python does not find, and why. Only packages above them are imported."""
+    """Modules that this Python does not find, with the reason. Only packages above them are imported."""
     missing = {}
     for name in modules:
         try:

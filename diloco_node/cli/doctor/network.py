@@ -1,21 +1,16 @@
-"""Verdicts about peers: whether they can be reached, by whom links were made, packet size, and the pace. Pure."""
+"""Verdicts about peers, links, packet size, pace and alerts. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
-from diloco_node.cli.doctor.finding import CheckResult, Topic
+from diloco_node.cli.doctor import topics
+from diloco_node.health.finding import Finding, Mark
 
 MTU_USUAL: Final = 1500
 
-REACHABLE = Topic("peers", "peer-reachable")
-VERSION = Topic("peers", "peer-version")
-LINK = Topic("peers", "peer-link")
-MTU = Topic("peers", "mtu")
-DAEMON = Topic("run", "daemon")
-PACE = Topic("run", "pace")
-ALERT = Topic("run", "alert")
 
 _HINTS: Final = (
     (
@@ -38,36 +33,36 @@ _HINTS: Final = (
 )
 
 
-def peer_refused(peer: str, address: str, error: str) -> CheckResult:
-    """Nobody at the address takes our certificate and speaks the protocol."""
-    hint = next(hint for part, hint in _HINTS if part in error)
+def peer_refused(peer: str, address: str, error: str) -> Finding:
+    """Report that nobody at the address takes our certificate and speaks the protocol."""
+    hint = next(hint for phrase, hint in _HINTS if phrase in error)
     text = error if error.startswith(f"{peer} at ") else f"{peer} at {address}: {error}"
-    return REACHABLE.failed(text, hint.format(peer=peer, address=address))
+    return topics.REACHABLE.failed(text, hint.format(peer=peer, address=address))
 
 
-def peer_answered(peer: str, address: str, rtt_s: float, role: str) -> CheckResult:
-    """It was dialled, took our certificate, and showed that of its name."""
+def peer_answered(peer: str, address: str, rtt_s: float, role: str) -> Finding:
+    """Report a peer that was dialled, took our certificate, and showed that of its name."""
     if role != "training":
         text = f"diloco-node measure of {peer} answers at {address}, not its daemon"
-        return REACHABLE.warning(text, f"end it, and start {peer}, when the run is to begin")
-    return REACHABLE.ok(f"{peer} answers at {address} in {1e3 * rtt_s:.0f} ms")
+        return topics.REACHABLE.warning(text, f"end it, and start {peer}, when the run is to begin")
+    return topics.REACHABLE.ok(f"{peer} answers at {address} in {1e3 * rtt_s:.0f} ms")
 
 
-def peer_version(peer: str, theirs: int, ours: int) -> CheckResult:
-    """Of the protocol."""
-    if theirs != ours:
+def peer_version(peer: str, their_version: int, ours: int) -> Finding:
+    """Compare versions of the protocol."""
+    if their_version != ours:
         hint = f"install the same version of diloco-node here and in {peer}"
-        return VERSION.failed(f"{peer} speaks protocol {theirs}, we speak {ours}", hint)
-    return VERSION.ok(f"{peer} speaks protocol {theirs}, as we do")
+        return topics.VERSION.failed(f"{peer} speaks protocol {their_version}, we speak {ours}", hint)
+    return topics.VERSION.ok(f"{peer} speaks protocol {their_version}, as we do")
 
 
-def peer_undialled(peer: str) -> CheckResult:
-    """run.toml has no address of it."""
-    return REACHABLE.unknown(f"{peer} has no address, so it dials us")
+def peer_undialled(peer: str) -> Finding:
+    """Report a peer without an address in run.toml."""
+    return topics.REACHABLE.unknown(f"{peer} has no address, so it dials us")
 
 
-def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> CheckResult:
-    """The link as our own daemon has it.
+def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
+    """Judge the link as our own daemon has it.
 
     Args:
         peer: an entry of the status document's `peers`. is_inbound: a connection of that peer to our port is there;
@@ -76,53 +71,51 @@ def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> CheckResul
     name, link, address = str(peer.get("name")), str(peer.get("link")), peer.get("address")
     if link == "up":
         inbound = "it dials us" if is_inbound or not address else "we dial it; whether it can dial us is not seen"
-        return LINK.ok(f"the link to {name} is up: {inbound}")
+        return topics.LINK.ok(f"the link to {name} is up: {inbound}")
     error = str(peer.get("error") or "no reason yet")
     hint = f"either side must be able to dial the other: run diloco-node doctor in {name} as well"
     where = f" ({address})" if address else ", which must dial us,"
-    return LINK.failed(f"the link to {name}{where} is {link}: {error}", hint)
+    return topics.LINK.failed(f"the link to {name}{where} is {link}: {error}", hint)
 
 
-def path_mtu(peer: str, mtu: int, *, is_through: bool, sent: int) -> CheckResult:
-    """Whether full packets come through, when nobody may split them."""
-    size = min(mtu, sent)
+def path_mtu(peer: str, mtu: int, *, is_through: bool, sent_bytes: int) -> Finding:
+    """Judge whether full packets come through, when nobody may split them."""
+    size = min(mtu, sent_bytes)
     if not is_through:
         hint = "lower the MTU of this machine's interface (ip link set dev eth0 mtu 1400), or let ICMP through"
-        return MTU.failed(f"packets of {size} bytes do not reach {peer}: {sent} bytes sent, not acknowledged", hint)
+        return topics.MTU.failed(
+            f"packets of {size} bytes do not reach {peer}: {sent_bytes} bytes sent, not acknowledged", hint
+        )
     note = " (a tunnel on the way)" if mtu < MTU_USUAL else ""
-    return MTU.ok(f"packets of {size} bytes reach {peer} whole{note}")
+    return topics.MTU.ok(f"packets of {size} bytes reach {peer} whole{note}")
 
 
-def daemon(region: str, status: Mapping[str, Any] | None) -> CheckResult:
-    """What our own daemon does."""
+def daemon(region: str, status: Mapping[str, Any] | None) -> Finding:
+    """Report what our own daemon does."""
     if status is None:
-        return DAEMON.unknown(f"no daemon of {region} answers here, so nothing is known about links that are up")
-    return DAEMON.ok(f"{region} is {status.get('role', status.get('state', 'starting'))}: {status.get('reason', '')}")
+        return topics.DAEMON.unknown(f"no daemon of {region} answers here, so nothing is known about links that are up")
+    return topics.DAEMON.ok(
+        f"{region} is {status.get('role', status.get('state', 'starting'))}: {status.get('reason', '')}"
+    )
 
 
-def pace(cycle_s: float, needed_s: float, rtt_s: float, step_s: float, budget_warning: str) -> CheckResult:
-    """Whether each fragment gets its round every H steps, at the round trip and the step time that are measured.
+def pace(cycle_s: float, needed_s: float, rtt_s: float, step_s: float, budget_warning: str) -> Finding:
+    """Judge whether each fragment gets its round every H steps, at the measured round trip and step time.
 
     Args:
         cycle_s: H steps. needed_s: what the network needs for one cycle. budget_warning: the daemon's own.
     """
     text = f"a cycle needs {needed_s:.1f} s of {cycle_s:.1f} s, at {1e3 * rtt_s:.0f} ms and {step_s:.3g} s a step"
     if budget_warning or needed_s > cycle_s:
-        hint = "run diloco-node plan --state with the region's folder: it lists what to change, the smallest first"
-        return PACE.warning(budget_warning or text, hint)
-    return PACE.ok(text)
+        hint = "run diloco-node plan with the region's name: it lists what to change, the smallest first"
+        return topics.PACE.warning(budget_warning or text, hint)
+    return topics.PACE.ok(text)
 
 
-def alerts(found: Collection[Mapping[str, Any]]) -> list[CheckResult]:
-    """What our daemon alerts of, as the status document has it."""
-    made = []
-    for one in found:
-        text = f"{one.get('code', '')} {one.get('text', '')}".strip()
-        hint = str(one.get("hint") or "diloco-node status shows more")
-        command = f": {one['command']}" if one.get("command") else ""
-        severity = one.get("severity")
-        if severity == "info":
-            made.append(ALERT.ok(text))
-        else:
-            made.append((ALERT.failed if severity == "critical" else ALERT.warning)(text, hint + command))
-    return made
+def alert(alert: Finding) -> Finding:
+    """Report an alert of our daemon; one that is good to know needs no remedy."""
+    text = f"{alert.code} {alert.text}".strip()
+    if alert.mark is Mark.INFO:
+        return topics.ALERT.ok(text)
+    hint = alert.hint or "diloco-node status shows more"
+    return replace(alert, code=topics.ALERT.check, text=text, regions=(), hint=hint)

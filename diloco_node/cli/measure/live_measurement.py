@@ -5,7 +5,6 @@ A daemon measures over the links that it has, inside its measurement lane and it
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 from collections.abc import Callable
@@ -13,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.cli.orders import TOKEN_FILE
-from diloco_node.cli.status import PORT_FILE, SOCKET_FILE, UnixConnection
+from diloco_node.cli.admin_client import is_answering, post
 from diloco_node.config.resolve import DEFAULT_NAME
 from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
-from diloco_node.unix_sockets import socket_path
 
 if TYPE_CHECKING:
     from diloco_node.measure.documents import OnPartial
@@ -45,31 +42,18 @@ def find_daemon(config: Path | None, region: str | None) -> Running | None:
         return None
     from diloco_node.cli.options import load
 
-    resolved = load(config, {}, None)
+    run_config = load(config, {}, None)
     if region is not None:
-        resolved.check_region(region)
-    names = [region] if region is not None else list(resolved.regions)
-    found = [Running(name, resolved.state_dir(name).resolve()) for name in names if _answers(resolved.state_dir(name))]
-    if len(found) > 1:
+        run_config.check_region(region)
+    names = [region] if region is not None else list(run_config.regions)
+    folders = {name: run_config.state_dir(name).resolve() for name in names}
+    daemons = [Running(name, folder) for name, folder in folders.items() if is_answering(folder, SILENT_S)]
+    if len(daemons) > 1:
+        running = ", ".join(daemon.region for daemon in daemons)
         raise ConfigError(
-            f"{len(found)} regions run on this machine ({', '.join(one.region for one in found)}): say from which one "
-            "to measure, with --region NAME"
+            f"{len(daemons)} regions run on this machine ({running}): say from which one to measure, with --region NAME"
         )
-    return found[0] if found else None
-
-
-def _answers(folder: Path) -> bool:
-    """Whether somebody listens at a region's admin socket; one that died leaves its files behind."""
-    if not (folder / PORT_FILE).exists():
-        return False
-    try:
-        with contextlib.closing(UnixConnection(socket_path(folder, SOCKET_FILE))) as connection:
-            connection.connect()
-            connection.sock.settimeout(SILENT_S)
-            connection.request("GET", "/livez")
-            return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
+    return daemons[0] if daemons else None
 
 
 def measure(
@@ -86,13 +70,7 @@ def measure(
         DilocoError: the measurement failed.
     """
     try:
-        token = (daemon.folder / TOKEN_FILE).read_text().strip()
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        with contextlib.closing(UnixConnection(socket_path(daemon.folder, SOCKET_FILE))) as connection:
-            connection.connect()
-            connection.sock.settimeout(SILENT_S)
-            connection.request("POST", "/api/v1/measure", json.dumps(document), headers)
-            answer = connection.getresponse()
+        with post(daemon.folder, "measure", document, timeout_s=SILENT_S) as answer:
             if answer.status != http.client.OK:
                 raise _refused(daemon, answer)
             return _follow(answer, on_progress, on_partial)
@@ -118,15 +96,15 @@ def _follow(
 ) -> dict[str, Any]:
     """Read lines until the last one."""
     while line := answer.readline(LINE_BYTES_MAX):
-        told = json.loads(line)
-        if "document" in told:
-            return dict(told["document"])
-        if "error" in told:
-            raise _error(str(told["error"]), told.get("exit_code"))
-        if "so_far" in told:
-            on_partial(dict(told["so_far"]))
+        event = json.loads(line)
+        if "document" in event:
+            return dict(event["document"])
+        if "error" in event:
+            raise _error(str(event["error"]), event.get("exit_code"))
+        if "so_far" in event:
+            on_partial(dict(event["so_far"]))
         else:
-            on_progress(str(told.get("now", "")))
+            on_progress(str(event.get("now", "")))
     raise ConnectionError("it said nothing at the end")
 
 

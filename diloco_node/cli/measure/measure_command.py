@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diloco_node.measure.documents import OnPartial
 
 app = typer.Typer(
-    help="Round trips and goodput between regions, by the path that a run would take.",
+    help="Measure round trips and goodput between regions.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -56,9 +56,6 @@ MostOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 PeerArgument = Annotated[str, typer.Argument(metavar="PEER", help="A region of run.toml, or HOST:PORT.")]
-PlainOption = Annotated[
-    bool | None, typer.Option("--plain/--no-plain", help="Plain TCP beside it; not through a daemon.")
-]
 
 
 @app.command()
@@ -77,13 +74,6 @@ def serve(
         str | None,
         typer.Option("--peers", metavar="NAME,...", help="Regions that may measure [default: all of run.toml]."),
     ] = None,
-    plain_port: Annotated[
-        int,
-        typer.Option(
-            "--plain-port", min=0, max=65_535, help="For plain TCP of a test, on the same host; 0: a free one."
-        ),
-    ] = 0,
-    plain: Annotated[bool, typer.Option("--plain/--no-plain", help="Plain TCP beside it.")] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Answer measurements until Ctrl-C, before a run or beside it. Without run.toml it needs --listen and --peers."""
@@ -98,17 +88,11 @@ def serve(
         if as_json:
             typer.echo(json.dumps(end))
         else:
-            at = f"port {plain_port}" if plain_port else "a free port each time"
-            also = f", plain TCP at {at}" if plain else ""
             place = f"{end['host']}:{end['port']}"
-            typer.echo(f"region {end['region']} answers measurements at {place}{also}; Ctrl-C ends it")
+            typer.echo(f"region {end['region']} answers measurements at {place}; Ctrl-C ends it")
         sys.stdout.flush()
 
-    measure_run.run(
-        lambda: measure_run.serve(
-            here, where, members=members, plain_port=plain_port if plain else None, on_listening=on_listening
-        )
-    )
+    measure_run.run(lambda: measure_run.serve(here, where, members=members, on_listening=on_listening))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,40 +108,34 @@ class _Way:
     most: int | None
     as_json: bool
 
-    def measure(self, document: dict[str, Any], **without_daemon: Any) -> dict[str, Any]:
-        """Measure and show it; what there is so far when it is cut short, by Ctrl-C or an error, which goes on.
-
-        Args:
-            without_daemon: defaults of the document when it does not go through a daemon.
-        """
+    def measure(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Measure and show the document. Cut short, by Ctrl-C or an error that goes on, show the results so far."""
         so_far: deque[dict[str, Any]] = deque(maxlen=1)
         try:
-            found = self._measured(document, so_far.append, without_daemon)
+            result = self._measured(document, so_far.append)
         except (KeyboardInterrupt, DilocoError):
             if so_far:
                 self._show({**so_far.pop(), "ended_early": True})
             raise
-        self._show(found)
-        return found
+        self._show(result)
+        return result
 
-    def _measured(
-        self, document: dict[str, Any], on_partial: OnPartial, without_daemon: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _measured(self, document: dict[str, Any], on_partial: OnPartial) -> dict[str, Any]:
         from diloco_node.cli.measure import live_measurement as measure_daemon
         from diloco_node.cli.measure import own_links as measure_run
 
-        asked = {**document, "seconds": self.seconds, "warm_up_seconds": self.warm_up}
+        request = {**document, "seconds": self.seconds, "warm_up_seconds": self.warm_up}
         if self.most is not None:
-            asked["bytes_max"] = self.most * 2**20
+            request["bytes_max"] = self.most * 2**20
         daemon = None
         # The user may name a measuring end (HOST:PORT), a folder of keys, or say --alone: then no daemon is meant.
         if not self.alone and self.certs is None and ":" not in str(document.get("peer")):
             daemon = measure_daemon.find_daemon(self.config, self.region)
         if daemon is None:
             here = measure_run.Here.find(self.config, self.certs, self.region)
-            return measure_run.run(lambda: measure_run.measure(here, {**without_daemon, **asked}, on_partial))
+            return measure_run.run(lambda: measure_run.measure(here, request, on_partial))
         with measure_run.progress(f"asking the daemon of {daemon.region}") as on_progress:
-            return measure_daemon.measure(daemon, asked, on_progress, on_partial)
+            return measure_daemon.measure(daemon, request, on_progress, on_partial)
 
     def _show(self, document: dict[str, Any]) -> None:
         if self.as_json:
@@ -200,33 +178,30 @@ def bandwidth(
     seconds: SecondsOption = SECONDS,
     warm_up: WarmUpOption = None,
     connections: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             "--connections",
-            metavar="N,...",
-            help="Each a test of its own [default: 1,2,4,8; not through a daemon].",
+            metavar="N",
+            min=1,
+            max=8,
+            help="For bulk [default: as many as the link is worth; not through a daemon].",
         ),
     ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", "-R", help="From the peer to here.")] = False,
-    plain: PlainOption = None,
     most: MostOption = None,
     alone: AloneOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Goodput of the transport (TLS; incompressible, and int4 with zstd) beside plain TCP; CPU; what TCP retransmitted.
+    """Goodput of the transport (TLS; incompressible, and int4 with zstd), CPU, and what TCP retransmitted.
 
     Through the daemon of the region if it runs here: over the link that the run uses, in its measurement lane, within
-    its budget, behind all rounds. Else with a `measure serve` there, on a link with so many connections for each test.
+    its budget, behind all rounds. Else with a `measure serve` there, on a link of its own for each test.
     """
-    from diloco_node.cli.measure import own_links as measure_run
-
-    asked: dict[str, Any] = {"what": "bandwidth", "peer": peer, "reverse": reverse}
+    request: dict[str, Any] = {"what": "bandwidth", "peer": peer, "reverse": reverse}
     if connections is not None:
-        asked["connections"] = measure_run.parse_connections(connections)
-    if plain is not None:
-        asked["plain"] = plain
+        request["connections"] = connections
     way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
-    document = way.measure(asked, connections=list(measure_run.CONNECTIONS), plain=True)
+    document = way.measure(request)
     failures = document.get("failures")
     if failures:
         raise PeersUnreachable(
@@ -243,7 +218,6 @@ def mesh(
     certs: CertsOption = None,
     seconds: SecondsOption = SECONDS,
     warm_up: WarmUpOption = None,
-    plain: PlainOption = None,
     most: MostOption = None,
     alone: AloneOption = False,
     out: Annotated[
@@ -261,7 +235,7 @@ def mesh(
     if out is not None:
         measure_run.check_writable(out)  # before minutes are spent
     way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
-    document = way.measure({"what": "mesh", "plain": plain is True})
+    document = way.measure({"what": "mesh"})
     if out is not None:
         measure_run.write(out, json.dumps(document, indent=1) + "\n")
     failures = document["failures"]

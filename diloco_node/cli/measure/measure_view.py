@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from diloco_node.cli.tables import table_console
+from diloco_node.cli.tables import plain_table, table_console
 from diloco_node.measure.documents import FlowCase
 
 LOSS_NOTE: Final = (
@@ -27,11 +27,8 @@ def show(document: Mapping[str, Any]) -> None:
         console.print(bandwidth_title(document), soft_wrap=True)
         console.print(bandwidth_table(document))
         lines += [*short_lines(document), *failure_lines(document)]
-        lines += [document["plain_error"]] if document.get("plain_error") else []
     else:
         console.print(mesh_table(document))
-        for one in document.get("plain_errors", ()):
-            lines.append(f"{one['from']} -> {one['to']}: no plain TCP beside it: {one['error']}")
     if document.get("ended_early"):
         lines.append("ended early: this is what was measured until then")
     for line in lines:
@@ -55,13 +52,11 @@ def latency_table(document: Mapping[str, Any]) -> Any:
 
 
 def bandwidth_table(document: Mapping[str, Any]) -> Any:
-    """Rows of `measure bandwidth`. The last column compares with plain TCP on as many connections."""
-    table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans.", "of plain")
-    plain = {row["connections"]: row["bytes_per_second"] for row in document["tests"] if row["path"] == "plain"}
+    """Rows of `measure bandwidth`."""
+    table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans.")
     for row in document["tests"]:
         case = _case(row)
-        beside = plain.get(case.connections)
-        cpu, sent, retransmitted = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
+        cpu, sent_bytes, retransmitted_bytes = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
         table.add_row(
             case.title,
             str(case.connections),
@@ -71,8 +66,7 @@ def bandwidth_table(document: Mapping[str, Any]) -> Any:
             _mbit(row["bytes_per_second_p90"]),
             f"{cpu['sender']:.2f}",
             f"{cpu['receiver']:.2f}",
-            _share(retransmitted / sent if sent else None),
-            f"{100 * row['bytes_per_second'] / beside:.0f} %" if beside and case.path != "plain" else "",
+            _share(retransmitted_bytes / sent_bytes if sent_bytes else None),
         )
     return table
 
@@ -101,7 +95,7 @@ def failure_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _case(row: Mapping[str, Any]) -> FlowCase:
-    return FlowCase(row["from"], row["to"], row["path"], row["body"], row["connections"])
+    return FlowCase(row["from"], row["to"], row["body"], row["connections"])
 
 
 def bandwidth_title(document: Mapping[str, Any]) -> str:
@@ -120,15 +114,14 @@ def _lane_note(document: Mapping[str, Any]) -> str:
     if document.get("through") != "daemon":
         return ""
     limit = document["limit_bytes_per_second"]
-    limited = f"; limited to {_mbit(limit)} Mbit/s ({document['limited_by']})" if limit else ""
-    return f"\nthrough the running daemon, over the run's link, in its measurement lane{limited}: what rounds leave"
+    limit_note = f"; limited to {_mbit(limit)} Mbit/s ({document['limited_by']})" if limit else ""
+    return f"\nthrough the running daemon, over the run's link, in its measurement lane{limit_note}: what rounds leave"
 
 
 def mesh_table(document: Mapping[str, Any]) -> Any:
     """A row per ordered pair."""
-    table = _table("from", "to", "RTT p50", "p99", "jitter", "Mbit/s", "p10", "p90", "plain TCP", "retrans.")
+    table = _table("from", "to", "RTT p50", "p99", "jitter", "Mbit/s", "p10", "p90", "retrans.")
     for row in document["pairs"]:
-        plain = row["plain_bytes_per_second"]
         table.add_row(
             row["from"],
             row["to"],
@@ -138,20 +131,14 @@ def mesh_table(document: Mapping[str, Any]) -> Any:
             _mbit(row["bytes_per_second"]),
             _mbit(row["bytes_per_second_p10"]),
             _mbit(row["bytes_per_second_p90"]),
-            "" if plain is None else _mbit(plain),
             _share(row["retransmitted_share"]),
         )
     return table
 
 
 def _table(*columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        is_text = column in {"load", "what", "way", "from", "to"}
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
-    return table
+    text = {"load", "what", "way", "from", "to"}
+    return plain_table(*((name, "left" if name in text else "right") for name in columns), is_wrapping=False)
 
 
 def _ms(seconds: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachable, StorageError
 from diloco_node.escaping import escaped_document
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from diloco_node.transport.certificates import Identity
 
 T = TypeVar("T")
-
-CONNECTIONS: Final = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +46,17 @@ class Here:
         from diloco_node.config.resolve import DEFAULT_NAME
         from diloco_node.transport.certificates import load_identity
 
-        resolved = None
+        settings = None
         if config is not None or Path(DEFAULT_NAME).exists():
             from diloco_node.cli.options import load
 
-            resolved = load(config, {}, None)
+            settings = load(config, {}, None)
             if region is not None:
-                resolved.check_region(region)
-        folder = certs if certs is not None else resolved.run.certs_dir if resolved is not None else Path("certs")
+                settings.check_region(region)
+        folder = certs if certs is not None else settings.run.certs_dir if settings is not None else Path("certs")
         folder = own_folder(folder, region)
-        identity = load_identity(folder, region=region, run_id=resolved.run.id if resolved is not None else None)
-        return cls(identity.region, identity, folder, resolved)
+        identity = load_identity(folder, region=region, run_id=settings.run.id if settings is not None else None)
+        return cls(identity.region, identity, folder, settings)
 
     def listen(self) -> tuple[str, int]:
         """What `measure serve` binds when nothing was said. Raises ConfigError."""
@@ -69,22 +67,22 @@ class Here:
 
     def addresses(self) -> dict[str, str]:
         """Where `measure serve` of the other regions is dialed, of those that can be."""
-        found = {}
-        for name, one in self.config.regions.items() if self.config is not None else ():
-            if one.address is not None and name != self.name:
-                host, _, port = one.address.rpartition(":")
-                found[name] = f"{host}:{one.measure_port or port}"
-        return found
+        addresses = {}
+        for name, region_settings in self.config.regions.items() if self.config is not None else ():
+            if region_settings.address is not None and name != self.name:
+                host, _, port = region_settings.address.rpartition(":")
+                addresses[name] = f"{host}:{region_settings.measure_port or port}"
+        return addresses
 
     def others(self) -> tuple[str, ...]:
         """The other regions of run.toml, which there must be."""
         assert self.config is not None
         return tuple(name for name in sorted(self.config.regions) if name != self.name)
 
-    def members(self, listed: str | None) -> tuple[str, ...]:
+    def members(self, peers_option: str | None) -> tuple[str, ...]:
         """Who may measure with `measure serve`: the others of run.toml, or those listed. Raises ConfigError."""
-        if listed is not None:
-            names = tuple(sorted({name.strip() for name in listed.split(",")} - {self.name, ""}))
+        if peers_option is not None:
+            names = tuple(sorted({name.strip() for name in peers_option.split(",")} - {self.name, ""}))
         else:
             names = self.others() if self.config is not None else ()
         if not names:
@@ -101,8 +99,8 @@ class Here:
                 raise ConfigError(f"{peer} has no address in run.toml: measure from there, with --reverse for this way")
             return peer, address
         if ":" not in peer:
-            known = ", ".join(self.config.regions) if self.config is not None else "no run.toml here"
-            raise ConfigError(f"PEER is {peer!r}: write a region of run.toml ({known}), or HOST:PORT")
+            region_names = ", ".join(self.config.regions) if self.config is not None else "no run.toml here"
+            raise ConfigError(f"PEER is {peer!r}: write a region of run.toml ({region_names}), or HOST:PORT")
         parse_address(peer, "PEER", port_min=1)
         from diloco_node.measure.ends import region_at
 
@@ -127,11 +125,11 @@ def own_folder(certs: Path, region: str | None) -> Path:
         return certs
     if region is not None:
         return certs / region
-    found = sorted(path.parent for path in certs.glob("*/node.key"))
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
+    folders = sorted(path.parent for path in certs.glob("*/node.key"))
+    if len(folders) > 1:
+        names = ", ".join(path.name for path in folders)
         raise ConfigError(f"{certs} has the keys of {names}: say who we are with --region NAME")
-    return found[0] if found else certs  # whose files are missing, as load_identity will say
+    return folders[0] if folders else certs  # whose files are missing, as load_identity will say
 
 
 def parse_address(text: str, option: str, *, port_min: int) -> tuple[str, int]:
@@ -144,29 +142,17 @@ def parse_address(text: str, option: str, *, port_min: int) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def parse_connections(text: str) -> list[int]:
-    """`1,4` as sorted numbers, each once. Raises ConfigError."""
-    from diloco_node.wire.measure_messages import CONNECTIONS_MAX
-
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= CONNECTIONS_MAX for word in words):
-        raise ConfigError(f"--connections is {text!r}: write numbers from 1 to {CONNECTIONS_MAX}, as 1,4")
-    return sorted({int(word) for word in words})
-
-
 async def serve(
     here: Here,
     where: tuple[str, int],
     *,
     members: tuple[str, ...],
-    plain_port: int | None,
     on_listening: Callable[[dict[str, Any]], None],
 ) -> None:
     """Answer measurements until SIGINT or SIGTERM.
 
     Args:
         where: host and port to bind. members: regions that may measure.
-        plain_port: for plain TCP of a test, on the same host; 0: a free one each time; None: no plain TCP.
         on_listening: called with where we listen.
 
     Raises:
@@ -183,17 +169,14 @@ async def serve(
         dict.fromkeys(members),
         listen=where,
         dial=Dialer(here.identity, here.addresses()),
-        plain_listen=None if plain_port is None else (where[0], plain_port),
     )
     try:
         async with end as serving:
-            on_listening(
-                {"region": here.name, "host": where[0], "port": serving.transport.port, "plain_port": plain_port}
-            )
-            ended = asyncio.Event()
+            on_listening({"region": here.name, "host": where[0], "port": serving.transport.port})
+            stop = asyncio.Event()
             for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, ended.set)
-            await ended.wait()
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            await stop.wait()
     except BindError as error:
         raise BindError(
             f"{error} Beside a running daemon `measure serve` needs a port of its own: measure_port in "
@@ -213,21 +196,21 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
     from diloco_node.measure.ends import Dialer
     from diloco_node.measure.measurement import MeasureCommand
 
-    asked, addresses = dict(document), here.addresses()
+    request, addresses = dict(document), here.addresses()
     hidden: tuple[str, ...] = ()
-    if asked["what"] == "mesh":
+    if request["what"] == "mesh":
         here.check_mesh()
         hidden = tuple(name for name in here.others() if name not in addresses)
         peers = tuple(name for name in here.others() if name in addresses)
         if not peers:
             raise ConfigError(_hidden_reason(hidden[0]))
     else:
-        asked["peer"], address = await here.resolve(asked["peer"])
-        peers, addresses = (asked["peer"],), {asked["peer"]: address}
+        request["peer"], address = await here.resolve(request["peer"])
+        peers, addresses = (request["peer"],), {request["peer"]: address}
     command = MeasureCommand(here.name, peers, Dialer(here.identity, addresses))
-    with _quiet(), progress(str(asked["what"])) as on_progress:
-        found = await command.run(asked, on_progress, lambda so_far: on_partial(with_hidden(so_far, hidden)))
-        return dict(escaped_document(with_hidden(found, hidden)))
+    with _quiet(), progress(str(request["what"])) as on_progress:
+        result = await command.run(request, on_progress, lambda so_far: on_partial(with_hidden(so_far, hidden)))
+        return dict(escaped_document(with_hidden(result, hidden)))
 
 
 def with_hidden(mesh: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any]:
@@ -285,12 +268,12 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), "{task.description}", TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(text, total=None)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=None)
 
         def on_progress(now: str) -> None:
-            if shown.tasks[0].description != now:
-                shown.reset(task, description=now)
+            if bar.tasks[0].description != now:
+                bar.reset(task, description=now)
 
         yield on_progress
 

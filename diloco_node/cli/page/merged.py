@@ -1,4 +1,4 @@
-"""One page for all regions that answer on this machine; each daemon serves the same for its own."""
+"""The page about all regions that answer on this machine. Each daemon serves the same page about its own region."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 import typer
 from aiohttp import web
 
-from diloco_node.cli.status import Target, ask
+from diloco_node.cli.admin_client import STATUS_PATH, Target, ask
 from diloco_node.daemon.admin.admin_server import names_loopback
 from diloco_node.daemon.admin.listening import LOOPBACK, listen, port_of
 from diloco_node.daemon.admin.live_events import LiveEvents
@@ -24,13 +24,12 @@ from diloco_node.health.health_summary import joint_health
 
 REGIONS_MAX: Final = 64
 THREADS: Final = 2 * REGIONS_MAX + 1
-"""Each region may hang in both of its requests, and regions are looked for."""
+"""Both requests to each region may hang, and one thread looks for regions."""
 
 ANSWER_S: Final = 4.0
 """A region that hangs holds up the others no longer."""
 
 SNAPSHOT_PATH: Final = "/api/v1/snapshot"
-STATUS_PATH: Final = "/api/v1/status"
 
 
 def serve_dashboard(regions: MergedRegions, port: int) -> None:
@@ -40,17 +39,17 @@ def serve_dashboard(regions: MergedRegions, port: int) -> None:
 
 
 async def _serve(regions: MergedRegions, port: int) -> None:
-    ended = asyncio.Event()
+    stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await regions.check_run()
     async with dashboard_server(regions, port) as url:
         typer.echo(f"dashboard {url}  (Ctrl-C ends it; it changes nothing)")
-        await ended.wait()
+        await stop.wait()
 
 
 class MergedRegions:
-    """What all regions show, put together; a region that was there once stays, as one that does not answer.
+    """All regions together. A region that was there once stays, as one that does not answer.
 
     Args:
         find: the regions to ask. It is called again and again: one that starts again may have another port.
@@ -66,31 +65,35 @@ class MergedRegions:
 
     def find(self) -> None:
         """Look for regions. Raises DilocoError: there are none, a place is none, or two regions have one name."""
-        found: dict[str, Target] = {}
+        targets: dict[str, Target] = {}
         for target in self._find():
-            other = found.setdefault(target.name, target)
-            if other.port != target.port:
-                ports = f"ports {other.port} and {target.port}"
+            first = targets.setdefault(target.name, target)
+            if first.port != target.port:
+                ports = f"ports {first.port} and {target.port}"
                 raise ConfigError(f"two regions are called {target.name} ({ports}): give the places of one run")
-        for name, target in found.items():
+        for name, target in targets.items():
             if name in self._targets or len(self._targets) < REGIONS_MAX:
                 self._targets[name] = target
 
     async def check_run(self) -> None:
-        """Raises ConfigError: the regions that answer are of several runs."""
-        runs = {str(one["run_id"]): str(one["region"]) for one in await self._ask_all(STATUS_PATH) if "run_id" in one}
+        """Raise ConfigError if the regions that answer are of several runs."""
+        runs = {
+            str(status["run_id"]): str(status["region"])
+            for status in await self._ask_all(STATUS_PATH)
+            if "run_id" in status
+        }
         if len(runs) > 1:
-            said = ", ".join(f"{region} of run {run}" for run, region in sorted(runs.items()))
-            raise ConfigError(f"one page shows one run, and these are {len(runs)} ({said}): give the places of one")
+            names = ", ".join(f"{region} of run {run}" for run, region in sorted(runs.items()))
+            raise ConfigError(f"one page shows one run, and these are {len(runs)} ({names}): give the places of one")
 
     async def snapshot(self, since_unix: float | None) -> dict[str, Any]:
-        """Status, history and settings of each (see `LiveEvents`), and the health of all together."""
+        """Collect status, history and settings of each (see `LiveEvents`), and the health of all together."""
         answers = await self._ask_all(SNAPSHOT_PATH)
-        regions = [{"status": one} if "error" in one else _since(one, since_unix) for one in answers]
-        return {"regions": regions, "health": joint_health([one["status"] for one in regions])}
+        regions = [{"status": answer} if "error" in answer else _since(answer, since_unix) for answer in answers]
+        return {"regions": regions, "health": joint_health([region["status"] for region in regions])}
 
     async def status(self) -> dict[str, Any]:
-        """The status of each, and the health of all together."""
+        """Collect the status of each, and the health of all together."""
         documents = await self._ask_all(STATUS_PATH)
         return {"regions": documents, "health": joint_health(documents)}
 
@@ -110,7 +113,7 @@ class MergedRegions:
         return document
 
     async def _answer(self, target: Target, path: str) -> dict[str, Any]:
-        """It is not asked again before it has answered, or has let the connection go."""
+        """Ask a region. It is not asked again before it has answered, or has let the connection go."""
         asking = self._asking.get((target, path))
         if asking is None:
             asking = self._asking[target, path] = in_thread(self._threads, ask, target, path)
@@ -124,7 +127,7 @@ class MergedRegions:
 
 
 def _since(answer: dict[str, Any], since_unix: float | None) -> dict[str, Any]:
-    """A region's snapshot with no more of its history than is asked for."""
+    """Drop the rows of a snapshot's history that the page has already."""
     history = answer.get("history")
     if since_unix is None or not isinstance(history, dict) or not isinstance(history.get("rows"), list):
         return answer
@@ -138,7 +141,7 @@ def _is_after(unix: Any, since_unix: float) -> bool:
 
 @contextlib.asynccontextmanager
 async def dashboard_server(regions: MergedRegions, port: int) -> AsyncIterator[str]:
-    """Serve the page for these regions on loopback; its URL. Raises BindError."""
+    """Serve the page for these regions on loopback, and yield its URL. Raises BindError."""
     live = LiveEvents(regions.snapshot, regions.status)
     app = web.Application(middlewares=[_loopback_only])
     app.add_routes([*page_routes(), web.get("/api/v1/events", live.serve, allow_head=False)])

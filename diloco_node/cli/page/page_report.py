@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_node.cli.admin_client import ask, target_in
 from diloco_node.cli.page.merged import SNAPSHOT_PATH
-from diloco_node.cli.status import ask, find_targets
+from diloco_node.cli.places import folders_with
 from diloco_node.daemon.admin.page_files import page_with
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import REPORT_NAME
-from diloco_node.daemon.spec import NODE_FILE
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped_document
 from diloco_node.health.health_summary import joint_health
+from diloco_node.state_names import NODE_NAME
 
 PAGE_NAME: Final = "report.html"
 DOCUMENT_BYTES_MAX: Final = 16 * 2**20
 
 
 def write_page(folder: Path, path: Path) -> Path:
-    """Write it; the path.
+    """Write the page, and return its path.
 
     Raises:
         ConfigError: the folder holds no region. StorageError: the file can't be written.
@@ -37,38 +37,32 @@ def write_page(folder: Path, path: Path) -> Path:
 
 
 def run_snapshot(folder: Path) -> dict[str, Any]:
-    """What all regions of a folder show: those that run, as they answer; the others, as their files have it.
+    """Collect what all regions of a folder show: those that run, as they answer; the others, as their files have it.
 
     Raises:
         ConfigError: there are none.
     """
-    regions = [one for place in _region_folders(folder) if (one := _region(place)) is not None]
+    regions = [region for place in folders_with(NODE_NAME, folder) if (region := _region(place)) is not None]
     if not regions:
         raise ConfigError(
-            f"{folder} holds no region ({NODE_FILE}): give the state folder of a run or of a region, such as a demo's "
+            f"{folder} holds no region ({NODE_NAME}): give the state folder of a run or of a region, such as a demo's "
             "folder"
         )
     summary = _read_object(folder / REPORT_NAME)
     # A region's own report.json is its status, and no summary.
     tokens = summary.get("tokens") if "regions" in summary else None
-    health = joint_health([one["status"] for one in regions])
+    health = joint_health([region["status"] for region in regions])
     return {"regions": regions, "health": health, "summary": {"tokens": tokens}}
 
 
-def _region_folders(folder: Path) -> Iterable[Path]:
-    """Those that hold a node's specification: the folder itself, or one or two levels below."""
-    return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{NODE_FILE}")})
-
-
 def _region(folder: Path) -> dict[str, Any] | None:
-    """One region's snapshot; without a last status, what else it has left. None if it has not even a name."""
+    """Collect a region's snapshot; without a last status, what else it has left. None if it has not even a name."""
     answer: dict[str, Any] = {}
     with contextlib.suppress(ConfigError, OSError, ValueError, RecursionError):  # it has ended
-        for target in find_targets(str(folder.resolve())):
-            answer = ask(target, SNAPSHOT_PATH)
-            if isinstance(answer.get("status"), dict):
-                return answer
-    node = _read_object(folder / NODE_FILE)
+        answer = ask(target_in(folder), SNAPSHOT_PATH)
+        if isinstance(answer.get("status"), dict):
+            return answer
+    node = _read_object(folder / NODE_NAME)
     # Who has a port has not ended in order: then the last report is of an earlier start.
     status = {} if answer else _read_object(folder / REPORT_NAME)
     if "region" not in status:

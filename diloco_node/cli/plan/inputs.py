@@ -16,6 +16,7 @@ from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped
 from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.planning.plan import FragmentSize, Network
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -127,8 +128,8 @@ def source_of_size(text: str, config: NodeConfig, path: Path | None) -> Source:
 def _ceilings(config: NodeConfig) -> tuple[dict[str, int], dict[str, int]]:
     """(egress, ingress) by region, the least of the day."""
     limits = {region: config.budget_plan(region).least() for region in config.regions}
-    egress = {region: one.egress for region, one in limits.items() if one.egress is not None}
-    return egress, {region: one.ingress for region, one in limits.items() if one.ingress is not None}
+    egress = {region: rates.egress for region, rates in limits.items() if rates.egress is not None}
+    return egress, {region: rates.ingress for region, rates in limits.items() if rates.ingress is not None}
 
 
 def source_of_config(config: NodeConfig, path: Path | None) -> Source:
@@ -154,8 +155,8 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
             f"[model] hf in {name} has as many parameters as {model.hf} says, and no region has made the model yet: "
             "give --parameters"
         )
-    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context, model.vocabulary))
-    manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], settings.fragments)
+    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context))
+    manifest = build_manifest([TensorSpec(*shape) for shape in shapes.items()], settings.fragments)
     is_set = any(key[0] == "model" for key in config.origins)
     origin = f"{name}, the built-in model" + ("" if is_set else "; --parameters for one of your own")
     return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
@@ -165,16 +166,12 @@ def source_of_state(folder: Path) -> Source:
     """What a region's folder says, and its daemon if that answers.
 
     Raises:
-        ConfigError: it is no region's folder.
         StorageError: the region has not seen its model yet, or a file is damaged.
     """
-    from diloco_node.cli.start import NODE_FILE
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
 
-    if not (folder / NODE_FILE).exists():
-        raise ConfigError(f"--state {folder}: no {NODE_FILE} in it; give the folder of one region, as state/us-east")
-    spec = NodeSpec.load(folder / NODE_FILE)
+    spec = NodeSpec.load(folder / NODE_NAME)
     manifest = load_manifest(folder)
     if manifest is None:
         raise StorageError(
@@ -191,8 +188,8 @@ def source_of_state(folder: Path) -> Source:
         spec.regions,
         step_time_ns,
         rtt_ns,
-        egress={region: one.egress for region, one in limits.items() if one.egress is not None},
-        ingress={region: one.ingress for region, one in limits.items() if one.ingress is not None},
+        egress={region: rates.egress for region, rates in limits.items() if rates.egress is not None},
+        ingress={region: rates.ingress for region, rates in limits.items() if rates.ingress is not None},
     )
 
 
@@ -213,11 +210,9 @@ def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
 
 def _live_times(folder: Path) -> tuple[int, int]:
     """Step time and largest round trip as the region's daemon tells them; 0 for what is not known."""
-    from diloco_node.cli.status import PORT_FILE, ask, find_targets
+    from diloco_node.cli.admin_client import ask_in
 
-    if not (folder / PORT_FILE).exists():
-        return 0, 0
-    document = ask(find_targets(str(folder))[0])
+    document = ask_in(folder)
     learner = document.get("learner") or {}
     rtts = [peer.get("rtt_seconds") or 0.0 for peer in document.get("peers") or []]
     return int(1e9 * (learner.get("step_seconds") or 0.0)), int(1e9 * max(rtts, default=0.0))
@@ -294,8 +289,8 @@ def read_mesh(path: Path) -> Mesh:
     try:
         return _mesh(document)
     except (KeyError, TypeError, ValueError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"--mesh {path}: {what}; it must be {MESH_SHAPE}") from error
+        fault = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"--mesh {path}: {fault}; it must be {MESH_SHAPE}") from error
 
 
 def _mesh(document: Any) -> Mesh:
@@ -329,12 +324,12 @@ def _mesh(document: Any) -> Mesh:
 def _failures(document: Mapping[str, Any], regions: Sequence[str]) -> dict[tuple[str, str], str]:
     """Why pairs were not measured, as far as `measure mesh` said so."""
     failures = document.get("failures")
-    found: dict[tuple[str, str], str] = {}
-    for one in failures if isinstance(failures, list) else ():
-        if isinstance(one, dict) and one.get("from") in regions and one.get("to") in regions:
-            reason = " ".join(str(one.get("error")).split())[:REASON_CHARS_MAX]
-            found[str(one["from"]), str(one["to"])] = escaped(reason)
-    return found
+    errors: dict[tuple[str, str], str] = {}
+    for failure in failures if isinstance(failures, list) else ():
+        if isinstance(failure, dict) and failure.get("from") in regions and failure.get("to") in regions:
+            reason = " ".join(str(failure.get("error")).split())[:REASON_CHARS_MAX]
+            errors[str(failure["from"]), str(failure["to"])] = escaped(reason)
+    return errors
 
 
 def _number(entry: Mapping[str, Any], key: str, pair: tuple[str, str], highest: float) -> float:

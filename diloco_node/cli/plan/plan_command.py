@@ -12,6 +12,7 @@ import typer
 
 from diloco_node.cli.options import parsed
 from diloco_node.errors import ConfigError
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.cli.plan.inputs import Mesh, Source
@@ -28,15 +29,18 @@ ASSUMED: Final = "assumed"
 
 def plan(
     *,
+    place: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="REGION|STATE-FOLDER", help="The model of this region, also while it runs. [default: run.toml's]"
+        ),
+    ] = None,
     parameters: Annotated[
         str | None, typer.Option("--parameters", "-n", metavar="N", help="Size of the model: 5e9, 5B, 350M.")
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", help="Model, schedule, regions, budget of this run.toml."),
-    ] = None,
-    state: Annotated[
-        Path | None, typer.Option("--state", metavar="FOLDER", help="Those of a region, also while it runs.")
     ] = None,
     regions: Annotated[
         int | None, typer.Option("--regions", "-m", min=1, max=REGIONS_MAX, help="How many. [default: 4]")
@@ -86,7 +90,7 @@ def plan(
     """
     from diloco_node.cli.plan.inputs import read_mesh
 
-    source = _source(parameters, config, state, is_counted=regions is not None)
+    source = _source(parameters, config, place, is_counted=regions is not None)
     flags = {
         "fragments": fragments,
         "sync_every": sync_every,
@@ -106,16 +110,16 @@ def plan(
         limits=limits,
         overhead=overhead,
     )
-    made = request.plan()
+    result = request.plan()
     from diloco_node.cli.plan.plan_view import document, render
 
     if as_json:
-        typer.echo(json.dumps(document(made, request.inputs()), indent=1))
+        typer.echo(json.dumps(document(result, request.inputs()), indent=1))
     else:
         from diloco_node.cli.tables import table_console
 
-        table_console().print(render(made, request.inputs()))
-    if made.network.has_limits and not made.fits:
+        table_console().print(render(result, request.inputs()))
+    if result.network.has_limits and not result.fits:
         raise typer.Exit(1)
 
 
@@ -154,13 +158,15 @@ class _Request:
         return origins | ({"budget": self.source.origin} if self.source.egress or self.source.ingress else {})
 
     def _regions(self) -> tuple[str, ...]:
-        known = self.source.regions or (self.mesh.regions if self.mesh is not None else ())
-        if not known:
+        regions = self.source.regions or (self.mesh.regions if self.mesh is not None else ())
+        if not regions:
             return tuple(f"region-{index + 1:02d}" for index in range(self.region_count or 4))
-        if self.region_count not in (None, len(known)):
+        if self.region_count not in (None, len(regions)):
             where = self.source.origin if self.source.regions else "the mesh"
-            raise ConfigError(f"--regions is {self.region_count}, but {where} names {len(known)}: leave --regions out")
-        return known
+            raise ConfigError(
+                f"--regions is {self.region_count}, but {where} names {len(regions)}: leave --regions out"
+            )
+        return regions
 
     def _network(self, names: tuple[str, ...], overhead: Fraction) -> Network:
         from diloco_node.planning.plan import Network
@@ -173,28 +179,28 @@ class _Request:
         return Network(rtt_ns=self.rtt[0], egress=egress, ingress=ingress)
 
 
-def _source(parameters: str | None, config: Path | None, state: Path | None, *, is_counted: bool) -> Source:
+def _source(parameters: str | None, config: Path | None, place: str | None, *, is_counted: bool) -> Source:
     """Where the numbers come from. A run.toml that nobody named says nothing of regions that were counted."""
     from diloco_node.cli.options import load
+    from diloco_node.cli.places import region_folder
     from diloco_node.cli.plan import inputs
     from diloco_node.config.resolve import DEFAULT_NAME
 
-    if state is not None:
-        other = "--parameters" if parameters is not None else "--config"
-        if parameters is not None or config is not None:
-            raise ConfigError(f"{other} and --state both name a model: give one of them")
-        return inputs.source_of_state(state)
+    if place is not None:
+        if parameters is not None:
+            raise ConfigError(f"--parameters and {place!r} both name a model: give one of them")
+        return inputs.source_of_state(region_folder(place, config, file=NODE_NAME))
     if config is not None or Path(DEFAULT_NAME).exists():
-        resolved = load(config, {}, None)
+        run_config = load(config, {}, None)
         if parameters is None:
-            return inputs.source_of_config(resolved, config)
-        source = inputs.source_of_size(parameters, resolved, config)
+            return inputs.source_of_config(run_config, config)
+        source = inputs.source_of_size(parameters, run_config, config)
         is_named = config is not None or not is_counted
         return source if is_named else replace(source, regions=(), egress={}, ingress={})
     if parameters is None:
         raise ConfigError(
-            "which model? give its size (--parameters 5e9), a run (--config run.toml) or a region's folder "
-            "(--state state/us-east)"
+            "which model? give its size (--parameters 5e9), a run (--config run.toml) or a region's state folder "
+            "(plan state/us-east)"
         )
     return inputs.source_of_parameters(parameters)
 
@@ -202,14 +208,14 @@ def _source(parameters: str | None, config: Path | None, state: Path | None, *, 
 def _settings(source: Source, flags: dict[str, Any]) -> RunSettings:
     from diloco_node.core.types import Codec
 
-    given = {name: value for name, value in flags.items() if value is not None}
+    overrides = {name: value for name, value in flags.items() if value is not None}
     for name in ("codec_up", "codec_down"):
-        if name in given:
+        if name in overrides:
             flag = f"--{name.replace('_', '-')}"
-            if given[name] not in set(Codec):
-                raise ConfigError(f"{flag} is {given[name]!r}: use one of {', '.join(Codec)}")
-            given[name] = Codec(given[name])
-    settings = replace(source.settings, **given)
+            if overrides[name] not in set(Codec):
+                raise ConfigError(f"{flag} is {overrides[name]!r}: use one of {', '.join(Codec)}")
+            overrides[name] = Codec(overrides[name])
+    settings = replace(source.settings, **overrides)
     if settings.overlap_steps >= settings.sync_every:
         raise ConfigError(
             f"--overlap-steps is {settings.overlap_steps}: it must be less than --sync-every, {settings.sync_every}"
@@ -244,8 +250,8 @@ def _limits(budget: str | None, egress: str | None, ingress: str | None) -> tupl
     """(egress, ingress) in wire bytes per second."""
     from diloco_node.config.units import parse_rate
 
-    both, out, into = (
+    total, out, into = (
         None if text is None else parsed(flag, text, parse_rate).bytes_per_s
         for flag, text in (("--budget", budget), ("--egress", egress), ("--ingress", ingress))
     )
-    return (both if out is None else out), (both if into is None else into)
+    return (total if out is None else out), (total if into is None else into)

@@ -66,12 +66,12 @@ def document(plan: Plan, inputs: Mapping[str, str]) -> dict[str, Any]:
 def _round_document(plan: Plan) -> dict[str, Any]:
     work, settings, time = plan.workload, plan.workload.settings, plan.need.round_time
     count = len(work.fragments)
-    sent = _of_kind(plan, FlowKind.EGRESS)
+    egress = _of_kind(plan, FlowKind.EGRESS)
     return {
         "contribution_bytes": work.total(settings.codec_up) / count,
         "merged_bytes": work.total(settings.codec_down) / count,
-        "wire_bytes_per_region": max(flow.cycle for flow in sent) / count,
-        "wire_bytes_total": sum(flow.cycle for flow in sent) / count,
+        "wire_bytes_per_region": max(flow.cycle for flow in egress) / count,
+        "wire_bytes_total": sum(flow.cycle for flow in egress) / count,
         "latency_seconds": time.latency_ns / NS_PER_S,
         "boundary_seconds": time.boundary_ns / NS_PER_S,
         "transfer_seconds": time.transfer_ns / NS_PER_S if plan.network.has_limits else None,
@@ -99,7 +99,7 @@ def _data_parallel_document(plan: Plan) -> dict[str, Any]:
     rate = _least_rate(plan)
     return {
         "bytes_per_second": {
-            str(part): data_parallel_bits_per_s(values, places, step_s, part) / 8 for part in UTILISATIONS
+            str(share): data_parallel_bits_per_s(values, places, step_s, share) / 8 for share in UTILISATIONS
         },
         "utilisation_here": None if rate is None else data_parallel_utilisation(values, places, step_s, 8 * rate),
     }
@@ -114,17 +114,17 @@ def render(plan: Plan, inputs: Mapping[str, str]) -> Any:
     from rich.text import Text
 
     blank = Text("")
-    parts: list[Any] = [Text(line) for line in _head(plan, inputs)]
+    lines: list[Any] = [Text(line) for line in _head(plan, inputs)]
     words = verdict(plan)
-    parts += [blank, Text(f"{words[:1].upper()}{words[1:]}.", style="bold")]
+    lines += [blank, Text(f"{words[:1].upper()}{words[1:]}.", style="bold")]
     changes = find_changes(plan)
     if changes:
-        parts += [Text("Any one of these fits, the smallest change first:"), _changes_table(plan)]
-    parts += [Text(line) for line in _spare(plan)]
-    parts += [blank, _traffic_table(plan), blank, _round_table(plan), blank, _storage_table(plan)]
+        lines += [Text("Any one of these fits, the smallest change first:"), _changes_table(plan)]
+    lines += [Text(line) for line in _spare(plan)]
+    lines += [blank, _traffic_table(plan), blank, _round_table(plan), blank, _storage_table(plan)]
     if len(plan.workload.regions) > 1:
-        parts += [blank, _data_parallel_table(plan)]
-    return Group(*parts, blank, *(Text(line, style="dim") for line in _notes(plan)))
+        lines += [blank, _data_parallel_table(plan)]
+    return Group(*lines, blank, *(Text(line, style="dim") for line in _notes(plan)))
 
 
 def _head(plan: Plan, inputs: Mapping[str, str]) -> Iterable[str]:
@@ -160,9 +160,9 @@ def _spare(plan: Plan) -> Iterable[str]:
     if least < plan.workload.settings.sync_every:
         yield f"H could be as low as {least}."
     if _has_budget(plan):
-        needed = budget_min(plan.workload, plan.network)
-        if needed is not None:
-            yield f"The least budget that keeps this schedule is {format_rate(needed)} in and out of every region."
+        rate = budget_min(plan.workload, plan.network)
+        if rate is not None:
+            yield f"The least budget that keeps this schedule is {format_rate(rate)} in and out of every region."
 
 
 def _changes_table(plan: Plan) -> Any:
@@ -191,10 +191,10 @@ def _traffic_table(plan: Plan) -> Any:
             "-" if limit is None else format_rate(limit),
             "-" if limit is None else f"{float(100 * plan.average(flow) / limit):.0f} %",
         )
-    sent = sum(flow.cycle for flow in _of_kind(plan, FlowKind.EGRESS)) / len(plan.workload.fragments)
+    sent_bytes = sum(flow.cycle for flow in _of_kind(plan, FlowKind.EGRESS)) / len(plan.workload.fragments)
     if len(rows) > ROWS_MAX:
         table.add_row(Text(f"and {len(rows) - ROWS_MAX} lines with more room (--json has all)"))
-    table.add_row("all regions together", human_bytes(sent), "", "", "", "")
+    table.add_row("all regions together", human_bytes(sent_bytes), "", "", "", "")
     return table
 
 
@@ -259,21 +259,21 @@ def _add_size(table: Any, name: str, size: int, values: int, words: str) -> None
 
 def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
     sizes = plan.storage
-    parts = [("daemon", sizes.daemon), ("base", sizes.base), ("shared", sizes.shared), ("rounds", sizes.rounds)]
+    items = [("daemon", sizes.daemon), ("base", sizes.base), ("shared", sizes.shared), ("rounds", sizes.rounds)]
     if sizes.residual:
-        parts.append(("residual", sizes.residual))
-    return [*parts, ("checkpoints", sizes.checkpoints), ("payloads", sizes.payloads)]
+        items.append(("residual", sizes.residual))
+    return [*items, ("checkpoints", sizes.checkpoints), ("payloads", sizes.payloads)]
 
 
 def _data_parallel_table(plan: Plan) -> Any:
     values, places, step_s = _ring(plan)
-    columns = [(f"{part:.0%}", "right") for part in UTILISATIONS]
+    columns = [(f"{share:.0%}", "right") for share in UTILISATIONS]
     table = plain_table(("data-parallel, computing this part of the time", "left"), *columns)
-    rates = [data_parallel_bits_per_s(values, places, step_s, part) for part in UTILISATIONS]
+    rates = [data_parallel_bits_per_s(values, places, step_s, share) for share in UTILISATIONS]
     table.add_row("in and out of each region, bf16 ring", *(format_rate(rate / 8) for rate in rates))
-    mine = max(plan.average(flow) for flow in plan.flows)
-    if mine:
-        table.add_row("times what is planned here", *(f"{rate / 8 / float(mine):.0f} x" for rate in rates))
+    average = max(plan.average(flow) for flow in plan.flows)
+    if average:
+        table.add_row("times what is planned here", *(f"{rate / 8 / float(average):.0f} x" for rate in rates))
     return table
 
 
@@ -281,11 +281,11 @@ def _notes(plan: Plan) -> Iterable[str]:
     values, places, step_s = _ring(plan)
     rate = _least_rate(plan)
     if rate is not None and places > 1:
-        part = data_parallel_utilisation(values, places, step_s, 8 * rate)
-        shown = f"{100 * part:.2g} %" if part < 0.995 else "nearly all"
+        share = data_parallel_utilisation(values, places, step_s, 8 * rate)
+        share_text = f"{100 * share:.2g} %" if share < 0.995 else "nearly all"
         yield (
-            f"Data-parallel at {format_rate(rate)} would compute {shown} of the time, "
-            f"a step {1 / part:.0f} times as long."
+            f"Data-parallel at {format_rate(rate)} would compute {share_text} of the time, "
+            f"a step {1 / share:.0f} times as long."
         )
     if plan.network.links:
         yield "Links were measured in payload; their limits here include the overhead."

@@ -27,11 +27,8 @@ from diloco_node.daemon.admin.live_events import LiveEvents
 from diloco_node.daemon.admin.page_files import page_routes
 from diloco_node.errors import BindError, ConfigError, DilocoError
 from diloco_node.escaping import escaped, escaped_document
+from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.unix_sockets import socket_path
-
-TOKEN_FILE: Final = "admin.token"
-SOCKET_FILE: Final = "admin.sock"
-"""Where it lies: `memory.socket_path(state_dir, SOCKET_FILE)`."""
 
 BODY_BYTES_MAX: Final = 64 * 1024
 FINISH_REASON: Final = "asked by the operator"
@@ -145,7 +142,7 @@ class AdminServer:
         # In this order: with port 0 loopback chooses, and the other address takes the same.
         for host in dict.fromkeys((LOOPBACK, self._host)):
             await self._bind(self._runner, host)
-        path = socket_path(self._state_dir, SOCKET_FILE)
+        path = socket_path(self._state_dir, ADMIN_SOCKET_NAME)
         try:
             # The state folder has one daemon at a time (its lock), so a socket that lies there is a dead one's.
             path.unlink(missing_ok=True)
@@ -259,7 +256,7 @@ class AdminServer:
         if not names_loopback(request):
             return web.json_response({"error": LOOPBACK_ONLY}, status=403)
         if request.method not in ("GET", "HEAD") and not self._has_token(request):
-            reason = f"missing or wrong bearer token; it is in {self._state_dir / TOKEN_FILE}"
+            reason = f"missing or wrong bearer token; it is in {self._state_dir / ADMIN_TOKEN_NAME}"
             return web.json_response({"error": reason}, status=401)
         try:
             response: web.StreamResponse = await handler(request)
@@ -305,7 +302,7 @@ def _outcome(done: asyncio.Future[Mapping[str, Any]]) -> dict[str, Any]:
 
 def load_token(state_dir: Path) -> str:
     """The bearer token of a region, made on first use (mode 0600)."""
-    path = state_dir / TOKEN_FILE
+    path = state_dir / ADMIN_TOKEN_NAME
     path.touch(mode=0o600)
     token = path.read_text().strip()
     if not token:  # also after a crash, or a full disk, between the file and what is in it

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from diloco_node import __version__
-from diloco_node.health.reading import Document, number, part, rows, text
+from diloco_node.health.reading import Document, number, rows, section, text
 
 _SHARE: Final = ("peer", "direction")
 _LANE: Final = ("peer", "lane")
@@ -84,8 +84,8 @@ class StatusCollector(Collector):
         yield _gauge("diloco_learner_attached", "1 while a learner is attached", status["learner"] is not None)
         yield _gauge("diloco_ledger_is_leader", "1 in the region that leads", status["role"] == "leader")
         yield _gauge("diloco_rounds_open", "rounds on their way, as seen here", len(status["rounds"]))
-        yield _tokens(part(status, "token_account"))
-        yield _phases(part(status, "phase_seconds"))
+        yield _tokens(section(status, "token_account"))
+        yield _phases(section(status, "phase_seconds"))
         yield _fragments(status)
         yield from _peers(rows(status, "peers"))
         yield from _budget(status["budget"])
@@ -104,7 +104,7 @@ def _build(status: Document) -> Metric:
 def _alerts(status: Document) -> Metric:
     family = GaugeMetricFamily("diloco_alerts", "alerts that hold now, see docs/alerts.md", labels=["code", "severity"])
     counts: dict[tuple[str, str], int] = {}
-    for alert in rows(part(status, "health"), "alerts"):
+    for alert in rows(section(status, "health"), "alerts"):
         key = text(alert, "code"), text(alert, "severity")
         counts[key] = counts.get(key, 0) + 1
     for (code, severity), count in sorted(counts.items()):
@@ -118,7 +118,7 @@ def _single(
     for name, meaning, (*folders, key) in table:
         found = status
         for folder in folders:
-            found = part(found, folder)
+            found = section(found, folder)
         value = number(found, key)
         if value is not None:
             yield family(name, meaning, value=value)
@@ -141,7 +141,7 @@ def _phases(document: Document) -> Metric:
     meaning = "time that committed rounds spent in each phase, as this region saw it"
     family = HistogramMetricFamily("diloco_round_phase_seconds", meaning, labels=["phase"])
     for phase in document:
-        row = part(document, phase)
+        row = section(document, phase)
         family.add_metric([phase], [(str(bound), count) for bound, count in row["buckets"]], row["sum_seconds"])
     return family
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_node.core import events as ev
 from diloco_node.core.region import RegionCore
 from diloco_node.daemon.learner.proxy import LearnerFacts, LearnerProxy
 from diloco_node.daemon.round_log import RoundLog
@@ -32,7 +33,7 @@ def wall_clock_s() -> float:
 
 
 class RunFacts:
-    """Made with the node; give `rounds.observe` to its pump. Every few seconds call `mark`, and `look` in a thread.
+    """Made with the node; give `observe` to its pump. Every few seconds call `mark`, and `look` in a thread.
 
     Args:
         expires: when the region's certificate ends. refusals: what the disk does not take now. now_ns: monotonic.
@@ -57,6 +58,7 @@ class RunFacts:
         self._marked = -1.0
         self._disk: dict[str, Any] = {}
         self._phases = PhaseTimes()
+        self._rounds_in_flight_max = 0
         self.rounds = RoundLog(
             core,
             region=spec.region,
@@ -65,6 +67,11 @@ class RunFacts:
             unix_s=wall_clock_s,
             on_committed=lambda row: self._phases.add(row["phases"]),
         )
+
+    def observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
+        """Look at the core after each event, before the effects are performed."""
+        self.rounds.observe(event, effects)
+        self._rounds_in_flight_max = max(self._rounds_in_flight_max, len(self._core.leader.rounds))
 
     def look(self) -> None:
         """At the disk."""
@@ -89,6 +96,7 @@ class RunFacts:
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
             "token_account": self._account(learner),
             "phase_seconds": self._phases.document(),
+            "rounds_in_flight_max": self._rounds_in_flight_max,
             "round_log": self.rounds.rows(),
             "commit_age_seconds": self.rounds.commit_age_s(),
             "usual_commit_seconds": self.rounds.usual_commit_s(),

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final, assert_never
 
 import numpy as np
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.merge.schedule import overdue_steps
 from diloco_node.core.types import CarryMode, LearnerStatus, RunSettings
 from diloco_node.daemon.learner.counter_check import Plausible, attach_fault
 from diloco_node.daemon.learner.version_area import VersionArea
@@ -31,9 +30,6 @@ from diloco_node.health.rate import SlidingRate
 from diloco_node.numeric import NS_PER_S, U8
 from diloco_node.storage.trained import AREA_BYTES
 from diloco_node.wire import learner_link
-
-REPORT_EVERY_NS: Final = 20_000_000
-"""The core gets steps that change nothing at most so often: each report costs it a fifth of a millisecond."""
 
 WARNING_CHARS_MAX: Final = 300
 RATE_WINDOW_S: Final = 30.0
@@ -94,6 +90,7 @@ class LearnerProxy:
         spawn: Spawn,
         now_ns: Callable[[], int],
         save_counters: Callable[[int], Awaitable[None]],
+        store_initial_state: Callable[[VersionArea, int], Coroutine[Any, Any, None]],
         region: str,
         note: Callable[[ev.Note], None],
     ) -> None:
@@ -117,6 +114,7 @@ class LearnerProxy:
         self._now_ns = now_ns
         self._spawn = spawn
         self._save_counters = save_counters
+        self._store_initial_state = store_initial_state
         self._is_overwriting = settings.carry is CarryMode.OVERWRITE
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
         self._version_area = memory(learner_link.VERSION_AREA, 4 * manifest.size)
@@ -132,8 +130,6 @@ class LearnerProxy:
         )
         self.counters = memory(learner_link.COUNTERS_AREA, AREA_BYTES)
         self._requested: dict[int, ev.TakeSnapshot] = {}
-        self._sync_every = settings.sync_every
-        self._reported_ns = -REPORT_EVERY_NS
 
     @property
     def incarnation(self) -> int:
@@ -193,6 +189,33 @@ class LearnerProxy:
         """Why what a process says of itself can't be; empty if it can."""
         return attach_fault(attach, last=self._newest, run_id=run_id)
 
+    def on_message(self, message: learner_link.ToDaemon) -> None:
+        """Take a message of the learner that was welcomed.
+
+        Reports come as seldom as the core may get them: `learner.attach` leaves out fast steps that change nothing.
+        """
+        match message:
+            case learner_link.Report():
+                self._reported(message)
+            case learner_link.SnapshotReady():
+                self._snapshot_ready(message)
+            case learner_link.SnapshotDenied():
+                self._snapshot_denied(message)
+            case learner_link.OfferApplied():
+                self._version_applied(message)
+            case learner_link.InitialState():
+                self._initial_state_written()
+            case learner_link.Done():
+                self._finished(message)
+            case learner_link.Failed():
+                self._failed(message.reason)
+            case learner_link.Warned():
+                self._warned(message.text)
+            case learner_link.Attach():
+                raise AssertionError("an Attach is the reception's")
+            case _:
+                assert_never(message)
+
     def detached(self) -> None:
         """Its connection is gone."""
         self._refuse_requested("the learner is gone")
@@ -202,7 +225,7 @@ class LearnerProxy:
         self.status = None
         self._post(ev.LearnerDetached())
 
-    def reported(self, report: learner_link.Report) -> None:
+    def _reported(self, report: learner_link.Report) -> None:
         """One inner step."""
         if self.status is None:
             return
@@ -221,13 +244,10 @@ class LearnerProxy:
             if facts.loss_first is None:
                 facts.loss_first = report.loss
         self._note_figures(report)
-        before = self.status
-        self.status = replace(before, step=report.step, tokens=report.tokens, step_time_ns=report.step_time_ns)
+        self.status = replace(self.status, step=report.step, tokens=report.tokens, step_time_ns=report.step_time_ns)
         self._newest = self.status
         self._note_totals()
-        if now_ns - self._reported_ns >= REPORT_EVERY_NS or self._is_news(before.step, report.step):
-            self._reported_ns = now_ns
-            self._post(ev.LearnerReported(self.status))
+        self._post(ev.LearnerReported(self.status))
 
     def _note_figures(self, message: learner_link.Report | learner_link.Done) -> None:
         if message.val_loss is not None:
@@ -236,18 +256,7 @@ class LearnerProxy:
             self.facts.val_loss_global = message.val_loss_global
         self.facts.blocked_ns = self._blocked_before_ns + message.blocked_ns
 
-    def _is_news(self, before: int, step: int) -> bool:
-        """Whether a step changes what the core may do: a fragment becomes due, or there is something to contribute."""
-        assert self.status is not None
-        for fragment, position in enumerate(self.status.positions):
-            if before <= position.included_step < step:
-                return True
-            late = overdue_steps(fragment, position, step, sync_every=self._sync_every, fragments=len(self.blocks))
-            if 0 <= late < step - before:
-                return True
-        return False
-
-    def snapshot_ready(self, message: learner_link.SnapshotReady) -> None:
+    def _snapshot_ready(self, message: learner_link.SnapshotReady) -> None:
         """The answer to SnapshotRequested: its bytes lie in the contribution area."""
         contribution = message.contribution
         order = self._requested.get(contribution.fragment)
@@ -261,14 +270,14 @@ class LearnerProxy:
         else:
             self._post(ev.SnapshotTaken(contribution))
 
-    def snapshot_denied(self, message: learner_link.SnapshotDenied) -> None:
+    def _snapshot_denied(self, message: learner_link.SnapshotDenied) -> None:
         """The answer to SnapshotRequested when it could not."""
         order = self._requested.get(message.fragment)
         if order is not None and order.version == message.version:
             del self._requested[message.fragment]
             self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
-    def applied(self, message: learner_link.OfferApplied) -> None:
+    def _version_applied(self, message: learner_link.OfferApplied) -> None:
         """It took a version: its place in the version area is free.
 
         Steps that it threw away on the way are told to the others, so the counters that say them must be durable first.
@@ -305,7 +314,7 @@ class LearnerProxy:
         self._post(ev.LearnerReported(self.status))
         self.version_area.applied(message.fragment, message.version)
 
-    def finished(self, done: learner_link.Done) -> None:
+    def _finished(self, done: learner_link.Done) -> None:
         """It has stopped stepping."""
         self.done = done
         self._note_figures(done)
@@ -318,6 +327,14 @@ class LearnerProxy:
             self.status = self._newest = replace(self.status, step=step, tokens=tokens, finished=True)
             self._note_totals()
             self._post(ev.LearnerReported(self.status))
+
+    def _initial_state_written(self) -> None:
+        """Theta_0 lies in the version area."""
+        area = self.version_area
+        if area.is_lent:
+            self._spawn(self._store_initial_state(area, area.generation), "initial state")
+        else:  # what it wrote over is no Theta_0, and the run has one
+            self._note(ev.Note("learner", "Theta_0 that nobody asked for: ignored", is_alarm=True))
 
     def take_snapshot(self, order: ev.TakeSnapshot) -> None:
         """Ask for a snapshot at the next step boundary."""
@@ -350,13 +367,23 @@ class LearnerProxy:
             with contextlib.suppress(BufferError):
                 area.close()
 
-    def warned(self, text: str, *, has_failed: bool = False) -> None:
-        """A loss or a norm is out of its range, or it fails. What it says before its first step is of the model."""
-        if not (has_failed or self.facts.first_report_ns):
-            return
-        self.facts.warnings += not has_failed
-        self.facts.has_failed = has_failed
-        self.facts.last_warning, self.facts.last_warning_ns = escaped(text)[:WARNING_CHARS_MAX], self._now_ns()
+    def _warned(self, text: str) -> None:
+        """A loss or a norm is out of its range."""
+        if self.facts.first_report_ns:  # what it says before its first step is of the model
+            self.facts.warnings += 1
+            self._note_trouble(text, has_failed=False)
+        self._note(ev.Note("learner", f"the learner warns: {text}", is_alarm=True))
+
+    def _failed(self, reason: str) -> None:
+        """It ends with an error."""
+        text = f"the learner failed: {reason}"
+        self._note_trouble(text, has_failed=True)
+        self._note(ev.Note("learner", text, is_alarm=True))
+
+    def _note_trouble(self, text: str, *, has_failed: bool) -> None:
+        facts = self.facts
+        facts.has_failed = has_failed
+        facts.last_warning, facts.last_warning_ns = escaped(text)[:WARNING_CHARS_MAX], self._now_ns()
 
     def silence(self) -> str:
         """Why an attached learner counts as silent; empty if it does not."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_node.atomic_file import replace_file
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.lab.chaos.fault_plan import REGION, FaultTarget
 from diloco_node.supervisor.preload import FORK_SERVER
@@ -25,8 +26,6 @@ from diloco_node.unix_sockets import Process, process_of
 DEMO_FILE: Final = "demo.json"
 FAULTS_FOLDER: Final = "faults"
 _FORMAT: Final = 1
-
-"""What a preloading region's learners are forked from."""
 
 _FLAGS: Final = 6
 _FORKED_NO_EXEC: Final = 0x40
@@ -104,10 +103,8 @@ class DemoFile:
             },
         }
         path = self.folder / DEMO_FILE
-        temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(document, indent=1) + "\n")
-            temporary.replace(path)
+            replace_file(path, (json.dumps(document, indent=1) + "\n").encode(), is_durable=False)
         except OSError as error:
             raise StorageError(f"{path} can't be written ({error.strerror}): make room, or give --folder") from error
 
@@ -191,16 +188,6 @@ def left_behind(state_dir: Path) -> list[Process]:
     return marked(f"DILOCO_STATE={state_dir.resolve()}")
 
 
-def supervisor_of(state_dir: Path) -> Process | None:
-    """The process whose children work on this folder; None while it has none."""
-    mark = f"DILOCO_STATE={state_dir.resolve()}"
-    for child in reversed(marked(mark)):
-        for setting in _settings(child.pid):
-            if setting.startswith(b"DILOCO_CHILD="):
-                return process_of(int(setting.rpartition(b"-")[2]))
-    return None
-
-
 def running_demo() -> Path:
     """The folder of the only demo that runs out of `runs/` here.
 
@@ -214,7 +201,7 @@ def running_demo() -> Path:
                 found.append(path.parent)
     if len(found) != 1:
         here = "no demo runs" if not found else f"{len(found)} demos run ({', '.join(map(str, found))})"
-        raise ConfigError(f"{here} in runs/ here: name its folder with --folder; --compose strikes containers")
+        raise ConfigError(f"{here} in runs/ here: name its folder with --folder")
     return found[0]
 
 
@@ -225,24 +212,17 @@ def marked(*settings: str) -> list[Process]:
         if not path.name.isdecimal() or int(path.name) == os.getpid():
             continue
         process = process_of(int(path.name))
-        environment = _settings(int(path.name))
+        environment = _words(int(path.name), "environ")
         # Looked at before and after: else the environment may be that of an earlier process of this number.
         if all(one in environment for one in wanted) and process is not None and process_of(process.pid) == process:
             found.append(process)
     return sorted(found, key=lambda one: (one.start_ticks, one.pid))
 
 
-def _settings(pid: int) -> list[bytes]:
-    """Its environment; none if it is gone, or another user's."""
+def _words(pid: int, file: str) -> list[bytes]:
+    """Words of a process's `environ` or `cmdline`; empty for a process that is gone, or another user's."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return []
-
-
-def command_line(pid: int) -> list[str]:
-    """The words that it was started with; none if it is gone."""
-    with contextlib.suppress(OSError):
-        return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
     return []
 
 
@@ -259,7 +239,7 @@ def _learner(family: list[Process], attached: int | None) -> list[Process]:
 
 def _is_fork_server(pid: int) -> bool:
     """Whether it was started as one. What was forked from it has the same command line, but has started no program."""
-    return str(FORK_SERVER) in command_line(pid) and not int(_stat(pid)[_FLAGS] or "0") & _FORKED_NO_EXEC
+    return os.fsencode(FORK_SERVER) in _words(pid, "cmdline") and not int(_stat(pid)[_FLAGS] or "0") & _FORKED_NO_EXEC
 
 
 def _process(document: Mapping[str, Any]) -> Process:

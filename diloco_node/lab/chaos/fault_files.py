@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from diloco_node.atomic_file import replace_file
 from diloco_node.errors import StorageError
 from diloco_node.lab.chaos.fault_plan import DAEMON_ONLY, LASTS_S_MAX
 from diloco_node.numeric import NS_PER_S
@@ -34,9 +35,7 @@ def switch_on(file: Path, lasts_ns: int) -> int:
     until_ns = time.monotonic_ns() + lasts_ns
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.tmp")
-        temporary.write_text(str(until_ns))
-        temporary.replace(file)
+        replace_file(file, str(until_ns).encode(), is_durable=False)
     except OSError as error:
         raise StorageError(f"{file} can't be written: {error.strerror}") from error
     return until_ns

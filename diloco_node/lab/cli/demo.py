@@ -1,4 +1,4 @@
-"""`diloco-node demo`: its options. The demo itself is in `lab.demo.demo_run`, imported when it runs."""
+"""`diloco-node demo`: its options, named as fields of `DemoOptions`. `lab.demo.demo_run` is imported when it runs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def demo(
     wan: Annotated[
         Path | None, typer.Option("--wan", metavar="FILE", help="Run in an emulated WAN, such as netem/us-4.toml.")
     ] = None,
-    outage: Annotated[bool, typer.Option("--outage", help="With --wan: cut one region off for a while.")] = False,
-    backend: Annotated[
+    has_outage: Annotated[bool, typer.Option("--outage", help="With --wan: cut one region off for a while.")] = False,
+    wan_backend: Annotated[
         str, typer.Option("--wan-backend", metavar="NAME", help="auto, netem, tun or none.", show_default=False)
     ] = "auto",
     budget: Annotated[
         str, typer.Option("--budget", metavar="RATE", help="What each region may send, and receive: 20Mbit/s.")
     ] = "",
-    chaos: Annotated[bool, typer.Option("--chaos", help="A storm: processes are killed while it trains.")] = False,
+    has_chaos: Annotated[bool, typer.Option("--chaos", help="A storm: processes are killed while it trains.")] = False,
     mtbf: Annotated[
         str, typer.Option("--mtbf", metavar="TIME", help="With --chaos: mean time between two kills [default: 5s].")
     ] = "",
@@ -62,39 +62,19 @@ def demo(
     ] = "",
     batches: Annotated[str, typer.Option("--batches", metavar="LIST", help="Batches of the learners: 8,8,4,16.")] = "",
     ranks: Annotated[str, typer.Option("--ranks", metavar="LIST", help="Processes of each learner: 2,2,1,2.")] = "",
-    shard: Annotated[
+    shards: Annotated[
         str,
         typer.Option("--shard", metavar="LIST", help="With --ranks, how each model is cut: fsdp,ddp,none,fsdp."),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run several regions on this machine, with real processes and real links, and report."""
+    options = dict(locals())
     from diloco_node.errors import ConfigError
     from diloco_node.lab.demo.demo_options import SECONDS_DEFAULT, DemoOptions
     from diloco_node.lab.demo.demo_run import run_demo
 
     if seconds is not None and tokens is not None:
         raise ConfigError("--seconds and --tokens both say when the training ends: give one of them")
-    options = DemoOptions(
-        regions=regions,
-        seconds=SECONDS_DEFAULT if seconds is None else seconds,
-        tokens=tokens or 0,
-        folder=folder,
-        data=tuple(data or ()),
-        is_json=as_json,
-        seed=seed,
-        wan=wan,
-        wan_backend=backend,
-        has_outage=outage,
-        budget=budget,
-        has_chaos=chaos,
-        mtbf=mtbf,
-        victims=victims,
-        tape=tape,
-        baseline=baseline,
-        speeds=speeds,
-        batches=batches,
-        ranks=ranks,
-        shards=shard,
-    )
-    raise typer.Exit(run_demo(options))
+    options |= {"seconds": seconds or SECONDS_DEFAULT, "tokens": tokens or 0, "data": tuple(data or ())}
+    raise typer.Exit(run_demo(DemoOptions(**options)))

@@ -1,4 +1,4 @@
-"""`diloco-node simulate`: the protocol under faults, on virtual time, from one seed; and the paper's tables."""
+"""`diloco-node simulate`: the protocol under faults, on virtual time, from one seed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import dataclasses
 import json
 import logging
 import signal
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,7 +23,6 @@ def run(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")],
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets the seed choose 3 to 5.")] = 0,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
-    fault: Annotated[str | None, typer.Option("--fault", help="Plant this bug, to see that it is found.")] = None,
     schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
     liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
     effects: Annotated[str, typer.Option("--effects", help="fast: fakes. daemon: the daemon's own code.")] = "fast",
@@ -37,7 +35,7 @@ def run(
 
     # What the daemon's code would log is in the trace, at its virtual time.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    report = simulate(seed, regions=regions, events=events, fault=fault, schedule=schedule, liar=liar, effects=effects)
+    report = simulate(seed, regions=regions, events=events, schedule=schedule, liar=liar, effects=effects)
     typer.echo(json.dumps(dataclasses.asdict(report), indent=1) if as_json else format_report(report))
     if not report.is_good:
         raise typer.Exit(1)
@@ -101,38 +99,3 @@ def hunt(
         raise typer.Exit(1)
     if done < asked.seeds:
         raise KeyboardInterrupt  # for the exit code
-
-
-@app.command()
-def goodput(
-    *,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the simulated failures.")] = 0,
-    steps: Annotated[
-        int, typer.Option("--steps", min=100, max=1_000_000, help="Inner steps of each simulated learner.")
-    ] = 6000,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-) -> None:
-    """The paper's goodput under chip failures: printed, by formula, and simulated event by event."""
-    from diloco_node.lab.cli import paper_tables
-
-    _show(paper_tables.goodput_document(seed, steps), paper_tables.render_goodput, as_json)
-
-
-@app.command()
-def bandwidth(
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-) -> None:
-    """The paper's bandwidth table: printed and by formula; and what P = H = 24 really takes."""
-    from diloco_node.lab.cli import paper_tables
-
-    _show(paper_tables.bandwidth_document(), paper_tables.render_bandwidth, as_json)
-
-
-def _show(document: dict[str, Any], render: Callable[[dict[str, Any]], Any], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(document, indent=1))
-        return
-    from diloco_node.cli.tables import table_console
-
-    table_console().print(render(document))

@@ -119,7 +119,7 @@ def _replaced(summary: RunSummary | None, entries: Iterable[Entry]) -> set[str]:
 def build_report(
     folder: Path, regions: Sequence[str], *, wan: dict[str, Any] | None = None, outage: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The demo's report, one JSON object; the fields are described in docs/operate.md.
+    """The demo's report, one JSON object; the fields are described in docs/lab/demo.md.
 
     Args:
         folder: with one folder per region, all daemons ended.

@@ -17,8 +17,8 @@ from typing import Any, Final
 from diloco_node.cli.options import parsed
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.page.page_report import PAGE_NAME, write_page
-from diloco_node.cli.status import find_targets
-from diloco_node.cli.tables import human_bytes, region_cells
+from diloco_node.cli.places import targets_in
+from diloco_node.cli.tables import human_bytes, plain_table, region_cells
 from diloco_node.config.budget_settings import parse_ceiling
 from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
 from diloco_node.lab.chaos import story
@@ -164,7 +164,7 @@ class Demo:
                 if self.wan is not None:
                     await self.wan.up(view.line)
                 self._prepare()
-                async with dashboard_server(MergedRegions(lambda: find_targets(str(self.folder))), 0) as url:
+                async with dashboard_server(MergedRegions(lambda: targets_in(str(self.folder))), 0) as url:
                     view.line(f"dashboard {url}")
                     await self._train(view)
             finally:
@@ -381,13 +381,11 @@ def _check(task: asyncio.Task[None]) -> None:
 def print_report(report: dict[str, Any]) -> None:
     """The report for people."""
     from rich.console import Console
-    from rich.table import Table
 
     # Wide enough for the table also where the output goes into a file.
     console = Console(width=max(110, shutil.get_terminal_size().columns))
-    table = Table(title="What each region did", title_justify="left")
-    for column in ("region", "steps", "tokens", "loss first", "last", "held-out", "participation", "sent", "received"):
-        table.add_column(column, justify="left" if column == "region" else "right")
+    figures = ("steps", "tokens", "loss first", "last", "held-out", "participation", "sent", "received")
+    table = plain_table(("region", "left"), *((name, "right") for name in figures))
     for region in report["regions"]:
         table.add_row(
             region["name"],
@@ -400,6 +398,7 @@ def print_report(report: dict[str, Any]) -> None:
             human_bytes(region["wire_bytes_out"]),
             human_bytes(region["wire_bytes_in"]),
         )
+    console.print("What each region did")
     console.print(table)
     tokens = report["tokens"]
     same = "the same bytes in every region" if report["equal_digests"] else "[red]DIFFERENT between regions[/red]"

@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.region_processes import RegionProcess
-from diloco_node.lab.wan import emulation, probe
+from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.emulation_state import EmulationState
 from diloco_node.lab.wan.namespaces import Place
+from diloco_node.lab.wan.pair_measurement import measure_pairs, pair_line
 from diloco_node.lab.wan.topology import Topology, load_topology
 
 OUTAGE_FROM: Final = 0.4
@@ -53,7 +54,7 @@ class DemoWan:
             raise ConfigError("--outage needs three regions: of two, neither merges without the other")
         self._state: EmulationState | None = None
         self._places: dict[str, Place] = {}
-        self._measured: list[probe.PathMeasured] = []
+        self._pairs: list[dict[str, Any]] = []
         self._carried: dict[str, Any] = {}
         self._seed = options.seed
 
@@ -87,8 +88,8 @@ class DemoWan:
             seed=self._seed,
         )
         self._places = {place.region: place for place in self._state.places()}
-        self._measured = await asyncio.to_thread(probe.measure, self.topology, list(self._places.values()))
-        say(f"wan measured before training: {_worst(self._measured)}")
+        self._pairs = await asyncio.to_thread(measure_pairs, self.topology, list(self._places.values()))
+        say(f"wan measured before training: {_worst(self._pairs)}")
 
     async def down(self) -> None:
         """Remove it."""
@@ -122,7 +123,7 @@ class DemoWan:
             "file": str(self._file),
             "backend": self.choice.backend,
             "why": self.choice.why,
-            "pairs": probe.as_document(self._measured),
+            "pairs": self._pairs,
             "carried": {
                 key: value for key, value in self._carried.items() if key not in ("pid", "log", "backend", "conditions")
             },
@@ -137,13 +138,17 @@ class DemoWan:
         }
 
 
-def _worst(measured: Sequence[probe.PathMeasured]) -> str:
-    """How far the measured figures are from the file, at the most."""
-    rtts = [one.rtt_measured_ns / one.rtt_ns - 1 for one in measured if one.rtt_measured_ns is not None and one.rtt_ns]
-    rates = [one.rate_measured / one.rate - 1 for one in measured if one.rate_measured is not None and not one.loss_ppm]
-    rtt = max(rtts, key=abs, default=0.0)
-    rate = max(rates, key=abs, default=0.0)
-    return f"of {len(measured)} pairs the round trip is off by at most {rtt:+.1%}, the rate by {rate:+.1%}"
+def _worst(pairs: Sequence[Mapping[str, Any]]) -> str:
+    """The largest round trip and the least goodput, relative to the file's figures."""
+    measured = [pair for pair in pairs if pair["rtt_measured_ms"] is not None]
+    if not measured:
+        return f"none of {len(pairs)} pairs could be measured"
+    trips = max((pair["rtt_measured_ms"] / pair["rtt_ms"] - 1 for pair in measured if pair["rtt_ms"]), default=0.0)
+    goodput = min(pair["goodput_bits_per_s"] / pair["rate_bits_per_s"] for pair in measured)
+    return (
+        f"in {len(measured)} of {len(pairs)} pairs round trips are at most {trips:+.1%} off the file, goodput is at "
+        f"least {goodput:.0%} of the rate"
+    )
 
 
 @dataclass(slots=True)
@@ -308,13 +313,7 @@ def wan_lines(report: dict[str, Any]) -> list[str]:
     """The fields `wan` and `outage` for people."""
     wan, outage = report["wan"], report["outage"]
     lines = [f"wan                back-end {wan['backend']}: {wan['why']}"]
-    for pair in wan["pairs"]:
-        rtt, rate = pair["rtt_measured_ms"], pair["rate_measured_bits_per_s"]
-        lines.append(
-            f"  {pair['from']:>12} -> {pair['to']:<12} RTT {pair['rtt_ms']:.1f} ms, measured "
-            f"{'-' if rtt is None else f'{rtt:.1f}'}; rate {pair['rate_bits_per_s'] / 1e9:.2f} Gbit/s, measured "
-            f"{'-' if rate is None else f'{rate / 1e9:.2f}'}"
-        )
+    lines += map(pair_line, wan["pairs"])
     if outage:
         after = outage["seconds_to_equal_digests"]
         lines.append(

@@ -1,7 +1,6 @@
 """`python -m diloco_node.lab.demo.faulty_region start ...`: `diloco-node start` with a daemon that takes faults.
 
-A demo starts its regions so, and `docker/chaos.yml` its containers. `diloco-node start` itself starts a daemon that
-looks for no faults.
+A demo starts its regions so. `diloco-node start` itself starts a daemon that looks for no faults.
 """
 
 from __future__ import annotations

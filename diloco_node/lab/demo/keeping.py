@@ -1,4 +1,10 @@
-"""The regions of a demo kept running: a supervisor that has died is started again (`chaos.restarts`)."""
+"""The regions of a demo kept running: a supervisor that has died is started again, nearly as systemd does.
+
+Two things differ from the unit in deploy/systemd, so that a storm can kill and stop as often as it likes:
+
+- systemd counts every start against its limit; here only failures count, which are exit codes above 0.
+- The unit leaves exit code 0 and SIGTERM alone. Here they are final only when the region has finished the run.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +20,46 @@ from typing import Final
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import DilocoError
 from diloco_node.lab.chaos.demo_processes import DemoFile, held, left_behind
-from diloco_node.lab.chaos.restarts import RESTART_NS, RestartPolicy
 from diloco_node.lab.demo.region_processes import RegionProcess
 from diloco_node.numeric import NS_PER_S
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES
 from diloco_node.unix_sockets import Process, process_of
+
+RESTART_NS: Final = NS_PER_S // 10
+FAILURES_MAX: Final = 5
+FAILURES_WITHIN_NS: Final = 10 * NS_PER_S
+"""RestartSec, StartLimitBurst and StartLimitIntervalSec of the unit, which are systemd's own defaults."""
 
 GONE_S: Final = 10.0
 """What a killed process has to leave the machine."""
 
 GONE_POLL_S: Final = 0.02
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """Decides whether a region's supervisor that has ended is started again. Pure."""
+
+    _failures_ns: list[int] = field(default_factory=list)
+
+    def final_reason(self, code: int, *, has_finished: bool, now_ns: int) -> str | None:
+        """Return why it stays ended, empty where it ended as it should; None: start it again.
+
+        Args:
+            code: as in subprocess: negative for a signal. has_finished: the region has left the final model. A daemon
+                that was stopped by an order also ends with 0.
+        """
+        if code == 0 and has_finished:
+            return ""
+        if code in FINAL_CODES:
+            return f"it ended with {code}, which another start would only repeat"
+        if code > 0:
+            recent_ns = [failed_ns for failed_ns in self._failures_ns if now_ns - failed_ns < FAILURES_WITHIN_NS]
+            self._failures_ns = [*recent_ns, now_ns]
+            if len(self._failures_ns) >= FAILURES_MAX:
+                within_s = FAILURES_WITHIN_NS // NS_PER_S
+                return f"it failed {FAILURES_MAX} times within {within_s} s, the last time with {code}"
+        return None
 
 
 @dataclass(slots=True)
@@ -89,7 +126,7 @@ class RegionKeeper:
             assert region.process is not None
             code = await region.process.wait()
             has_finished = (region.state_dir / FINAL_NAME).exists()
-            why = policy.why_not(code, has_finished=has_finished, now_ns=time.monotonic_ns())
+            why = policy.final_reason(code, has_finished=has_finished, now_ns=time.monotonic_ns())
             if self.is_starting:
                 why = "it ended too early"
             if why is not None:

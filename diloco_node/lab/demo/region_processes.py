@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.cli.orders import order
-from diloco_node.cli.status import SOCKET_FILE, Target, ask
+from diloco_node.cli.admin_client import Target, ask, order
 from diloco_node.errors import DilocoError
-from diloco_node.unix_sockets import socket_path
 
 STOP_S: Final = 30.0
 ORDER_POLL_S: Final = 0.25
@@ -89,7 +87,7 @@ class RegionProcess:
 
     async def poll(self) -> dict[str, Any]:
         """Read the status; keeps the last one when the daemon does not answer just now."""
-        target = Target(self.name, self.admin_port, socket_path(self.state_dir, SOCKET_FILE))
+        target = Target(self.name, self.admin_port, self.state_dir)
         document = await asyncio.to_thread(ask, target)
         if "error" in document:
             self.answered_s = -math.inf

@@ -22,8 +22,9 @@ from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import DISK_ID_BYTES
-from diloco_node.daemon.effects import Effects, build_effects
+from diloco_node.daemon.effects.effects import Effects, build_effects
 from diloco_node.daemon.learner.proxy import LearnerProxy
+from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.work import FILE_THREADS, POOL_THREADS, Threads
@@ -188,6 +189,7 @@ class DaemonHost(Host):
             spawn=self._spawn,
             now_ns=self._now_ns,
             save_counters=self._save_counters,
+            store_initial_state=self._store_theta_0,
             note=self._noted,
         )
         self.hands = build_effects(
@@ -339,7 +341,7 @@ class DaemonHost(Host):
         self.loop.enter(call, *args)
 
     def _welcome(self, learner: FakeLearner) -> None:
-        """As `daemon.node` welcomes a learner, with counters that are in memory."""
+        """As `daemon.learner.reception` welcomes a learner, with counters that are in memory."""
         if learner is not self.learner:
             return
         if learner.incarnation == learner_link.NEW_PROCESS:
@@ -378,6 +380,9 @@ class DaemonHost(Host):
                 self._place(fragment)[:] = theta
             self.say(learner_link.InitialState())
 
+    def _store_theta_0(self, area: VersionArea, generation: int) -> Coroutine[Any, Any, None]:
+        return self.hands.disk.store_initial_state(area, generation)
+
     def _store_initial(self) -> None:
         """The daemon asks for it: see `_welcome`."""
 
@@ -388,22 +393,7 @@ class DaemonHost(Host):
 
     def _heard(self, message: learner_link.ToDaemon) -> None:
         self.world.note(self.name, message, type(message).__name__.encode())
-        match message:
-            case learner_link.Report():
-                self._proxy.reported(message)
-            case learner_link.SnapshotReady():
-                self._proxy.snapshot_ready(message)
-            case learner_link.SnapshotDenied():
-                self._proxy.snapshot_denied(message)
-            case learner_link.OfferApplied():
-                self._proxy.applied(message)
-            case learner_link.InitialState():
-                area = self._proxy.version_area
-                self._spawn(self.hands.disk.store_initial_state(area, area.generation), "initial state")
-            case learner_link.Done():
-                self._proxy.finished(message)
-            case _:
-                raise AssertionError(message)
+        self._proxy.on_message(message)
 
     def tell_daemon(self, event: ev.Event) -> None:
         """What the fake learner says to its daemon, in the words of the link."""

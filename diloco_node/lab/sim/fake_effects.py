@@ -1,4 +1,4 @@
-"""What the fake daemon does when its core wants something done: the simulator's `daemon/effects.py`."""
+"""What the fake daemon does when its core wants something done: the simulator's `daemon/effects/effects.py`."""
 
 from __future__ import annotations
 

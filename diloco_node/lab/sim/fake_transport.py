@@ -1,4 +1,4 @@
-"""The links of one simulated daemon: `daemon.sending.Transport` over the fake network, and its receiving half.
+"""The links of one simulated daemon: `daemon.effects.sending.Transport` over the fake network, and its receiving half.
 
 A transfer begins, takes the time that the link's rate asks for, and ends; when the link goes down, the sender gives it
 up or the network breaks it, the receiver is told that it is not whole. Control messages are dropped while the link is

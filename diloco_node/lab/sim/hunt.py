@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 
 from diloco_node.errors import ConfigError
+from diloco_node.lab.sim.planting import Fault
 from diloco_node.lab.sim.simulation import EVENTS, SimReport, simulate
 
 AHEAD = 2
@@ -31,7 +32,7 @@ class Hunt:
     events: int = EVENTS
     schedule: str = ""
     liar: bool = False
-    fault: str | None = None
+    fault: Fault | None = None
 
     @property
     def seeds(self) -> int:

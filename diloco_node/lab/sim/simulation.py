@@ -22,15 +22,13 @@ import numpy as np
 from diloco_node.core.events import FinishOrdered
 from diloco_node.core.types import CarryMode
 from diloco_node.errors import ConfigError
-from diloco_node.lab.sim import effect_faults as daemon_faults
-from diloco_node.lab.sim import faults
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.fake_learner import update_pool
 from diloco_node.lab.sim.fault_storm import ODDS, SCHEDULES, Chaos
-from diloco_node.lab.sim.faults import Fault
 from diloco_node.lab.sim.host import CoreFactory, Host
 from diloco_node.lab.sim.liar import TOLERATED, Liar
+from diloco_node.lab.sim.planting import Fault, make_core
 from diloco_node.lab.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
 from diloco_node.lab.sim.world import SECOND, FakeNetwork, World
 from diloco_node.numeric import F32
@@ -100,9 +98,8 @@ class SimReport:
 
     @property
     def command(self) -> str:
-        """How to run this again by hand."""
+        """Command that runs this again; without a planted fault, which only tests can give."""
         more = f" --events {self.events_wanted}" if self.events_wanted != EVENTS else ""
-        more += f" --fault {self.fault}" if self.fault else ""
         more += "" if self.is_schedule_drawn else f" --schedule {self.schedule}"
         more += " --liar" if self.liar else ""
         more += f" --effects {self.effects}" if self.effects != FAST else ""
@@ -129,12 +126,12 @@ class Simulation:
         self.checkers = Checkers(self.world, self.setup)
         pool = update_pool(self.world, self.setup.layouts)
         shared = _theta(rng, self.setup)
-        make_planted: CoreFactory = fault.make_core if fault is not None else faults.make_core
+        make_planted: CoreFactory = fault.make_core if fault is not None else make_core
 
-        def make_core(region: str, *given: Any) -> Any:
+        def make_watched(region: str, *arguments: Any) -> Any:
             # A core may fail over what its disk holds, before it gets its first event.
             self.checkers.busy = region
-            return make_planted(region, *given)
+            return make_planted(region, *arguments)
 
         self.hosts: dict[str, Host] = {}
         for name in self.setup.regions:
@@ -145,7 +142,7 @@ class Simulation:
                 world=self.world,
                 network=self.network,
                 observer=self.checkers,
-                make_core=make_core,
+                make_core=make_watched,
                 pool=pool,
                 theta=theta,
             )
@@ -244,7 +241,7 @@ def simulate(
     *,
     regions: int = 0,
     events: int = EVENTS,
-    fault: str | None = None,
+    fault: Fault | None = None,
     schedule: str = "",
     liar: bool = False,
     effects: str = FAST,
@@ -258,22 +255,20 @@ def simulate(
         regions: 1 to 7; 0 lets the seed choose 3 to 5.
         events: facts given to cores in phase one; more if by then there are too few commits or faults, up to
             EVENTS_STRETCH times as many.
-        fault: the name of a fault to plant (`faults.FAULTS`), or None.
+        fault: planted into every region.
         schedule: which faults (`fault_storm.SCHEDULES`); empty lets the seed choose.
         liar: one region lies; it is turned honest, or cut off, before progress is demanded of the others.
         effects: who carries out what the cores want (`HOSTS`).
         commits_min, faults_min: of phase one.
 
     Raises:
-        ConfigError: there is no such fault or schedule, are no such effects, or they can't have a liar.
+        ConfigError: there is no such schedule, are no such effects, or they can't have a liar.
     """
     if effects not in HOSTS:
         raise ConfigError(f"there are no effects {effects!r}; there are {', '.join(sorted(HOSTS))}")
-    planted = (faults if effects == FAST else daemon_faults).find(fault) if fault else None
     if schedule and schedule not in SCHEDULES:
         raise ConfigError(f"there is no schedule {schedule!r}; there are {', '.join(sorted(SCHEDULES))}")
-    lies = liar or (planted is not None and planted.has_liar)
-    if lies and effects != FAST:
+    if liar and effects != FAST:
         raise ConfigError(f"a region lies only with the effects {FAST!r}")
     # Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time.
     was_collecting = gc.isenabled()
@@ -283,9 +278,9 @@ def simulate(
             seed,
             regions=regions,
             events=events,
-            planted=planted,
+            fault=fault,
             schedule=schedule,
-            lies=lies,
+            lies=liar,
             effects=effects,
             commits_min=commits_min,
             faults_min=faults_min,
@@ -300,14 +295,14 @@ def _simulate(
     *,
     regions: int,
     events: int,
-    planted: Fault | None,
+    fault: Fault | None,
     schedule: str,
     lies: bool,
     effects: str,
     commits_min: int,
     faults_min: int,
 ) -> SimReport:
-    simulation = Simulation(seed, regions=regions, fault=planted, host_type=HOSTS[effects])
+    simulation = Simulation(seed, regions=regions, fault=fault, host_type=HOSTS[effects])
     world, checkers = simulation.world, simulation.checkers
     simulation.start()
     drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
@@ -316,7 +311,7 @@ def _simulate(
         simulation.network,
         simulation.hosts,
         checkers,
-        schedule=schedule or (planted.schedule if planted is not None else "") or drawn,
+        schedule=schedule or (fault.schedule if fault is not None else "") or drawn,
         mean_gap_events=world.rng.choice((150, 250, 400)),
     )
     liar = simulation.begin_lies() if lies else None
@@ -352,7 +347,7 @@ def _simulate(
         seed=seed,
         regions=len(simulation.setup.regions),
         events_wanted=events,
-        fault=planted.name if planted is not None else "",
+        fault=fault.name if fault is not None else "",
         effects=effects,
         events=world.events,
         events_under_faults=events_under_faults,

@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -266,23 +266,6 @@ def heal(attachment: Attachment) -> list[str]:
     for address in attachment.peers.values():
         _remove_void(address)
     return [f"{attachment.region}: everything passes again"]
-
-
-@contextlib.contextmanager
-def cut_off(attachment: Attachment) -> Iterator[None]:
-    """Cut the region off from all, both ways, as long as this lasts. What else is cut stays so.
-
-    Raises:
-        DilocoError: see `cut`; or it is cut off already, and who did that ends it.
-    """
-    device = _device_of(attachment)
-    if "UP" not in json.loads(run_ip("-json", "link", "show", device))[0]["flags"]:
-        raise DilocoError(f"{attachment.region} is cut off already: wait for its end, or heal it first")
-    run_ip("link", "set", device, "down")
-    try:
-        yield
-    finally:
-        run_ip("link", "set", device, "up")
 
 
 def _device_of(attachment: Attachment) -> str:

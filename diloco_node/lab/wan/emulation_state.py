@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from diloco_node.atomic_file import replace_file
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.wan.namespaces import Place, existing, namespaces_of, places, remove, run_of
 from diloco_node.lab.wan.topology import Topology, parse_topology
@@ -91,9 +92,7 @@ class EmulationState:
                     f"an emulation named {self.run} is there already; end it with: diloco-node wan down {self.run}"
                 ) from None
             return
-        temporary = self.file.with_suffix(".new")
-        temporary.write_text(text)
-        temporary.replace(self.file)
+        replace_file(self.file, text.encode(), is_durable=False)
 
     @classmethod
     def load(cls, file: Path) -> EmulationState:

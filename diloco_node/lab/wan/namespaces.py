@@ -45,15 +45,12 @@ class Place:
     """Where a region lives.
 
     Attributes:
-        region: its name. namespace: of the network. address: of the region. probe_address: another one of the same
-            region, whose connections start with a full window (see `probe`), so that measuring a rate takes no slow
-            start.
+        region: its name. namespace: of the network. address: of the region.
     """
 
     region: str
     namespace: str
     address: str
-    probe_address: str
 
 
 def run_name(text: str) -> str:
@@ -82,8 +79,7 @@ def places(run: str, regions: Sequence[str]) -> tuple[Place, ...]:
     if _RUN.fullmatch(run) is None:
         raise ConfigError(f"an emulation's name has at most 16 small letters and digits, not {run!r}")
     return tuple(
-        Place(region, f"{PREFIX}-{run}-{region}", f"10.77.0.{index + 1}", f"10.77.1.{index + 1}")
-        for index, region in enumerate(regions)
+        Place(region, f"{PREFIX}-{run}-{region}", f"10.77.0.{index + 1}") for index, region in enumerate(regions)
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any, Final
 from diloco_node.errors import DilocoError
 from diloco_node.lab.wan.conditions import Conditions
 from diloco_node.lab.wan.namespaces import CORE, PREFIX, PROBE, Place, create, remove, run_ip, run_tool
-from diloco_node.lab.wan.router import first_window
 from diloco_node.lab.wan.topology import PPM, Pair, Path, Topology
 from diloco_node.lab.wan.tun import DEVICE, inside
 
@@ -54,7 +53,7 @@ class NetemPlane:
         topology = conditions.topology
         run_ip("-n", self._core, "-batch", "-", script=_lines(core_commands(places)))
         for place in places:
-            run_ip("-n", place.namespace, "-batch", "-", script=_lines(region_commands(place, places, conditions)))
+            run_ip("-n", place.namespace, "-batch", "-", script=_lines(region_commands(place)))
             run_tool("tc", "-n", place.namespace, "-batch", "-", script=_lines(uplink_commands(topology, place.region)))
         run_tool("tc", "-n", self._core, "-batch", "-", script=_lines(downlink_commands(topology, places)))
         self._applied: dict[Pair, Path | None] = {}
@@ -105,7 +104,7 @@ def core_namespace(run: str) -> str:
 
 
 def core_commands(places: Sequence[Place]) -> list[str]:
-    """`ip` commands in the middle: a veth pair to each region, and the way to its addresses."""
+    """`ip` commands in the middle: a veth pair to each region, and the way to its address."""
     lines = []
     for number, place in enumerate(places):
         lines += [
@@ -113,27 +112,17 @@ def core_commands(places: Sequence[Place]) -> list[str]:
             f"addr add {GATEWAY}/32 dev {_device(number)}",
             f"link set {_device(number)} up",
             f"route add {place.address}/32 dev {_device(number)}",
-            f"route add {place.probe_address}/32 dev {_device(number)}",
         ]
     return lines
 
 
-def region_commands(place: Place, places: Sequence[Place], conditions: Conditions) -> list[str]:
-    """`ip` commands in a region: its addresses, and the ways to the others' through the middle."""
-    lines = [
+def region_commands(place: Place) -> list[str]:
+    """`ip` commands in a region: its address, and the way to the others' through the middle."""
+    return [
         f"addr add {place.address}/32 dev {DEVICE}",
-        f"addr add {place.probe_address}/32 dev {DEVICE}",
         f"link set {DEVICE} mtu 1500 up",
         f"route add 10.77.0.0/24 via {GATEWAY} dev {DEVICE} onlink src {place.address}",
     ]
-    for other in places:
-        if other is not place:
-            window = first_window(conditions, place.region, other.region)
-            lines.append(
-                f"route add {other.probe_address}/32 via {GATEWAY} dev {DEVICE} onlink src {place.probe_address} "
-                f"initcwnd {window} initrwnd {2 * window}"
-            )
-    return lines
 
 
 def uplink_commands(topology: Topology, region: str) -> list[str]:
@@ -157,11 +146,8 @@ def downlink_commands(topology: Topology, places: Sequence[Place]) -> list[str]:
                 class_line("add", device, minor, share=share, ceiling=rate),
                 f"qdisc add dev {device} parent 1:{minor} handle {minor}: netem limit {NETEM_PACKETS_MAX}",
                 f"qdisc add dev {device} parent {minor}:1 bfifo limit {queue_bytes(topology, rate)}",
-                *(
-                    f"filter add dev {device} parent 1: protocol ip prio 1 u32 "
-                    f"match ip src {address}/32 flowid 1:{minor}"
-                    for address in (other.address, other.probe_address)
-                ),
+                f"filter add dev {device} parent 1: protocol ip prio 1 u32 "
+                f"match ip src {other.address}/32 flowid 1:{minor}",
             ]
     return lines
 

@@ -74,10 +74,9 @@ class TunPlane:
             fd = open_tun(place.namespace)
             self.fds.append(fd)
             self._number_of_fd[fd] = number
-            for address in (place.address, place.probe_address):
-                self._number_of_address[bytes(map(int, address.split(".")))] = number
+            self._number_of_address[bytes(map(int, place.address.split(".")))] = number
         for place in places:
-            run_ip("-n", place.namespace, "-batch", "-", script="\n".join(_configure(place, places, conditions)) + "\n")
+            run_ip("-n", place.namespace, "-batch", "-", script="\n".join(_configure(place)) + "\n")
 
     @property
     def wake_at_ns(self) -> int | None:
@@ -183,29 +182,10 @@ class TunPlane:
         self.fds.clear()
 
 
-def _configure(place: Place, places: Sequence[Place], conditions: Conditions) -> list[str]:
-    """`ip` commands for one region's device: addresses, and routes to the others."""
-    lines = [
+def _configure(place: Place) -> list[str]:
+    """`ip` commands for one region's device: address, and route to the others."""
+    return [
         f"addr add {place.address}/32 dev {DEVICE}",
-        f"addr add {place.probe_address}/32 dev {DEVICE}",
         f"link set {DEVICE} mtu 1500 txqueuelen {TX_QUEUE_PACKETS} up",
         f"route add 10.77.0.0/24 dev {DEVICE} src {place.address}",
     ]
-    for other in places:
-        if other is not place:
-            window = first_window(conditions, place.region, other.region)
-            lines.append(
-                f"route add {other.probe_address}/32 dev {DEVICE} src {place.probe_address} "
-                f"initcwnd {window} initrwnd {2 * window}"
-            )
-    return lines
-
-
-def first_window(conditions: Conditions, source: str, target: str) -> int:
-    """Packets that a probe's connection sends before the first acknowledgement: half a round trip at the full rate.
-
-    Then the window doubles once and the link is full; more would overflow the queue at its beginning.
-    """
-    topology = conditions.topology
-    in_flight_ns = min(topology.rtt_ns(source, target) // 2, topology.queue_ns)
-    return max(10, topology.rate(source, target).bytes_per_s * in_flight_ns // 10**9 // 1500)

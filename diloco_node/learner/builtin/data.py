@@ -1,7 +1,7 @@
-"""The data of the built-in trainer: what is read, what is held out, and which part belongs to which region and rank.
+"""Data of the built-in trainer: the bytes to train on, the bytes to hold out, and the part of each region and rank.
 
 The corpus is cut into many small shards, and a permutation drawn from the seed deals them by index to regions, and
-those of a region to its ranks. So everybody draws from a part of their own, and no two see the same tokens. Held-out
+those of a region to its ranks. So everybody draws from a part of their own, and no two see the same text. Held-out
 text is never trained on, by anybody, and is the same for all.
 
 Sampling is stateless and without replacement: batch number `position` is a function of (seed, region, rank, position).
@@ -11,7 +11,6 @@ whole data position is one integer, and a restarted learner goes on where its ch
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,42 +20,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco_node.errors import ConfigError
-from diloco_node.learner.builtin.documents import HELD_OUT_PERCENT, TextSource, standard_library, text_sources
-from diloco_node.learner.builtin.encoding import TextEncoding, Tokens
-from diloco_node.learner.builtin.permutation import U64, mixed, shuffled
-from diloco_node.learner.builtin.token_store import tokens_in_memory, tokens_on_disk
+from diloco_node.learner.builtin.permutation import U64, mix, permute
+from diloco_node.learner.builtin.text_files import HELD_OUT_PERCENT, standard_library, text_files
 
-Windows = NDArray[np.uint8] | NDArray[np.int64]
-"""Bytes stay bytes; other tokens are as torch wants them."""
+Windows = NDArray[np.uint8]
 
 SHARD_BYTES: Final = 16_384
-"""Tokens of a shard. Small, so that every region gets hundreds of shards also from a few megabytes of text."""
+"""Small, so that every region gets hundreds of shards also from a few megabytes of text."""
 
 SHARD_WINDOWS_MIN: Final = 16
 """A shard of long windows is longer: less than one window is left over of each, which is to be a small part."""
 
-MEMORY_BYTES_MAX: Final = 64 * 1024 * 1024
-"""More text than this, and whatever is tokenised, lies in a mapped file."""
+MEMORY_BYTES_MAX: Final = 1 << 30
+"""All text is held in memory, twice while it is read."""
 
-HELD_OUT_TOKENS_MIN: Final = 1024
+HELD_OUT_BYTES_MIN: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens, in memory or in a mapped file.
+    """Bytes of text, in memory.
 
     Attributes:
-        train: shape (n,), uint8 for bytes, else uint16 or uint32; what may be trained on.
-        held_out: shape (m,), of the same type; what may not.
+        train: shape (n,), uint8: the text to train on.
+        held_out: shape (m,), uint8: the text that nobody trains on.
         files: how many files it came from. skipped: how many were left out (binary, unreadable, beyond the limit).
-        encoding: how text became these tokens.
     """
 
-    train: Tokens
-    held_out: Tokens
+    train: NDArray[np.uint8]
+    held_out: NDArray[np.uint8]
     files: int
     skipped: int
-    encoding: TextEncoding = TextEncoding()  # noqa: RUF009 (it never changes)
 
     def held_out_windows(self, count: int, context: int) -> Windows:
         """Evenly spaced windows of held-out text, the same for everybody: shape (count, context + 1).
@@ -67,104 +61,72 @@ class Corpus:
         last = len(self.held_out) - (context + 1)
         if last < 0:
             raise ConfigError(
-                f"{len(self.held_out)} held-out tokens are less than a window of model.context {context} and one: "
+                f"{len(self.held_out)} held-out bytes are less than a window of model.context {context} and one: "
                 "give more text with --data PATH, or a shorter context"
             )
         starts = np.linspace(0, last, count).astype(np.int64)
         return windows_at(self.held_out, starts, context)
 
-    def sampler(
-        self, *, region: int, regions: int, batch: int, context: int, seed: int, rank: int = 0, ranks: int = 1
-    ) -> RegionSampler:
-        """The stream of the batches of one region's rank; see `RegionSampler`."""
-        return RegionSampler(
-            self, region=region, regions=regions, batch=batch, context=context, seed=seed, rank=rank, ranks=ranks
-        )
 
+def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corpus:
+    """Read files and folders of text; without paths, Python's standard library.
 
-def load_corpus(
-    paths: Sequence[str | Path] = (),
-    *,
-    tokenizer: str | Path = "",
-    text_field: str = "text",
-    cache: str | Path = "",
-    bytes_max: int = 0,
-) -> Corpus:
-    """Read files and folders of text, JSONL or Parquet, and datasets; without paths, Python's standard library.
-
-    Files of a folder are taken in order of their relative path; hidden ones, binary ones (a NUL in the first 8 KiB),
-    symbolic links and folders of installed packages are left out. About 5 % of the text files, chosen by a hash of
-    their relative path, and about 5 % of the rows, by a hash of their text, are held out. Where that would leave
-    either side without a shard's worth, the last 5 % of everything is.
+    Files of a folder are taken in order of their relative path; hidden ones, binary ones, symbolic links and folders
+    of installed packages are left out. About 5 % of the files, chosen by a hash of their relative path, are held out.
+    Where that would leave either side without a shard's worth, the last 5 % of everything is.
 
     Args:
-        paths: files, folders, folders of `save_to_disk`, or `hf:NAME` for `datasets.load_dataset`.
-        tokenizer: a `tokenizer.json`, or a folder that has one; "": bytes.
-        text_field: of a row, what holds its text.
-        cache: where files of tokens are kept; "": `token_cache()`. Unused for up to 64 MiB of plain text as bytes.
-        bytes_max: stop reading after so many bytes of text, in memory; 0: at the end.
+        paths: files and folders.
+        bytes_max: stop reading after so many bytes of text; 0: at the end.
 
     Raises:
-        ConfigError: a path does not exist or can't be read, a row has no text, or there is too little text.
+        ConfigError: a path does not exist, or there is too little or too much text.
     """
-    encoding = TextEncoding(tokenizer)
-    sources = text_sources(paths)
-    if bytes_max or (not tokenizer and _fit_memory(sources)):
-        stored = tokens_in_memory(sources, encoding, text_field, bytes_max=bytes_max)
-    else:
-        stored = tokens_on_disk(sources, encoding, text_field, cache=Path(cache or token_cache()))
-    whole, at = stored.tokens, stored.train
-    if min(at, len(whole) - at) < SHARD_BYTES:
-        at = len(whole) - len(whole) * HELD_OUT_PERCENT // 100
-    if len(whole) - at < HELD_OUT_TOKENS_MIN:
-        where = ", ".join(str(path) for path in paths) or str(standard_library())
-        much = (
-            f"{len(whole)} tokens in {where}: give at least 32,768"
-            if tokenizer
-            else (f"{len(whole)} bytes of text in {where}: give at least 32 KiB of text")
-        )
-        raise ConfigError(f"only {much} with --data PATH")
-    return Corpus(whole[:at], whole[at:], stored.files, stored.skipped, encoding)
+    contents: tuple[list[bytes], list[bytes]] = ([], [])
+    total = skip_count = 0
+    for file in text_files(paths):
+        content = file.read() if not bytes_max or total < bytes_max else None
+        if content is None:
+            skip_count += 1
+            continue
+        content = content[: bytes_max - total] if bytes_max else content
+        total += len(content)
+        if total > MEMORY_BYTES_MAX:
+            raise ConfigError(
+                f"more than {MEMORY_BYTES_MAX >> 20} MiB of text, which the built-in trainer holds in memory: give "
+                "less with --data PATH, or train a model of Hugging Face with [model] hf"
+            )
+        contents[file.is_held_out].append(content)
+    whole = np.frombuffer(b"".join((*contents[False], *contents[True])), np.uint8)
+    boundary = sum(map(len, contents[False]))
+    if min(boundary, len(whole) - boundary) < SHARD_BYTES:
+        boundary = len(whole) - len(whole) * HELD_OUT_PERCENT // 100
+    if len(whole) - boundary < HELD_OUT_BYTES_MIN:
+        places = ", ".join(map(str, paths)) or str(standard_library())
+        raise ConfigError(f"only {len(whole)} bytes of text in {places}: give at least 32 KiB of text with --data PATH")
+    return Corpus(whole[:boundary], whole[boundary:], len(contents[False]) + len(contents[True]), skip_count)
 
 
-def token_cache() -> Path:
-    """`$XDG_CACHE_HOME/diloco-node/tokens`, else `~/.cache/diloco-node/tokens`. Its folders may be deleted."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco-node" / "tokens"
+def windows_at(text: NDArray[np.uint8], starts: NDArray[np.int64], context: int) -> Windows:
+    """Shape (len(starts), context + 1): the windows of text that begin there."""
+    windows: Windows = text[starts[:, None] + np.arange(context + 1)]
+    return windows
 
 
-def _fit_memory(sources: Sequence[TextSource]) -> bool:
-    """Whether it is plain text, and little enough to be held in memory."""
-    total = 0
-    for source in sources:
-        if source.kind != "text":
-            return False
-        try:
-            total += Path(source.path).stat().st_size
-        except OSError:
-            continue  # left out when it is read
-    return total <= MEMORY_BYTES_MAX
-
-
-def windows_at(tokens: Tokens, starts: NDArray[np.int64], context: int) -> Windows:
-    """Shape (len(starts), context + 1): the windows of tokens that begin there."""
-    windows: NDArray[Any] = tokens[starts[:, None] + np.arange(context + 1)]
-    return windows if windows.dtype == np.uint8 else windows.astype(np.int64)
-
-
-def _key_of(*parts: int) -> U64:
-    """Shape (1,): what is drawn from these numbers."""
-    return np.random.SeedSequence(parts).generate_state(1, np.uint64).astype(np.uint64)
+def _key_of(*numbers: int) -> U64:
+    """Shape (1,): a key drawn from these numbers."""
+    return np.random.SeedSequence(numbers).generate_state(1, np.uint64).astype(np.uint64)
 
 
 class RegionSampler:
     """The endless stream of batches of one rank of a region.
 
-    A window is context tokens to predict and the one before them. The windows of a shard lie side by side; where the
+    A window is context bytes to predict and the one before them. The windows of a shard lie side by side; where the
     first begins differs between epochs. After every `next_batch` the position has grown by one; `state` and `restore`
     carry it over a restart.
 
     Args:
-        corpus: the tokens.
+        corpus: the text.
         region, regions: whose part of the shards this is: 0 <= region < regions.
         batch, context: shape of a batch is (batch, context + 1).
         seed: the run's; the same in all regions, or their parts would overlap.
@@ -189,36 +151,35 @@ class RegionSampler:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self._shard_tokens = max(SHARD_BYTES, SHARD_WINDOWS_MIN * context)
-        self._shards = len(corpus.train) // self._shard_tokens
+        self._shard_bytes = max(SHARD_BYTES, SHARD_WINDOWS_MIN * context)
+        self._shards = len(corpus.train) // self._shard_bytes
         # Of the region's shards, every so many-th: shard number first + step * k in the order in which they are dealt.
         self._first, self._step = region + regions * rank, regions * ranks
-        own = len(range(self._first, self._shards, self._step))
-        if not (0 <= region < regions and 0 <= rank < ranks) or not own:
-            who = f"region {region} of {regions}" + (f", rank {rank} of {ranks}" if ranks > 1 else "")
+        shard_count = len(range(self._first, self._shards, self._step))
+        if not (0 <= region < regions and 0 <= rank < ranks) or not shard_count:
+            place = f"region {region} of {regions}" + (f", rank {rank} of {ranks}" if ranks > 1 else "")
             raise ConfigError(
-                f"no text for {who}: {len(corpus.train)} {'bytes' if corpus.train.dtype == np.uint8 else 'tokens'} "
-                f"make {self._shards} shards of {self._shard_tokens}, and each needs one; give more text with "
-                "--data PATH"
+                f"no text for {place}: {len(corpus.train)} bytes make {self._shards} shards of "
+                f"{self._shard_bytes}, and each needs one; give more text with --data PATH"
             )
-        self._tokens = corpus.train
+        self._text = corpus.train
         self._batch, self._context = batch, context
-        self._windows = (self._shard_tokens - 1) // context
-        self._slack = self._shard_tokens - 1 - self._windows * context
-        self.samples = own * self._windows
+        self._windows = (self._shard_bytes - 1) // context
+        self._slack = self._shard_bytes - 1 - self._windows * context
+        self.samples = shard_count * self._windows
         self._key, self._deal_key = _key_of(seed, 1, region, rank), _key_of(seed, 0)
         self.position = 0
 
     def batch_at(self, position: int) -> Windows:
         """The batch of this position, shape (batch, context + 1); the position stays as it is."""
-        drawn = position * self._batch + np.arange(self._batch, dtype=np.int64)
-        epoch_keys = mixed(self._key ^ mixed((drawn // self.samples).astype(np.uint64)))
-        sample = shuffled(drawn % self.samples, self.samples, epoch_keys)
+        numbers = position * self._batch + np.arange(self._batch, dtype=np.int64)
+        epoch_keys = mix(self._key ^ mix((numbers // self.samples).astype(np.uint64)))
+        sample = permute(numbers % self.samples, self.samples, epoch_keys)
         dealt = self._first + self._step * (sample // self._windows)
-        shard = shuffled(dealt, self._shards, self._deal_key)
-        shift = (mixed(~epoch_keys) % np.uint64(self._slack + 1)).astype(np.int64)
-        start = shard * self._shard_tokens + shift + sample % self._windows * self._context
-        return windows_at(self._tokens, start, self._context)
+        shard = permute(dealt, self._shards, self._deal_key)
+        shift = (mix(~epoch_keys) % np.uint64(self._slack + 1)).astype(np.int64)
+        start = shard * self._shard_bytes + shift + sample % self._windows * self._context
+        return windows_at(self._text, start, self._context)
 
     def next_batch(self) -> Windows:
         """The batch of the current position; then the position is one further."""

@@ -1,21 +1,19 @@
 """The built-in model: a small GPT in the shape and with the names of Hugging Face's `LlamaForCausalLM`.
 
 The arithmetic is one function, `token_logits`, over a dictionary of parameters. Every parameter may have one leading
-dimension of *replicas*: then R models run as one set of batched matrix products. That is how `benchmarks/quality.py`
-trains many learners at the speed of one, with the very model that `python -m diloco_node.learner` trains.
+dimension of *replicas*: then R models run as one set of batched matrix products. So `benchmarks/quality.py` trains many
+learners at the speed of one, with the very model that `python -m diloco_node.learner` trains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from diloco_node.learner.builtin.shape import NORM_EPSILON, ROTARY_BASE, ModelSettings, parameter_shapes
+from diloco_node.learner.builtin.shape import NORM_EPSILON, ROTARY_BASE, VOCABULARY, ModelSettings, parameter_shapes
 
 
 def initial_parameters(settings: ModelSettings, *, seed: int) -> dict[str, Tensor]:
@@ -51,29 +49,25 @@ def token_logits(
     parameters: Mapping[str, Tensor],
     tokens: Tensor,
     rotary: tuple[Tensor, Tensor],
-    *,
-    checkpoint_activations: bool = False,
 ) -> Tensor:
     """The model's arithmetic, for one set of parameters or for R replicas at once.
 
     Args:
         settings: the shape.
         parameters: as `parameter_shapes`, or each with a leading dimension R.
-        tokens: shape (B, T), or (R, B, T) with replicas; int64, below the vocabulary; T at most `context`.
+        tokens: shape (B, T), or (R, B, T) with replicas; int64, below 256; T at most `context`.
         rotary: `rotary_tables(settings)`, on the device of the parameters.
-        checkpoint_activations: keep none inside a layer; the backward pass computes them again.
 
     Returns:
-        Shape (B, T, vocabulary) or (R, B, T, vocabulary); the prediction at t is for the token at t + 1.
+        Shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the token at t + 1.
     """
     *lead, batch, length = tokens.shape
     stream = _embed(parameters["model.embed_tokens.weight"], tokens)
     for layer in range(settings.layers):
-        at = f"model.layers.{layer}."
-        step = partial(_layer, settings, parameters, at, (rotary[0][:length], rotary[1][:length]), lead=(*lead, batch))
-        stream = checkpoint(step, stream, use_reentrant=False) if checkpoint_activations else step(stream)
+        prefix, tables = f"model.layers.{layer}.", (rotary[0][:length], rotary[1][:length])
+        stream = _layer(settings, parameters, prefix, tables, stream, lead=(*lead, batch))
     logits = _linear(_rms_norm(stream, parameters["model.norm.weight"]), parameters["lm_head.weight"])
-    return logits.view(*lead, batch, length, settings.vocabulary)
+    return logits.view(*lead, batch, length, VOCABULARY)
 
 
 def _layer(
@@ -85,24 +79,24 @@ def _layer(
     *,
     lead: tuple[int, ...],
 ) -> Tensor:
-    """One transformer block, whose names begin with `at`; stream is (..., B * T, dim), lead is (..., B)."""
+    """Apply one transformer block, whose names begin with `at`; stream is (..., B * T, dim), lead is (..., B)."""
     length = len(rotary[0])
-    normed = _rms_norm(stream, parameters[f"{at}input_layernorm.weight"])
+    normal = _rms_norm(stream, parameters[f"{at}input_layernorm.weight"])
     projections = [parameters[f"{at}self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
-    qkv = _linear(normed, torch.cat(projections, dim=-2))
+    qkv = _linear(normal, torch.cat(projections, dim=-2))
     qkv = qkv.view(*lead, length, 3, settings.heads, settings.dim // settings.heads)
-    turned, value = torch.split(qkv, [2, 1], dim=-3)
+    query_key, value = torch.split(qkv, [2, 1], dim=-3)
     # Four dimensions, or torch's CPU kernel falls back to one that is three times slower.
     query, key, value = (
-        part.reshape(-1, length, settings.heads, part.shape[-1]).transpose(1, 2)
-        for part in (*_rotate(turned, *rotary).unbind(-3), value)
+        projection.reshape(-1, length, settings.heads, projection.shape[-1]).transpose(1, 2)
+        for projection in (*_rotate(query_key, *rotary).unbind(-3), value)
     )
-    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    mixed = mixed.transpose(-3, -2).reshape(stream.shape)
-    stream = stream + _linear(mixed, parameters[f"{at}self_attn.o_proj.weight"])
-    normed = _rms_norm(stream, parameters[f"{at}post_attention_layernorm.weight"])
-    both = torch.cat((parameters[f"{at}mlp.gate_proj.weight"], parameters[f"{at}mlp.up_proj.weight"]), dim=-2)
-    gate, up = _linear(normed, both).chunk(2, dim=-1)
+    attention = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    attention = attention.transpose(-3, -2).reshape(stream.shape)
+    stream = stream + _linear(attention, parameters[f"{at}self_attn.o_proj.weight"])
+    normal = _rms_norm(stream, parameters[f"{at}post_attention_layernorm.weight"])
+    gate_up = torch.cat((parameters[f"{at}mlp.gate_proj.weight"], parameters[f"{at}mlp.up_proj.weight"]), dim=-2)
+    gate, up = _linear(normal, gate_up).chunk(2, dim=-1)
     return stream + _linear(functional.silu(gate) * up, parameters[f"{at}mlp.down_proj.weight"])
 
 
@@ -123,8 +117,8 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """x / rms(x) * weight over the last dimension; weight is (dim,) or (R, dim)."""
-    scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON)
-    return scaled * weight.unsqueeze(-2)
+    normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON)
+    return normal * weight.unsqueeze(-2)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -144,10 +138,9 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class ByteGPT(nn.Module):
     """The model as a module; `state_dict()` has exactly the names and shapes of `LlamaForCausalLM`."""
 
-    def __init__(self, settings: ModelSettings, *, seed: int = 0, checkpoint_activations: bool = False) -> None:
+    def __init__(self, settings: ModelSettings, *, seed: int = 0) -> None:
         super().__init__()
         self.settings = settings
-        self._is_checkpointed = checkpoint_activations
         for name, value in initial_parameters(settings, seed=seed).items():
             self._place(name, value)
         cosine, sine = rotary_tables(settings)
@@ -158,19 +151,17 @@ class ByteGPT(nn.Module):
         """Register a parameter under its dotted name, making the modules on the way."""
         *path, leaf = name.split(".")
         owner: nn.Module = self
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
+        for name_part in path:
+            if name_part not in owner._modules:
+                owner.add_module(name_part, nn.Module())
+            owner = owner.get_submodule(name_part)
         owner.register_parameter(leaf, nn.Parameter(value))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape (B, T, vocabulary) for tokens of shape (B, T), int64."""
+        """Logits of shape (B, T, 256) for tokens of shape (B, T), int64."""
         rotary = (self.get_buffer("rotary_cosine"), self.get_buffer("rotary_sine"))
-        named = dict(self.named_parameters())
-        return token_logits(
-            self.settings, named, tokens, rotary, checkpoint_activations=self._is_checkpointed and self.training
-        )
+        parameters = dict(self.named_parameters())
+        return token_logits(self.settings, parameters, tokens, rotary)
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token over windows of shape (B, T + 1), uint8 or int64; a scalar."""

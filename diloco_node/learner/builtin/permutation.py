@@ -1,7 +1,7 @@
 """A permutation of 0..n-1 that is computed place by place: no list of n numbers is held or shuffled.
 
-A Feistel network shuffles the numbers below the next power of two. Those that fall on n or above go through it again
-until they fall below (cycle walking): less than twice on average. It runs before every inner step, so its round
+A Feistel network shuffles the numbers below the next power of two. Numbers from n on go through it again until they
+fall below (cycle walking): less than twice on average. It runs before every inner step, so its round
 function is a short one.
 """
 
@@ -22,7 +22,7 @@ _FIRST: Final = np.uint64(0xBF58_476D_1CE4_E5B9)
 _SECOND: Final = np.uint64(0x94D0_49BB_1331_11EB)
 
 
-def mixed(values: U64) -> U64:
+def mix(values: U64) -> U64:
     """Each value hashed to 64 bits that look drawn; a bijection.
 
     Args:
@@ -36,8 +36,8 @@ def mixed(values: U64) -> U64:
     return values ^ (values >> np.uint64(31))
 
 
-def shuffled(places: NDArray[np.int64], size: int, keys: U64) -> NDArray[np.int64]:
-    """What stands at these places of a permutation of 0..size-1.
+def permute(places: NDArray[np.int64], size: int, keys: U64) -> NDArray[np.int64]:
+    """Values at these places of a permutation of 0..size-1.
 
     Args:
         places: shape (k,), each 0..size-1.
@@ -50,7 +50,7 @@ def shuffled(places: NDArray[np.int64], size: int, keys: U64) -> NDArray[np.int6
     bits = max(2, (size - 1).bit_length())
     low = np.uint64(bits // 2)
     masks = (np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1))
-    round_keys = [mixed(keys)]
+    round_keys = [mix(keys)]
     while len(round_keys) < ROUNDS:
         round_keys.append(round_keys[-1] + _GOLDEN)
     values = _feistel(places.astype(np.uint64), round_keys, low, masks)
@@ -63,7 +63,7 @@ def _feistel(values: U64, keys: list[U64], low: np.uint64, masks: tuple[np.uint6
     """The halves may differ by a bit in size, so they take turns instead of changing places."""
     halves = [values & masks[0], values >> low]
     for turn, key in enumerate(keys):
-        drawn = (halves[1 - turn % 2] ^ key) * _FIRST
-        drawn = (drawn ^ drawn >> np.uint64(32)) * _SECOND >> np.uint64(32)
-        halves[turn % 2] = halves[turn % 2] ^ drawn & masks[turn % 2]
+        noise = (halves[1 - turn % 2] ^ key) * _FIRST
+        noise = (noise ^ noise >> np.uint64(32)) * _SECOND >> np.uint64(32)
+        halves[turn % 2] = halves[turn % 2] ^ noise & masks[turn % 2]
     return halves[1] << low | halves[0]

@@ -1,31 +1,20 @@
 """The shape of the built-in model, known without torch: the names are those of Hugging Face's `LlamaForCausalLM`.
 
 Llama rather than GPT-2, because its linear layers are plain (out, in) matrices: `final.safetensors` loads into
-transformers without any transposition, together with the `config.json` that `hf_config` describes. Tokens are bytes
-by default: token id = byte value, no tokenizer, no special tokens.
+transformers without any transposition, together with the `config.json` that `hf_config` describes. Tokens are bytes:
+token id = byte value, no tokenizer, no special tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
-from diloco_node.errors import ConfigError
-
 VOCABULARY: Final = 256
-"""Of text as bytes."""
+"""Values of a byte."""
 
 NORM_EPSILON: Final = 1e-5
 ROTARY_BASE: Final = 10_000.0
-
-_LIMITS: Final = {
-    "layers": (1, 128),
-    "dim": (8, 16_384),
-    "heads": (1, 256),
-    "context": (2, 65_536),
-    "vocabulary": (2, 1 << 24),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +23,13 @@ class ModelSettings:
 
     Attributes:
         layers: transformer blocks. dim: width of the residual stream. heads: attention heads; divides dim into
-            even parts (rotary embedding turns pairs). context: tokens that a prediction may look at.
-        vocabulary: how many tokens there are; 256 for bytes, at least the tokenizer's with one.
-
-    Raises:
-        ConfigError: a value is out of range, or heads does not divide dim into even parts.
+            even parts (rotary embedding turns pairs). context: bytes that a prediction may look at.
     """
 
     layers: int = 2
     dim: int = 64
     heads: int = 4
     context: int = 64
-    vocabulary: int = VOCABULARY
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in _LIMITS.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"model.{name} is {value!r}: use a whole number from {low} to {high}")
-        if self.dim % (2 * self.heads):
-            raise ConfigError(
-                f"model.heads is {self.heads} and model.dim is {self.dim}: dim must be a multiple of 2 x heads, "
-                f"for example {2 * self.heads * max(1, self.dim // (2 * self.heads))}"
-            )
 
     @property
     def hidden(self) -> int:
@@ -65,11 +38,11 @@ class ModelSettings:
 
 
 def hf_config(settings: ModelSettings) -> dict[str, Any]:
-    """What `config.json` beside `final.safetensors` must hold for `AutoModelForCausalLM.from_pretrained`."""
+    """The model as a `config.json` that `AutoModelForCausalLM.from_pretrained` reads."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": settings.vocabulary,
+        "vocab_size": VOCABULARY,
         "hidden_size": settings.dim,
         "intermediate_size": settings.hidden,
         "num_hidden_layers": settings.layers,
@@ -90,9 +63,9 @@ def hf_config(settings: ModelSettings) -> dict[str, Any]:
 
 
 def parameter_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, in the order of the module."""
+    """Shape of every parameter by name, in the order of the module."""
     dim, hidden = settings.dim, settings.hidden
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (settings.vocabulary, dim)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, dim)}
     for layer in range(settings.layers):
         at = f"model.layers.{layer}."
         for name in ("q", "k", "v", "o"):
@@ -103,18 +76,5 @@ def parameter_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
         shapes[f"{at}input_layernorm.weight"] = (dim,)
         shapes[f"{at}post_attention_layernorm.weight"] = (dim,)
     shapes["model.norm.weight"] = (dim,)
-    shapes["lm_head.weight"] = (settings.vocabulary, dim)
+    shapes["lm_head.weight"] = (VOCABULARY, dim)
     return shapes
-
-
-def model_settings_from(values: Mapping[str, Any]) -> ModelSettings:
-    """Settings from a JSON object.
-
-    Raises:
-        ConfigError: an unknown key, or a value out of range.
-    """
-    known = asdict(ModelSettings())
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ConfigError(f"unknown model settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
-    return ModelSettings(**{**known, **dict(values)})

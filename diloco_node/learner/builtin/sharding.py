@@ -1,21 +1,17 @@
 """The built-in trainer on several ranks: their process group, and the model cut over them or copied to each.
 
-`torchrun` starts the ranks and says in the environment which one a process is. FSDP2 cuts each block of the outermost
-lists of blocks, and what is left at the root.
+`torchrun` starts the ranks and says in the environment which one a process is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-SHARDS: Final = ("none", "ddp", "fsdp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ def on_ranks(
 
     Args:
         model: the same on all ranks; FSDP2 leaves each its part of it. loss: of windows, by the model.
-        shard: one of `SHARDS`; "none" on several ranks is DistributedDataParallel.
+        shard: "fsdp", "ddp" or "none", which on several ranks is DistributedDataParallel too.
 
     Returns:
         The loss to train with.
@@ -75,18 +71,8 @@ def on_ranks(
         return nn.parallel.DistributedDataParallel(_Loss(model, loss))
     from torch.distributed.fsdp import fully_shard
 
-    for block in list(_blocks(model)):
-        fully_shard(block)
     fully_shard(model)
     return loss
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from _blocks(child)
 
 
 def whole_norm(norm: Tensor) -> Tensor:

@@ -46,27 +46,27 @@ class CongestionControls:
 
 def decode_congestion_controls(text: str) -> CongestionControls | None:
     """What a peer sent; None when it is nothing of the kind."""
-    found = _TEXT.fullmatch(text)
-    return CongestionControls(found[1], found[2]) if found else None
+    match = _TEXT.fullmatch(text)
+    return CongestionControls(match[1], match[2]) if match else None
 
 
 def own_congestion_controls() -> CongestionControls | None:
     """What the kernel gives a socket of ours, and lets it change to; None where that is unknown."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
-            usual = _name_of(one)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            usual = _name_of(sock)
             try:
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, LONG_RTT_CONGESTION_CONTROL)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, LONG_RTT_CONGESTION_CONTROL)
             except OSError:  # the kernel lacks it, or does not allow it: those sockets stay as they are
                 return CongestionControls(usual, usual)
-            return CongestionControls(usual, _name_of(one))
+            return CongestionControls(usual, _name_of(sock))
     except OSError:
         return None
 
 
-def _name_of(one: socket.socket) -> str:
+def _name_of(sock: socket.socket) -> str:
     return (
-        one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0").decode("ascii", "replace")
+        sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0").decode("ascii", "replace")
     )
 
 

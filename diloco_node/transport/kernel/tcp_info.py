@@ -93,14 +93,14 @@ class TcpCounters:
     rtt_min_ns: int
 
 
-def tcp_of(found: Sequence[SocketCounters]) -> TcpCounters | None:
+def tcp_of(sockets: Sequence[SocketCounters]) -> TcpCounters | None:
     """Sockets of one peer together; None when there are none."""
-    if not found:
+    if not sockets:
         return None
     return TcpCounters(
-        sum(one.bytes_sent for one in found),
-        sum(one.bytes_retransmitted for one in found),
-        min((one.rtt_min_us for one in found if one.rtt_min_us), default=0) * 1000,
+        sum(counters.bytes_sent for counters in sockets),
+        sum(counters.bytes_retransmitted for counters in sockets),
+        min((counters.rtt_min_us for counters in sockets if counters.rtt_min_us), default=0) * 1000,
     )
 
 
@@ -118,7 +118,7 @@ def read_sockets() -> list[SocketCounters]:
         names = os.listdir("/proc/self/fd")  # noqa: PTH208 - only names are needed, and this runs often
     except OSError:
         return []
-    return [found for name in names if (found := _read_socket(int(name))) is not None]
+    return [counters for name in names if (counters := _read_socket(int(name))) is not None]
 
 
 def listening_sockets(port: int) -> tuple[tuple[int, int], ...]:
@@ -127,12 +127,12 @@ def listening_sockets(port: int) -> tuple[tuple[int, int], ...]:
         names = os.listdir("/proc/self/fd")  # noqa: PTH208 - only names are needed
     except OSError:
         return ()
-    found = []
+    addresses = []
     for name in names:
         cookie = _listening_cookie(int(name), port)
         if cookie is not None:
-            found.append((int(name), cookie))
-    return tuple(sorted(found))
+            addresses.append((int(name), cookie))
+    return tuple(sorted(addresses))
 
 
 def is_listening(fd: int, cookie: int) -> bool:
@@ -185,25 +185,27 @@ def counters_from(info: bytes, cookie: int, fd: int, local: Address, remote: Add
     """What a TCP_INFO says; None when it is an old kernel's, which says too little."""
     if len(info) < _TCP_INFO_BYTES:
         return None
-    acked, received, segments_out, segments_in, _, rtt_min_us, _, data_segments = _ACKED.unpack_from(info, 120)
-    sent, again = _SENT.unpack_from(info, 200)
+    acked_bytes, received_bytes, segments_out, segments_in, _, rtt_min_us, _, data_segments = _ACKED.unpack_from(
+        info, 120
+    )
+    sent_bytes, again = _SENT.unpack_from(info, 200)
     # Behind a gap the acknowledged bytes stand still while what follows arrives: with loss they tell, over a few tenths
     # of a second, a fraction of what the line carries.
     (segment_bytes,), (behind_gaps,) = _SEGMENT_SIZE.unpack_from(info, 16), _SACKED.unpack_from(info, 28)
-    arrived = min(acked + behind_gaps * segment_bytes, max(acked, sent - again))
+    arrival_bytes = min(acked_bytes + behind_gaps * segment_bytes, max(acked_bytes, sent_bytes - again))
     return SocketCounters(
         cookie,
         fd,
         local,
         remote,
-        sent,
+        sent_bytes,
         again,
-        received,
+        received_bytes,
         segments_out,
         segments_in,
         data_segments,
         0 if rtt_min_us == _RTT_UNKNOWN else rtt_min_us,
-        arrived,
+        arrival_bytes,
     )
 
 

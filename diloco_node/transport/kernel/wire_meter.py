@@ -58,17 +58,17 @@ class LinkCounters:
     segments_in: int = 0
     rtt_min_ns: int = 0
 
-    def with_socket(self, one: SocketCounters) -> LinkCounters:
+    def with_socket(self, sock: SocketCounters) -> LinkCounters:
         """With the bytes of one more socket."""
-        header, bare = one.framed_bytes, one.segments_sent - one.data_segments_sent
-        first = one.bytes_sent - one.bytes_retransmitted + one.data_segments_sent * header
+        header, bare = sock.framed_bytes, sock.segments_sent - sock.data_segments_sent
+        first = sock.bytes_sent - sock.bytes_retransmitted + sock.data_segments_sent * header
         return LinkCounters(
             self.first_bytes_out + first,
-            self.other_bytes_out + one.bytes_retransmitted + bare * header,
-            self.bytes_in + one.bytes_received + one.segments_received * header,
-            self.delivered_bytes + one.bytes_acked + one.segments_sent * header,
-            self.segments_out + one.segments_sent,
-            self.segments_in + one.segments_received,
+            self.other_bytes_out + sock.bytes_retransmitted + bare * header,
+            self.bytes_in + sock.bytes_received + sock.segments_received * header,
+            self.delivered_bytes + sock.bytes_acked + sock.segments_sent * header,
+            self.segments_out + sock.segments_sent,
+            self.segments_in + sock.segments_received,
         )
 
 
@@ -129,21 +129,21 @@ class WireMeter:
 
     def sample(self) -> None:
         """Read the counters of all sockets."""
-        found = read_sockets()
-        seen = {one.cookie: (self._peers[one.remote], one) for one in found if one.remote in self._peers}
-        for cookie in sorted(self._live.keys() - seen.keys()):
+        sockets = read_sockets()
+        live = {sock.cookie: (self._peers[sock.remote], sock) for sock in sockets if sock.remote in self._peers}
+        for cookie in sorted(self._live.keys() - live.keys()):
             peer, last = self._live[cookie]
             self._ended[peer] = self._ended[peer].with_socket(last)
-        self._live = seen
-        self._lanes = {cookie: is_bulk for cookie, is_bulk in self._lanes.items() if cookie in seen}
-        self._paced = {cookie: rate for cookie, rate in self._paced.items() if cookie in seen}
-        self._long_rtt &= seen.keys()
-        for cookie, (_, one) in sorted(seen.items()):
-            if has_long_rtt(one) and cookie not in self._long_rtt:
+        self._live = live
+        self._lanes = {cookie: is_bulk for cookie, is_bulk in self._lanes.items() if cookie in live}
+        self._paced = {cookie: rate for cookie, rate in self._paced.items() if cookie in live}
+        self._long_rtt &= live.keys()
+        for cookie, (_, sock) in sorted(live.items()):
+            if has_long_rtt(sock) and cookie not in self._long_rtt:
                 self._long_rtt.add(cookie)
-                self.goes_by_loss = not use_bbr(one.fd, cookie)
-        self._is_measured = self._is_measured or bool(seen)
-        remotes = {one.remote for one in found}
+                self.goes_by_loss = not use_bbr(sock.fd, cookie)
+        self._is_measured = self._is_measured or bool(live)
+        remotes = {sock.remote for sock in sockets}
         for address, misses in list(self._passing.items()):
             self._passing[address] = 0 if address in remotes else misses + 1
             if self._passing[address] > FORGET_AFTER_SAMPLES:
@@ -155,8 +155,8 @@ class WireMeter:
         if not self._is_measured:
             return None
         total, living = self._ended[peer], self._of(peer)
-        for one in living:
-            total = total.with_socket(one)
+        for counters in living:
+            total = total.with_socket(counters)
         tcp = tcp_of(living)
         return replace(total, rtt_min_ns=tcp.rtt_min_ns) if tcp is not None else total
 
@@ -181,11 +181,11 @@ class WireMeter:
             connections: how many share the load: each of all there are gets such a part of the rate.
         """
         rate = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // connections)
-        for one in self._of(peer):
-            if not self._lanes.get(one.cookie, False) and one.remote not in self._bulk_remotes:
+        for sock in self._of(peer):
+            if not self._lanes.get(sock.cookie, False) and sock.remote not in self._bulk_remotes:
                 continue  # control must not keep a limit for bulk
-            if self._paced.get(one.cookie) != rate and pace_socket(one.fd, one.cookie, rate):
-                self._paced[one.cookie] = rate
+            if self._paced.get(sock.cookie) != rate and pace_socket(sock.fd, sock.cookie, rate):
+                self._paced[sock.cookie] = rate
 
     def _of(self, peer: str) -> list[SocketCounters]:
-        return [one for _, (owner, one) in sorted(self._live.items()) if owner == peer]
+        return [sock for _, (owner, sock) in sorted(self._live.items()) if owner == peer]

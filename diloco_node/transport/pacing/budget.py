@@ -199,7 +199,7 @@ class EgressBudget:
         """
         entry = self._peers[peer]
         rivals = (entry,) if self._region.rate_bytes_per_s is None else self._peers.values()
-        return not any(one.waiting for one in rivals) and self._spend(entry, lane, handed_bytes, now_ns)
+        return not any(rival.waiting for rival in rivals) and self._spend(entry, lane, handed_bytes, now_ns)
 
     def _spend(self, entry: _PeerBudget, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
         wire_bytes = entry.overhead.wire_bytes(handed_bytes)
@@ -230,14 +230,14 @@ class EgressBudget:
 
     def release(self, *, now_ns: int) -> list[tuple[str, BudgetLane]]:
         """The pieces that may go now, in this order; they are counted as sent."""
-        released: list[tuple[str, BudgetLane]] = []
+        ready: list[tuple[str, BudgetLane]] = []
         while (piece := self._next(now_ns)) is not None and self._region_ready_at_ns(piece, now_ns) <= now_ns:
             entry = self._peers[piece.peer]
             del entry.waiting[piece.lane]
             was_allowed = self._spend(entry, piece.lane, piece.handed_bytes, now_ns)
             assert was_allowed, f"{piece.handed_bytes} bytes to {piece.peer} were not allowed yet"
-            released.append((piece.peer, piece.lane))
-        return released
+            ready.append((piece.peer, piece.lane))
+        return ready
 
     def wake_at_ns(self, *, now_ns: int) -> int | None:
         """When `release` is worth calling next; None while nothing waits."""
@@ -297,7 +297,7 @@ class EgressBudget:
         """
         entry = self._peers[peer]
         data = data_bytes - entry.measured_data_bytes
-        other = other_bytes - entry.measured_other_bytes
+        new_other_bytes = other_bytes - entry.measured_other_bytes
         entry.measured_data_bytes, entry.measured_other_bytes = data_bytes, other_bytes
         bulk, control = entry.unlearnt_bulk_bytes, entry.unlearnt_control_bytes
         entry.unlearnt_bulk_bytes = entry.unlearnt_control_bytes = 0
@@ -305,7 +305,7 @@ class EgressBudget:
             entry.overhead.learn(bulk + control, max(0, data))
         surplus = max(0, data_bytes - entry.charged_bytes)
         entry.charged_bytes += surplus
-        unforeseen = surplus + max(0, other)
+        unforeseen = surplus + max(0, new_other_bytes)
         entry.correction_bytes += unforeseen
         self._charge(entry, unforeseen, now_ns)
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.pacing.budget import PPM, Overhead
-from diloco_node.transport.pacing.token_bucket import NS_PER_S, TokenBucket
+from diloco_node.transport.pacing.token_bucket import TokenBucket
 
 SETTLE_NS: Final = 150_000_000
 """From sending a peer a smaller share to giving the difference to another: a round trip, and a release under way."""
@@ -64,8 +65,8 @@ class _Grant:
 
     def in_use(self, now_ns: int) -> int:
         """The most that it may be sending now."""
-        granted = self.granted or 0
-        return max(granted, self.before) if now_ns < self.until_ns else granted
+        grant = self.granted or 0
+        return max(grant, self.before) if now_ns < self.until_ns else grant
 
 
 class IngressGrants:
@@ -113,15 +114,15 @@ class IngressGrants:
     def due(self, *, now_ns: int) -> list[tuple[str, int]]:
         """Grants to send now: (peer, bytes/s), UNLIMITED for none. They count as sent."""
         targets = self.targets(now_ns=now_ns)
-        changed = {peer: target for peer, target in targets.items() if self._is_news(self._peers[peer], target)}
+        news = {peer: target for peer, target in targets.items() if self._is_news(self._peers[peer], target)}
         # First all that shrink: what they give up is free for the others after they had time to obey.
-        first = [peer for peer, target in changed.items() if target <= (self._peers[peer].granted or 0)]
-        sent = []
-        for peer in first + [peer for peer in changed if peer not in first]:
-            granted = self._give(peer, changed[peer], now_ns)
-            if granted is not None:
-                sent.append((peer, granted))
-        return sent
+        first = [peer for peer, target in news.items() if target <= (self._peers[peer].granted or 0)]
+        messages = []
+        for peer in first + [peer for peer in news if peer not in first]:
+            grant = self._give(peer, news[peer], now_ns)
+            if grant is not None:
+                messages.append((peer, grant))
+        return messages
 
     def wake_at_ns(self, *, now_ns: int) -> int | None:
         """When a share that had to wait can grow; None: none waits."""
@@ -133,18 +134,18 @@ class IngressGrants:
 
     def targets(self, *, now_ns: int) -> dict[str, int]:
         """What each connected peer should have, UNLIMITED without a limit."""
-        connected = {peer: entry for peer, entry in self._peers.items() if entry.is_connected}
+        entries = {peer: entry for peer, entry in self._peers.items() if entry.is_connected}
         rate = self._region.rate_bytes_per_s
         if rate is None:
-            return {peer: entry.peer_rate or UNLIMITED for peer, entry in connected.items()}
+            return {peer: entry.peer_rate or UNLIMITED for peer, entry in entries.items()}
         debt = self._region.debt_bytes(now_ns=now_ns) - rate * DEBT_FREE_NS // NS_PER_S
         free = rate - min(max(0, debt), rate // 2)
-        busy = {peer: entry.demand_bytes_per_s for peer, entry in connected.items() if entry.demand_bytes_per_s}
-        idle = [peer for peer in connected if peer not in busy]
+        busy = {peer: entry.demand_bytes_per_s for peer, entry in entries.items() if entry.demand_bytes_per_s}
+        idle = [peer for peer in entries if peer not in busy]
         if not busy:
-            busy, idle = dict.fromkeys(connected, DEMAND_MAX), []
+            busy, idle = dict.fromkeys(entries, DEMAND_MAX), []
         idle_share = free // IDLE_SHARE // len(idle) if idle else 0
-        caps = {peer: min(demand, connected[peer].peer_rate or DEMAND_MAX) for peer, demand in busy.items()}
+        caps = {peer: min(demand, entries[peer].peer_rate or DEMAND_MAX) for peer, demand in busy.items()}
         shares = max_min(free - idle_share * len(idle), caps) | dict.fromkeys(idle, idle_share)
         return {peer: max(1, share) for peer, share in sorted(shares.items())}
 
@@ -153,19 +154,19 @@ class IngressGrants:
         return self._peers[peer].granted
 
     def _is_news(self, entry: _Grant, target: int) -> bool:
-        granted = entry.granted
-        if granted is None:
+        grant = entry.granted
+        if grant is None:
             return target != UNLIMITED
-        if UNLIMITED in (granted, target):
-            return granted != target
-        return abs(target - granted) * PPM >= CHANGE_PPM_MIN * granted
+        if UNLIMITED in (grant, target):
+            return grant != target
+        return abs(target - grant) * PPM >= CHANGE_PPM_MIN * grant
 
     def _give(self, peer: str, target: int, now_ns: int) -> int | None:
         entry = self._peers[peer]
         rate = self._region.rate_bytes_per_s
         if rate is not None:
-            others = sum(other.in_use(now_ns) for name, other in self._peers.items() if name != peer)
-            room = max(1, rate - others)
+            rest_bytes = sum(rival.in_use(now_ns) for name, rival in self._peers.items() if name != peer)
+            room = max(1, rate - rest_bytes)
             is_less = entry.granted not in (None, UNLIMITED) and target <= (entry.granted or 0)
             target = target if is_less else min(target, room)
             if not self._is_news(entry, target):
@@ -207,9 +208,9 @@ def max_min(total: int, caps: Mapping[str, int]) -> dict[str, int]:
     taking from one that has less. What nobody may have is left over; a byte or so of remainder goes to the last.
     """
     shares: dict[str, int] = {}
-    left, waiting = total, sorted(caps, key=lambda peer: (caps[peer], peer))
+    left_bytes, waiting = total, sorted(caps, key=lambda peer: (caps[peer], peer))
     while waiting:
         peer = waiting.pop(0)
-        shares[peer] = min(caps[peer], left // (len(waiting) + 1))
-        left -= shares[peer]
+        shares[peer] = min(caps[peer], left_bytes // (len(waiting) + 1))
+        left_bytes -= shares[peer]
     return shares

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.connections import LONG_RTT_NS, target_connections
 from diloco_node.transport.kernel.tcp_info import buffer_bytes
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
-from diloco_node.transport.pacing.token_bucket import NS_PER_S
 
 SAMPLE_NS_MIN: Final = 10_000_000
 """Over a shorter time no rate is measured."""
@@ -58,7 +58,7 @@ class LinkWatch:
         self._before, self._sampled_ns = link, now_ns
         if before is None:
             return
-        sent, delivered, received = (
+        sent_bytes, delivered_bytes, received_bytes = (
             max(0, new - old) * NS_PER_S // elapsed_ns
             for new, old in (
                 (link.first_bytes_out, before.first_bytes_out),
@@ -66,9 +66,9 @@ class LinkWatch:
                 (link.bytes_in, before.bytes_in),
             )
         )
-        self.busiest_bytes_per_s = max(delivered, received, self.busiest_bytes_per_s * 7 // 8)
+        self.busiest_bytes_per_s = max(delivered_bytes, received_bytes, self.busiest_bytes_per_s * 7 // 8)
         if is_busy:
-            self.rate_bytes_per_s = max(sent, self.rate_bytes_per_s * 7 // 8)
+            self.rate_bytes_per_s = max(sent_bytes, self.rate_bytes_per_s * 7 // 8)
 
     def target_connections(self, *, ceiling_bytes_per_s: int | None) -> int:
         """How many bulk connections the link is worth, by what is known of it now.

@@ -16,11 +16,12 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.config.budget_plan import BudgetPlan
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
 from diloco_node.transport.pacing.grants import DEMAND_MAX, UNLIMITED, IngressGrants
 from diloco_node.transport.pacing.link_stats import LinkWatch
-from diloco_node.transport.pacing.token_bucket import LATE_NS, NS_PER_S, PIECE_BYTES_MAX
+from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX
 from diloco_node.wire.link_messages import IngressDemand, IngressGranted, LinkMessage
 from diloco_node.wire.message_tables import BudgetLane, ControlMessage
 
@@ -184,7 +185,7 @@ class Pacer:
         state = self._peers[peer]
         state.transfers -= 1
         state.waiting_bytes -= raw_bytes
-        if not any(other.transfers for other in self._peers.values()):
+        if not any(entry.transfers for entry in self._peers.values()):
             self._count_use(self._now_ns())
             self._is_busy = False
         if not state.transfers and state.reported_demand:
@@ -377,8 +378,8 @@ class Pacer:
 
     def traffic(self, peer: str) -> PeerTraffic:
         """Wire bytes with a peer since start, as of the last sample; an estimate where the kernel does not tell."""
-        if (counted := self._meter.traffic(peer)) is not None:
-            return counted
+        if (meter := self._meter.traffic(peer)) is not None:
+            return meter
         out = sum(lane.used_bytes for lane in self._egress.use(peer).lanes.values())
         into = self._peers[peer].read_bytes * OVERHEAD_PPM_FIRST // PPM
         return PeerTraffic(out, into, is_measured=False)
@@ -391,12 +392,12 @@ class Pacer:
         """Add up what was used and what the ceiling allowed while something waited to be sent."""
         if not self._is_busy:
             return
-        rate, used = self._egress.region_rate_bytes_per_s, self._used_now()
-        lost = self._egress.lost_bytes(now_ns=now_ns)
+        rate, used_bytes = self._egress.region_rate_bytes_per_s, self._used_now()
+        lost_bytes = self._egress.lost_bytes(now_ns=now_ns)
         if rate is not None:
-            self._used_bytes += used - self._used_before
-            self._allowed_bytes += used - self._used_before + lost - self._lost_before
-        self._used_before, self._lost_before = used, lost
+            self._used_bytes += used_bytes - self._used_before
+            self._allowed_bytes += used_bytes - self._used_before + lost_bytes - self._lost_before
+        self._used_before, self._lost_before = used_bytes, lost_bytes
 
     def status(self) -> dict[str, Any]:
         """Ceilings, shares, and bytes in demand, allowed and used; plain values for JSON.
@@ -426,8 +427,8 @@ class Pacer:
             "correction_bytes": use.correction_bytes,
             "waiting_bytes": self._peers[peer].waiting_bytes,
             "lanes": {
-                lane.name.lower(): {"wanted_bytes": one.demand_bytes, "used_bytes": one.used_bytes}
-                for lane, one in use.lanes.items()
+                lane.name.lower(): {"wanted_bytes": account.demand_bytes, "used_bytes": account.used_bytes}
+                for lane, account in use.lanes.items()
             },
         }
 

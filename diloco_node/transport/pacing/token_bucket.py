@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-NS_PER_S: Final = 1_000_000_000
+from diloco_node.numeric import NS_PER_S
 
 LATE_NS: Final = 20_000_000
 """A bucket saves up one piece and so much more in idle time. A timer that is late by less loses nothing; on a link as
@@ -44,8 +44,8 @@ def burst_bytes(rate_bytes_per_s: int, late_ns: int = LATE_NS) -> int:
         late_ns: how late timers are, at least LATE_NS; what is over BURST_NS_MAX with the piece does not count.
     """
     usual = piece_bytes(rate_bytes_per_s) + rate_bytes_per_s * LATE_NS // NS_PER_S
-    wished = piece_bytes(rate_bytes_per_s) + rate_bytes_per_s * late_ns // NS_PER_S
-    return max(usual, min(wished, rate_bytes_per_s * BURST_NS_MAX // NS_PER_S))
+    wish_bytes = piece_bytes(rate_bytes_per_s) + rate_bytes_per_s * late_ns // NS_PER_S
+    return max(usual, min(wish_bytes, rate_bytes_per_s * BURST_NS_MAX // NS_PER_S))
 
 
 class TokenBucket:

@@ -43,9 +43,9 @@ ip netns exec at1 {PROGRAM} doctor --region here --json > swallowed.json || true
 
 def mtu(file: Path) -> dict[str, str]:
     checks = json.loads(file.read_text())["checks"]
-    found = [one for one in checks if one["check"] == "mtu"]
-    assert len(found) == 1, checks
-    return dict(found[0])
+    matches = [check for check in checks if check["check"] == "mtu"]
+    assert len(matches) == 1, checks
+    return dict(matches[0])
 
 
 def test_full_packets_that_vanish_are_named(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_full_packets_that_vanish_are_named(tmp_path: Path) -> None:
     )
     init_run(tmp_path / "certs", "try", ["here", "there"])
     env = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-    done = subprocess.run(
+    process = subprocess.run(
         [*APART, "sh", "-e", "-c", SCRIPT],
         cwd=tmp_path,
         env=env | {"PYTHONPATH": str(ROOT)},
@@ -63,8 +63,8 @@ def test_full_packets_that_vanish_are_named(tmp_path: Path) -> None:
         timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    whole, swallowed = mtu(tmp_path / "whole.json"), mtu(tmp_path / "swallowed.json")
+    assert process.returncode == 0, process.stderr
+    whole, lossy = mtu(tmp_path / "whole.json"), mtu(tmp_path / "swallowed.json")
     assert (whole["mark"], whole["text"]) == ("ok", "packets of 1500 bytes reach there whole")
-    assert swallowed["mark"] == "failed"
-    assert "packets of 1500 bytes do not reach there" in swallowed["text"]
+    assert lossy["mark"] == "failed"
+    assert "packets of 1500 bytes do not reach there" in lossy["text"]

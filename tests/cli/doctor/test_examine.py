@@ -1,4 +1,4 @@
-"""What is said of a region whose daemon runs, from what that daemon says."""
+"""Findings about a region whose daemon runs, from what that daemon says."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from diloco_node.cli.doctor import doctor_command as command
 from diloco_node.cli.doctor import examine, peer_probes
 from diloco_node.cli.doctor.examine import Patient
-from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.config.resolve import load_config
+from diloco_node.health.finding import Finding
 from diloco_node.transport.certificates import load_identity
 from tests.kit.doctor_kit import OWN, PEER, Ward
 
@@ -22,59 +22,59 @@ def patient(folder: Path, status: dict[str, Any] | None) -> Patient:
     return Patient(load_config(Ward(folder).config), OWN, status)
 
 
-def run_of(folder: Path, **status: Any) -> dict[str, CheckResult]:
-    known = {"region": OWN, "role": "leader", "reason": "all is well"}
-    return {one.check: one for one in examine.examine_run(patient(folder, known | status))}
+def run_of(folder: Path, **status: Any) -> dict[str, Finding]:
+    document = {"region": OWN, "role": "leader", "reason": "all is well"}
+    return {finding.code: finding for finding in examine.examine_run(patient(folder, document | status))}
 
 
 def test_the_pace_is_that_of_the_slowest_link_at_the_step_time_that_was_measured(tmp_path: Path) -> None:
     peers = [{"name": PEER, "rtt_seconds": 0.2}, {"name": "x", "rtt_seconds": 0.1}, {"name": "y", "rtt_seconds": None}]
-    found = run_of(tmp_path, learner={"step_seconds": 1.0}, peers=peers)
-    assert found["daemon"].text == f"{OWN} is leader: all is well"
-    assert found["pace"].mark == "ok"
-    assert found["pace"].text.endswith("s of 24.0 s, at 200 ms and 1 s a step")
+    findings = run_of(tmp_path, learner={"step_seconds": 1.0}, peers=peers)
+    assert findings["daemon"].text == f"{OWN} is leader: all is well"
+    assert findings["pace"].mark == "ok"
+    assert findings["pace"].text.endswith("s of 24.0 s, at 200 ms and 1 s a step")
     slow = run_of(tmp_path, learner={"step_seconds": 0.001}, peers=peers)["pace"]
     assert (slow.mark, bool(slow.hint)) == ("warning", True)
 
 
 @pytest.mark.parametrize("learner", [None, "x", [], {}, *({"step_seconds": x} for x in (0, -1, "x", 1e300, math.nan))])
 def test_without_a_step_time_that_can_be_there_is_no_pace(tmp_path: Path, learner: Any) -> None:
-    found = run_of(
+    findings = run_of(
         tmp_path, learner=learner, peers="x", health={"alerts": [3, {"code": "A-X", "severity": "critical"}]}
     )
-    assert "pace" not in found
-    assert found["alert"].mark == "failed"
+    assert "pace" not in findings
+    assert findings["alert"].mark == "failed"
 
 
 def test_a_link_that_is_up_is_told_of_with_who_dialled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = {"peers": [{"name": "x", "link": "up"}, {"name": PEER, "link": "up", "address": "127.0.0.1:1"}]}
-    (one,) = examine._link(patient(tmp_path, status), PEER, frozenset())
-    assert one.text.startswith(f"the link to {PEER} is up: we dial it")
+    (finding,) = examine._link(patient(tmp_path, status), PEER, frozenset())
+    assert finding.text.startswith(f"the link to {PEER} is up: we dial it")
     monkeypatch.setattr(peer_probes, "inbound_hosts", lambda port: frozenset({"10.0.0.7", "10.0.0.8"}))
-    (one,) = examine._link(patient(tmp_path, status), PEER, frozenset({"fd00::8", "10.0.0.8"}))
-    assert one.text == f"the link to {PEER} is up: it dials us"
+    (finding,) = examine._link(patient(tmp_path, status), PEER, frozenset({"fd00::8", "10.0.0.8"}))
+    assert finding.text == f"the link to {PEER} is up: it dials us"
 
 
 async def test_names_of_peers_are_resolved_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2, timeout=120)
+    barrier = threading.Barrier(2, timeout=120)
 
     def hosts_of(address: str) -> frozenset[str]:
-        both.wait()
+        barrier.wait()
         return frozenset({address})
 
     monkeypatch.setattr(peer_probes, "hosts_of", hosts_of)
     identity = load_identity(Ward(tmp_path).certify() / OWN)
-    found = await peer_probes.look_at_peers(identity, {"x": "127.0.0.1:1", "y": "127.0.0.1:2"})
-    assert {peer: one.hosts for peer, one in found.items()} == {"x": {"127.0.0.1:1"}, "y": {"127.0.0.1:2"}}
+    results = await peer_probes.look_at_peers(identity, {"x": "127.0.0.1:1", "y": "127.0.0.1:2"})
+    assert {peer: result.hosts for peer, result in results.items()} == {"x": {"127.0.0.1:1"}, "y": {"127.0.0.1:2"}}
 
 
 def test_what_answers_for_another_region_is_not_our_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diloco_node.cli import status
+    from diloco_node.cli import admin_client
 
     folder = tmp_path / "state" / OWN
     folder.mkdir(parents=True)
-    (folder / status.PORT_FILE).write_text("7401")
+    (folder / admin_client.ADMIN_PORT_NAME).write_text("7401")
     ward = Ward(tmp_path)
     for region, is_ours in ((OWN, True), (PEER, False)):
-        monkeypatch.setattr(status, "ask", lambda target, region=region: {"region": region})
+        monkeypatch.setattr(admin_client, "ask", lambda target, region=region: {"region": region})
         assert (command._patient(ward.config, OWN, []).status is not None) is is_ours

@@ -81,11 +81,11 @@ def test_hosts_of_an_address() -> None:
 
 
 def test_a_control_group_counts_with_those_above_it_and_without_the_files_it_may_drop(tmp_path: Path) -> None:
-    def group(name: str, limit: str, used: int, inactive: int) -> None:
+    def group(name: str, limit: str, usage: int, inactive: int) -> None:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True, parents=True)
         (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.current").write_text(f"{usage}\n")
         (folder / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\nactive_file 7\n")
 
     assert probes.group_memory(tmp_path, "/") is None

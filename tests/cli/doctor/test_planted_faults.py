@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.state_names import NODE_NAME
 from diloco_node.wire.envelope import LinkRole
 from tests.kit.doctor_kit import OWN, PEER, Sheet, Ward
 
@@ -48,8 +49,8 @@ def wrong_run(ward: Ward) -> None:
 
 def wrong_authority(ward: Ward) -> None:
     ward.certify()
-    other = ward.certify(folder=ward.folder / "other")
-    shutil.copy(other / "ca.pem", ward.certs / OWN / "ca.pem")
+    authority = ward.certify(folder=ward.folder / "other")
+    shutil.copy(authority / "ca.pem", ward.certs / OWN / "ca.pem")
 
 
 def wrong_key(ward: Ward) -> None:
@@ -142,15 +143,15 @@ def no_such_name(ward: Ward) -> None:
 )
 def test_a_planted_fault_is_named(ward: Ward, plant: Plant, check: str, mark: str, text: str, hint: str) -> None:
     plant(ward)
-    found = ward.examine()
-    one = found.one(check)
-    assert (one["mark"], one["link"]) == (mark, f"docs/doctor.md#{check}")
-    assert text in one["text"]
-    assert hint in one["hint"]
+    sheet = ward.examine()
+    result = sheet.one(check)
+    assert (result["mark"], result["link"]) == (mark, f"docs/doctor.md#{check}")
+    assert text in result["text"]
+    assert hint in result["hint"]
     # Of what was planted nothing else is said to be broken; where nobody listens is said each time.
-    others = {"memory", "disk-space"} if plant is huge_model else {check}
-    assert found.failed() <= others | {"peer-reachable"}
-    assert found.exit_code == (1 if found.failed() else 0)
+    neighbours = {"memory", "disk-space"} if plant is huge_model else {check}
+    assert sheet.failed() <= neighbours | {"peer-reachable"}
+    assert sheet.exit_code == (1 if sheet.failed() else 0)
 
 
 @pytest.mark.parametrize("which", ["port", "admin_port"])
@@ -158,18 +159,18 @@ def test_a_port_that_is_taken(ward: Ward, which: str) -> None:
     ward.certify()
     number = getattr(ward, which)
     with socket.create_server(("127.0.0.1", number)):
-        found = ward.examine()
-    assert found.exit_code == 1
-    failed = [one for one in found.of("port") if one["mark"] == "failed"]
-    assert [one["text"].startswith(f"127.0.0.1:{number}: ") for one in failed] == [True]
-    assert "ss -ltnp" in failed[0]["hint"]
+        sheet = ward.examine()
+    assert sheet.exit_code == 1
+    failures = [result for result in sheet.of("port") if result["mark"] == "failed"]
+    assert [result["text"].startswith(f"127.0.0.1:{number}: ") for result in failures] == [True]
+    assert "ss -ltnp" in failures[0]["hint"]
 
 
 def test_few_open_files_allowed(ward: Ward) -> None:
     ward.certify()
-    found = ward.examine_apart("prlimit", "--nofile=256:256")
-    assert found.one("descriptors")["mark"] == "warning"
-    assert "256 open files allowed" in found.one("descriptors")["text"]
+    sheet = ward.examine_apart("prlimit", "--nofile=256:256")
+    assert sheet.one("descriptors")["mark"] == "warning"
+    assert "256 open files allowed" in sheet.one("descriptors")["text"]
 
 
 # Root may see everything, unless it can't.
@@ -194,21 +195,21 @@ def test_what_belongs_to_another_user(ward: Ward, name: str, check: str, text: s
     ward.write(ward.text().replace("steps = 100", 'steps = 100\ninit = "models/first"'))
     place = ward.folder / name
     place.chmod(0)
-    found = ward.examine_apart(*NO_RIGHTS)
+    sheet = ward.examine_apart(*NO_RIGHTS)
     place.chmod(0o700)
-    assert found.one(check)["mark"] == "failed"
-    assert text in found.one(check)["text"]
-    assert found.failed() <= {check, "peer-reachable"}
+    assert sheet.one(check)["mark"] == "failed"
+    assert text in sheet.one(check)["text"]
+    assert sheet.failed() <= {check, "peer-reachable"}
 
 
 def test_who_we_are_is_asked_where_no_key_can_be_seen(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
     ward.certify()
     monkeypatch.setattr(ward, "arguments", lambda: ["doctor", "--config", str(ward.config), "--json"])
     ward.certs.chmod(0)
-    found = ward.examine_apart(*NO_RIGHTS)
+    sheet = ward.examine_apart(*NO_RIGHTS)
     ward.certs.chmod(0o700)
-    assert found.failed() == {"run-toml"}
-    assert "say who we are with --region NAME" in found.one("run-toml")["text"]
+    assert sheet.failed() == {"run-toml"}
+    assert "say who we are with --region NAME" in sheet.one("run-toml")["text"]
 
 
 def test_a_model_file_that_is_damaged_is_no_reason_to_stop(ward: Ward) -> None:
@@ -218,9 +219,9 @@ def test_a_model_file_that_is_damaged_is_no_reason_to_stop(ward: Ward) -> None:
     folder = ward.folder / "state" / OWN
     folder.mkdir(parents=True)
     (folder / MANIFEST_NAME).write_text("{")
-    found = ward.examine()
-    assert found.failed() == {"peer-reachable"}
-    assert "the model's size is not known" in found.one("disk-space")["text"]
+    sheet = ward.examine()
+    assert sheet.failed() == {"peer-reachable"}
+    assert "the model's size is not known" in sheet.one("disk-space")["text"]
 
 
 def fill(path: Path) -> None:
@@ -234,41 +235,41 @@ def test_a_full_disk(ward: Ward) -> None:
     ward.certify()
     small = ward.folder / "state"
     small.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=False)
-    if made.returncode:
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=False)
+    if mount.returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
         (small / OWN).mkdir()
-        one = ward.examine().one("disk-space")
-        assert one["mark"] == "failed"  # there is room, but not for the run
-        assert "65.5 kB free" in one["text"]
+        result = ward.examine().one("disk-space")
+        assert result["mark"] == "failed"  # there is room, but not for the run
+        assert "65.5 kB free" in result["text"]
         fill(small / "filler")
-        one = ward.examine().one("disk-space")
-        assert one["mark"] == "failed"
-        assert "No space left on device" in one["text"]
+        result = ward.examine().one("disk-space")
+        assert result["mark"] == "failed"
+        assert "No space left on device" in result["text"]
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
 def test_settings_that_changed_since_the_start_are_named_with_both_values(ward: Ward) -> None:
-    from diloco_node.cli.start import NODE_FILE, node_spec
+    from diloco_node.cli.start import node_spec
     from diloco_node.config.resolve import load_config
 
     ward.certify()
     folder = ward.folder / "state" / OWN
     folder.mkdir(parents=True)
-    node_spec(load_config(ward.config), OWN, folder).save(folder / NODE_FILE)
+    node_spec(load_config(ward.config), OWN, folder).save(folder / NODE_NAME)
     assert ward.examine().one("settings-changed")["mark"] == "ok"
     ward.write(ward.text().replace("sync_every = 24", "sync_every = 16"))
-    one = ward.examine().one("settings-changed")
-    assert one["mark"] == "warning"
-    assert "sync_every was 24, is 16" in one["text"]
+    result = ward.examine().one("settings-changed")
+    assert result["mark"] == "warning"
+    assert "sync_every was 24, is 16" in result["text"]
 
 
 def test_a_training_command_that_is_not_there(ward: Ward) -> None:
     ward.certify()
-    one = ward.examine("no-such-program", "train.py").one("learner-files")
-    assert (one["mark"], one["text"]) == ("failed", "command 'no-such-program' is not found on PATH")
+    result = ward.examine("no-such-program", "train.py").one("learner-files")
+    assert (result["mark"], result["text"]) == ("failed", "command 'no-such-program' is not found on PATH")
     assert ward.examine("sh", "train.sh").one("learner-files")["mark"] == "ok"
 
 
@@ -278,49 +279,49 @@ def test_a_training_command_that_is_not_there(ward: Ward) -> None:
 async def test_nothing_is_wrong_with_a_peer_that_runs_and_it_takes_no_notice(ward: Ward) -> None:
     ward.certify()
     async with ward.peer() as peer:
-        found = await ward.examine_beside()
+        sheet = await ward.examine_beside()
         assert peer.rejections == {}
-    assert found.exit_code == 0, found.checks
+    assert sheet.exit_code == 0, sheet.checks
     checks = ("peer-reachable", "peer-version", "settings-equal", "mtu", "clock-peers")
-    assert {found.one(check)["mark"] for check in checks} == {"ok"}
+    assert {sheet.one(check)["mark"] for check in checks} == {"ok"}
 
 
 async def test_a_peer_with_other_settings(ward: Ward) -> None:
     ward.certify()
     async with ward.peer():
         ward.write(ward.text().replace("sync_every = 24", "sync_every = 16"))
-        found = await ward.examine_beside()
-    assert found.failed() == {"settings-equal"}
+        sheet = await ward.examine_beside()
+    assert sheet.failed() == {"settings-equal"}
     text = f"{PEER} runs with other settings: rounds.sync_every is 16 here, 24 there"
-    assert found.one("settings-equal")["text"].startswith(text)
+    assert sheet.one("settings-equal")["text"].startswith(text)
 
 
 async def test_a_peer_of_another_authority(ward: Ward) -> None:
     ward.certify()
-    other = ward.certify(folder=ward.folder / "other")
-    async with ward.peer(certs=other):
-        found = await ward.examine_beside()
-    assert found.failed() == {"peer-reachable"}
-    assert "it was signed by another run's authority" in found.one("peer-reachable")["text"]
-    assert "one diloco-node certs init" in found.one("peer-reachable")["hint"]
+    authority = ward.certify(folder=ward.folder / "other")
+    async with ward.peer(certs=authority):
+        sheet = await ward.examine_beside()
+    assert sheet.failed() == {"peer-reachable"}
+    assert "it was signed by another run's authority" in sheet.one("peer-reachable")["text"]
+    assert "one diloco-node certs init" in sheet.one("peer-reachable")["hint"]
 
 
 async def test_another_region_answers(ward: Ward) -> None:
     ward.certify()
     async with ward.peer(region=OWN):
-        found = await ward.examine_beside()
-    assert found.failed() == {"peer-reachable"}
-    assert "belongs to another region or run" in found.one("peer-reachable")["text"]
+        sheet = await ward.examine_beside()
+    assert sheet.failed() == {"peer-reachable"}
+    assert "belongs to another region or run" in sheet.one("peer-reachable")["text"]
 
 
 async def test_measure_serves_where_the_daemon_should(ward: Ward) -> None:
     ward.certify()
     async with ward.peer(role=LinkRole.MEASURING, settings_digest="", manifest_digest=""):
-        found = await ward.examine_beside()
-    one = found.one("peer-reachable")
-    assert one["mark"] == "warning"
-    assert "diloco-node measure of there answers" in one["text"]
-    assert list(found.of("settings-equal")) == [], "it has none"
+        sheet = await ward.examine_beside()
+    result = sheet.one("peer-reachable")
+    assert result["mark"] == "warning"
+    assert "diloco-node measure of there answers" in result["text"]
+    assert list(sheet.of("settings-equal")) == [], "it has none"
 
 
 async def test_a_peer_that_has_quarantined_us(ward: Ward) -> None:
@@ -330,10 +331,10 @@ async def test_a_peer_that_has_quarantined_us(ward: Ward) -> None:
     async with ward.peer() as peer:
         for _ in range(3):
             peer.reject(OWN, ProtocolViolation("planted"))
-        one = (await ward.examine_beside()).one("peer-reachable")
-    assert one["mark"] == "failed"
-    assert "in quarantine" in one["text"]
-    assert "quarantine lift" in one["hint"]
+        result = (await ward.examine_beside()).one("peer-reachable")
+    assert result["mark"] == "failed"
+    assert "in quarantine" in result["text"]
+    assert "quarantine lift" in result["hint"]
 
 
 async def test_a_clock_that_is_wrong(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,10 +344,10 @@ async def test_a_clock_that_is_wrong(ward: Ward, monkeypatch: pytest.MonkeyPatch
     hour_ago = (asking.CLOCK_KEY, str(int(asking.clock_metadata()[0][1]) - 2 * 3600 * 10**9))
     monkeypatch.setattr(transport, "clock_metadata", lambda: (hour_ago,))
     async with ward.peer():
-        found = await ward.examine_beside()
-    assert found.failed() == {"clock-peers"}
-    assert f"{PEER}'s clock is 72" in found.one("clock-peers")["text"]
-    assert "behind ours" in found.one("clock-peers")["text"]
+        sheet = await ward.examine_beside()
+    assert sheet.failed() == {"clock-peers"}
+    assert f"{PEER}'s clock is 72" in sheet.one("clock-peers")["text"]
+    assert "behind ours" in sheet.one("clock-peers")["text"]
 
 
 async def talk(port: int, answer: bytes) -> asyncio.Server:
@@ -368,7 +369,7 @@ async def talk(port: int, answer: bytes) -> asyncio.Server:
 async def test_something_else_listens_there(ward: Ward, answer: bytes, text: str) -> None:
     ward.certify()
     async with await talk(ward.peer_port, answer):
-        found: Sheet = await ward.examine_beside()
-    assert found.failed() == {"peer-reachable"}
-    assert text in found.one("peer-reachable")["text"]
-    assert PEER in found.one("peer-reachable")["hint"]
+        sheet: Sheet = await ward.examine_beside()
+    assert sheet.failed() == {"peer-reachable"}
+    assert text in sheet.one("peer-reachable")["text"]
+    assert PEER in sheet.one("peer-reachable")["hint"]

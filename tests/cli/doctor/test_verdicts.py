@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import re
+import sys
 
 import pytest
 
 from diloco_node.cli.doctor import machine, membership, network
-from diloco_node.cli.doctor.finding import CheckResult, Mark, Topic, finding_lines, has_failed
+from diloco_node.cli.doctor.topics import (
+    CATEGORIES,
+    FSYNC,
+    SPACE,
+    SYNCED,
+    examination_document,
+    examination_lines,
+    has_failed,
+)
+from diloco_node.health.finding import Finding, Mark, read_alert
 from tests.kit.repository import ROOT
 
 BAD = (Mark.WARNING, Mark.FAILED)
@@ -32,9 +43,9 @@ def day(number: int) -> dt.datetime:
         (machine.shared_memory("Operation not permitted"), Mark.FAILED, "no memfd (Operation not permitted)"),
         (machine.descriptors(4096, 4096), Mark.OK, "4096 open files"),
         (machine.descriptors(4095, 4096), Mark.WARNING, "4095 open files allowed, 4096 wanted"),
-        (machine.disk_space("f", free=50, used=49, needed=100, error=""), Mark.FAILED, "needs 100 B and has 49 B"),
-        (machine.disk_space("f", free=50, used=50, needed=100, error=""), Mark.OK, "50 B free"),
-        (machine.disk_space("f", free=50, used=0, needed=None, error=""), Mark.UNKNOWN, "not known"),
+        (machine.disk_space("f", free=50, usage=49, need=100, error=""), Mark.FAILED, "needs 100 B and has 49 B"),
+        (machine.disk_space("f", free=50, usage=50, need=100, error=""), Mark.OK, "50 B free"),
+        (machine.disk_space("f", free=50, usage=0, need=None, error=""), Mark.UNKNOWN, "not known"),
         (machine.fsync_time([0.001] * 99 + [9.0], 0.2), Mark.OK, "fsync p99 1.0 ms of 100"),
         (machine.fsync_time([0.001] * 98 + [9.0] * 2, 0.2), Mark.WARNING, "p99 9000.0 ms of 100; the heartbeat is 200"),
         (machine.fsync_time([], 0.2), Mark.UNKNOWN, "not measured"),
@@ -52,8 +63,12 @@ def day(number: int) -> dt.datetime:
         (machine.gpus([], True), Mark.WARNING, "nvidia-smi can't use it"),
         (machine.gpus([], False), Mark.UNKNOWN, "none visible"),
         (network.peer_version("eu", 6, 7), Mark.FAILED, "eu speaks protocol 6, we speak 7"),
-        (network.path_mtu("eu", 1500, is_through=False, sent=16000), Mark.FAILED, "1500 bytes do not reach eu: 16000"),
-        (network.path_mtu("eu", 1420, is_through=True, sent=16000), Mark.OK, "a tunnel on the way"),
+        (
+            network.path_mtu("eu", 1500, is_through=False, sent_bytes=16000),
+            Mark.FAILED,
+            "1500 bytes do not reach eu: 16000",
+        ),
+        (network.path_mtu("eu", 1420, is_through=True, sent_bytes=16000), Mark.OK, "a tunnel on the way"),
         (
             network.pace(2.4, 2.5, 0.04, 0.1, ""),
             Mark.WARNING,
@@ -69,7 +84,7 @@ def day(number: int) -> dt.datetime:
         (membership.port("[::]:7400", "taken", is_own=True), Mark.OK, "held by this region's daemon"),
     ],
 )
-def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: CheckResult, mark: Mark, text: str) -> None:
+def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: Finding, mark: Mark, text: str) -> None:
     assert finding.mark is mark
     assert text in finding.text
     assert bool(finding.hint) is (mark in BAD)
@@ -77,21 +92,21 @@ def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: CheckRes
 
 @pytest.mark.parametrize("is_inbound", [True, False, None])
 def test_a_link_that_is_up_says_who_dialled(is_inbound: bool | None) -> None:
-    one = network.peer_link({"name": "eu", "link": "up", "address": "10.0.0.1:7400"}, is_inbound=is_inbound)
-    assert one.mark is Mark.OK
-    assert ("it dials us" in one.text) is bool(is_inbound)
+    finding = network.peer_link({"name": "eu", "link": "up", "address": "10.0.0.1:7400"}, is_inbound=is_inbound)
+    assert finding.mark is Mark.OK
+    assert ("it dials us" in finding.text) is bool(is_inbound)
 
 
 def test_a_peer_without_an_address_is_the_one_that_dialled() -> None:
-    one = network.peer_link({"name": "eu", "link": "up", "address": None}, is_inbound=None)
-    assert one.text == "the link to eu is up: it dials us"
+    finding = network.peer_link({"name": "eu", "link": "up", "address": None}, is_inbound=None)
+    assert finding.text == "the link to eu is up: it dials us"
 
 
 def test_a_link_that_is_down_says_why() -> None:
     peer = {"name": "eu", "link": "waiting", "address": "10.0.0.1:7400", "error": "no route to host"}
-    one = network.peer_link(peer, is_inbound=None)
-    assert (one.mark, one.text) == (Mark.FAILED, "the link to eu (10.0.0.1:7400) is waiting: no route to host")
-    assert "diloco-node doctor in eu" in one.hint
+    finding = network.peer_link(peer, is_inbound=None)
+    assert (finding.mark, finding.text) == (Mark.FAILED, "the link to eu (10.0.0.1:7400) is waiting: no route to host")
+    assert "diloco-node doctor in eu" in finding.hint
 
 
 @pytest.mark.parametrize(
@@ -111,20 +126,19 @@ def test_a_link_that_is_down_says_why() -> None:
     ],
 )
 def test_each_reason_for_which_a_peer_is_not_reached_has_its_remedy(error: str, hint: str) -> None:
-    found = [network.peer_refused("eu", "h:1", text) for text in (error, f"eu at h:1: {error}")]
-    assert [one.text for one in found] == [f"eu at h:1: {error}"] * 2, "it is named once"
-    assert all(one.hint.startswith(hint) for one in found)
+    findings = [network.peer_refused("eu", "h:1", text) for text in (error, f"eu at h:1: {error}")]
+    assert [finding.text for finding in findings] == [f"eu at h:1: {error}"] * 2, "it is named once"
+    assert all(finding.hint.startswith(hint) for finding in findings)
 
 
 def test_alerts_of_the_daemon_are_findings_with_their_command() -> None:
-    alerts = [
-        {"severity": severity, "code": "A-X", "text": "it is so", "hint": "do that", "command": "diloco-node status"}
-        for severity in ("critical", "warning", "info")
-    ]
-    found = network.alerts(alerts)
-    assert [one.mark for one in found] == [Mark.FAILED, Mark.WARNING, Mark.OK]
-    assert (found[0].text, found[0].hint) == ("A-X it is so", "do that: diloco-node status")
-    assert network.alerts([{}])[0].hint
+    alert = {"code": "A-X", "text": "it is so", "hint": "do that", "command": "diloco-node status"}
+    severities = ("critical", "warning", "info")
+    findings = [network.alert(read_alert(alert | {"severity": severity})) for severity in severities]
+    assert [finding.mark for finding in findings] == [Mark.FAILED, Mark.WARNING, Mark.OK]
+    (check, *_) = examination_document(findings)["checks"]
+    assert (check["text"], check["hint"]) == ("A-X it is so", "do that: diloco-node status")
+    assert network.alert(read_alert({})).hint
 
 
 def test_a_setting_that_differs_is_named_with_both_values() -> None:
@@ -135,31 +149,28 @@ def test_a_setting_that_differs_is_named_with_both_values() -> None:
 
 
 def test_lines_stand_under_their_category_with_the_remedy_below() -> None:
-    findings = [
-        Topic("disk", "fsync").ok("fast"),
-        Topic("clock", "clock-sync").warning("off", "set it"),
-        Topic("disk", "x").failed("full\x1b", "empty it"),
-    ]
+    findings = [FSYNC.ok("fast"), SYNCED.warning("off", "set it"), SPACE.failed("full\x1b", "empty it")]
     assert has_failed(findings)
     assert not has_failed(findings[:2])
-    assert list(finding_lines(findings, encoding="utf-8")) == [
+    assert list(examination_lines(findings)) == [
         "disk",
         "√ fsync: fast",
-        "× x: full\\x1b",
-        "    empty it",
-        "    see docs/doctor.md#x",
+        "× disk-space: full\\x1b",
+        "  -> empty it (docs/doctor.md#disk-space)",
         "",
         "clock",
         "‼ clock-sync: off",
-        "    set it",
-        "    see docs/doctor.md#clock-sync",
+        "  -> set it (docs/doctor.md#clock-sync)",
         "",
         "1 of 3 checks failed, 1 with a warning",
     ]
-    assert "xx x: full\\x1b" in list(finding_lines(findings, encoding="ascii"))
+
+
+def test_signs_are_plain_where_the_output_can_not_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert "xx disk-space: full" in list(examination_lines([SPACE.failed("full", "empty it")]))
 
 
 def test_each_check_has_a_section_of_its_page() -> None:
-    topics = [one for room in (machine, membership, network) for one in vars(room).values() if isinstance(one, Topic)]
     page = (ROOT / "docs" / "doctor.md").read_text()
-    assert sorted(one.check for one in topics) == sorted(re.findall(r"^## (\S+)$", page, re.MULTILINE))
+    assert sorted(CATEGORIES) == sorted(re.findall(r"^## (\S+)$", page, re.MULTILINE))

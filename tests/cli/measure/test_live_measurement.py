@@ -18,13 +18,14 @@ from diloco_node.cli.measure import live_measurement as daemon
 from diloco_node.cli.measure import own_links as measure_run
 from diloco_node.cli.measure.live_measurement import Running, find_daemon
 from diloco_node.cli.plan.inputs import read_mesh
-from diloco_node.daemon.admin.admin_server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.main import main
 from diloco_node.measure.documents import FlowCase, flow_document, latency_document, pair_document
 from diloco_node.measure.echoes import LatencyMeasured
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
+from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.transport.certificates import init_run
 from diloco_node.unix_sockets import socket_path
 from diloco_node.wire.measure_messages import LinkMeasured, MeasurementReceived, MeasurementSent
@@ -33,12 +34,12 @@ COLUMNS = 100
 RUN_TOML = '[run]\nid = "try"\n' + "".join(
     f'[regions.{name}]\naddress = "10.0.0.{number}:7400"\n' for number, name in enumerate(("asia", "eu", "us"), start=1)
 )
-PAIR = LinkMeasured(1, 5_000_000, 6_000_000, 1000, 40, 0, 10**7, 10**7, 10**7, 10**8, 10**5, 0, "")
+PAIR = LinkMeasured(1, 5_000_000, 6_000_000, 1000, 40, 0, 10**7, 10**7, 10**7, 10**8, 10**5)
 LATENCY = latency_document(
-    "none", LatencyMeasured(summarise_rtts([5_000_000, 6_000_000], unanswered=1), 0.01, 4_000_000)
+    "none", LatencyMeasured(summarise_rtts([5_000_000, 6_000_000], lost_count=1), 0.01, 4_000_000)
 )
 FLOW = flow_document(
-    FlowCase("eu", "us", "transport", "random", 1),
+    FlowCase("eu", "us", "random", 1),
     FlowMeasured(
         MeasurementReceived(1, 10**7, 10**7, 9 * 10**6, 11 * 10**6, 10**9, 10**8, 10**9),
         MeasurementSent(1, 10**8, 10**9, 11 * 10**6, -1, -1),
@@ -158,7 +159,6 @@ def test_bandwidth_goes_through_the_daemon_that_runs_here(eu: Region, capsys: py
         "congestion_control": {"here": "bbr", "there": None},
         "limit_bytes_per_second": 12_500_000,
         "limited_by": "region",
-        "plain_error": None,
         "tests": [FLOW],
     }
     assert main(["measure", "bandwidth", "us", "-r", "eu", "--reverse", "--warm-up", "0.5"]) == 0
@@ -175,17 +175,17 @@ def test_what_only_measure_serve_does_is_for_the_daemon_to_refuse(
 ) -> None:
     error = "a number of connections can't be tested through a running daemon"
     eu.says = failing(ConfigError(error))
-    assert main(["measure", "bandwidth", "us", "--connections", "8,1", "--plain"]) == 2
+    assert main(["measure", "bandwidth", "us", "--connections", "8"]) == 2
     assert error in capsys.readouterr().err
-    assert (eu.asked[0]["connections"], eu.asked[0]["plain"]) == ([1, 8], True)
+    assert eu.asked[0]["connections"] == 8
 
 
 def test_what_was_measured_before_a_test_failed_is_kept(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:
     ends = {"from": "eu", "to": "us"}
     failures = [
-        {**ends, "path": "transport", "body": "int4", "connections": 1, "error": "us can't: busy"},
-        {**ends, "path": "transport", "body": "random", "connections": 8, "error": "the link to us went down"},
-        {**ends, "path": "plain", "body": "random", "connections": 8, "error": "the link to us went down"},
+        {**ends, "body": "int4", "connections": 1, "error": "us can't: busy"},
+        {**ends, "body": "random", "connections": 8, "error": "the link to us went down"},
+        {**ends, "body": "int4", "connections": 8, "error": "the link to us went down"},
     ]
     eu.says = lambda _: {
         **ends,
@@ -196,7 +196,6 @@ def test_what_was_measured_before_a_test_failed_is_kept(eu: Region, capsys: pyte
         "congestion_control": {"here": "bbr", "there": None},
         "limit_bytes_per_second": None,
         "limited_by": "",
-        "plain_error": None,
         "tests": [FLOW],
         "failures": failures,
     }
@@ -204,7 +203,7 @@ def test_what_was_measured_before_a_test_failed_is_kept(eu: Region, capsys: pyte
     told = capsys.readouterr()
     assert ["TLS,", "random", "1", "80.0"] in [line.split()[:4] for line in told.out.splitlines()]
     assert "not measured: TLS, int4+zstd (1): us can't: busy\n" in told.out
-    assert "not measured: TLS, random (8); plain TCP (8): the link to us went down\n" in told.out
+    assert "not measured: TLS, random (8); TLS, int4+zstd (8): the link to us went down\n" in told.out
     assert "3 of 4 tests could not be carried out, the first: us can't: busy" in told.err
     assert main(["measure", "bandwidth", "us", "--json"]) == 5
     document = json.loads(capsys.readouterr().out)
@@ -239,19 +238,15 @@ def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
 def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("asia", "eu", "us")
     pairs = [pair_document((a, b), PAIR) for a in names for b in names if a != b]
-    error = {"from": "asia", "to": "eu", "error": "port 7499 of eu is shut: set it in [regions.eu]"}
     eu.says = lambda _: {
         "regions": list(names),
         "pairs": pairs,
         "failures": [],
-        "plain_errors": [error],
         "seconds": 5.0,
     }
-    assert main(["measure", "mesh", "--plain", "--out", "mesh.json"]) == 0
-    assert eu.asked[-1]["plain"] is True
+    assert main(["measure", "mesh", "--out", "mesh.json"]) == 0
     text = capsys.readouterr().out
     assert "…" not in text
-    assert "asia -> eu: no plain TCP beside it: port 7499 of eu is shut: set it in [regions.eu]" in text
     assert len(read_mesh(folder / "mesh.json").goodput) == 6
     eu.says = lambda _: {
         "regions": list(names),
@@ -287,7 +282,7 @@ def test_a_daemon_that_died_is_none(folder: Path) -> None:
     made.stop()
     (made.folder / "admin.port").write_text("1\n")
     assert find_daemon(None, "eu") is None
-    socket_path(made.folder, SOCKET_FILE).unlink(missing_ok=True)
+    socket_path(made.folder, ADMIN_SOCKET_NAME).unlink(missing_ok=True)
     assert find_daemon(None, "eu") is None
 
 
@@ -342,7 +337,7 @@ def test_what_the_daemon_says_is_the_commands_own_error(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("bandwidth", "us", "--connections", "0"), "write numbers from 1 to 8"),
+        (("bandwidth", "us", "--connections", "0"), "Input should be greater than or equal to 1"),
         (("latency", "us", "-r", "mars"), "'mars' is not in [regions]"),
     ],
 )
@@ -355,7 +350,7 @@ def test_what_there_is_not_is_refused(
 
 
 def test_a_wrong_token_is_said(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:
-    (eu.folder / TOKEN_FILE).write_text("another")
+    (eu.folder / ADMIN_TOKEN_NAME).write_text("another")
     assert main(["measure", "latency", "us"]) == 2
     assert "eu refuses: missing or wrong bearer token" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.errors import LinkLost
 from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.main import main
-from diloco_node.measure import echoes, ends, plain, probes, requester, responder
+from diloco_node.measure import echoes, ends, probes, requester
 from diloco_node.measure.ends import Dialer, measuring_end
 from diloco_node.measure.measuring import Measuring
 from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
@@ -58,10 +58,8 @@ class Ends:
             for name, port in self.ports.items():
                 identity = load_identity(self._folder / "certs" / name)
                 others = dict.fromkeys({"asia", "eu", "us"} - {name})
-                listen = {"listen": ("127.0.0.1", port), "plain_listen": ("127.0.0.1", 0)}
-                await stack.enter_async_context(
-                    measuring_end(identity, others, dial=Dialer(identity, addresses), **listen)
-                )
+                end = measuring_end(identity, others, dial=Dialer(identity, addresses), listen=("127.0.0.1", port))
+                await stack.enter_async_context(end)
             self._ready.set()
             await self._stop.wait()
 
@@ -88,10 +86,7 @@ def ends_of_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]
     for module, name in (
         (ends, "LINK_S"),
         (requester, "ANSWER_S"),
-        (responder, "LINGER_S"),
         (echoes, "UNANSWERED_AFTER_S"),
-        (plain, "DIAL_S"),
-        (plain, "JOIN_S"),
         (probes, "START_S"),
     ):
         monkeypatch.setattr(module, name, PATIENCE_S)
@@ -146,16 +141,12 @@ def test_latency_of_an_address_in_a_table(ends_of_run: Ends, capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("ends_of_run")
-def test_bandwidth_of_all_paths(capsys: pytest.CaptureFixture[str]) -> None:
-    document = told(capsys, "bandwidth", "us", "-r", "asia", "--connections", "2,1", *QUICK)
+def test_bandwidth_over_two_connections(capsys: pytest.CaptureFixture[str]) -> None:
+    document = told(capsys, "bandwidth", "us", "-r", "asia", "--connections", "2", *QUICK)
     assert (document["from"], document["to"]) == ("asia", "us")
     assert (document["seconds"], document["warm_up_seconds"]) == (0.2, 0.1)
     tests = document["tests"]
-    assert [(one["path"], one["body"], one["connections"]) for one in tests] == [
-        (*kind, count)
-        for count in (1, 2)
-        for kind in (("transport", "random"), ("transport", "int4"), ("plain", "random"))
-    ]
+    assert [(row["body"], row["connections"]) for row in tests] == [("random", 2), ("int4", 2)]
     for one in tests:
         assert (one["from"], one["to"]) == ("asia", "us")
         assert one["bytes_per_second"] > 0
@@ -166,37 +157,30 @@ def test_bandwidth_of_all_paths(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("ends_of_run")
 def test_bandwidth_the_other_way_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "bandwidth", "us", "-r", "asia", "--reverse", "--connections", "1", *QUICK)
+    text = shown(capsys, "bandwidth", "us", "-r", "asia", "--reverse", *QUICK)
     assert "us -> asia, round trip" in text
-    assert "plain TCP" in text
+    assert "TLS, random" in text
     assert "…" not in text
-    assert "plain TCP" not in shown(capsys, "bandwidth", "us", "-r", "asia", "--connections", "1", "--no-plain", *QUICK)
 
 
 @pytest.mark.usefixtures("ends_of_run")
 def test_what_was_measured_before_a_test_failed_is_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flow, random_ones = Measuring.flow, []
+    flow = Measuring.flow
 
-    async def breaks(measuring: Measuring, wanted: FlowRequest) -> FlowMeasured:
-        if wanted.is_compressible and len(random_ones) == 2:
+    async def breaks(measuring: Measuring, request: FlowRequest) -> FlowMeasured:
+        if request.is_compressible:
             raise LinkLost("us: the stream ended")
-        random_ones.extend([] if wanted.is_compressible else [wanted])
-        return await flow(measuring, wanted)
+        return await flow(measuring, request)
 
     monkeypatch.setattr(Measuring, "flow", breaks)
-    asked = ("measure", "bandwidth", "us", "-r", "asia", "--connections", "1,2", "--no-plain", *QUICK)
-    assert main([*asked, "--json"]) == 5
+    assert main(["measure", "bandwidth", "us", "-r", "asia", "--connections", "2", *QUICK, "--json"]) == 5
     said = capsys.readouterr()
     document = json.loads(said.out)
-    assert [(one["body"], one["connections"]) for one in document["tests"]] == [
-        ("random", 1),
-        ("int4", 1),
-        ("random", 2),
-    ]
-    assert [(one["body"], one["connections"]) for one in document["failures"]] == [("int4", 2)]
-    assert "1 of 4 tests could not be carried out, the first: us: the stream ended" in said.err
+    assert [(row["body"], row["connections"]) for row in document["tests"]] == [("random", 2)]
+    assert [(row["body"], row["connections"]) for row in document["failures"]] == [("int4", 2)]
+    assert "1 of 2 tests could not be carried out, the first: us: the stream ended" in said.err
 
 
 @pytest.mark.usefixtures("ends_of_run")
@@ -253,7 +237,7 @@ def test_a_mesh_that_can_not_be_written_in_the_end_is_shown(capsys: pytest.Captu
 
 @pytest.mark.usefixtures("ends_of_run")
 def test_the_mesh_is_what_plan_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = shown(capsys, "mesh", "-r", "asia", "--plain", "--out", "mesh.json", *QUICK)
+    table = shown(capsys, "mesh", "-r", "asia", "--out", "mesh.json", *QUICK)
     assert "…" not in table
     found = read_mesh(folder / "mesh.json")
     assert found.regions == ("asia", "eu", "us")
@@ -262,7 +246,6 @@ def test_the_mesh_is_what_plan_reads(folder: Path, capsys: pytest.CaptureFixture
     assert all(rtt > 0 for rtt in found.rtt_ns.values())
     document = json.loads((folder / "mesh.json").read_text())
     assert document["failures"] == []
-    assert all(pair["plain_bytes_per_second"] > 0 for pair in document["pairs"])
     assert main(["plan", "--parameters", "1e6", "--mesh", "mesh.json", "--step-time", "1h"]) == 0
 
 
@@ -309,9 +292,8 @@ def test_a_mesh_leaves_out_regions_that_nobody_can_dial_and_says_where_to_run_it
         (("latency", "venus", "-r", "eu"), 2, "PEER is 'venus': write a region of run.toml (asia, eu, us)"),
         (("latency", "venus:", "-r", "eu"), 2, "PEER is 'venus:': write HOST:PORT"),
         (("latency", "eu", "-r", "us", "--certs", "none"), 4, "none/us/ca.pem is missing"),
-        (("bandwidth", "eu", "-r", "us", "--connections", "1,0"), 2, "--connections is '1,0'"),
-        (("bandwidth", "eu", "-r", "us", "--connections", "9"), 2, "numbers from 1 to 8"),
-        (("bandwidth", "eu", "-r", "us", "--connections", ""), 2, "--connections is ''"),
+        (("bandwidth", "eu", "-r", "us", "--connections", "1,4"), 2, "Invalid value for '--connections'"),
+        (("bandwidth", "eu", "-r", "us", "--connections", "9"), 2, "Input should be less than or equal to 8"),
         (("serve", "-r", "us", "--listen", "7400"), 2, "--listen is '7400': write HOST:PORT"),
         (("mesh", "-r", "us", "--out", "no/where.json"), 2, "--out no/where.json can't be written"),
     ],
@@ -386,7 +368,7 @@ def test_serve_says_where_and_ends_at_sigterm(folder: Path, capsys: pytest.Captu
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         where = json.loads(process.stdout.readline())
-        assert (where["region"], where["plain_port"]) == ("eu", 0)
+        assert (where["region"], where["host"]) == ("eu", "127.0.0.1")
         address = f"127.0.0.1:{where['port']}"
         assert told(capsys, "latency", address, "-r", "us", "--seconds", "0.2")["to"] == "eu"
         second = [*command[:5], "-r", "us", "--listen", address, "--peers", "eu"]

@@ -11,16 +11,14 @@ from diloco_node.cli.measure.measure_view import _mbit, _ms, _share, bandwidth_t
 ENDS = {"from": "eu", "to": "us"}
 
 
-def row(
-    connections: int, counted_seconds: float | None, body: str = "random", path: str = "transport"
-) -> dict[str, Any]:
-    return {**ENDS, "path": path, "body": body, "connections": connections, "counted_seconds": counted_seconds}
+def row(connections: int, counted_seconds: float | None, body: str = "random") -> dict[str, Any]:
+    return {**ENDS, "body": body, "connections": connections, "counted_seconds": counted_seconds}
 
 
 def test_tests_that_counted_much_less_than_their_time_are_named() -> None:
-    rows = [row(1, 5.0), row(1, 4.6, "int4"), row(1, 0.0171, path="plain"), row(4, 4.4, "int4")]
+    rows = [row(1, 5.0), row(1, 4.6, "int4"), row(2, 0.0171), row(4, 4.4, "int4")]
     assert short_lines({"seconds": 5.0, "tests": rows}) == [
-        "the bytes of a test (--most) were used up early, and less was counted: plain TCP (1) 0.017 s; "
+        "the bytes of a test (--most) were used up early, and less was counted: TLS, random (2) 0.017 s; "
         "TLS, int4+zstd (4) 4.4 s"
     ]
     assert short_lines({"seconds": 5.0, "tests": rows[:2]}) == []
@@ -30,11 +28,11 @@ def test_tests_that_failed_for_one_reason_are_one_line() -> None:
     failures = [
         {**row(0, None), "error": "busy"},
         {**row(8, None, "int4"), "error": "gone"},
-        {**row(8, None, path="plain"), "error": "gone"},
+        {**row(8, None), "error": "gone"},
     ]
     assert failure_lines({"failures": failures}) == [
         "not measured: TLS, random: busy",
-        "not measured: TLS, int4+zstd (8); plain TCP (8): gone",
+        "not measured: TLS, int4+zstd (8); TLS, random (8): gone",
     ]
     assert failure_lines({}) == [], "a daemon of before tells none"
 

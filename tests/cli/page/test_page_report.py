@@ -18,7 +18,7 @@ TWO_HOURS = 7_200
 
 
 def finished_run(folder: Path, *, names: tuple[str, ...] = NAMES) -> None:
-    """What the regions of a run of two hours have left."""
+    """Write what the regions of a run of two hours leave behind."""
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "report.json").write_text(json.dumps(status(TWO_HOURS, name)))
@@ -30,9 +30,9 @@ def finished_run(folder: Path, *, names: tuple[str, ...] = NAMES) -> None:
 
 
 def embedded(page: Path) -> dict[str, Any]:
-    found = re.search(r'id="snapshot">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found is not None
-    document: dict[str, Any] = json.loads(found[1])
+    match = re.search(r'id="snapshot">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert match is not None
+    document: dict[str, Any] = json.loads(match[1])
     return document
 
 
@@ -45,8 +45,8 @@ def test_a_finished_run_is_one_small_file(tmp_path: Path, capsys: pytest.Capture
     assert str(page) in capsys.readouterr().out
     assert page.stat().st_size < 5_000_000
     document = embedded(page)
-    assert [one["status"]["region"] for one in document["regions"]] == list(NAMES)
-    assert {len(one["history"]["rows"]) for one in document["regions"]} == {TWO_HOURS // 8}
+    assert [entry["status"]["region"] for entry in document["regions"]] == list(NAMES)
+    assert {len(entry["history"]["rows"]) for entry in document["regions"]} == {TWO_HOURS // 8}
     assert document["regions"][0]["settings"] == SETTINGS
     assert document["summary"] == {"tokens": tokens}
 
@@ -55,7 +55,7 @@ def test_one_region_and_another_place(tmp_path: Path) -> None:
     finished_run(tmp_path / "run")
     assert main(["report", str(tmp_path / "run/us-east"), "--out", str(tmp_path / "x.html")]) == 0
     document = embedded(tmp_path / "x.html")
-    assert [one["status"]["region"] for one in document["regions"]] == ["us-east"]
+    assert [entry["status"]["region"] for entry in document["regions"]] == ["us-east"]
     assert document["summary"] == {"tokens": None}, "a region's report is no account of the run"
 
 
@@ -72,23 +72,23 @@ DAMAGE = ["", "[1]", "{", "\x00", "3", "[" * 100_000, '{"region": "eu-west", "x"
 def test_a_region_without_a_report_is_shown_with_what_it_has_left(tmp_path: Path, text: str) -> None:
     finished_run(tmp_path, names=("eu-west", "us-east"))
     (tmp_path / "eu-west/report.json").write_text(text)
-    crashed, ended = run_snapshot(tmp_path)["regions"]
-    assert ended["status"]["region"] == "us-east"
-    assert crashed["status"]["region"] == "eu-west"
-    assert "did not end in order" in crashed["status"]["error"]
-    assert len(crashed["history"]["rows"]) == TWO_HOURS // 8
-    assert crashed["settings"] == SETTINGS
+    broken, whole = run_snapshot(tmp_path)["regions"]
+    assert whole["status"]["region"] == "us-east"
+    assert broken["status"]["region"] == "eu-west"
+    assert "did not end in order" in broken["status"]["error"]
+    assert len(broken["history"]["rows"]) == TWO_HOURS // 8
+    assert broken["settings"] == SETTINGS
 
 
 def test_the_report_of_an_earlier_start_is_not_taken_for_the_end(tmp_path: Path) -> None:
     finished_run(tmp_path, names=("eu-west", "us-east"))
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     (tmp_path / "eu-west/admin.port").write_text(str(port))
-    crashed, ended = run_snapshot(tmp_path)["regions"]
-    assert crashed["status"] == {"region": "eu-west", "error": crashed["status"]["error"]}
-    assert str(port) in crashed["status"]["error"]
-    assert "error" not in ended["status"]
+    broken, whole = run_snapshot(tmp_path)["regions"]
+    assert broken["status"] == {"region": "eu-west", "error": broken["status"]["error"]}
+    assert str(port) in broken["status"]["error"]
+    assert "error" not in whole["status"]
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"region": 3}', "[" * 100_000])
@@ -96,7 +96,7 @@ def test_a_folder_that_names_no_region_is_none(tmp_path: Path, text: str) -> Non
     finished_run(tmp_path, names=("eu-west", "us-east"))
     for name in ("report.json", "node.json"):
         (tmp_path / "eu-west" / name).write_text(text)
-    assert [one["status"]["region"] for one in run_snapshot(tmp_path)["regions"]] == ["us-east"]
+    assert [entry["status"]["region"] for entry in run_snapshot(tmp_path)["regions"]] == ["us-east"]
 
 
 def test_a_folder_whose_name_is_a_number_is_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

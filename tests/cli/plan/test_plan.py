@@ -1,4 +1,4 @@
-"""`plan`, `simulate goodput` and `simulate bandwidth` as a user meets them."""
+"""`plan` as a user meets it."""
 
 import json
 import os
@@ -247,11 +247,11 @@ def test_a_region_that_ran_knows_its_model(tmp_path: Path) -> None:
 def test_a_regions_folder_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "state" / "us-east"
     folder.mkdir(parents=True)
-    assert main(["plan", "--state", str(folder)]) == 2
+    assert main(["plan", str(folder)]) == 2
     write_node_file(folder)
-    assert main(["plan", "--state", str(folder)]) == 6  # no model yet
+    assert main(["plan", str(folder)]) == 6  # no model yet
     save_manifest(folder, build_manifest([TensorSpec("w", (1000, 10))], 5))
-    document = plan_json("--state", str(folder))
+    document = plan_json(str(folder))
     assert document["inputs"]["parameters"] == 10_000
     assert document["inputs"]["fragments"] == 5
     assert document["inputs"]["sync_every"] == 20
@@ -260,12 +260,12 @@ def test_a_regions_folder_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # Its daemon, when it answers, also tells step time and round trip.
     (folder / "admin.port").write_text("7")
     live = {"learner": {"step_seconds": 0.25}, "peers": [{"rtt_seconds": 0.03}, {"rtt_seconds": None}]}
-    monkeypatch.setattr("diloco_node.cli.status.ask", lambda target: live if target.port == 7 else {})
-    inputs = plan_json("--state", str(folder))["inputs"]
+    monkeypatch.setattr("diloco_node.cli.admin_client.ask", lambda target: live if target.port == 7 else {})
+    inputs = plan_json(str(folder))["inputs"]
     assert (inputs["step_seconds"], inputs["rtt_seconds"]) == (0.25, 0.03)
     assert inputs["origins"]["step_time"] == "as it runs"
-    monkeypatch.setattr("diloco_node.cli.status.ask", lambda target: {"error": "no status"})
-    assert plan_json("--state", str(folder))["inputs"]["step_seconds"] == 1
+    monkeypatch.setattr("diloco_node.cli.admin_client.ask", lambda target: {"error": "no status"})
+    assert plan_json(str(folder))["inputs"]["step_seconds"] == 1
 
 
 def test_a_regions_folder_says_its_budget_and_run_toml_what_holds_now(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_regions_folder_says_its_budget_and_run_toml_what_holds_now(tmp_path: 
     write_node_file(folder, budget=BudgetPlan(RateLimits(egress=7_000_000)), config_file=run_toml)
 
     def limits(*arguments: str) -> dict[tuple[str, str], int | None]:
-        flows = plan_json("--state", str(folder), *arguments)["flows"]
+        flows = plan_json(str(folder), *arguments)["flows"]
         return {
             (flow["region"], flow["kind"]): flow["limit_bytes_per_second"] for flow in flows if flow["kind"] != "link"
         }
@@ -291,7 +291,7 @@ def test_a_regions_folder_says_its_budget_and_run_toml_what_holds_now(tmp_path: 
         ("eu", "ingress"): 5_000_000,
         ("us-east", "ingress"): 5_000_000,
     }, "us-west is no region of this run"
-    assert plan_json("--state", str(folder))["inputs"]["origins"]["budget"] == str(folder)
+    assert plan_json(str(folder))["inputs"]["origins"]["budget"] == str(folder)
     assert set(limits("--budget", "1MB/s").values()) == {1_000_000}
 
 
@@ -439,8 +439,7 @@ def test_a_bad_mesh_says_what_is_wrong(
     ("arguments", "hint"),
     [
         ([], "which model? give its size (--parameters 5e9), a run"),
-        (["-n", "5e9", "--state", "state/eu"], "--parameters and --state both name a model"),
-        (["-c", "run.toml", "--state", "state/eu"], "--config and --state both name a model"),
+        (["-n", "5e9", "state/eu"], "--parameters and 'state/eu' both name a model"),
         (["-n", "five"], "write 5e9, 5B or 350M"),
         (["-n", "0"], "whole number from 1"),
         (["-n", "1.5"], "whole number from 1"),
@@ -457,7 +456,7 @@ def test_a_bad_mesh_says_what_is_wrong(
         (["-n", "5B", "--mesh", "none.json"], "--mesh none.json can't be read (No such file or directory)"),
         (["-n", "5B", "--mesh", "/dev/null"], "--mesh /dev/null is no JSON"),
         (["-n", "5B", "--mesh", "list.json"], "--mesh list.json: it is no JSON object"),
-        (["--state", "."], "no node.json in it"),
+        (["."], "'.' is no folder with node.json"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,29 +482,3 @@ def invoke(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def test_simulate_bandwidth() -> None:
-    document = json.loads(invoke("simulate", "bandwidth", "--json"))
-    assert len(document["cells"]) == 60
-    assert document["sync_every"] == 24
-    text = invoke("simulate", "bandwidth")
-    assert "0.84/0.85" in text
-    assert "391/212*" in text
-    assert "(c) 1 s, 8 DCs 5.83 1.46 2.37 1.59" in " ".join(text.split())
-    assert "…" not in text
-    assert max(len(line) for line in text.splitlines()) <= COLUMNS
-
-
-def test_simulate_goodput() -> None:
-    document = json.loads(invoke("simulate", "goodput", "--json", "--steps", "400", "--seed", "3"))
-    assert len(document["cells"]) == 30
-    assert document["elastic_cells"] == 25
-    assert document["formula"]["largest"] <= 0.04
-    assert document["formula"]["root_mean_square"] <= 0.02
-    assert document["seed"] == 3
-    text = invoke("simulate", "goodput", "--steps", "400")
-    assert "not elastic" in text
-    assert "88/89/" in text
-    assert "…" not in text
-    assert max(len(line) for line in text.splitlines()) <= COLUMNS

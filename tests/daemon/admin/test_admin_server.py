@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, Counter
 
 from diloco_node.daemon.admin import admin_server as admin
 from diloco_node.daemon.admin import listening
-from diloco_node.daemon.admin.admin_server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.errors import BindError, ConfigError, PeersUnreachable
+from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.unix_sockets import socket_path
 from tests.kit.page_kit import crowded
 
@@ -111,8 +112,8 @@ async def test_a_command_needs_the_token_from_the_state_folder(served, tmp_path:
     assert (await session.post("/api/v1/finish")).status == 401
     assert (await session.post("/api/v1/finish", headers={"Authorization": "Bearer wrong"})).status == 401
     assert region.finished == []
-    token = (tmp_path / TOKEN_FILE).read_text()
-    assert (tmp_path / TOKEN_FILE).stat().st_mode & 0o077 == 0
+    token = (tmp_path / ADMIN_TOKEN_NAME).read_text()
+    assert (tmp_path / ADMIN_TOKEN_NAME).stat().st_mode & 0o077 == 0
     assert (await session.post("/api/v1/finish", headers={"Authorization": f"Bearer {token}"})).status == 202
     assert region.finished == ["asked by the operator"]
 
@@ -120,7 +121,7 @@ async def test_a_command_needs_the_token_from_the_state_folder(served, tmp_path:
 async def test_a_budget_is_set_with_the_token_and_refused_with_a_reason(served, tmp_path: Path) -> None:
     region, _, session = served
     assert (await session.post("/api/v1/budget", json={"egress": "1Gbit/s"})).status == 401
-    headers = {"Authorization": f"Bearer {(tmp_path / TOKEN_FILE).read_text()}"}
+    headers = {"Authorization": f"Bearer {(tmp_path / ADMIN_TOKEN_NAME).read_text()}"}
     answer = await session.post("/api/v1/budget", json={"egress": "1Gbit/s"}, headers=headers)
     assert (answer.status, await answer.json()) == (200, {"budget": {"egress": 5}})
     for body, reason in (({"peer": "b"}, "nothing to set"), ([1], "JSON object")):
@@ -143,7 +144,7 @@ async def test_a_foreign_host_header_is_refused(served) -> None:
 
 async def test_the_same_is_served_on_a_socket_in_the_state_folder(served, tmp_path: Path) -> None:
     region, _, _ = served
-    path = tmp_path / SOCKET_FILE
+    path = tmp_path / ADMIN_SOCKET_NAME
     assert path.stat().st_mode & 0o077 == 0
     async with aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(str(path))) as session:
         assert (await (await session.get("/api/v1/status")).json())["region"] == "us-east"
@@ -154,7 +155,7 @@ async def test_the_same_is_served_on_a_socket_in_the_state_folder(served, tmp_pa
 
 async def test_a_dead_daemon_s_socket_is_replaced(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stale:
-        stale.bind(str(tmp_path / SOCKET_FILE))
+        stale.bind(str(tmp_path / ADMIN_SOCKET_NAME))
     server = AdminServer(Region().handlers(), CollectorRegistry(), port=0, state_dir=tmp_path)
     await server.start()
     await server.stop()
@@ -165,7 +166,7 @@ async def test_a_long_state_folder_has_its_socket_elsewhere(tmp_path: Path) -> N
     folder.mkdir()
     server = AdminServer(Region().handlers(), CollectorRegistry(), port=0, state_dir=folder)
     await server.start()
-    path = socket_path(folder, SOCKET_FILE)
+    path = socket_path(folder, ADMIN_SOCKET_NAME)
     assert path.parent != folder
     async with aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(str(path))) as session:
         assert (await session.get("/livez")).status == 200
@@ -208,7 +209,7 @@ async def test_an_address_that_is_not_this_machine_s_is_one_clear_error(tmp_path
 
 
 def token(folder: Path) -> dict[str, str]:
-    return {"Authorization": f"Bearer {(folder / TOKEN_FILE).read_text()}"}
+    return {"Authorization": f"Bearer {(folder / ADMIN_TOKEN_NAME).read_text()}"}
 
 
 async def test_a_measurement_tells_what_goes_on_and_then_its_document(served, tmp_path: Path, monkeypatch) -> None:
@@ -358,7 +359,7 @@ async def answer_to(port: int, lines: list[str]) -> int:
 @pytest.mark.parametrize("name", STRANGERS)
 async def test_a_request_that_no_operator_makes_is_refused(served, tmp_path: Path, name: str) -> None:
     region, server, _ = served
-    secret = (tmp_path / TOKEN_FILE).read_text()
+    secret = (tmp_path / ADMIN_TOKEN_NAME).read_text()
     request, headers, status = STRANGERS[name]
     lines = [line.replace("{token}", secret) for line in (request, *headers)]
     assert await answer_to(server.port, lines) in (status, 400), "400: what the parser itself refuses"
@@ -372,7 +373,7 @@ async def test_loopback_s_names_are_answered_with_any_port(served, host: str) ->
 
 
 def test_a_token_that_a_full_disk_left_empty_is_made_anew(tmp_path: Path) -> None:
-    (tmp_path / TOKEN_FILE).touch(mode=0o600)
+    (tmp_path / ADMIN_TOKEN_NAME).touch(mode=0o600)
     made = admin.load_token(tmp_path)
     assert len(made) > 20
     assert admin.load_token(tmp_path) == made
@@ -383,6 +384,6 @@ async def test_connections_over_the_limit_are_closed_and_the_socket_still_answer
 ) -> None:
     _, server, _ = served
     monkeypatch.setattr(listening, "CONNECTIONS_MAX", 3)
-    connector = aiohttp.UnixConnector(str(tmp_path / SOCKET_FILE))
+    connector = aiohttp.UnixConnector(str(tmp_path / ADMIN_SOCKET_NAME))
     async with crowded(server.port, 3), aiohttp.ClientSession("http://localhost", connector=connector) as session:
         assert (await session.get("/livez")).status == 200

@@ -24,9 +24,9 @@ from diloco_node.core.events import (
     SnapshotTaken,
     TakeSnapshot,
 )
-from diloco_node.core.merge.schedule import due_step
 from diloco_node.core.types import CarryMode, FragmentPosition
-from diloco_node.daemon.learner.proxy import REPORT_EVERY_NS, LearnerProxy
+from diloco_node.daemon.learner.proxy import LearnerProxy
+from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
@@ -35,6 +35,8 @@ from diloco_node.wire.learner_link import (
     VERSION_AREA,
     Attach,
     Done,
+    Failed,
+    InitialState,
     OfferApplied,
     Report,
     SnapshotDenied,
@@ -42,6 +44,7 @@ from diloco_node.wire.learner_link import (
     SnapshotRequested,
     Stop,
     ToLearner,
+    Warned,
 )
 from tests.kit.node_kit import MANIFEST, SETTINGS, Tasks, contribution_of, settle
 
@@ -68,6 +71,7 @@ class Bench:
         self.synced: list[int] = []
         self.may_sync = asyncio.Event()
         self.may_sync.set()
+        self.initial_states: list[int] = []
         self.side = LearnerProxy(
             manifest=MANIFEST,
             settings=replace(SETTINGS, carry=carry),
@@ -78,6 +82,7 @@ class Bench:
             spawn=self.tasks.spawn,
             now_ns=lambda: self.now_ns,
             save_counters=self.sync,
+            store_initial_state=self.store_initial_state,
             region="a",
             note=lambda note: self.notes.append(note),
         )
@@ -85,6 +90,9 @@ class Bench:
     async def sync(self, incarnation: int) -> None:
         await self.may_sync.wait()
         self.synced.append(incarnation)
+
+    async def store_initial_state(self, area: VersionArea, generation: int) -> None:
+        self.initial_states.append(generation)
 
     def offer(self, fragment: int, version: int) -> None:
         """As if the learner had been offered it."""
@@ -119,10 +127,9 @@ def test_reports_reach_the_core_with_what_was_measured(bench: Bench) -> None:
         (-1,) * FRAGMENTS,
         ((1, 10, 100), (2, 5, 50)),
     )
-    bench.side.reported(report(4, 400, loss=2.5))
-    bench.side.reported(report(5, 500, loss=1.5))
-    bench.now_ns += REPORT_EVERY_NS
-    bench.side.reported(report(6, 600))
+    bench.side.on_message(report(4, 400, loss=2.5))
+    bench.side.on_message(report(5, 500, loss=1.5))
+    bench.side.on_message(report(6, 600))
     (*_, last) = bench.take()
     assert isinstance(last, LearnerReported)
     assert (last.status.step, last.status.tokens, last.status.step_time_ns) == (6, 600, 50_000_000)
@@ -136,7 +143,7 @@ def test_a_learner_that_stands_still_is_silent_and_has_no_rate(bench: Bench) -> 
     assert bench.side.silence() == "", "it has reported nothing yet: it may wait for the others"
     for step in range(1, 101):
         bench.now_ns += SECOND // 20
-        bench.side.reported(report(step, 100 * step))
+        bench.side.on_message(report(step, 100 * step))
     assert bench.side.facts.tokens.per_second(now_ns=bench.now_ns) == pytest.approx(2000)
     bench.now_ns += 75 * SECOND
     assert bench.side.silence() == "the learner has reported no step for 75 s; a step takes 50 ms"
@@ -150,61 +157,54 @@ def test_the_last_warning_and_a_failure_are_kept_apart(bench: Bench) -> None:
     bench.side.attached(attach(), 1, ())
     bench.now_ns = 5 * SECOND
     facts = bench.side.facts
-    bench.side.warned("the model has batch normalisation")
+    bench.side.on_message(Warned("the model has batch normalisation"))
     assert (facts.last_warning, facts.warnings) == ("", 0), "no loss, and no norm"
-    bench.side.reported(report(1, 100))
-    bench.side.warned("the loss is 9.1 \x1b[2J")
+    bench.side.on_message(report(1, 100))
+    bench.side.on_message(Warned("the loss is 9.1 \x1b[2J"))
     assert (facts.last_warning, facts.warnings, facts.has_failed) == ("the loss is 9.1 \\x1b[2J", 1, False)
-    bench.side.warned("nan", has_failed=True)
-    assert (facts.last_warning, facts.warnings, facts.has_failed) == ("nan", 1, True)
+    bench.side.on_message(Failed("nan"))
+    assert (facts.last_warning, facts.warnings, facts.has_failed) == ("the learner failed: nan", 1, True)
     assert facts.last_warning_ns == 5 * SECOND
 
 
-def test_fast_steps_are_told_only_now_and_then_unless_they_change_something(bench: Bench) -> None:
+def test_every_report_reaches_the_core_for_the_learner_leaves_out_those_that_need_not(bench: Bench) -> None:
     bench.side.attached(attach(), 3, ())
-    position = FragmentPosition(0, 0, 0, 0)
-    bench.side.reported(report(1, 100))
-    for fragment in range(FRAGMENTS):
-        bench.offer(fragment, 0)
-        bench.side.applied(OfferApplied(fragment, 0, position, 1.0, 0))
     bench.take()
-    told = []
-    for step in range(2, 21):
-        bench.now_ns += REPORT_EVERY_NS // 10 - 1
-        bench.side.reported(report(step, 100 * step))
-        told += [event.status.step for event in bench.take() if isinstance(event, LearnerReported)]
-    due = [due_step(one, position, sync_every=SETTINGS.sync_every, fragments=FRAGMENTS) for one in range(FRAGMENTS)]
-    assert set(due) <= set(told), "becoming due is told at once"
-    assert sorted(set(told) - set(due)) == [15], "and after that time"
+    for step in range(1, 21):
+        bench.side.on_message(report(step, 100 * step))
+    events = bench.take()
+    assert [event.status.step for event in events if isinstance(event, LearnerReported)] == list(range(1, 21))
 
 
-def test_the_first_step_after_an_inclusion_is_told(bench: Bench) -> None:
-    bench.side.attached(attach(), 3, ())
-    bench.side.reported(report(9, 900))
-    bench.offer(0, 1)
-    bench.side.applied(OfferApplied(0, 1, FragmentPosition(1, 9, 9, 900), 1.0, 0))
-    bench.take()
-    bench.side.reported(report(10, 1000))
-    (event,) = bench.take()
-    assert isinstance(event, LearnerReported)
+async def test_theta_0_is_stored_when_it_was_asked_for_and_only_then(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, (), writes_initial=True)
+    bench.side.on_message(InitialState())
+    await bench.tasks.finish()
+    assert bench.initial_states == [bench.side.version_area.generation]
+    assert bench.take_notes() == ""
+    bench.side.attached(attach(), 2, ())
+    bench.side.on_message(InitialState())
+    await bench.tasks.finish()
+    assert len(bench.initial_states) == 1
+    assert "nobody asked for" in bench.take_notes()
 
 
 def test_a_report_without_a_learner_is_nothing(bench: Bench) -> None:
-    bench.side.reported(report(4, 400))
-    bench.side.applied(OfferApplied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
-    bench.side.finished(Done(1, 1, None, None, 0))
+    bench.side.on_message(report(4, 400))
+    bench.side.on_message(OfferApplied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
+    bench.side.on_message(Done(1, 1, None, None, 0))
     assert bench.take() == []
 
 
 def test_rates_and_blocked_time_survive_the_restart_of_a_learner(bench: Bench) -> None:
     bench.side.attached(attach(), 1, ())
     bench.now_ns = 10 * SECOND
-    bench.side.reported(report(100, 100_000, blocked_ns=3 * SECOND))
+    bench.side.on_message(report(100, 100_000, blocked_ns=3 * SECOND))
     bench.side.detached()
     bench.side.attached(attach(), 2, ((1, 100, 100_000),))
     for seconds, tokens in ((20, 1000), (21, 1500)):
         bench.now_ns = seconds * SECOND
-        bench.side.reported(report(tokens // 100, tokens, blocked_ns=SECOND))
+        bench.side.on_message(report(tokens // 100, tokens, blocked_ns=SECOND))
     facts, status = bench.side.facts, bench.side.status
     assert status is not None
     assert (facts.tokens_at_first_report, facts.first_report_ns) == (1000, 20 * SECOND)
@@ -215,10 +215,10 @@ def test_rates_and_blocked_time_survive_the_restart_of_a_learner(bench: Bench) -
 def test_a_process_that_goes_on_for_a_dead_one_keeps_its_counters_and_adds_its_own_blocked_time(bench: Bench) -> None:
     bench.side.attached(attach(), 1, ())
     bench.now_ns = 10 * SECOND
-    bench.side.reported(report(100, 1000, blocked_ns=3 * SECOND))
+    bench.side.on_message(report(100, 1000, blocked_ns=3 * SECOND))
     bench.side.detached()
     bench.side.attached(attach(101, 1010, pid=8), 1, ())
-    bench.side.reported(report(102, 1020, blocked_ns=SECOND))
+    bench.side.on_message(report(102, 1020, blocked_ns=SECOND))
     assert bench.side.facts.blocked_ns == 4 * SECOND
     assert bench.side.facts.attached_step == 101
     assert bench.side.tokens_total == 1020
@@ -227,10 +227,10 @@ def test_a_process_that_goes_on_for_a_dead_one_keeps_its_counters_and_adds_its_o
 def test_a_reconnect_of_the_same_learner_counts_nothing_twice(bench: Bench) -> None:
     bench.side.attached(attach(), 1, ())
     bench.now_ns = 10 * SECOND
-    bench.side.reported(report(100, 1000, blocked_ns=3 * SECOND))
+    bench.side.on_message(report(100, 1000, blocked_ns=3 * SECOND))
     bench.side.detached()
     bench.side.attached(attach(100, 1000), 1, ())
-    bench.side.reported(report(101, 1010, blocked_ns=4 * SECOND))
+    bench.side.on_message(report(101, 1010, blocked_ns=4 * SECOND))
     assert bench.side.facts.blocked_ns == 4 * SECOND
     assert bench.side.facts.first_report_ns == 10 * SECOND
 
@@ -244,8 +244,8 @@ def test_a_snapshot_is_asked_for_and_its_answer_handed_on_once(bench: Bench) -> 
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
     assert bench.said == [SnapshotRequested(0, 1, 0)]
     ready = SnapshotReady(contribution_of("a", 0, base=0))
-    bench.side.snapshot_ready(ready)
-    bench.side.snapshot_ready(ready)
+    bench.side.on_message(ready)
+    bench.side.on_message(ready)
     assert bench.take() == [SnapshotTaken(ready.contribution)]
 
 
@@ -254,7 +254,7 @@ def test_a_denial_is_handed_on_once(bench: Bench) -> None:
     bench.take()
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
     for _ in range(2):
-        bench.side.snapshot_denied(SnapshotDenied(0, 1, "no steps"))
+        bench.side.on_message(SnapshotDenied(0, 1, "no steps"))
     assert bench.take() == [SnapshotRefused(0, 1, "no steps")]
 
 
@@ -263,11 +263,11 @@ def test_a_late_answer_for_the_round_before_does_not_answer_this_one(bench: Benc
     bench.take()
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
     bench.side.take_snapshot(TakeSnapshot(0, 2, 1))
-    bench.side.snapshot_ready(SnapshotReady(contribution_of("a", 0, base=0)))
-    bench.side.snapshot_denied(SnapshotDenied(0, 1, "late"))
+    bench.side.on_message(SnapshotReady(contribution_of("a", 0, base=0)))
+    bench.side.on_message(SnapshotDenied(0, 1, "late"))
     assert bench.take() == []
     right = contribution_of("a", 0, base=1, snapshot=2)
-    bench.side.snapshot_ready(SnapshotReady(right))
+    bench.side.on_message(SnapshotReady(right))
     assert bench.take() == [SnapshotTaken(right)]
 
 
@@ -308,7 +308,7 @@ def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench
     bench.take()
     position = FragmentPosition(4, 9, 8, 800)
     bench.offer(1, 4)
-    bench.side.applied(OfferApplied(1, 4, position, 0.5, 3))
+    bench.side.on_message(OfferApplied(1, 4, position, 0.5, 3))
     (event,) = bench.take()
     assert isinstance(event, LearnerReported)
     assert event.status.positions[1] == position
@@ -321,7 +321,7 @@ def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
     bench.side.stop("steps_max")
     assert bench.said == [Stop("steps_max")]
     bench.take()
-    bench.side.finished(Done(50, 5000, 2.25, 2.0, 7))
+    bench.side.on_message(Done(50, 5000, 2.25, 2.0, 7))
     (event,) = bench.take()
     assert isinstance(event, LearnerReported)
     assert event.status.finished
@@ -378,15 +378,15 @@ async def test_what_a_living_learner_threw_away_is_told_when_its_counters_are_du
     one = Bench(bench.memory, carry)
     one.may_sync.clear()
     one.side.attached(attach(), 3, ())
-    one.side.reported(report(12, 1200))
+    one.side.on_message(report(12, 1200))
     one.take()
     one.offer(0, 5)
-    one.side.applied(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), factor, 0))
+    one.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), factor, 0))
     await settle()
     assert (one.take() == []) is is_discarding, "not before"
     assert one.side.status is not None
     assert (one.side.status.positions[0].base_version == 5) is not is_discarding
-    one.side.reported(report(13, 1300))
+    one.side.on_message(report(13, 1300))
     assert not any(event.status.positions[0].included_step == 12 for event in one.take()) or not is_discarding
     one.may_sync.set()
     await one.tasks.finish()
@@ -404,7 +404,7 @@ async def test_what_was_thrown_away_before_the_learner_attached_anew_is_in_its_a
     one.may_sync.clear()
     one.side.attached(attach(), 3, ())
     one.offer(0, 5)
-    one.side.applied(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), 1.0, 0))
+    one.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), 1.0, 0))
     await settle()
     one.side.detached()
     one.side.attached(attach(), 4, ())
@@ -422,11 +422,10 @@ async def test_what_was_thrown_away_before_the_learner_attached_anew_is_in_its_a
 
 def test_counters_never_go_back(bench: Bench) -> None:
     bench.side.attached(attach(), 1, ())
-    bench.side.reported(report(10, 1000))
+    bench.side.on_message(report(10, 1000))
     bench.take()
-    bench.now_ns += REPORT_EVERY_NS
     for step, tokens in ((9, 1000), (10, 999), (0, 0)):
-        bench.side.reported(report(step, tokens))
+        bench.side.on_message(report(step, tokens))
         assert f"a report is ignored: {step} steps and {tokens} tokens after 10 and 1000" in bench.take_notes()
     assert bench.take() == []
     assert bench.side.status is not None
@@ -437,9 +436,9 @@ def test_counters_never_go_back(bench: Bench) -> None:
 def test_more_than_a_learner_can_do_is_ignored(bench: Bench, step: int, tokens: int) -> None:
     bench.side.attached(attach(), 1, ())
     bench.take()
-    bench.side.reported(report(step, tokens))
+    bench.side.on_message(report(step, tokens))
     assert "a report is ignored" in bench.take_notes()
-    bench.side.finished(Done(step, tokens, None, None, 0))
+    bench.side.on_message(Done(step, tokens, None, None, 0))
     assert "the end of its counters is ignored" in bench.take_notes()
     (event,) = bench.take()
     assert isinstance(event, LearnerReported)
@@ -451,7 +450,7 @@ def test_what_was_not_offered_was_not_applied(bench: Bench, fragment: int, versi
     bench.side.attached(attach(), 1, ())
     bench.take()
     bench.offer(0, 1)
-    bench.side.applied(OfferApplied(fragment, version, FragmentPosition(version, 0, 0, 0), 1.0, 0))
+    bench.side.on_message(OfferApplied(fragment, version, FragmentPosition(version, 0, 0, 0), 1.0, 0))
     assert f"version {version} of fragment {fragment} was not offered" in bench.take_notes()
     assert bench.take() == []
 
@@ -470,10 +469,10 @@ def test_a_position_that_can_not_be_is_ignored(bench: Bench, position: FragmentP
     bench.side.attached(attach(), 1, ())
     bench.take()
     bench.offer(0, 1)
-    bench.side.applied(OfferApplied(0, 1, position, 1.0, 0))
+    bench.side.on_message(OfferApplied(0, 1, position, 1.0, 0))
     assert "an applied version is ignored" in bench.take_notes()
     assert bench.take() == []
-    bench.side.applied(OfferApplied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
+    bench.side.on_message(OfferApplied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
     assert len(bench.take()) == 1, "the offer still stands"
 
 
@@ -492,14 +491,14 @@ def test_a_snapshot_that_can_not_be_is_declined(bench: Bench, change: dict[str, 
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
     bench.take()
     contribution = replace(contribution_of("a", 0, base=0), **change)  # type: ignore[arg-type]
-    bench.side.snapshot_ready(SnapshotReady(contribution))
+    bench.side.on_message(SnapshotReady(contribution))
     assert bench.take() == [SnapshotRefused(0, 1, "the learner's answer makes no sense")]
     assert "a snapshot is ignored" in bench.take_notes()
 
 
 def test_what_a_process_says_when_it_attaches_is_asked_for_sense(bench: Bench) -> None:
     bench.side.attached(attach(), 1, ())
-    bench.side.reported(report(100, 1000))
+    bench.side.on_message(report(100, 1000))
     bench.side.detached()
     good = replace(attach(100, 1000), incarnation=1, run_id="run")
     assert bench.side.attach_fault(good, run_id="run") == ""

@@ -118,7 +118,6 @@ def test_the_learner_that_is_attached_is_struck_and_not_what_it_was_forked_from(
 
 def test_what_learners_are_forked_from_is_not_struck_in_place_of_one(demo: MadeUpDemo) -> None:
     """While a region's learner is dead its fork server is the only process with a learner's marks."""
-    assert processes.FORK_SERVER == FORK_SERVER
     first = demo.children.pop("a.learner")
     first.kill()
     first.wait()

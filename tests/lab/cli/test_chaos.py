@@ -32,7 +32,7 @@ def demo(tmp_path: Path) -> Iterator[MadeUpDemo]:
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGTERM)])
 def test_it_strikes_and_says_whom(demo: MadeUpDemo, capsys: pytest.CaptureFixture[str], kind: str, number: int) -> None:
-    assert main(["chaos", kind, "a.learner", "--folder", str(demo.folder)]) == 0
+    assert main(["chaos", "strike", kind, "a.learner", "--folder", str(demo.folder)]) == 0
     assert capsys.readouterr().out == f"{kind} a.learner: process {demo.pid('a.learner')}\n"
     demo.until_ended("a.learner")
     assert demo.ended() == {"a.learner": number}
@@ -40,7 +40,7 @@ def test_it_strikes_and_says_whom(demo: MadeUpDemo, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("kind", ["pause", "slow", "partition", "disk"])
 def test_what_lasts_is_over_when_it_returns(demo: MadeUpDemo, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    assert main(["chaos", kind, "b.daemon", "--for", "50ms", "--folder", str(demo.folder), "--json"]) == 0
+    assert main(["chaos", "strike", kind, "b.daemon", "--for", "50ms", "--folder", str(demo.folder), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["do"], shown["target"], shown["seconds"]) == (kind, "b.daemon", 0.05)
     assert shown["pids"] == [demo.pid("b.daemon")]
@@ -51,7 +51,18 @@ def test_what_lasts_is_over_when_it_returns(demo: MadeUpDemo, capsys: pytest.Cap
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_who_is_ended_lets_a_paused_process_go_on(demo: MadeUpDemo, number: int) -> None:
-    words = ("-m", "diloco_node.main", "chaos", "pause", "b.daemon", "--for", "10min", "--folder", str(demo.folder))
+    words = (
+        "-m",
+        "diloco_node.main",
+        "chaos",
+        "strike",
+        "pause",
+        "b.daemon",
+        "--for",
+        "10min",
+        "--folder",
+        str(demo.folder),
+    )
     command = subprocess.Popen([sys.executable, *words])
     try:
         until(lambda: demo.state("b.daemon") in "Tt")
@@ -67,9 +78,9 @@ def test_the_only_demo_that_runs_here_is_meant(
     demo: MadeUpDemo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(demo.folder.parent.parent)
-    assert main(["chaos", "kill", "a.daemon"]) == 0
+    assert main(["chaos", "strike", "kill", "a.daemon"]) == 0
     demo.until_ended("a.daemon")
-    assert main(["chaos", "kill", "a.daemon"]) == 5
+    assert main(["chaos", "strike", "kill", "a.daemon"]) == 5
     assert "no such process" in capsys.readouterr().err
 
 
@@ -82,12 +93,14 @@ def test_the_only_demo_that_runs_here_is_meant(
         (["disk", "a.supervisor"], "strikes a daemon"),
         (["pause", "a", "--for", "2h"], "must last"),
         (["pause", "a", "--for", "soon"], "--for"),
+        (["kill", "a", "--for", "5s"], "over at once"),
+        (["starve", "a"], "no fault 'starve'"),
     ],
 )
 def test_what_can_not_be_done_is_refused(
     demo: MadeUpDemo, capsys: pytest.CaptureFixture[str], words: list[str], reason: str
 ) -> None:
-    assert main(["chaos", *words, "--folder", str(demo.folder)]) == 2
+    assert main(["chaos", "strike", *words, "--folder", str(demo.folder)]) == 2
     assert reason in capsys.readouterr().err
     assert demo.ended() == {}
 
@@ -96,9 +109,9 @@ def test_a_demo_that_has_ended_is_refused(demo: MadeUpDemo, capsys: pytest.Captu
     """Its numbers may be those of other processes by now."""
     file = DemoFile.load(demo.folder)
     replace(file, demo=replace(file.demo, start_ticks=file.demo.start_ticks - 1)).save()
-    assert main(["chaos", "kill", "a", "--folder", str(demo.folder)]) == 2
+    assert main(["chaos", "strike", "kill", "a", "--folder", str(demo.folder)]) == 2
     assert "has ended" in capsys.readouterr().err
-    assert main(["chaos", "kill", "a", "--folder", str(demo.folder / "a")]) == 2
+    assert main(["chaos", "strike", "kill", "a", "--folder", str(demo.folder / "a")]) == 2
     assert "name the folder of a running demo" in capsys.readouterr().err
     assert demo.ended() == {}
     assert os.getpid() == file.demo.pid

@@ -14,6 +14,7 @@ from diloco_node.lab.cli.simulate import app
 from diloco_node.lab.sim.hunt import Hunt, reports, seed_range
 from diloco_node.lab.sim.simulation import simulate
 from tests.kit.cluster_kit import is_running
+from tests.kit.planted import CORE_FAULTS
 
 SHORT = {"regions": 3, "events": 300}
 
@@ -27,22 +28,24 @@ def test_seeds_are_given_as_first_and_last() -> None:
 
 
 def test_several_processes_find_what_one_does() -> None:
-    hunt = Hunt(1, 3, **SHORT, fault="step-less")  # type: ignore[arg-type]
+    hunt = Hunt(1, 3, **SHORT, fault=CORE_FAULTS["step-less"])  # type: ignore[arg-type]
     found = {report.seed: report for report in reports(hunt, jobs=2)}
     assert sorted(found) == [1, 2, 3]
     for seed, report in found.items():
-        assert report == simulate(seed, **SHORT, fault="step-less")  # type: ignore[arg-type]
+        assert report == simulate(seed, **SHORT, fault=CORE_FAULTS["step-less"])  # type: ignore[arg-type]
 
 
 def test_a_hunt_that_finds_something_prints_how_to_run_it_again_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from diloco_node.lab.sim import hunt
 
-    monkeypatch.setattr(hunt, "simulate", lambda seed, **how: simulate(seed, **how | {"fault": "step-less"}))
+    monkeypatch.setattr(
+        hunt, "simulate", lambda seed, **how: simulate(seed, **how | {"fault": CORE_FAULTS["step-less"]})
+    )
     asked = ["hunt", "--seeds", "1..9", "--regions", "3", "--events", "300", "--failures-max", "2"]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 1
     assert "VIOLATION" in done.stdout
-    assert "diloco-node simulate run --seed 1 --regions 3 --events 300 --fault step-less" in done.stdout
+    assert "diloco-node simulate run --seed 1 --regions 3 --events 300" in done.stdout
     assert "2 of 9 seeds run, 2 failed" in done.stdout
     found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert (found["done"], [report["seed"] for report in found["failed"]]) == (2, [1, 2])

@@ -7,7 +7,7 @@ import pytest
 from diloco_node.core import messages as msg
 from diloco_node.core.types import Ballot
 from diloco_node.errors import ConfigError
-from diloco_node.lab.sim import faults
+from diloco_node.lab.sim import simulation as module
 from diloco_node.lab.sim.fault_storm import SCHEDULES, Chaos
 from diloco_node.lab.sim.liar import COUNTED, Liar
 from diloco_node.lab.sim.simulation import Simulation, format_report, simulate
@@ -66,14 +66,14 @@ def test_an_exception_in_a_core_is_a_finding_with_its_seed() -> None:
 def test_a_core_that_fails_when_all_is_healed_is_a_finding_unless_it_is_a_liars(
     monkeypatch: pytest.MonkeyPatch, is_liar: bool
 ) -> None:
-    made = faults.make_core
+    real_core = module.make_core
 
     def make_core(region: str, *given: Any) -> Any:
         if region == failing:
             raise IndexError("one too many")
-        return made(region, *given)
+        return real_core(region, *given)
 
-    monkeypatch.setattr(faults, "make_core", make_core)
+    monkeypatch.setattr(module, "make_core", make_core)
     simulation = Simulation(5, regions=3)
     liar = simulation.begin_lies()
     failing = liar.region if is_liar else min(simulation.honest)

@@ -11,9 +11,8 @@ import pytest
 
 from diloco_node.core.merge import stripes
 from diloco_node.errors import ConfigError
-from diloco_node.lab.sim.effect_faults import DAEMON_FAULTS
-from diloco_node.lab.sim.faults import FAULTS
 from diloco_node.lab.sim.simulation import COMMITS_MIN, FAULTS_MIN, HOSTS, format_report, simulate
+from tests.kit.planted import CORE_FAULTS, EFFECT_FAULTS
 
 CLEAN_SEEDS = range(16)
 """In every run of the tests; a seed draws its schedule, so all of them are there."""
@@ -99,31 +98,31 @@ def test_many_seeds_keep_every_promise_with_the_daemons_own_effects(seeds: range
         assert report.is_good, format_report(report)
 
 
-@pytest.mark.parametrize("name", sorted(FAULTS))
+@pytest.mark.parametrize("name", sorted(CORE_FAULTS))
 def test_a_planted_fault_is_found(name: str) -> None:
     for seed in range(SEEDS_MAX):
-        report = simulate(seed, fault=name)
+        report = simulate(seed, fault=CORE_FAULTS[name])
         if any(SIGNS[name] in violation for violation in report.violations):
             print(f"found by: {report.command}")
             assert report.command in format_report(report)
             return
-    raise AssertionError(f"{name}: {FAULTS[name].breaks}; no seed below {SEEDS_MAX} finds that this is broken")
+    raise AssertionError(f"{name}: {CORE_FAULTS[name].breaks}; no seed below {SEEDS_MAX} finds that this is broken")
 
 
-@pytest.mark.parametrize("name", sorted(DAEMON_FAULTS))
+@pytest.mark.parametrize("name", sorted(EFFECT_FAULTS))
 def test_a_fault_planted_into_the_daemons_effects_is_found(name: str) -> None:
     for seed in range(DAEMON_SEEDS_MAX):
-        report = simulate(seed, fault=name, effects="daemon")
+        report = simulate(seed, fault=EFFECT_FAULTS[name], effects="daemon")
         if any(DAEMON_SIGNS[name] in violation for violation in report.violations):
             print(f"found by: {report.command}")
             return
-    raise AssertionError(f"{name}: {DAEMON_FAULTS[name].breaks}; no seed below {DAEMON_SEEDS_MAX} finds it")
+    raise AssertionError(f"{name}: {EFFECT_FAULTS[name].breaks}; no seed below {DAEMON_SEEDS_MAX} finds it")
 
 
 @pytest.mark.parametrize("name", ["no-fsync", "no-payload", "arrival-order"])
 def test_a_planted_fault_is_found_around_the_daemons_effects_too(name: str) -> None:
     for seed in range(DAEMON_SEEDS_MAX):
-        if any(SIGNS[name] in text for text in simulate(seed, fault=name, effects="daemon").violations):
+        if any(SIGNS[name] in text for text in simulate(seed, fault=CORE_FAULTS[name], effects="daemon").violations):
             return
     raise AssertionError(f"{name}: no seed below {DAEMON_SEEDS_MAX} finds it")
 
@@ -148,9 +147,7 @@ def test_the_command_of_a_report_runs_the_same_again() -> None:
     assert simulate(8, regions=report.regions) == report
 
 
-def test_an_unknown_fault_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match="kept-residual"):
-        simulate(1, fault="no-such")
+def test_unknown_effects_are_refused_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match="daemon, fast"):
         simulate(1, effects="no-such")
     with pytest.raises(ConfigError, match="fast"):

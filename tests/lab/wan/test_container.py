@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
+from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.wan import container as module
 from diloco_node.lab.wan.container import ContainerLink, load_attachment
 from diloco_node.lab.wan.uplink import Kernel
@@ -247,33 +247,6 @@ def test_a_cut_and_a_heal_by_hand(container: Container) -> None:
     refused = container.verb("cut", "d", check=False)
     assert refused.returncode == 2
     assert "'d' is no other region; there are b, c" in refused.stderr
-
-
-@pytest.mark.system
-@needs_namespaces
-def test_a_partition_lasts_until_its_input_ends_and_leaves_the_link_as_it_was(container: Container) -> None:
-    def state(what: str) -> str:
-        return container.sh(*what.split()).stdout
-
-    looks = ("ip route", "tc class show dev eth0", "tc filter show dev eth0")
-    container.plug("eth0")
-    container.start("sleep", "3600")
-    container.await_said("a on eth0")
-    container.verb("cut", "c")
-    before = [state(what) for what in looks]
-    words = [sys.executable, "-m", "diloco_node.lab.cli.chaos_inside", "partition", "a", "600000000000"]
-    with subprocess.Popen(
-        ["nsenter", "-t", str(container.holder.pid), "-n", *words], stdin=subprocess.PIPE, env=container.environment
-    ) as lasting:
-        container.await_route("10.211.77.0/24 dev eth0", is_there=False)
-        assert "state DOWN" in state("ip link show eth0")
-        another = container.sh(*words, check=False)
-        assert (another.returncode, another.stderr.count("\n")) == (1, 1)
-        assert "a is cut off already" in another.stderr
-        # Leaving closes its input.
-    assert lasting.returncode == INTERRUPTED_CODE
-    assert [state(what) for what in looks] == before
-    assert "blackhole 10.211.77.13" in before[0]
 
 
 @pytest.mark.system

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
-from diloco_node.lab.wan import emulation, probe
+from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.emulation_state import STATE_FOLDER, EmulationState, runs, start_ticks, state_file
 from diloco_node.lab.wan.namespaces import (
     create,
@@ -33,6 +33,7 @@ from diloco_node.lab.wan.namespaces import (
     run_of,
 )
 from diloco_node.lab.wan.tun import inside
+from tests.kit.wan_probe import ping, transfer
 
 MS = 10**6
 RUN = f"t{os.getpid()}"
@@ -108,7 +109,7 @@ def soon(check: Callable[[], bool]) -> bool:
 def answers(wan: EmulationState, source: str, target: str, *, patience_s: float = PATIENCE_S) -> int:
     """Of three pings."""
     by_region = {place.region: place for place in wan.places()}
-    return len(probe.ping(by_region, [(source, target)], count=3, deadline_s=patience_s)[source, target])
+    return len(ping(by_region, [(source, target)], count=3, deadline_s=patience_s)[source, target])
 
 
 class TestReal:
@@ -125,24 +126,13 @@ class TestReal:
         least: dict[tuple[str, str], int] = {}
 
         def is_right() -> bool:
-            for pair, rtts in probe.ping(by_region, pairs).items():
+            for pair, rtts in ping(by_region, pairs).items():
                 least[pair] = min([*rtts, *([least[pair]] if pair in least else [])])
                 assert least[pair] >= topology.rtt_ns(*pair) - jitter_ns[pair] - MS // 2, pair
             print({pair: rtt / MS for pair, rtt in least.items()})
             return all(least[pair] <= topology.rtt_ns(*pair) * 21 // 20 + MS // 2 for pair in pairs)
 
         assert again(is_right)
-
-    def test_what_is_measured_for_the_report_is_each_pair_beside_its_file(self, wan: EmulationState) -> None:
-        found = probe.measure(wan.topology(), wan.places(), pairs=[("east", "west"), ("north", "east")])
-        assert [(one.source, one.target, one.rtt_ns // MS) for one in found] == [
-            ("east", "west", 40),
-            ("north", "east", 22),
-        ]
-        for one in found:
-            assert one.answers <= one.pings == probe.PINGS
-            assert one.rtt_measured_ns is None or one.rtt_measured_ns > one.rtt_ns - MS // 2
-            assert one.rate_measured is None or 0 < one.rate_measured < 1.5 * one.rate
 
     @pytest.mark.parametrize(
         ("source", "target", "mbit"),
@@ -154,7 +144,7 @@ class TestReal:
         by_region = {place.region: place for place in wan.places()}
 
         def is_right() -> bool:
-            rate = probe.transfer(wan.topology(), by_region[source], by_region[target])
+            rate = transfer(wan.topology(), by_region[source], by_region[target])
             print(source, target, rate and rate * 8 / 1e6)
             return rate is not None and abs(rate * 8 / 1e6 - mbit) <= 0.05 * mbit
 
@@ -165,7 +155,7 @@ class TestReal:
         count = 150
         pairs = [("north", "west"), ("west", "north")]
         for patience_s in (0.5, 5.0, 50.0):
-            found = probe.ping(by_region, pairs, count=count, gap_s=0.002, deadline_s=patience_s)
+            found = ping(by_region, pairs, count=count, gap_s=0.002, deadline_s=patience_s)
             # There and back: 36 %, within four standard deviations. What a busy machine answers too late looks lost.
             lost = 1 - sum(map(len, found.values())) / (count * len(pairs))
             assert lost > 0.25
@@ -252,7 +242,7 @@ class TestReal:
         emulation.command(wan, {"do": "set", "region": "east", "other": "west", "delay_ns": 60 * MS})
 
         def rtt_ms() -> float:
-            found = probe.ping(by_region, [("east", "west")])["east", "west"]
+            found = ping(by_region, [("east", "west")])["east", "west"]
             return min(found, default=0) / MS
 
         try:

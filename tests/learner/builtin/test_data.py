@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin import data
 from diloco_node.learner.builtin.data import SHARD_BYTES, SHARD_WINDOWS_MIN, Corpus, RegionSampler, load_corpus
-from diloco_node.learner.builtin.encoding import TextEncoding
 
 
 def numbered(size: int) -> Corpus:
@@ -23,14 +22,14 @@ def numbered(size: int) -> Corpus:
 
 def places(windows: np.ndarray) -> set[int]:
     """Shards that the windows were cut from."""
-    found = set()
+    shards = set()
     for window in windows:
         for shift in range(4):
             numbers = window[shift : shift + (len(window) - shift) // 4 * 4].copy().view("<u4")
             if len(numbers) > 2 and (np.diff(numbers.astype(np.int64)) == 1).all():
-                found.add(int(numbers[0]) * 4 // SHARD_BYTES)
-                found.add(int(numbers[-1]) * 4 // SHARD_BYTES)
-    return found
+                shards.add(int(numbers[0]) * 4 // SHARD_BYTES)
+                shards.add(int(numbers[-1]) * 4 // SHARD_BYTES)
+    return shards
 
 
 def sampler(corpus: Corpus, region: int = 0, regions: int = 1, seed: int = 1, **shape: int) -> RegionSampler:
@@ -50,12 +49,12 @@ def counting(tokens: int) -> Corpus:
     return Corpus(train=np.arange(tokens, dtype=np.uint32), held_out=np.arange(9, dtype=np.uint32), files=1, skipped=0)
 
 
-def epoch_of(one: RegionSampler, number: int = 0) -> np.ndarray:
+def epoch_of(source: RegionSampler, number: int = 0) -> np.ndarray:
     """The windows of one epoch, shape (samples, context + 1)."""
-    batch = len(one.batch_at(0))
-    first, last = one.samples * number, one.samples * (number + 1)
-    windows = np.concatenate([one.batch_at(k) for k in range(first // batch, -(-last // batch))])
-    return windows[first % batch :][: one.samples]
+    batch = len(source.batch_at(0))
+    first, last = source.samples * number, source.samples * (number + 1)
+    windows = np.concatenate([source.batch_at(k) for k in range(first // batch, -(-last // batch))])
+    return windows[first % batch :][: source.samples]
 
 
 @pytest.mark.parametrize("ranks", [(1,), (1, 1), (2, 2, 2), (1, 3), (4, 1, 2, 1, 1)], ids=str)
@@ -73,23 +72,23 @@ def test_every_sample_is_trained_once_in_an_epoch_over_all_regions_and_ranks(
         for rank in range(count)
     ]
     per_shard = (shard - 1) // context
-    assert sum(one.samples for one in everybody) == shards * per_shard
+    assert sum(source.samples for source in everybody) == shards * per_shard
     for epoch in (0, 3):
-        parts = [epoch_of(one, epoch) for one in everybody]
-        for windows in parts:
+        epochs = [epoch_of(source, epoch) for source in everybody]
+        for windows in epochs:
             assert (np.diff(windows, axis=1) == 1).all()
             assert (windows[:, 0] // shard == windows[:, -1] // shard).all()
-        predicted = np.bincount(np.concatenate([windows[:, 1:].ravel() for windows in parts]))
-        assert (predicted.max(), predicted.sum()) == (1, shards * per_shard * context)
-        owners = [set((windows[:, 0] // shard).tolist()) for windows in parts]
+        counts = np.bincount(np.concatenate([windows[:, 1:].ravel() for windows in epochs]))
+        assert (counts.max(), counts.sum()) == (1, shards * per_shard * context)
+        owners = [set((windows[:, 0] // shard).tolist()) for windows in epochs]
         assert sum(map(len, owners)) == len(set().union(*owners)) == shards
 
 
 def test_epochs_differ_in_order_and_in_where_windows_begin():
-    one = RegionSampler(counting(4 * SHARD_BYTES), region=0, regions=1, batch=652, context=100, seed=1)
-    starts = [epoch_of(one, epoch)[:, 0] for epoch in range(20)]
-    assert len({int(each[0]) for each in starts}) > 17
-    assert len({int(each.min()) % SHARD_BYTES for each in starts}) > 10
+    source = RegionSampler(counting(4 * SHARD_BYTES), region=0, regions=1, batch=652, context=100, seed=1)
+    starts = [epoch_of(source, epoch)[:, 0] for epoch in range(20)]
+    assert len({int(places_[0]) for places_ in starts}) > 17
+    assert len({int(places_.min()) % SHARD_BYTES for places_ in starts}) > 10
     first = starts[0]
     assert (np.abs(np.diff(first)) == 100).mean() < 0.02
     assert not np.array_equal(first, np.sort(first))
@@ -108,14 +107,14 @@ def test_parts_are_even_to_a_shard():
 
 def test_regions_never_share_a_shard_and_together_have_all():
     corpus = numbered(10 * SHARD_BYTES)
-    seen = [places(epoch_of(sampler(corpus, region, 3, context=500))) for region in range(3)]
-    assert set().union(*seen) == set(range(10))
-    assert sum(map(len, seen)) == 10
+    shards = [places(epoch_of(sampler(corpus, region, 3, context=500))) for region in range(3)]
+    assert set().union(*shards) == set(range(10))
+    assert sum(map(len, shards)) == 10
 
 
 def test_windows_reach_the_edges_of_their_shard():
-    one = RegionSampler(counting(SHARD_BYTES), region=0, regions=1, batch=819, context=20, seed=1)
-    windows = np.concatenate([epoch_of(one, epoch) for epoch in range(60)])
+    source = RegionSampler(counting(SHARD_BYTES), region=0, regions=1, batch=819, context=20, seed=1)
+    windows = np.concatenate([epoch_of(source, epoch) for epoch in range(60)])
     assert (windows.min(), windows.max()) == (0, SHARD_BYTES - 1)
 
 
@@ -123,10 +122,10 @@ def test_windows_reach_the_edges_of_their_shard():
 @given(seed=st.integers(0, 2**31), region=st.integers(0, 3), position=st.integers(0, 10**9))
 def test_a_batch_is_a_function_of_seed_region_and_position(seed: int, region: int, position: int):
     corpus = numbered(8 * SHARD_BYTES)
-    one, other = sampler(corpus, region, 4, seed), sampler(corpus, region, 4, seed)
-    other.next_batch()
-    np.testing.assert_array_equal(one.batch_at(position), other.batch_at(position))
-    assert not np.array_equal(one.batch_at(position), one.batch_at(position + 1))
+    source, twin = sampler(corpus, region, 4, seed), sampler(corpus, region, 4, seed)
+    twin.next_batch()
+    np.testing.assert_array_equal(source.batch_at(position), twin.batch_at(position))
+    assert not np.array_equal(source.batch_at(position), source.batch_at(position + 1))
 
 
 def test_a_restored_sampler_goes_on_where_the_other_stood():
@@ -142,10 +141,10 @@ def test_a_restored_sampler_goes_on_where_the_other_stood():
 def test_another_batch_size_goes_on_after_the_last_window_that_was_trained():
     corpus = counting(8 * SHARD_BYTES)
     before, after = sampler(corpus, batch=8), sampler(corpus, batch=6)
-    trained = [before.next_batch() for _ in range(4)]
+    batches = [before.next_batch() for _ in range(4)]
     after.restore(before.state())
     assert after.position == 6
-    windows = np.concatenate([*trained, *(after.next_batch() for _ in range(9))])
+    windows = np.concatenate([*batches, *(after.next_batch() for _ in range(9))])
     assert len(set(windows[:, 0].tolist())) == len(windows)
     after.restore({"position": 3})
     assert after.position == 3
@@ -162,10 +161,10 @@ def test_the_split_goes_by_file_and_does_not_depend_on_where_the_folder_lies(tmp
     first, second = load_corpus([folder_with(tmp_path / "x", files)]), load_corpus([folder_with(tmp_path / "y", files)])
     np.testing.assert_array_equal(first.train, second.train)
     np.testing.assert_array_equal(first.held_out, second.held_out)
-    trained, held = (set(part.tobytes().split()) for part in (first.train, first.held_out))
-    assert not trained & held
-    assert len(trained | held) == 400
-    assert 8 <= len(held) <= 40
+    train, held_out = (set(text.tobytes().split()) for text in (first.train, first.held_out))
+    assert not train & held_out
+    assert len(train | held_out) == 400
+    assert 8 <= len(held_out) <= 40
 
 
 def test_one_file_is_split_at_its_tail(tmp_path: Path):
@@ -225,7 +224,7 @@ def test_long_windows_want_long_shards():
 
 
 def test_too_little_held_out_text_for_one_window_is_refused():
-    with pytest.raises(ConfigError, match=r"2000 held-out tokens.*model\.context 2000"):
+    with pytest.raises(ConfigError, match=r"2000 held-out bytes.*model\.context 2000"):
         numbered(4 * SHARD_BYTES).held_out_windows(1, 2000)
 
 
@@ -237,35 +236,7 @@ def test_held_out_windows_are_evenly_spread_and_within():
     np.testing.assert_array_equal(windows[-1], corpus.held_out[-51:])
 
 
-def test_much_text_lies_in_a_mapped_file_with_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = folder_with(tmp_path / "text", {f"{n}.txt": (f"{n:04d} " * 400).encode() for n in range(400)})
-    in_memory = load_corpus([folder])
-    monkeypatch.setattr(data, "MEMORY_BYTES_MAX", 1000)
-    mapped = load_corpus([folder], cache=tmp_path / "cache")
-    assert any((tmp_path / "cache").rglob("tokens.bin"))
-    np.testing.assert_array_equal(mapped.train, in_memory.train)
-    np.testing.assert_array_equal(mapped.held_out, in_memory.held_out)
-    assert (mapped.files, mapped.skipped, mapped.train.dtype) == (400, 0, np.uint8)
-    np.testing.assert_array_equal(sampler(mapped).batch_at(3), sampler(in_memory).batch_at(3))
-
-
-def test_one_large_file_is_split_at_its_tail_on_disk_too(tmp_path: Path):
-    rows = "".join(f'{{"text": "row {n} of one file"}}\n' for n in range(4000))
-    (tmp_path / "rows.jsonl").write_text(rows)
-    corpus = load_corpus([tmp_path / "rows.jsonl"], cache=tmp_path / "cache")
-    whole = corpus.train.tobytes() + corpus.held_out.tobytes()
-    assert sorted(whole.decode().splitlines()) == sorted(f"row {n} of one file" for n in range(4000))
-    assert len(corpus.held_out) == len(whole) * 5 // 100
-
-
-def test_the_cache_is_the_users_own_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data.token_cache() == tmp_path / "diloco-node" / "tokens"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert data.token_cache() == Path.home() / ".cache" / "diloco-node" / "tokens"
-
-
-def test_tokens_are_as_torch_wants_them_and_bytes_stay_bytes():
-    assert sampler(counting(2 * SHARD_BYTES)).next_batch().dtype == np.int64
-    assert sampler(numbered(2 * SHARD_BYTES)).next_batch().dtype == np.uint8
-    assert numbered(2 * SHARD_BYTES).encoding.vocabulary == TextEncoding().vocabulary == 256
+def test_more_text_than_memory_is_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(data, "MEMORY_BYTES_MAX", 50_000)
+    with pytest.raises(ConfigError, match=r"more than 0 MiB of text.*\[model\] hf"):
+        load_corpus([folder_with(tmp_path, {f"{n}.txt": b"w" * 30_000 for n in range(2)})])

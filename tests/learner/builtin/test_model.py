@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin.model import ByteGPT, initial_parameters, rotary_tables, token_logits
 from diloco_node.learner.builtin.shape import (
     NORM_EPSILON,
     ROTARY_BASE,
     ModelSettings,
     hf_config,
-    model_settings_from,
     parameter_shapes,
 )
 
@@ -49,14 +47,14 @@ def llama_by_hand(settings: ModelSettings, parameters: dict[str, torch.Tensor], 
         at = f"model.layers.{layer}."
         h = norm(x, at + "input_layernorm.weight")
         q, k, v = (h @ p[f"{at}self_attn.{n}_proj.weight"].T for n in "qkv")
-        mixed = np.zeros_like(x)
+        attention = np.zeros_like(x)
         for head in range(settings.heads):
-            part = slice(head * size, (head + 1) * size)
-            scores = rotate(q[:, part]) @ rotate(k[:, part]).T / math.sqrt(size)
+            columns = slice(head * size, (head + 1) * size)
+            scores = rotate(q[:, columns]) @ rotate(k[:, columns]).T / math.sqrt(size)
             scores[np.triu_indices(len(scores), 1)] = -np.inf
             weight = np.exp(scores - scores.max(-1, keepdims=True))
-            mixed[:, part] = weight / weight.sum(-1, keepdims=True) @ v[:, part]
-        x = x + mixed @ p[at + "self_attn.o_proj.weight"].T
+            attention[:, columns] = weight / weight.sum(-1, keepdims=True) @ v[:, columns]
+        x = x + attention @ p[at + "self_attn.o_proj.weight"].T
         h = norm(x, at + "post_attention_layernorm.weight")
         gate, up = h @ p[at + "mlp.gate_proj.weight"].T, h @ p[at + "mlp.up_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ p[at + "mlp.down_proj.weight"].T
@@ -73,9 +71,9 @@ def test_logits_are_those_of_llama_written_out():
 
 def test_replicas_give_what_each_gives_alone():
     sets = [initial_parameters(SMALL, seed=seed) for seed in (1, 2, 3)]
-    stacked = {name: torch.stack([one[name] for one in sets]) for name in sets[0]}
+    stack = {name: torch.stack([replica[name] for replica in sets]) for name in sets[0]}
     tokens = tokens_of(3, 4, 11)
-    together = token_logits(SMALL, stacked, tokens, rotary_tables(SMALL))
+    together = token_logits(SMALL, stack, tokens, rotary_tables(SMALL))
     for replica, parameters in enumerate(sets):
         alone = token_logits(SMALL, parameters, tokens[replica], rotary_tables(SMALL))
         torch.testing.assert_close(together[replica], alone, rtol=1e-4, atol=1e-5)
@@ -84,9 +82,9 @@ def test_replicas_give_what_each_gives_alone():
 def test_a_prediction_does_not_see_what_comes_after():
     model = ByteGPT(SMALL, seed=4)
     tokens = tokens_of(2, 12)
-    changed = tokens.clone()
-    changed[:, 7:] = (changed[:, 7:] + 1) % 256
-    before, after = model(tokens), model(changed)
+    variant = tokens.clone()
+    variant[:, 7:] = (variant[:, 7:] + 1) % 256
+    before, after = model(tokens), model(variant)
     torch.testing.assert_close(before[:, :7], after[:, :7], rtol=0, atol=1e-6)
     assert (before[:, 7:] - after[:, 7:]).abs().max() > 1e-4
 
@@ -95,14 +93,14 @@ def test_loss_predicts_the_next_byte():
     model = ByteGPT(SMALL, seed=4)
     windows = tokens_of(3, 8).to(torch.uint8)
     logits = model(windows[:, :-1].long()).log_softmax(-1)
-    expected = -logits.gather(-1, windows[:, 1:].long().unsqueeze(-1)).mean()
-    torch.testing.assert_close(model.loss(windows), expected)
+    losses = -logits.gather(-1, windows[:, 1:].long().unsqueeze(-1)).mean()
+    torch.testing.assert_close(model.loss(windows), losses)
 
 
 def test_equal_seeds_give_equal_bits_and_others_do_not():
-    first, again, other = (initial_parameters(SMALL, seed=seed) for seed in (7, 7, 8))
+    first, again, stranger = (initial_parameters(SMALL, seed=seed) for seed in (7, 7, 8))
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    assert not torch.equal(first["lm_head.weight"], stranger["lm_head.weight"])
 
 
 def test_the_state_has_the_names_and_shapes_that_the_config_promises():
@@ -120,39 +118,12 @@ def test_the_default_has_the_documented_size():
     assert sum(math.prod(shape) for shape in parameter_shapes(ModelSettings()).values()) == 133_440
 
 
-def test_a_vocabulary_of_its_own_is_that_of_embedding_head_and_config():
-    shape = ModelSettings(layers=1, dim=16, heads=2, context=8, vocabulary=1000)
-    model = ByteGPT(shape, seed=0)
-    assert model.state_dict()["lm_head.weight"].shape == model.state_dict()["model.embed_tokens.weight"].shape
-    assert model.state_dict()["lm_head.weight"].shape == (hf_config(shape)["vocab_size"], 16)
-    windows = torch.tensor([[999, 0, 500, 998]])
-    assert model(windows).shape == (1, 4, 1000)
-    assert float(model.loss(windows).detach()) == pytest.approx(math.log(1000), rel=0.1)
-
-
 @pytest.mark.parametrize(("dim", "hidden"), [(24, 64), (64, 176), (9 * 8, 192), (96, 256), (104, 280)])
 def test_hidden_is_the_next_multiple_of_eight(dim: int, hidden: int):
     assert ModelSettings(dim=dim, heads=1).hidden == hidden
-
-
-@pytest.mark.parametrize(
-    "values", [{"layers": 0}, {"heads": 3}, {"dim": 64.0}, {"context": 1}, {"dim": 20, "heads": 4}, {"width": 3}]
-)
-def test_wrong_shapes_are_refused_by_name(values: dict[str, object]):
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        model_settings_from(values)
 
 
 def test_every_parameter_gets_a_gradient():
     model = ByteGPT(SMALL, seed=1)
     model.loss(tokens_of(2, 9)).backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-
-
-def test_activations_that_are_computed_again_change_no_gradient():
-    plain, saving = ByteGPT(SMALL, seed=1), ByteGPT(SMALL, seed=1, checkpoint_activations=True)
-    windows = tokens_of(3, 14)
-    for model in (plain, saving):
-        model.loss(windows).backward()
-    for one, other in zip(plain.parameters(), saving.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)

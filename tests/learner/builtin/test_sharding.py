@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_node.learner.builtin.sharding import TrainerRank, _blocks, begin_ranks, on_ranks, whole_norm
-from tests.kit.hf_kit import LLAMA
+from diloco_node.learner.builtin.sharding import TrainerRank, begin_ranks, on_ranks, whole_norm
 from tests.kit.trainer_ranks import outcomes
 
 
@@ -32,30 +29,17 @@ def test_one_rank_trains_with_the_loss_as_it_is() -> None:
         assert type(model) is nn.Linear
 
 
-def test_what_is_cut_are_the_blocks_of_the_outermost_lists() -> None:
-    block = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
-    model = nn.ModuleDict({"body": nn.ModuleDict({"layers": nn.ModuleList([block, nn.Linear(2, 2)])})})
-    assert list(_blocks(model)) == [block, model["body"]["layers"][1]]  # type: ignore[index]
-
-
 def test_a_norm_of_a_whole_model_is_itself() -> None:
     norm = torch.tensor(2.0)
     assert whole_norm(norm) is norm
 
 
 def test_a_model_that_is_cut_trains_and_is_evaluated_like_copies_of_it(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "words.txt").write_text("alpha beta gamma delta\n" * 40_000)
-    shared = {"data": [str(tmp_path / "words.txt")], "batch": 4, "steps": 5, "warmup": 0, "eval_windows": 8}
-    models: list[dict[str, Any]] = [
-        {"model": {"layers": 2, "dim": 16, "heads": 2, "context": 16}},
-        {"model": {"hf": str(tmp_path), "context": 16}},
-        {"model": {"hf": str(tmp_path), "context": 16}, "checkpoint_activations": True, "precision": "bf16"},
-    ]
-    shards = ("ddp", "fsdp")
-    found = outcomes(2, [shared | model | {"eval_every": 2, "shard": shard} for model in models for shard in shards])
-    for copies, parts in zip(found[::2], found[1::2], strict=True):
-        assert copies["val_loss"] < copies["loss_first"] - 0.2
-        assert parts["val_loss"] == pytest.approx(copies["val_loss"], abs=1e-4)
-        assert [line.split()[0] for line in parts["said"]] == ["step=2", "step=4", "step=5"]
+    shape = {"layers": 2, "dim": 16, "heads": 2, "context": 16}
+    settings = {**shape, "batch": 4, "schedule_steps": 5, "warmup_steps": 0, "eval_windows": 8, "eval_every": 2}
+    settings |= {"paths": [str(tmp_path / "words.txt")]}
+    copies, cut = outcomes(2, [settings | {"shard": shard} for shard in ("ddp", "fsdp")])
+    assert copies["val_loss"] < copies["loss_first"] - 0.2
+    assert cut["val_loss"] == pytest.approx(copies["val_loss"], abs=1e-4)
+    assert [line.split()[0] for line in cut["said"]] == ["step=2", "step=4", "step=5"]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.pacing.grants import (
     ALLOWANCE_BYTES,
     ALLOWANCE_NS,
@@ -18,7 +19,6 @@ from diloco_node.transport.pacing.grants import (
     IngressGrants,
     max_min,
 )
-from diloco_node.transport.pacing.token_bucket import NS_PER_S
 
 MS = 1_000_000
 RATE = 999_900

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.transport.pacing.token_bucket import NS_PER_S, PIECE_BYTES_MAX, TokenBucket, burst_bytes, piece_bytes
+from diloco_node.numeric import NS_PER_S
+from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MAX, TokenBucket, burst_bytes, piece_bytes
 from tests.kit.budget_kit import most_in_any_window
 
 MS = 1_000_000

@@ -1,0 +1,165 @@
+"""The client of a daemon's admin port: status documents, orders and measurements.
+
+A daemon on this machine is asked over the Unix socket in its state folder, which reaches into other network namespaces
+too, else over its port on loopback. Orders need the token of the state folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.escaping import escaped, escaped_document
+from diloco_node.state_names import ADMIN_PORT_NAME, ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
+from diloco_node.unix_sockets import socket_path
+
+STATUS_PATH: Final = "/api/v1/status"
+TIMEOUT_S: Final = 3.0
+ANSWER_BYTES_MAX: Final = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A region whose admin port is asked.
+
+    Attributes:
+        name: the region's, until it answers with its own. folder: its state folder; None: only the port is known.
+    """
+
+    name: str
+    port: int
+    folder: Path | None = None
+
+    def connection(self) -> http.client.HTTPConnection:
+        """A connection to the daemon; the first request opens it."""
+        path = None if self.folder is None else socket_path(self.folder, ADMIN_SOCKET_NAME)
+        if path is not None and path.exists():
+            return _UnixConnection(path, TIMEOUT_S)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket instead of a host."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+def target_in(folder: Path) -> Target:
+    """The region whose state folder this is.
+
+    Raises:
+        ConfigError: its port file is damaged. OSError: there is none, or it can't be read.
+    """
+    file = folder / ADMIN_PORT_NAME
+    text = file.read_text().strip()
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{file} holds {text[:20]!r}, not a port: start the region again")
+    return Target(folder.resolve().name, int(text), folder)
+
+
+def ask(target: Target, path: str = STATUS_PATH) -> dict[str, Any]:
+    """Read a region's status document, or another one; {"region", "error"} when it does not answer."""
+    try:
+        with contextlib.closing(target.connection()) as connection:
+            connection.request("GET", path)
+            document = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))
+        if not isinstance(document, dict):
+            raise ValueError("the answer is no JSON object")
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
+        return {"region": target.name, "error": escaped(f"no status from 127.0.0.1:{target.port}: {error}")}
+    for key, usual in (("region", target.name), ("error", "unknown error")):
+        if not isinstance(document.get(key, usual), str):
+            document[key] = usual
+    answer: dict[str, Any] = escaped_document({"region": target.name, **document})
+    return answer
+
+
+def ask_all(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Read the status documents in order. A region that hangs delays the others by its own timeout only."""
+    with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
+        return list(pool.map(ask, targets))
+
+
+def check_answers(documents: Sequence[Mapping[str, Any]]) -> None:
+    """Raises PeersUnreachable: none of the regions answers."""
+    if all("error" in document for document in documents):
+        raise PeersUnreachable(
+            f"none of {len(documents)} regions answers ({documents[0]['error']}); is it running? see logs/daemon.log"
+        )
+
+
+def ask_in(folder: Path) -> dict[str, Any]:
+    """Read the status document of the region with this state folder; {"error"} when no daemon answers for it."""
+    try:
+        return ask(target_in(folder))
+    except (ConfigError, OSError) as error:
+        return {"error": str(error)}
+
+
+def is_answering(folder: Path, timeout_s: float) -> bool:
+    """Whether a daemon answers at the admin socket of a state folder. A daemon that died leaves its files behind."""
+    if not (folder / ADMIN_PORT_NAME).exists():
+        return False
+    try:
+        with contextlib.closing(_UnixConnection(socket_path(folder, ADMIN_SOCKET_NAME), timeout_s)) as connection:
+            connection.request("GET", "/livez")
+            return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+@contextlib.contextmanager
+def post(
+    folder: Path, path: str, document: Mapping[str, Any], *, timeout_s: float | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    """POST a JSON object to the daemon with this state folder, and yield its answer to be read.
+
+    Args:
+        path: below /api/v1/. timeout_s: of each wait for the daemon; None: TIMEOUT_S.
+
+    Raises:
+        OSError, HTTPException: it does not answer, or its token can't be read.
+    """
+    token = (folder / ADMIN_TOKEN_NAME).read_text().strip()
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+    with contextlib.closing(_UnixConnection(socket_path(folder, ADMIN_SOCKET_NAME), timeout_s)) as connection:
+        connection.request("POST", f"/api/v1/{path}", json.dumps(document), headers)
+        yield connection.getresponse()
+
+
+def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Give an order to the daemon with this state folder, and return its answer.
+
+    Args:
+        path: below /api/v1/.
+
+    Raises:
+        ConfigError: it refuses. PeersUnreachable: it does not answer.
+    """
+    try:
+        with post(folder, path, document) as answer:
+            body = json.loads(answer.read(ANSWER_BYTES_MAX))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise PeersUnreachable(
+            f"the daemon of {folder.name} in {folder} does not answer ({error}); is it running?"
+        ) from None
+    if answer.status >= http.client.MULTIPLE_CHOICES:
+        raise ConfigError(f"{folder.name} refuses: {body.get('error', answer.status)}")
+    return dict(body)

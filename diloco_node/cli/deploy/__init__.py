@@ -1,1 +1,0 @@
-"""`diloco-node deploy`: a run brought to other machines and started there."""

@@ -1,0 +1,166 @@
+"""`diloco-node export`: the merged model as a folder that `from_pretrained` loads, also in mid-run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from diloco_node import __version__
+from diloco_node.errors import ConfigError
+from diloco_node.state_names import TRAINER_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from diloco_node.core.merge.fragments import Manifest
+    from diloco_node.daemon.export_source import MergedModel
+    from diloco_node.integrations.hf_export import SavedModel
+
+REPORT_NAME: Final = "export.json"
+CONFIG_NAME: Final = "config.json"
+NAMES_SHOWN: Final = 3
+
+
+class ExportType(StrEnum):
+    """Type of the tensors in the folder."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def export(
+    *,
+    place: Annotated[
+        Path, typer.Argument(metavar="RUN|STATE_DIR", help="The folder of all regions' state, or of one region.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="The model's config.json, where a script of your own trains it."),
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            "--base", metavar="FOLDER", help="A saved model: config, tokenizer and what is not merged come from it."
+        ),
+    ] = None,
+    dtype: Annotated[ExportType, typer.Option("--dtype", help="Type of the tensors.")] = ExportType.FLOAT32,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export in OUT.")] = False,
+) -> None:
+    """Write the merged model as a folder for `from_pretrained`: final, or in mid-run the newest one on disk.
+
+    Nothing in the region's folder is changed, and a daemon may run on it.
+    """
+    from diloco_node.daemon.export_source import read_merged, region_folder
+    from diloco_node.integrations.hf_export import save_model
+    from diloco_node.storage.new_folder import new_folder
+
+    _check_out(out, is_forced=force)
+    folder = region_folder(place)
+    model = read_merged(folder)
+    document, source = _model_source(folder, model.manifest, config, base)
+    with new_folder(out, is_forced=force) as fresh:
+        result = save_model(fresh, model.tensors, document, base=source, dtype=dtype.value)
+        report = as_document(model, result)
+        (fresh / REPORT_NAME).write_text(json.dumps(report, indent=2) + "\n")
+    typer.echo(report_line(report, out))
+    if result.is_plain:
+        typer.echo("plain tensors and config.json: transformers is not installed, or does not know the model")
+    if result.random:
+        names = ", ".join(result.random[:NAMES_SHOWN]) + (", ..." if len(result.random) > NAMES_SHOWN else "")
+        typer.echo(f"{names}: not in the run, so they are random. Give --base, what save_pretrained wrote", err=True)
+        raise typer.Exit(1)
+
+
+def _check_out(out: Path, *, is_forced: bool) -> None:
+    """Refuse to replace a folder that is no export: --force on a wrong path would remove a region's state."""
+    is_used = out.is_dir() and any(out.iterdir())
+    if is_used and is_forced and not (out / REPORT_NAME).is_file():
+        raise ConfigError(f"{out} has no {REPORT_NAME}: --force replaces earlier exports only; name another folder")
+
+
+def _model_source(
+    folder: Path, manifest: Manifest, config: Path | None, base: Path | None
+) -> tuple[dict[str, Any], str | None]:
+    """The model's config, and the saved model that has what is not merged, if there is one."""
+    from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
+
+    trainer = read_object(folder / TRAINER_NAME).get("model", {}) if (folder / TRAINER_NAME).is_file() else {}
+    name = trainer.get("hf")
+    if base is None and name and (not Path(name).is_dir() or any(Path(name).glob("*.safetensors"))):
+        source = str(name)
+    else:
+        source = None if base is None else str(base)
+    if config is not None or base is not None:
+        return read_config(config or base or Path()), source
+    if name:
+        return (read_config(Path(name)) if Path(name).is_dir() else _hub_config(name)), source
+    shape = ModelSettings(
+        **{field.name: trainer[field.name] for field in fields(ModelSettings) if field.name in trainer}
+    )
+    if trainer and {spec.name: spec.shape for spec in manifest.tensors} == parameter_shapes(shape):
+        return hf_config(shape), None
+    raise ConfigError(
+        "a training script of your own trains this model, so its config.json is not known here: add --config FILE, or "
+        "--base FOLDER with what model.save_pretrained wrote"
+    )
+
+
+def _hub_config(name: str) -> dict[str, Any]:
+    """The config of a model that has a name on the hub, from the cache of its libraries."""
+    try:
+        from transformers import PretrainedConfig
+
+        return dict(PretrainedConfig.get_config_dict(name)[0])
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"the config of {name} is not here ({type(error).__name__}): add --config") from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json, or that of a folder. Raises ConfigError: it is none."""
+    config = read_object(path / CONFIG_NAME if path.is_dir() else path)
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{path} has no model_type: give the config.json that save_pretrained writes")
+    return config
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError: it can't be read, or is something else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} is no JSON object")
+    return document
+
+
+def as_document(model: MergedModel, result: SavedModel) -> dict[str, Any]:
+    """export.json; docs/export.md describes its fields."""
+    return {
+        "diloco_node": __version__,
+        "run_id": model.run_id,
+        "region": model.region,
+        "is_final": model.is_final,
+        "versions": list(model.versions),
+        "tokens": model.tokens,
+        "manifest_digest": model.manifest.digest,
+        "merged": len(model.tensors),
+        "kept": list(result.unmerged),
+    }
+
+
+def report_line(report: Mapping[str, Any], out: Path) -> str:
+    """For people: the contents of the folder."""
+    versions = report["versions"]
+    state = "finished" if report["is_final"] else "in mid-run"
+    span = f", versions {min(versions)} to {max(versions)}" if versions else ""
+    tokens = "" if report["tokens"] is None else f", {report['tokens']:,} tokens"
+    unmerged_text = f", {len(report['kept'])} tensors that are not merged" if report["kept"] else ""
+    return f"{out}: run {report['run_id']} ({state}{span}{tokens}), {report['merged']} merged tensors{unmerged_text}"

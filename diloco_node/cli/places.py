@@ -1,0 +1,172 @@
+"""The regions that a command is about.
+
+Each command that looks at regions or changes them takes them as arguments: the name of a REGION of run.toml, or a
+STATE-FOLDER, as state/us-east. Commands for several regions also take a folder of state folders, such as a demo's. Only
+processes that *are* a region (`start`, `doctor`, `measure`) have `--region` instead.
+
+Every command imports this module, so the HTTP client is imported where it is used: help must be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from diloco_node.cli.options import load
+from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
+from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
+
+if TYPE_CHECKING:
+    from diloco_node.cli.admin_client import Target
+    from diloco_node.config.resolve import NodeConfig
+
+CONVENTION: Final = "give a region of run.toml, as us-east, or its state folder, as state/us-east"
+
+RegionArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="REGION|STATE-FOLDER",
+        help="A region of run.toml, or its state folder [default: the only one on this machine].",
+    ),
+]
+RegionsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="REGION|STATE-FOLDER",
+        help="Regions of run.toml, state folders, a demo's folder; admin ports of regions elsewhere. [default: all "
+        "regions of run.toml on this machine]",
+    ),
+]
+
+
+def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
+    """Find the admin ports of some regions, or of all regions of run.toml.
+
+    Raises:
+        ConfigError: a place is no region. PeersUnreachable: none of the run's regions has run here.
+    """
+    if not places:
+        return _targets_of_run(config)
+    targets = []
+    for place in places:
+        matches = targets_in(place)
+        if not matches and _has_run(config):
+            matches = [target for target in _targets_of_run(config) if target.name == place]
+        if not matches:
+            raise ConfigError(
+                f"{place!r} is no region of run.toml that has run here, and no folder with {ADMIN_PORT_NAME}: "
+                f"{CONVENTION}; a region writes the file when it starts"
+            )
+        targets += matches
+    return targets
+
+
+def targets_in(place: str) -> list[Target]:
+    """Find the regions in a folder, at most two levels below it, or the one at an admin port; empty: it is neither.
+
+    Raises:
+        ConfigError: a port file is damaged.
+    """
+    from diloco_node.cli.admin_client import Target, target_in
+
+    if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
+        return [Target(f"port {place}", int(place))]
+    return [target_in(folder) for folder in folders_with(ADMIN_PORT_NAME, Path(place))]
+
+
+def region_folder(
+    place: str | None, config: Path | None, *, file: str, absent: type[DilocoError] = ConfigError
+) -> Path:
+    """Find the state folder of one region.
+
+    Args:
+        place: as the user gave it; None: the only region on this machine. file: lies in the folder of a region that
+            the command can work with.
+
+    Raises:
+        ConfigError: the place is no region, or several. `absent`: no such region has that file here.
+    """
+    folders = [] if place is None else folders_with(file, Path(place))
+    if not folders:
+        settings = _settings(place, config, file)
+        candidates = [settings.state_dir(name) for name in (settings.regions if place is None else [place])]
+        folders = [folder for folder in candidates if (folder / file).exists()]
+        if not folders:
+            raise absent(f"no region of run {settings.run.id} has run here: {candidates[0]} holds no {file}")
+    if len(folders) > 1:
+        names = ", ".join(folder.name for folder in folders)
+        raise ConfigError(f"{len(folders)} regions are here ({names}), and this is about one: {CONVENTION}")
+    return folders[0].resolve()
+
+
+def running_folder(place: str | None, config: Path | None) -> Path:
+    """Find the state folder of one region whose daemon has run here.
+
+    Raises:
+        ConfigError: the place is no region, or several. PeersUnreachable: it has not run here.
+    """
+    return region_folder(place, config, file=ADMIN_PORT_NAME, absent=PeersUnreachable)
+
+
+def run_folder(place: str | None, config: Path | None) -> Path:
+    """Find the folder of a region, or of all regions: that of run.toml without a place. It need not exist."""
+    if place is not None and _exists(Path(place)):
+        return Path(place)
+    settings = _settings(place, config, NODE_NAME)
+    return settings.run.state_dir if place is None else settings.state_dir(place)
+
+
+def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
+    """Read run.toml, which names the regions. Raises ConfigError: it is not there, is wrong, or has no such region."""
+    if place is not None and not _has_run(config):
+        raise ConfigError(f"{place!r} is no folder with {file}, and there is no run.toml here: {CONVENTION}")
+    settings = load(config, {}, None)
+    if place is not None and place not in settings.regions:
+        names = ", ".join(settings.regions)
+        raise ConfigError(
+            f"{place!r} is no folder with {file}, and no region of run.toml, which has {names}: {CONVENTION}"
+        )
+    return settings
+
+
+def _has_run(config: Path | None) -> bool:
+    return config is not None or Path("run.toml").exists()
+
+
+def folders_with(file: str, folder: Path) -> list[Path]:
+    """Folders that hold a file, which may be named itself: this one, or those one or two levels below it."""
+    if not _exists(folder):
+        return []
+    if folder.name == file and folder.is_file():
+        return [folder.parent]
+    paths = [path for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{file}")]
+    return sorted(path.parent for path in paths)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # as of a name that is too long for a file
+        return False
+
+
+def _targets_of_run(config: Path | None) -> list[Target]:
+    from diloco_node.cli.admin_client import Target, target_in
+
+    settings = load(config, {}, None)
+    targets = []
+    for name, region in settings.regions.items():
+        folder = settings.state_dir(name)
+        if (folder / ADMIN_PORT_NAME).exists():
+            targets.append(target_in(folder))
+        elif region.admin_port:
+            targets.append(Target(name, region.admin_port))
+    if not targets:
+        raise PeersUnreachable(
+            f"no region of run {settings.run.id} has run here: {settings.run.state_dir} holds no {ADMIN_PORT_NAME}; "
+            "start one, or give the admin port of one elsewhere"
+        )
+    return targets

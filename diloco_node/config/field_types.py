@@ -1,0 +1,69 @@
+"""Types of settings: how a value of run.toml, a variable or a flag is read, and the reason when it can't be."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic_settings import NoDecode
+
+from diloco_node.config.units import Duration, parse_duration
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError("it must be a whole number")
+    return value
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("it must be a number")
+    return value
+
+
+def paths_of(value: object) -> object:
+    """A list, or (from the environment) paths with `:` between them; the one in `hf:NAME` is none of these."""
+    return tuple(path for path in re.split(r"(?<!\bhf):", value) if path) if isinstance(value, str) else value
+
+
+def modules_of(value: object) -> object:
+    """A list, or (from the environment and flags) names with `,` between them."""
+    names = tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else value
+    for name in names if isinstance(names, list | tuple) else ():
+        if not isinstance(name, str) or not all(word.isidentifier() for word in name.split(".")):
+            raise ValueError(f"{name!r} is not the name of a module, as one writes it after `import`")
+    return names
+
+
+def _host_port(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400"')
+    host, _, port = value.rpartition(":")
+    # It ends up in the arguments of ssh and in lines to copy: no option, and nothing that a shell reads.
+    if not re.fullmatch(r"\w[\w.-]*|\[[0-9A-Fa-f:.]+(%\w[\w.-]*)?\]", host):
+        raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400" or "[fd00::1]:7400"')
+    if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65_535:
+        raise ValueError(f"port {port!r} is not from 1 to 65535")
+    return value
+
+
+def _admin_host(value: object) -> object:
+    try:
+        address = ipaddress.ip_address(value) if isinstance(value, str) else None
+    except ValueError:
+        address = None
+    if address is None or address.is_unspecified or address.is_multicast:
+        # 0.0.0.0 would also open it to the network between regions.
+        raise ValueError("it must be one address of this machine, as a number, and not all of them")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Span = Annotated[Duration, NoDecode, PlainValidator(parse_duration)]
+AdminHost = Annotated[str, BeforeValidator(_admin_host)]
+TrackerName = Literal["tensorboard", "trackio", "wandb"]
+HostPort = Annotated[str, BeforeValidator(_host_port)]

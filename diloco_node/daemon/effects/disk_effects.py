@@ -1,0 +1,155 @@
+"""Effects on the disk: the ledger, merged payloads, Theta_0 and the final model. Answers come back as events."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from diloco_node.codec.digest import payload_digest
+from diloco_node.core import events as ev
+from diloco_node.daemon.effects.drafts import Drafts
+from diloco_node.daemon.effects.fetch import Fetcher
+from diloco_node.daemon.effects.initial import InitialStates, read_initial
+from diloco_node.daemon.effects.open_stripes import MergedPart, is_contiguous
+from diloco_node.daemon.learner.version_area import VersionArea
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.work import in_thread
+from diloco_node.errors import LedgerGone, LedgerLost, StorageError
+from diloco_node.numeric import F32
+from diloco_node.storage.store import RegionStore
+
+T = TypeVar("T")
+
+STORAGE_RETRY_S: Final = 1.0
+"""A full disk must not stop training: what could not be written is tried again, and an alarm says so."""
+
+STORAGE_RETRIES_SILENT: Final = 30
+"""The alarm is repeated after so many tries."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DiskEffects:
+    """Writes what must survive the process, and tries again while the disk refuses.
+
+    Args:
+        init: a file with Theta_0; None: it is the learner's.
+        write_final_file: makes the final model durable, by tensor name; raises StorageError.
+        save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
+        files: threads for everything but the ledger. disk: one thread, for the ledger.
+
+    Attributes:
+        refusals: what the disk does not take at this moment, and why.
+    """
+
+    init: Path | None
+    write_final_file: Callable[[dict[str, F32]], None]
+    save_counter_file: Callable[[int, mmap.mmap], object]
+    parameters: Parameters
+    store: RegionStore
+    drafts: Drafts
+    fetcher: Fetcher
+    initial: InitialStates
+    files: Executor
+    disk: Executor
+    post: Callable[[ev.Event], None]
+    note: Callable[[ev.Note], None]
+    refusals: dict[str, str] = field(default_factory=dict, init=False)
+    _ledger_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _is_ledger_broken: bool = field(default=False, init=False)
+    _initial_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def persist_ledger(self, order: ev.PersistLedger) -> None:
+        """Append to the ledger. Orders are carried out one at a time, also while the disk refuses."""
+        async with self._ledger_lock:
+            if self._is_ledger_broken:
+                return
+            # Until it is written: the answer to a later token answers for this one, too.
+            self._is_ledger_broken = True
+            write = partial(
+                self.store.persist, order.term, order.voted_for, order.truncate_from, order.entries, order.base
+            )
+            await self._until_written("ledger", self.disk, write)
+            self._is_ledger_broken = False
+            self.post(ev.LedgerPersisted(order.token))
+
+    async def save_counters(self, incarnation: int, area: mmap.mmap) -> None:
+        """Wait until what an incarnation of the learner has counted, in the shared memory, is durable."""
+        save = partial(self.save_counter_file, incarnation, area)
+        await self._until_written(f"the counters of incarnation {incarnation}", self.disk, save)
+
+    async def store_payload(self, order: ev.StorePayload, parts: list[MergedPart]) -> None:
+        """Write a merged payload.
+
+        Args:
+            parts: the ballot's merged stripes that are in memory, in block order.
+        """
+        fragment, version, digest = order.fragment, order.version, order.digest
+        is_right = is_contiguous(parts, self.parameters.blocks[fragment].block_count)
+        if not is_right or payload_digest([part.digest for part in parts]) != digest:
+            # If it commits all the same it is fetched, else the ballot's deadline passes.
+            text = f"the merged stripes of ballot {order.ballot} are no whole fragment: not stored"
+            self.note(ev.Note("corrupt", text, fragment, version, is_alarm=True))
+            self.post(ev.PayloadNotStored(order.ballot, fragment, version))
+            return
+        if not await self.drafts.finish(order.ballot, fragment, version, digest, parts):
+            chunks = [part.encoded for part in parts]
+            write = partial(self.store.store_payload, fragment, version, digest, chunks)
+            await self._until_written(f"payload {fragment}.{version}", self.files, write)
+        self.fetcher.stored(fragment, version)
+        self.post(ev.PayloadStored(fragment, version, digest))
+
+    async def store_initial_state(self, version_area: VersionArea, generation: int) -> None:
+        """Write Theta_0 of the whole model: this region can propose genesis then.
+
+        Args:
+            version_area: the learner's Theta_0 is read where it lies; nothing is offered there before `initial_taken`.
+            generation: of the learner that has written it there; in a later one another learner may be writing.
+        """
+        async with self._initial_lock:
+            if version_area.generation != generation:
+                return
+            manifest = self.parameters.manifest
+            given = None
+            if self.init is not None:
+                given = await in_thread(self.files, read_initial, self.init, manifest)
+            digests = []
+            for fragment in range(len(manifest.fragments)):
+                theta = version_area.place(fragment) if given is None else given[fragment]
+                write = partial(self.initial.store_own, fragment, theta)
+                digests.append(await self._until_written("Theta_0", self.files, write))
+            if version_area.generation != generation:
+                return  # it may have been written over while it was read; the next learner lays down its own
+            self.post(ev.InitialStateStored(manifest.digest, tuple(digests)))
+            version_area.initial_taken()
+
+    async def write_final(self) -> None:
+        """Write final.safetensors."""
+        await self._until_written(
+            "final.safetensors", self.files, lambda: self.write_final_file(self.parameters.full_tensors())
+        )
+        self.post(ev.FinalWritten())
+
+    async def _until_written(self, what: str, executor: Executor, write: Callable[[], T]) -> T:
+        tries = 0
+        while True:
+            try:
+                written = await in_thread(executor, write)
+            except (LedgerLost, LedgerGone):
+                raise  # the daemon ends with it
+            except StorageError as error:
+                if tries % STORAGE_RETRIES_SILENT == 0:
+                    self.note(ev.Note("disk", f"{what} not written, trying again: {error}", is_alarm=True))
+                tries += 1
+                self.refusals[what] = str(error)
+                await asyncio.sleep(STORAGE_RETRY_S)
+                continue
+            if tries:
+                self.refusals.pop(what, None)
+                self.note(ev.Note("disk", f"{what} written after {tries + 1} tries"))
+            return written

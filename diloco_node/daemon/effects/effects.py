@@ -1,0 +1,215 @@
+"""Which part of the daemon carries out what the core orders, and takes what peers send."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+import numpy as np
+
+from diloco_node.core import events as ev
+from diloco_node.core.messages import (
+    BulkHeader,
+    ContributionStripe,
+    MergedStripe,
+    Message,
+    Payload,
+    PayloadRequested,
+    Refused,
+    State,
+    StateRequested,
+)
+from diloco_node.core.types import RunSettings
+from diloco_node.daemon.effects.disk_effects import DiskEffects
+from diloco_node.daemon.effects.drafts import Drafts
+from diloco_node.daemon.effects.fetch import Fetcher
+from diloco_node.daemon.effects.initial import InitialStates
+from diloco_node.daemon.effects.open_stripes import StripeTable
+from diloco_node.daemon.effects.sending import Sending, Transport
+from diloco_node.daemon.effects.stripe_effects import StripeEffects
+from diloco_node.daemon.effects.version_effects import VersionEffects
+from diloco_node.daemon.learner.proxy import LearnerProxy
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.work import Spawn, Threads
+from diloco_node.errors import PeerError
+from diloco_node.numeric import F32
+from diloco_node.storage.store import RegionStore
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Effects:
+    """The hands of the region core. All methods run on the event loop and return at once."""
+
+    disk: DiskEffects
+    stripes: StripeEffects
+    versions: VersionEffects
+    fetcher: Fetcher
+    learner: LearnerProxy
+    transport: Transport
+    spawn: Spawn
+    post: Callable[[ev.Event], None]
+    note: Callable[[ev.Note], None]
+
+    def perform(self, effect: ev.Effect) -> None:  # noqa: C901, PLR0912 - one arm per effect: the seam
+        """Start one effect."""
+        match effect:
+            case ev.Send():
+                self.transport.send(effect.peer, effect.message)
+            case ev.PersistLedger():
+                self.spawn(self.disk.persist_ledger(effect), "persist")
+            case ev.TakeSnapshot():
+                self.learner.take_snapshot(effect)
+            case ev.SendContribution():
+                self.spawn(self.stripes.send_contribution(effect), f"contribute {effect.contribution.fragment}")
+            case ev.ReduceStripe():
+                self.spawn(self.stripes.reduce(effect), f"reduce {effect.fragment}")
+            case ev.SendMerged():
+                self.stripes.send_merged(effect)
+            case ev.StorePayload():
+                # The stripes are taken now: the next effect may close the ballot.
+                parts = self.stripes.table.payload(effect.ballot, effect.fragment, effect.version, effect.stripes)
+                self.spawn(self.disk.store_payload(effect, parts), f"store {effect.fragment}")
+            case ev.ApplyVersion():
+                self.spawn(self.versions.apply(effect), f"apply {effect.body.fragment}")
+            case ev.AdoptState():
+                self.spawn(self.versions.adopt(effect), f"adopt {effect.fragment}")
+            case ev.SetStatesAside():
+                self.spawn(self.versions.set_aside(effect), f"set aside {effect.fragment}")
+            case ev.PruneFiles():
+                self.spawn(self.versions.prune(effect), f"prune {effect.fragment}")
+            case ev.OfferVersion():
+                self.learner.version_area.offer(effect)
+            case ev.FetchPayload() | ev.FetchState():
+                self.fetcher.ask(effect)
+            case ev.CloseBallot():
+                self.stripes.close_ballot(effect)
+            case ev.StopLearner():
+                self.learner.stop(effect.reason)
+            case ev.WriteFinal():
+                self.spawn(self.disk.write_final(), "final")
+            case ev.Note():
+                self.note(effect)
+            case _:
+                assert_never(effect)
+
+    def control_arrived(self, peer: str, message: Message) -> None:
+        """Requests for bytes are the daemon's business, everything else the core's."""
+        match message:
+            case PayloadRequested() | StateRequested():
+                self.fetcher.requested(peer, message)
+            case Refused():
+                self.fetcher.refused(peer, message)
+            case _:
+                try:
+                    self.post(ev.MessageArrived(peer, message))
+                except PeerError as error:
+                    self.note(ev.Note("peer", f"{peer}: {error}", is_alarm=True))
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """Both connections to a peer are there, or one is gone."""
+        # The core first: it must not ask this peer again for what has just failed.
+        self.post(ev.LinkChanged(peer, is_up))
+        if not is_up:
+            self.fetcher.peer_lost(peer)
+
+    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
+        """A buffer for a transfer that makes sense, or None to skip its bytes."""
+        match header:
+            case ContributionStripe() | MergedStripe():
+                is_expected = self.stripes.expects(peer, header, raw_bytes)
+            case Payload() | State():
+                is_expected = self.fetcher.expects(peer, header, raw_bytes)
+        if not is_expected:
+            self.note(ev.Note("refused", f"{type(header).__name__} of {raw_bytes} bytes from {peer}"))
+            return None
+        return np.empty(raw_bytes, np.uint8).data
+
+    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
+        """Bytes have arrived, or (not whole) the transfer broke off."""
+        body = np.frombuffer(buffer, np.uint8)
+        match header:
+            case ContributionStripe() if is_whole:
+                self.spawn(self.stripes.contribution_arrived(header, body), f"contribution from {peer}")
+            case MergedStripe() if is_whole:
+                self.spawn(self.stripes.merged_arrived(peer, header, body), f"merged from {peer}")
+            case Payload() | State():
+                self.spawn(self.fetcher.arrived(peer, header, body, is_whole=is_whole), f"fetched from {peer}")
+
+
+def build_effects(
+    *,
+    region: str,
+    settings: RunSettings,
+    init: Path | None,
+    parameters: Parameters,
+    store: RegionStore,
+    transport: Transport,
+    learner: LearnerProxy,
+    threads: Threads,
+    spawn: Spawn,
+    post: Callable[[ev.Event], None],
+    note: Callable[[ev.Note], None],
+    write_final_file: Callable[[dict[str, F32]], None],
+    save_counter_file: Callable[[int, mmap.mmap], object],
+) -> Effects:
+    """All of them, over this process's disk, links, learner and threads.
+
+    Args:
+        region: our name. init: a file with Theta_0; None: it is the learner's.
+        write_final_file: makes the final model durable, by tensor name; raises StorageError.
+        save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
+    """
+    pool, files = threads.pool, threads.files
+    table, drafts = StripeTable(), Drafts(store, files, spawn)
+    initial = InitialStates(len(parameters.manifest.fragments), store)
+    fetcher = Fetcher(
+        parameters=parameters,
+        store=store,
+        transport=transport,
+        pool=pool,
+        files=files,
+        post=post,
+        spawn=spawn,
+        initial=initial,
+    )
+    disk = DiskEffects(
+        init=init,
+        write_final_file=write_final_file,
+        save_counter_file=save_counter_file,
+        parameters=parameters,
+        store=store,
+        drafts=drafts,
+        fetcher=fetcher,
+        initial=initial,
+        files=files,
+        disk=threads.disk,
+        post=post,
+        note=note,
+    )
+    stripes = StripeEffects(
+        region=region,
+        keeps_residual=settings.error_feedback,
+        parameters=parameters,
+        learner=learner,
+        table=table,
+        drafts=drafts,
+        sending=Sending(transport, spawn),
+        pool=pool,
+        post=post,
+        note=note,
+        reject=transport.reject,
+    )
+    versions = VersionEffects(
+        checkpoint_versions=settings.checkpoint_versions,
+        parameters=parameters,
+        store=store,
+        table=table,
+        version_area=learner.version_area,
+        files=files,
+        post=post,
+        note=note,
+    )
+    return Effects(disk, stripes, versions, fetcher, learner, transport, spawn, post, note)

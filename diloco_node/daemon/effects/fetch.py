@@ -1,0 +1,199 @@
+"""Payloads and states that are missing: requested from peers, checked, stored; and served to peers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
+from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
+from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
+from diloco_node.daemon.effects.initial import InitialStates
+from diloco_node.daemon.effects.open_stripes import cut_payload
+from diloco_node.daemon.effects.sending import Transport
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.work import Spawn, in_thread
+from diloco_node.errors import LinkLost, StorageError
+from diloco_node.numeric import U8
+from diloco_node.storage.durable import DamagedFile
+from diloco_node.storage.store import RegionStore
+
+FETCH_SILENCE_S: Final = 30.0
+"""A donor that sends nothing for this long has forgotten us: the core asks another."""
+SERVES_MAX: Final = 8
+"""Transfers served to peers at once; further ones are refused as busy and requested again."""
+
+SERVES_OF_A_PEER_MAX: Final = 4
+"""What one region fetches at once. A peer that asks for more, all the time, leaves the others their part."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A fetch under way: what was requested from whom, and the watchdog that ends it."""
+
+    order: FetchPayload | FetchState
+    watchdog: asyncio.TimerHandle
+
+
+@dataclass(slots=True, kw_only=True)
+class Fetcher:
+    """Both sides of a fetch. Every order of the core is answered exactly once.
+
+    Attributes:
+        pool: threads for digests. files: threads that wait for the disk.
+        serves: transfers to peers that are being prepared or are on their way.
+    """
+
+    parameters: Parameters
+    store: RegionStore
+    transport: Transport
+    pool: Executor
+    files: Executor
+    post: Callable[[Event], None]
+    spawn: Spawn
+    initial: InitialStates
+    serves: int = field(default=0, init=False)
+    _serves_of: Counter[str] = field(default_factory=Counter, init=False)
+    _pending: dict[tuple[str, int, bool], _Pending] = field(default_factory=dict, init=False)
+
+    def ask(self, order: FetchPayload | FetchState) -> None:
+        """Send the request and start the watchdog."""
+        is_payload = isinstance(order, FetchPayload)
+        key = (order.peer, order.fragment, is_payload)
+        if key in self._pending:
+            self._fail(key, "requested again")
+        watchdog = asyncio.get_running_loop().call_later(FETCH_SILENCE_S, self._fail, key, "no answer in time")
+        self._pending[key] = _Pending(order, watchdog)
+        request: PayloadRequested | StateRequested
+        if isinstance(order, FetchPayload):
+            request = PayloadRequested(order.fragment, order.version, order.digest)
+        else:
+            request = StateRequested(order.fragment, order.version, order.digest)
+        if not self.transport.send(order.peer, request):
+            # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
+            self._fail(key, "no link")
+
+    def refused(self, peer: str, message: Refused) -> None:
+        """The peer can't help."""
+        for is_payload in (True, False):
+            key = (peer, message.fragment, is_payload)
+            pending = self._pending.get(key)
+            if pending is not None and pending.order.version == message.version:
+                self._fail(key, message.reason)
+
+    def peer_lost(self, peer: str) -> None:
+        """The link is down: nothing more will come from there."""
+        for key in sorted(key for key in self._pending if key[0] == peer):
+            self._fail(key, "link lost")
+
+    def expects(self, peer: str, header: Payload | State, raw_bytes: int) -> bool:
+        """Whether a transfer that a peer begins is one that was requested, with the size it must have."""
+        pending = self._pending.get((peer, header.fragment, isinstance(header, Payload)))
+        if pending is None or not self._is_requested(pending.order, header, raw_bytes):
+            return False
+        # Progress within the transfer is the transport's to watch (its own floor in bytes/s).
+        pending.watchdog.cancel()
+        return True
+
+    def _is_requested(self, order: FetchPayload | FetchState, header: Payload | State, raw_bytes: int) -> bool:
+        if (header.version, header.digest) != (order.version, order.digest):
+            return False
+        if isinstance(order, FetchPayload):
+            return raw_bytes == self.parameters.blocks[header.fragment].encoded_bytes
+        return raw_bytes == 8 * self.parameters.manifest.fragments[header.fragment].size
+
+    def stored(self, fragment: int, version: int) -> None:
+        """The payload came by itself, as merged stripes: that is the answer, and what the peer sends is not needed."""
+        for key in sorted(self._pending):
+            if key[1:] == (fragment, True) and self._pending[key].order.version == version:
+                self._pending.pop(key).watchdog.cancel()
+
+    async def arrived(self, peer: str, header: Payload | State, body: U8, *, is_whole: bool) -> None:
+        """Check and store what came; tell the core."""
+        key = (peer, header.fragment, isinstance(header, Payload))
+        pending = self._pending.get(key)
+        if pending is None or not self._is_requested(pending.order, header, body.nbytes):
+            return
+        if not is_whole:
+            self._fail(key, "the transfer broke off")
+            return
+        # From here on the answer is this one, whatever becomes of the link: what is being written will be on the disk.
+        del self._pending[key]
+        pending.watchdog.cancel()
+        event: Event
+        try:
+            if isinstance(header, Payload):
+                assert isinstance(pending.order, FetchPayload)
+                event = await self._store_payload(pending.order, body)
+            else:
+                event = await self._store_state(pending.order, body)
+        except StorageError as error:
+            event = FetchFailed(peer, header.fragment, header.version, f"own disk: {error}")
+        self.post(event)
+
+    async def _store_payload(self, order: FetchPayload, body: U8) -> Event:
+        blocks = self.parameters.blocks[order.fragment]
+        parts = cut_payload(body, blocks, order.stripes)
+        digest = await in_thread(self.pool, lambda: payload_digest([stripe_digest(part) for part in parts]))
+        if digest != order.digest:
+            return FetchFailed(order.peer, order.fragment, order.version, "the payload does not match its digest")
+        await in_thread(self.files, self.store.store_payload, order.fragment, order.version, order.digest, parts)
+        return PayloadStored(order.fragment, order.version, order.digest)
+
+    async def _store_state(self, order: FetchPayload | FetchState, body: U8) -> Event:
+        theta, momentum = np.split(body.view(np.float32), 2)
+        digest = await in_thread(self.pool, fragment_digest, theta, momentum)
+        if digest != order.digest:
+            return FetchFailed(order.peer, order.fragment, order.version, "the state is not what the ledger names")
+        state = (theta, momentum, digest)
+        if order.version == 0:
+            await in_thread(self.files, lambda: self.initial.store_fetched(order.fragment, *state))
+        else:
+            await in_thread(self.files, lambda: self.store.store_state(order.fragment, order.version, *state))
+        return StateStored(order.fragment, order.version, digest)
+
+    def _fail(self, key: tuple[str, int, bool], reason: str) -> None:
+        pending = self._pending.pop(key, None)
+        if pending is None:
+            return
+        pending.watchdog.cancel()
+        self.post(FetchFailed(key[0], key[1], pending.order.version, reason))
+
+    def requested(self, peer: str, message: PayloadRequested | StateRequested) -> None:
+        """A peer requests bytes; answer with a transfer or Refused."""
+        if not 0 <= message.fragment < len(self.parameters.versions):
+            self.transport.send(peer, Refused(message.fragment, message.version, "unknown"))
+        elif self.serves >= SERVES_MAX or self._serves_of[peer] >= SERVES_OF_A_PEER_MAX:
+            self.transport.send(peer, Refused(message.fragment, message.version, "busy"))
+        else:
+            self.serves += 1
+            self._serves_of[peer] += 1
+            self.spawn(self._serve(peer, message), f"serve {peer}")
+
+    async def _serve(self, peer: str, message: PayloadRequested | StateRequested) -> None:
+        name = (message.fragment, message.version, message.digest)
+        try:
+            header: Payload | State
+            if isinstance(message, PayloadRequested):
+                body = await in_thread(self.files, self.store.read_payload, *name)
+                header = Payload(*name)
+            else:
+                # From disk, where a version stays as it is while later rounds change the memory.
+                body = await in_thread(self.files, self.store.read_state_bytes, *name)
+                header = State(*name)
+            await self.transport.transfer(peer, header, body.data)
+        except DamagedFile:
+            self.transport.send(peer, Refused(message.fragment, message.version, "gone"))
+        except StorageError:  # it is there, and can't be read just now
+            self.transport.send(peer, Refused(message.fragment, message.version, "busy"))
+        except LinkLost:
+            pass  # the peer sees the link go too, and asks again when it is back
+        finally:
+            self.serves -= 1
+            self._serves_of[peer] -= 1

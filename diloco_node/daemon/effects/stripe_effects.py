@@ -1,0 +1,254 @@
+"""Effects on stripes: contributions to their reducers, the reduction, merged stripes to everybody; what peers send."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Final
+
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.codec.kernels import squared_norms
+from diloco_node.core import events as ev
+from diloco_node.core.messages import ContributionStripe, MergedStripe
+from diloco_node.core.types import Stripe
+from diloco_node.daemon.effects.drafts import Drafts
+from diloco_node.daemon.effects.open_stripes import MergedPart, StripeTable, checked_digest, reduce_stripe
+from diloco_node.daemon.effects.sending import Sending
+from diloco_node.daemon.learner.proxy import LearnerProxy
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.work import in_thread
+from diloco_node.errors import PayloadCorrupt, PeerError
+from diloco_node.numeric import U8
+
+REDUCTIONS_MAX: Final = max(1, (os.cpu_count() or 1) // 2)
+"""One after the other, so that the first is on its way while the next is summed; several where cores allow."""
+
+VERSIONS_AHEAD_MAX: Final = 3
+"""How far a stripe may be ahead of the parameters: the open round, and what commits while this region applies."""
+
+KEPT_FRAGMENTS_MAX: Final = 2
+"""What one region may keep in memory here for one round: so many fragments of contributions, and of merged stripes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StripeEffects:
+    """Moves and merges the stripes of open rounds.
+
+    A stripe counts once every block of it was checked: one that does not decode must not stall the round later. That
+    includes the own learner's, for another process wrote it: it is checked before it is sent. So a contribution that
+    comes from its own region and does not decode is that region's fault, and a strike: one, however many of its stripes
+    come, and however often.
+
+    Args:
+        region: our name. keeps_residual: with error feedback.
+        learner: has the own contribution's bytes. table: where stripes are kept. drafts: where merged ones are written.
+        reject: counts what a peer did that no honest one does, as a strike.
+    """
+
+    region: str
+    keeps_residual: bool
+    parameters: Parameters
+    learner: LearnerProxy
+    table: StripeTable
+    drafts: Drafts
+    sending: Sending
+    pool: Executor
+    post: Callable[[ev.Event], None]
+    note: Callable[[ev.Note], None]
+    reject: Callable[[str, PeerError], None]
+    _struck: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, init=False)
+    """Of each region and fragment, incarnation and snapshot of the last contribution that was a strike."""
+    _reducing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REDUCTIONS_MAX), init=False)
+
+    async def send_contribution(self, order: ev.SendContribution) -> None:
+        """Stream each stripe of the learner's contribution to its reducer; the own one is kept here."""
+        contribution = order.contribution
+        fragment = contribution.fragment
+        self.table.ballot_known(order.ballot, fragment, order.version, order.stripes)
+        self.sending.contributed_again(fragment, order.ballot)
+        missing = [(index, stripe) for index, stripe in enumerate(order.stripes) if index not in order.skip]
+        missing.sort(key=lambda one: (one[1].reducer == self.region, one[0]))  # those that have a way to go first
+
+        def copy(stripe: Stripe) -> U8:
+            # The learner's next snapshot of the fragment, and the first one of a restarted learner, overwrite the
+            # bytes, while this may still wait for a slow link.
+            return self.learner.contribution_bytes(fragment, stripe.block_start, stripe.block_stop).copy()
+
+        copies = [in_thread(self.pool, copy, stripe) for _, stripe in missing]
+        own: list[tuple[ContributionStripe, U8]] = []
+        for (index, stripe), copied in zip(missing, copies, strict=True):
+            body = await copied
+            if self.learner.has_restarted_since(contribution.incarnation):
+                self.note(ev.Note("contribute", "the learner has restarted: not sent", fragment, order.version))
+                return
+            start, stop = stripe.block_start, stripe.block_stop
+            header = ContributionStripe(order.ballot, index, order.version, contribution, start, stop)
+            if stripe.reducer == self.region:
+                own.append((header, body))
+                continue
+            try:
+                await in_thread(self.pool, squared_norms, self.learner.blocks[fragment], body, start, stop)
+            except PayloadCorrupt as error:
+                text = f"the own contribution is not sent to {stripe.reducer}: {error}"
+                self.note(ev.Note("corrupt", text, fragment, order.version, is_alarm=True))
+                continue
+            self.sending.send(stripe.reducer, header, body)
+        await asyncio.gather(*(self.contribution_arrived(header, body) for header, body in own))
+
+    async def contribution_arrived(self, header: ContributionStripe, body: U8) -> None:
+        """Check a stripe of a contribution and keep it for the reduction.
+
+        Args:
+            header: its learner is the own one, or that of the peer that sent the stripe.
+            body: shape (bytes,), uint8; nobody may change it any more.
+        """
+        contribution, start, stop = header.contribution, header.block_start, header.block_stop
+        fragment = contribution.fragment
+        blocks = self.learner.blocks[fragment]
+        try:
+            await in_thread(self.pool, squared_norms, blocks, body, start, stop)
+        except PayloadCorrupt as error:
+            self._refuse(header, error)
+            return
+        if header.version <= self.parameters.versions[fragment]:
+            return
+        limit_bytes = KEPT_FRAGMENTS_MAX * blocks.encoded_bytes
+        self.table.keep_contribution(header.version, contribution, start, stop, body, limit_bytes=limit_bytes)
+        self.post(ev.ContributionStripeArrived(header.ballot, header.stripe, contribution, (start, stop)))
+
+    def _refuse(self, header: ContributionStripe, error: PayloadCorrupt) -> None:
+        """Say what is wrong with a stripe of a contribution; a strike for its region, if it is none for it already."""
+        made = header.contribution
+        text = f"stripe {header.stripe} of the contribution of {made.learner}: {error}"
+        self.note(ev.Note("corrupt", text, made.fragment, header.version, is_alarm=True))
+        # One contribution has several stripes here, and comes again in each ballot until its round commits.
+        name, place = (made.incarnation, made.snapshot), (made.learner, made.fragment)
+        if made.learner != self.region and self._struck.get(place) != name:
+            self._struck[place] = name
+            self.reject(made.learner, PayloadCorrupt(text))
+
+    async def reduce(self, order: ev.ReduceStripe) -> None:
+        """Merge a stripe of the contributions."""
+        fragment, version, start, stop = order.fragment, order.version, order.block_start, order.block_stop
+        parts: list[U8] = []
+        for contribution in order.contributions:
+            part = self.table.contribution(version, contribution, start, stop)
+            if part is None:
+                # The round was closed in between; the ballot's deadline takes care of it otherwise.
+                self.note(ev.Note("reduce", f"no bytes from {contribution.learner}", fragment, version))
+                return
+            parts.append(part)
+        up, down = self.learner.blocks[fragment], self.parameters.blocks[fragment]
+        before = self.table.residual(fragment, order.residual_of, order.stripe)
+        try:
+            async with self._reducing:
+                reduced, encoded, residual = await in_thread(
+                    self.pool,
+                    lambda: reduce_stripe(
+                        order, parts, up, down, residual_before=before, keeps_residual=self.keeps_residual
+                    ),
+                )
+        except PayloadCorrupt as error:
+            self.note(ev.Note("corrupt", str(error), fragment, version, is_alarm=True))
+            return
+        if version <= self.parameters.versions[fragment]:
+            return
+        header = MergedStripe(order.ballot, order.stripe, fragment, version, reduced.digest, start, stop)
+        if self._keep_merged(self.region, header, encoded):
+            self.drafts.add(order.ballot, fragment, version, start, encoded, blocks=down)
+        if residual is not None:
+            self.table.keep_residual(order.ballot, order.stripe, fragment, version, residual)
+        self.post(reduced)
+        self._post_merged(self.region, header)
+
+    def send_merged(self, order: ev.SendMerged) -> None:
+        """Stream a stripe that was reduced here to peers."""
+        name = (order.ballot, order.stripe, order.fragment, order.version)
+        merged = self.table.merged(*name, sender=self.region)
+        if merged is None:
+            return
+        header = MergedStripe(*name, order.digest, order.block_start, order.block_stop)
+        for peer in order.peers:
+            self.sending.send(peer, header, merged.encoded)
+
+    async def merged_arrived(self, peer: str, header: MergedStripe, body: U8) -> None:
+        """Check a merged stripe and keep it for the payload.
+
+        Args:
+            body: shape (bytes,), uint8; nobody may change it any more.
+        """
+        fragment, version, start, stop = header.fragment, header.version, header.block_start, header.block_stop
+        if version <= self.parameters.versions[fragment]:
+            return
+        blocks = self.parameters.blocks[fragment]
+        # The disk works while the blocks are checked; what does not pass is never named.
+        self.drafts.add(header.ballot, fragment, version, start, body, blocks=blocks)
+        try:
+            if await in_thread(self.pool, checked_digest, blocks, body, start, stop) != header.digest:
+                raise PayloadCorrupt("it does not match its digest")
+        except PayloadCorrupt as error:
+            text = f"merged stripe {header.stripe} from {peer}: {error}"
+            self.note(ev.Note("corrupt", text, fragment, version, is_alarm=True))
+            return
+        if version > self.parameters.versions[fragment] and self._keep_merged(peer, header, body):
+            self._post_merged(peer, header)
+
+    def _keep_merged(self, sender: str, header: MergedStripe, body: U8) -> bool:
+        """In memory; False if there is one already."""
+        name = (header.ballot, header.stripe, header.fragment, header.version)
+        part = MergedPart(body, header.digest, header.block_start, header.block_stop, sender)
+        limit_bytes = KEPT_FRAGMENTS_MAX * self.parameters.blocks[header.fragment].encoded_bytes
+        return self.table.keep_merged(*name, part, limit_bytes=limit_bytes)
+
+    def _post_merged(self, sender: str, header: MergedStripe) -> None:
+        cut = Stripe(sender, header.block_start, header.block_stop)
+        self.post(
+            ev.MergedStripeArrived(header.ballot, header.stripe, header.fragment, header.version, header.digest, cut)
+        )
+
+    def close_ballot(self, order: ev.CloseBallot) -> None:
+        """Free what nobody asks about any more, and stop its transfers."""
+        fragment, version = order.fragment, order.version
+        self.drafts.close(order.ballot, fragment, version, committed=order.committed)
+        self.table.close(order.ballot, fragment, version, committed=order.committed)
+        if order.committed:
+            self.sending.committed(fragment, version)
+        elif version <= self.parameters.versions[fragment]:
+            # Late bytes of a round that is over; its merged stripes may still be on their way to slower regions.
+            self.table.forget(fragment, version)
+        else:
+            self.sending.ballot_failed(order.ballot)
+
+    def expects(self, peer: str, header: ContributionStripe | MergedStripe, raw_bytes: int) -> bool:
+        """Whether a stripe that a peer begins to send makes sense."""
+        if isinstance(header, MergedStripe):
+            fault = _shape_fault(self.parameters.blocks, header.fragment, header, raw_bytes)
+            return not fault and self._is_next(header.fragment, header.version) and self.table.fits(header, peer)
+        contribution = header.contribution
+        if contribution.learner != peer:
+            return False
+        fault = _shape_fault(self.learner.blocks, contribution.fragment, header, raw_bytes)
+        if fault:
+            self._refuse(header, PayloadCorrupt(fault))
+            return False
+        return contribution.base_version == header.version - 1 and self._is_next(contribution.fragment, header.version)
+
+    def _is_next(self, fragment: int, version: int) -> bool:
+        """Whether it is of one of the next versions. A region that is further behind fetches payloads."""
+        return 0 < version - self.parameters.versions[fragment] <= VERSIONS_AHEAD_MAX
+
+
+def _shape_fault(
+    layouts: list[FragmentBlocks], fragment: int, header: ContributionStripe | MergedStripe, raw_bytes: int
+) -> str:
+    """Why a stripe can't be one of this model; empty when it lies in its fragment and has its blocks' bytes."""
+    if not 0 <= fragment < len(layouts):
+        return f"fragment {fragment} of {len(layouts)}"
+    blocks, start, stop = layouts[fragment], header.block_start, header.block_stop
+    if not 0 <= start < stop <= blocks.block_count:
+        return f"blocks [{start}, {stop}) of a fragment of {blocks.block_count}"
+    expected = blocks.span_bytes(start, stop)
+    return "" if raw_bytes == expected else f"{raw_bytes} bytes for blocks [{start}, {stop}), which have {expected}"

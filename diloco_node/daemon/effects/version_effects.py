@@ -1,0 +1,122 @@
+"""Effects on the parameters: outer steps and adopted states, their digests and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from diloco_node.codec.digest import payload_digest
+from diloco_node.core.events import (
+    AdoptState,
+    ApplyVersion,
+    CheckpointWritten,
+    DigestComputed,
+    Event,
+    Note,
+    PruneFiles,
+    SetStatesAside,
+    StatesRenamed,
+    VersionApplied,
+)
+from diloco_node.core.types import RoundBody
+from diloco_node.daemon.effects.open_stripes import StripeTable, cut_payload
+from diloco_node.daemon.learner.version_area import VersionArea
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.work import in_thread
+from diloco_node.errors import DilocoError, StorageError
+from diloco_node.numeric import U8
+from diloco_node.storage.store import RegionStore
+
+
+@dataclass(slots=True, kw_only=True)
+class VersionEffects:
+    """Brings fragments to their next versions.
+
+    Args:
+        checkpoint_versions: a checkpoint is written every so many versions.
+        table: merged stripes in memory.
+        version_area: the learner's, where the next version is written if its place is free.
+        files: threads that wait for the disk.
+    """
+
+    checkpoint_versions: int
+    parameters: Parameters
+    store: RegionStore
+    table: StripeTable
+    version_area: VersionArea
+    files: Executor
+    post: Callable[[Event], None]
+    note: Callable[[Note], None]
+
+    async def apply(self, order: ApplyVersion) -> None:
+        """The outer step of a committed round.
+
+        Raises:
+            DilocoError: its payload was on disk and is not any more.
+        """
+        fragment, version = order.body.fragment, order.body.version
+        parts, is_checked = await self._payload_parts(order.body)
+        place = self.version_area.free_place(fragment)
+        await self.parameters.apply(order.body, parts, place, is_checked=is_checked)
+        if place is not None:
+            self.version_area.place_written(fragment, version)
+        self.post(VersionApplied(fragment, version))
+        await self._compute_digest(fragment)
+        if version % self.checkpoint_versions == 0:
+            try:
+                written = await self.parameters.checkpoint(fragment)
+            except StorageError as error:
+                self.note(Note("disk", f"checkpoint not written: {error}", fragment, version, is_alarm=True))
+            else:
+                self.post(CheckpointWritten(fragment, *written))
+
+    async def _payload_parts(self, body: RoundBody) -> tuple[list[U8], bool]:
+        """The committed payload by stripes: from memory if it is the very one, else from disk.
+
+        And whether every block has been checked: what is in memory was when it came.
+        """
+        parts = self.table.payload(body.ballot, body.fragment, body.version, body.stripes)
+        if payload_digest([part.digest for part in parts]) == body.payload_digest:
+            return [part.encoded for part in parts], True
+        name = (body.fragment, body.version, body.payload_digest)
+        try:
+            payload = await in_thread(self.files, self.store.read_payload, *name)
+        except StorageError as error:
+            raise _lost_on_disk(f"payload {body.fragment}.{body.version}", error) from error
+        return cut_payload(payload, self.parameters.blocks[body.fragment], body.stripes), False
+
+    async def adopt(self, order: AdoptState) -> None:
+        """Take a stored state. Raises DilocoError when it is not on disk any more."""
+        try:
+            await self.parameters.adopt(order.fragment, order.version)
+        except StorageError as error:
+            raise _lost_on_disk(f"state {order.fragment}.{order.version}", error) from error
+        self.post(VersionApplied(order.fragment, order.version))
+        await self._compute_digest(order.fragment)
+
+    async def set_aside(self, order: SetStatesAside) -> None:
+        """Rename states that are not what the ledger names. Raises DilocoError when the disk refuses."""
+        try:
+            await self.parameters.set_states_aside(order.fragment, order.version_min)
+        except StorageError as error:
+            raise _lost_on_disk(f"state {order.fragment}.{order.version_min}", error) from error
+        self.post(StatesRenamed(order.fragment))
+
+    async def prune(self, order: PruneFiles) -> None:
+        """Remove files that nobody needs any more; those that the disk refuses to remove stay until the next time."""
+        with contextlib.suppress(StorageError):
+            await in_thread(self.files, self.store.prune, order.fragment, order.keep_from_version)
+
+    async def _compute_digest(self, fragment: int) -> None:
+        self.post(DigestComputed(fragment, *await self.parameters.digest(fragment)))
+        with contextlib.suppress(StorageError):  # whoever stores the next payload says what is wrong with the disk
+            await self.parameters.write_ahead(fragment)
+
+
+def _lost_on_disk(what: str, error: StorageError) -> DilocoError:
+    """What was on disk is not any more. A new process finds out what is left and fetches the rest from the others."""
+    return DilocoError(
+        f"{what} was on disk and can't be read: {error}. The daemon starts again and fetches what it lacks"
+    )

@@ -1,0 +1,199 @@
+"""The reception of the region's learner: its welcome or refusal, the position of the run, and then its messages.
+
+A learner is welcomed once its model is the run's, its counters can be true, and its incarnation is known. Until then
+nothing that it says counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from diloco_node.core.bounds import STEP_MAX
+from diloco_node.core.events import Note
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.region import RegionCore
+from diloco_node.core.rounds.progress import RunPosition
+from diloco_node.daemon.learner.proxy import LearnerProxy
+from diloco_node.daemon.manifest_file import describe_difference
+from diloco_node.daemon.node_runtime import NodeRuntime
+from diloco_node.daemon.work import in_thread
+from diloco_node.errors import ProtocolViolation, StorageError
+from diloco_node.storage.trained import Trained, allot_incarnation, read_trained, set_damaged_aside
+from diloco_node.wire.learner_link import (
+    NEW_PROCESS,
+    Attach,
+    RunAdvanced,
+    ToDaemon,
+    Welcome,
+    merge_rules,
+)
+
+POSITION_EVERY_NS: Final = 250_000_000
+"""The learner hears at most so often how far the run is: in between it advances at its own share."""
+
+
+class Reception:
+    """Answers each learner that attaches, and passes on the messages of the one that was welcomed.
+
+    All methods run on the event loop.
+    """
+
+    def __init__(self, runtime: NodeRuntime, manifest: Manifest, core: RegionCore, learner: LearnerProxy) -> None:
+        self._runtime = runtime
+        self._spec = runtime.spec
+        self._note = runtime.notes.add
+        self._manifest = manifest
+        self._core = core
+        self._learner = learner
+        # Grows with each attach and each detach: a welcome that was begun for an older number is dropped.
+        self._attaches = 0
+        self._is_welcomed = False
+        # One welcome at a time, so that a later learner has the greater incarnation.
+        self._welcome_lock = asyncio.Lock()
+        # A new process whose incarnation the other regions must tell first.
+        self._waiting_attach: Attach | None = None
+        self._sent_position = RunPosition(0, None)
+        self._sent_position_ns = 0
+
+    @property
+    def known_incarnation(self) -> int:
+        """The newest incarnation of the own learner that the ledger knows of; -1 if none."""
+        return self._core.history.incarnation(self._spec.region)
+
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether a new process waits until the other regions tell which incarnations there were."""
+        return self._waiting_attach is not None and not self._core.may_allot_incarnation
+
+    def rejection_reason(self, attach: Attach) -> str:
+        """Why a process with this model can't be this region's learner; empty if it can."""
+        difference = describe_difference(self._manifest, merge_rules(attach.tensors, self._spec.settings.merge))
+        if difference:
+            return f"this is not the run's model: {difference}"
+        try:
+            by_fragment = attach.in_fragments(len(self._manifest.fragments))
+        except ProtocolViolation as error:
+            return str(error)
+        fault = self._learner.attach_fault(by_fragment, run_id=self._spec.run_id)
+        return f"what it says of itself can't be: {fault}" if fault else ""
+
+    def on_message(self, message: ToDaemon) -> None:
+        """Take a message of the learner: the welcome begins with Attach, everything later is the proxy's."""
+        if isinstance(message, Attach):
+            self._attaches += 1
+            self._is_welcomed = False
+            self._runtime.spawn(self._welcome(message, self._attaches), "welcome")
+        elif not self._is_welcomed:
+            # No learner does that: it knows neither its incarnation nor which versions are there.
+            self._note(Note("learner", f"{type(message).__name__} before its welcome: ignored", is_alarm=True))
+        else:
+            self._learner.on_message(message)
+            self._send_news_of_position()
+
+    def detached(self) -> None:
+        """Forget the learner: its connection is gone, whether or not it was welcomed."""
+        self._attaches += 1
+        self._is_welcomed = False
+        self._waiting_attach = None
+        self._learner.detached()
+
+    def core_changed(self) -> None:
+        """Welcome the learner that waits, once the core knows which incarnations there were."""
+        if self._waiting_attach is not None and self._core.may_allot_incarnation:
+            attach, self._waiting_attach = self._waiting_attach, None
+            self._runtime.spawn(self._welcome(attach, self._attaches), "welcome")
+
+    async def _welcome(self, attach: Attach, number: int) -> None:
+        """Welcome the learner, or say why not. Nothing is done for one that went, or was replaced, meanwhile."""
+        server = self._runtime.learner_server
+        async with self._welcome_lock:
+            if number != self._attaches:
+                return
+            # Again: the node may not have been there when it was let in.
+            rejection_reason = self.rejection_reason(attach)
+            if rejection_reason:
+                server.refuse(rejection_reason, is_final=True)
+                return
+            attach = attach.in_fragments(len(self._manifest.fragments))
+            if attach.incarnation == NEW_PROCESS and not self._core.may_allot_incarnation:
+                # A folder that was lost does not know which incarnations there were; the others tell it.
+                self._waiting_attach = attach
+                return
+            try:
+                incarnation, predecessors, damaged_files = await in_thread(
+                    self._runtime.threads.disk, self._read_counters, attach, self._core.incarnation_min
+                )
+            except StorageError as error:
+                self._note(Note("disk", f"no counters for a new learner: {error}", is_alarm=True))
+                if number == self._attaches:
+                    server.refuse(str(error), is_final=False)
+                return
+            for name in damaged_files:
+                self._note(Note("disk", f"{name} was damaged: it is set aside. Look at the disk", is_alarm=True))
+            if number == self._attaches:
+                self._welcome_as(attach, incarnation, predecessors)
+
+    def _read_counters(self, attach: Attach, incarnation_min: int) -> tuple[int, tuple[Trained, ...], tuple[str, ...]]:
+        """Read, in the disk's thread, what a welcome needs of the folder.
+
+        Returns:
+            The learner's incarnation, the counters of those before it, and the files that were set aside.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        damaged_files = set_damaged_aside(self._spec.state_dir)
+        incarnation = attach.incarnation
+        if incarnation == NEW_PROCESS:
+            incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=incarnation_min)
+        counters = read_trained(self._spec.state_dir, self._learner.counters)
+        return incarnation, tuple(life for life in counters if life.incarnation < incarnation), damaged_files
+
+    def _welcome_as(self, attach: Attach, incarnation: int, predecessors: tuple[Trained, ...]) -> None:
+        """Answer; from here on what the learner says counts."""
+        # A learner in mid-run has nothing to write, and would leave the version area to itself for ever.
+        is_placed = min(position.base_version for position in attach.positions) >= 0
+        wants_initial_state = self._core.wants_initial_state and not is_placed
+        settings = self._spec.settings
+        self._is_welcomed = True
+        position = self._core.leader.progress.position(now_ns=self._runtime.now_ns())
+        self._runtime.learner_server.send(
+            Welcome(
+                region=self._spec.region,
+                region_index=self._spec.regions.index(self._spec.region),
+                regions=self._spec.regions,
+                incarnation=incarnation,
+                run_id=self._spec.run_id,
+                fragments=settings.fragments,
+                sync_every=settings.sync_every,
+                merge=settings.merge,
+                codec_up=settings.codec_up,
+                carry=settings.carry,
+                carry_steps_limit=settings.carry_steps_limit,
+                global_step=min(position.steps, STEP_MAX),
+                manifest_digest=self._manifest.digest,
+                wants_initial_state=wants_initial_state,
+                state_dir=str(self._spec.state_dir.resolve()),
+            )
+        )
+        self._send_position(position)
+        self._learner.attached(
+            attach,
+            incarnation,
+            tuple((life.incarnation, life.steps, life.tokens) for life in predecessors),
+            writes_initial=wants_initial_state,
+        )
+
+    def _send_news_of_position(self) -> None:
+        """Tell the learner how far the run is, if that is news and the last telling is long enough ago."""
+        now_ns = self._runtime.now_ns()
+        if now_ns - self._sent_position_ns < POSITION_EVERY_NS:
+            return
+        position = self._core.leader.progress.position(now_ns=now_ns)
+        if position != self._sent_position:
+            self._send_position(position)
+
+    def _send_position(self, position: RunPosition) -> None:
+        self._sent_position, self._sent_position_ns = position, self._runtime.now_ns()
+        self._runtime.learner_server.send(RunAdvanced(min(position.steps, STEP_MAX), position.part))

@@ -1,0 +1,131 @@
+"""The tensors of a run as a saved model: by `save_pretrained` where transformers knows it, else plain safetensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from diloco_node.errors import ConfigError
+from diloco_node.numeric import F32
+
+CONFIG_NAME: Final = "config.json"
+WEIGHTS_NAME: Final = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """How a model was saved.
+
+    Attributes:
+        is_plain: by names and values alone, for transformers is not installed or does not know the model.
+        unmerged: names of frozen parameters and buffers, which the run does not have.
+        random: those of them that nothing was known of.
+    """
+
+    is_plain: bool
+    unmerged: tuple[str, ...] = ()
+    random: tuple[str, ...] = ()
+
+
+def save_model(
+    folder: Path, tensors: Mapping[str, F32], config: Mapping[str, Any], *, base: str | None, dtype: str
+) -> SavedModel:
+    """Write weights, `config.json` and, where the base has one, the tokenizer.
+
+    Args:
+        folder: empty.
+        tensors: merged ones, under the names of `model.named_parameters()`.
+        config: what config.json says.
+        base: folder or name of a saved model, for frozen parameters and buffers. None: as the config makes them.
+        dtype: such as "bfloat16".
+
+    Raises:
+        ConfigError: the tensors do not fit the config, or the base can't be loaded.
+    """
+    plain = {name: torch.from_numpy(values) for name, values in tensors.items()}
+    kind: torch.dtype = getattr(torch, dtype)
+    (folder / CONFIG_NAME).write_text(json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n")
+    if not is_known(config):
+        if base is not None:
+            raise ConfigError(f"--base wants a model that transformers knows, not {config['model_type']}: leave it out")
+        contiguous = {name: value.to(kind).contiguous() for name, value in plain.items()}
+        save_file(contiguous, folder / WEIGHTS_NAME, {"format": "pt"})
+        return SavedModel(is_plain=True)
+    model = _model(folder, base)
+    try:
+        lacking = model.load_state_dict(plain, strict=False)
+    except RuntimeError as error:  # another shape
+        raise ConfigError(f"the run's tensors do not fit config.json: {_one_line(error)}") from error
+    if lacking.unexpected_keys:
+        raise ConfigError(
+            f"tensor {lacking.unexpected_keys[0]} of the run is not in the model of config.json: is it of the same "
+            "kind, and saved under the names that the training script attached?"
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    merged_ids = {id(parameters[name]) for name in plain if name in parameters}
+    other_names = sorted(name for name in lacking.missing_keys if id(parameters.get(name)) not in merged_ids)
+    model.to(kind).save_pretrained(folder)
+    _save_tokenizer(base, folder)
+    random = () if base is not None else tuple(name for name in other_names if name in parameters)
+    return SavedModel(False, tuple(other_names), random)
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with another type: `from_pretrained` would else round to the one it was made with."""
+    return {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")} | {"dtype": dtype}
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether transformers is installed and knows the model."""
+    if importlib.util.find_spec("transformers") is None:
+        return False
+    from transformers import CONFIG_MAPPING
+
+    return config["model_type"] in CONFIG_MAPPING
+
+
+def _model(folder: Path, base: str | None) -> Any:
+    """The model of the config in the folder, in float32; with the values of the base where there is one."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        architecture = getattr(transformers, (config.architectures or [""])[0], None)
+        if base is not None:
+            kind = architecture or transformers.AutoModelForCausalLM
+            return kind.from_pretrained(base, config=config, dtype=torch.float32)
+        model: nn.Module
+        if architecture is not None:
+            model = architecture(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model.to(torch.float32)
+    except Exception as error:  # the library has no common class of errors
+        place = CONFIG_NAME if base is None else f"--base {base}"
+        raise ConfigError(f"{place} makes no model: {_one_line(error)}") from error
+
+
+def _save_tokenizer(base: str | None, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    if base is None:
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base)
+    except (OSError, ValueError, KeyError, AttributeError):  # there is none
+        return
+    tokenizer.save_pretrained(folder)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,62 @@
+"""The core of a simulated region, and the hooks by which a test plants a fault into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_node.core.region import RegionCore
+from diloco_node.core.types import Recovered
+from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.setup import Setup
+
+
+def make_core(region: str, setup: Setup, recovered: Recovered, seed: int, now_ns: int) -> Any:
+    """Return the real core, unharmed."""
+    return RegionCore(
+        region=region,
+        regions=setup.regions,
+        run_id="simulated",
+        settings_digest="simulated",
+        manifest=setup.manifest,
+        settings=setup.settings,
+        recovered=recovered,
+        seed=seed,
+        now_ns=now_ns,
+    )
+
+
+def _leave(_: object) -> None:
+    """Change nothing. A function of its own, as those below: a fault goes to other processes by pickle."""
+
+
+def _keep(setup: Setup) -> Setup:
+    return setup
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One rule to break in every region of a run, to show that some checker notices.
+
+    Attributes:
+        name: for reports.
+        breaks: the rule, in words.
+        spoil: changes a core right after it was made.
+        plant: changes a host before the run.
+        adapt: changes the run so that the fault can show.
+        schedule: the one that shows it best; empty: the seed's.
+    """
+
+    name: str
+    breaks: str
+    spoil: Callable[[Any], None] = _leave
+    plant: Callable[[Host], None] = _leave
+    adapt: Callable[[Setup], Setup] = _keep
+    schedule: str = ""
+
+    def make_core(self, region: str, setup: Setup, recovered: Recovered, seed: int, now_ns: int) -> Any:
+        """Return the real core with the fault in it."""
+        core = make_core(region, setup, recovered, seed, now_ns)
+        self.spoil(core)
+        return core

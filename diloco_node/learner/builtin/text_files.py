@@ -1,0 +1,103 @@
+"""Text files as bytes: which files belong to a corpus, in which order, and which of them are held out."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from diloco_node.errors import ConfigError
+
+HELD_OUT_PERCENT: Final = 5
+FILES_MAX: Final = 200_000
+
+_SNIFF_BYTES: Final = 8192
+_SKIPPED_FOLDERS: Final = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file of a corpus.
+
+    Attributes:
+        name: the same wherever the folder lies. path: its place on this machine.
+    """
+
+    name: str
+    path: Path
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is among the 5 % that nobody trains on; the same everywhere and always."""
+        digest = hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).digest()
+        return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether there is a NUL in its first 8 KiB, or it can't be read."""
+        try:
+            with self.path.open("rb") as file:
+                return b"\0" in file.read(_SNIFF_BYTES)
+        except OSError:
+            return True  # a file the user named himself is only one of many
+
+    def read(self) -> bytes | None:
+        """Read it whole. None: it can't be read, is empty, or is binary."""
+        return None if self.is_binary else self.path.read_bytes() or None
+
+
+def standard_library() -> Path:
+    """Folder of Python's own sources: the corpus of a run that names no data."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def text_files(paths: Sequence[str | Path]) -> list[TextFile]:
+    """List the files of a corpus, path after path, sorted by name inside each.
+
+    Raises:
+        ConfigError: a path does not exist, or a folder has too many files.
+    """
+    if not paths:
+        root = standard_library()
+        # Not the standard library's own tests: they are half of it, often missing, and repeat themselves.
+        names = (name for name in files_below(root) if name.endswith(".py") and not name.startswith("test/"))
+        return [TextFile(name, root / name) for name in names]
+    return [file for path in paths for file in _files_at(Path(path))]
+
+
+def _files_at(path: Path) -> list[TextFile]:
+    if path.is_file():
+        return [TextFile(path.name, path)]
+    if path.is_dir():
+        return [TextFile(name, path / name) for name in files_below(path)]
+    raise ConfigError(f"data path {path} does not exist: give files or folders of text with --data PATH, or none")
+
+
+def files_below(root: Path) -> list[str]:
+    """Relative paths of the files below, sorted, without hidden files, links and folders of installed packages.
+
+    A restarted learner waits for it: folders left out are not entered.
+
+    Raises:
+        ConfigError: more than FILES_MAX files.
+    """
+    names: list[str] = []
+    folders = [""]
+    while folders:
+        prefix = folders.pop()
+        with contextlib.suppress(OSError), os.scandir(root / prefix) as entries:
+            for entry in entries:
+                if entry.name in _SKIPPED_FOLDERS or entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{prefix}{entry.name}/")
+                elif entry.is_file(follow_symlinks=False):
+                    names.append(prefix + entry.name)
+        if len(names) > FILES_MAX:
+            raise ConfigError(f"more than {FILES_MAX} files below {root}: give a smaller folder with --data PATH")
+    return sorted(names)

@@ -1,0 +1,381 @@
+"""Both sides of a fetch: every order is answered once, by the bytes that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
+from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
+from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
+from diloco_node.core.types import Stripe
+from diloco_node.daemon.effects import fetch as fetch_module
+from diloco_node.daemon.effects.fetch import SERVES_MAX, SERVES_OF_A_PEER_MAX, Fetcher
+from diloco_node.daemon.effects.initial import InitialStates
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.errors import StorageError
+from diloco_node.storage.store import RegionStore
+from tests.kit.node_kit import (
+    MANIFEST,
+    FakeTransport,
+    HeldExecutor,
+    InlineExecutor,
+    Tasks,
+    encoded,
+    make_parameters,
+    settle,
+    theta_of,
+)
+
+
+class Bench:
+    def __init__(self, parameters: Parameters, store: RegionStore) -> None:
+        self.parameters, self.store = parameters, store
+        self.transport = FakeTransport()
+        self.tasks = Tasks()
+        self.posted: list[Event] = []
+        self.pool: Any = InlineExecutor()
+        self.initial = InitialStates(len(MANIFEST.fragments), store)
+        self.fetcher = Fetcher(
+            parameters=parameters,
+            store=store,
+            transport=self.transport,
+            pool=self.pool,
+            files=self.pool,
+            post=self.posted.append,
+            spawn=self.tasks.spawn,
+            initial=self.initial,
+        )
+        blocks = parameters.blocks[0]
+        half = blocks.block_count // 2
+        self.stripes = (Stripe("b", 0, half), Stripe("c", half, blocks.block_count))
+        self.body = encoded(blocks, theta_of(0, 3)).tobytes()
+        edge = blocks.span_bytes(0, half)
+        self.digest = payload_digest([stripe_digest(self.body[:edge]), stripe_digest(self.body[edge:])])
+
+    def payload_order(self, peer: str = "b", version: int = 1) -> FetchPayload:
+        return FetchPayload(peer, 0, version, self.digest, self.stripes)
+
+    def state(self, version: int, seed: int = 5) -> tuple[State, bytes]:
+        theta, momentum = theta_of(0, seed), theta_of(0, seed + 1)
+        return State(0, version, fragment_digest(theta, momentum)), theta.tobytes() + momentum.tobytes()
+
+    def keep(self, version: int, seed: int = 5) -> bytes:
+        """Put a state on this region's disk; its digest."""
+        header, body = self.state(version, seed)
+        theta, momentum = np.split(np.frombuffer(body, np.float32), 2)
+        self.store.store_state(0, version, theta, momentum, header.digest)
+        return header.digest
+
+    async def arrive(self, peer: str, header: Payload | State, body: bytes, *, is_whole: bool = True) -> bool:
+        if not self.fetcher.expects(peer, header, len(body)):
+            return False
+        await self.fetcher.arrived(peer, header, np.frombuffer(body, np.uint8), is_whole=is_whole)
+        return True
+
+    def watchdogs(self) -> int:
+        return sum(not pending.watchdog.cancelled() for pending in self.fetcher._pending.values())
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    parameters, store = await make_parameters(tmp_path)
+    one = Bench(parameters, store)
+    yield one
+    for pending in one.fetcher._pending.values():
+        pending.watchdog.cancel()
+    assert one.tasks.errors == []
+    store.close()
+
+
+# ---- asking ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_payload_that_was_asked_for_is_stored_and_told(bench: Bench) -> None:
+    bench.fetcher.ask(bench.payload_order())
+    assert bench.transport.sent == [("b", PayloadRequested(0, 1, bench.digest))]
+    assert await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
+    assert bench.posted == [PayloadStored(0, 1, bench.digest)]
+    assert bench.store.read_payload(0, 1, bench.digest).tobytes() == bench.body
+    assert not await bench.arrive("b", Payload(0, 1, bench.digest), bench.body), "only once"
+
+
+async def test_a_payload_of_other_bytes_is_refused_and_not_stored(bench: Bench) -> None:
+    bench.fetcher.ask(bench.payload_order())
+    wrong = bytearray(bench.body)
+    wrong[499] ^= 1
+    assert await bench.arrive("b", Payload(0, 1, bench.digest), bytes(wrong))
+    assert bench.posted == [FetchFailed("b", 0, 1, "the payload does not match its digest")]
+    with pytest.raises(StorageError):
+        bench.store.read_payload(0, 1, bench.digest)
+
+
+@pytest.mark.parametrize(
+    ("peer", "version", "is_same_digest", "extra"),
+    [("c", 1, True, b""), ("b", 2, True, b""), ("b", 1, False, b""), ("b", 1, True, b"x")],
+)
+async def test_what_was_not_asked_for_is_not_taken_and_the_watchdog_goes_on(
+    bench: Bench, peer: str, version: int, is_same_digest: bool, extra: bytes
+) -> None:
+    bench.fetcher.ask(bench.payload_order())
+    header = Payload(0, version, bench.digest if is_same_digest else b"z" * 32)
+    assert not await bench.arrive(peer, header, bench.body + extra)
+    assert bench.watchdogs() == 1, "an answer must still come, whatever else the peer sends"
+    assert bench.posted == []
+
+
+async def test_silence_is_an_answer_in_the_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_module, "FETCH_SILENCE_S", 0.0)
+    bench.fetcher.ask(bench.payload_order())
+    bench.fetcher.ask(FetchState("b", 0, 1, b"d" * 32))
+    await settle()
+    assert bench.posted == [
+        FetchFailed("b", 0, 1, "no answer in time"),
+        FetchFailed("b", 0, 1, "no answer in time"),
+    ]
+
+
+async def test_once_a_transfer_has_begun_the_transport_watches_it(bench: Bench) -> None:
+    bench.fetcher.ask(bench.payload_order())
+    assert bench.fetcher.expects("b", Payload(0, 1, bench.digest), len(bench.body))
+    assert bench.watchdogs() == 0
+
+
+async def test_a_transfer_that_breaks_off_and_a_lost_link_are_one_failure(bench: Bench) -> None:
+    bench.fetcher.ask(bench.payload_order())
+    assert await bench.arrive("b", Payload(0, 1, bench.digest), bench.body, is_whole=False)
+    bench.fetcher.peer_lost("b")
+    assert bench.posted == [FetchFailed("b", 0, 1, "the transfer broke off")]
+
+
+async def test_what_could_not_even_be_asked_has_failed_at_once(bench: Bench) -> None:
+    bench.transport.is_down = True
+    bench.fetcher.ask(bench.payload_order())
+    assert bench.posted == [FetchFailed("b", 0, 1, "no link")]
+    assert not bench.watchdogs()
+    bench.transport.is_down = False
+    bench.fetcher.ask(bench.payload_order())
+    assert await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
+    assert bench.posted[1:] == [PayloadStored(0, 1, bench.digest)]
+
+
+async def test_a_lost_link_fails_what_was_asked_of_that_peer(bench: Bench) -> None:
+    bench.fetcher.ask(bench.payload_order("b"))
+    bench.fetcher.ask(FetchState("c", 0, 1, b"d" * 32))
+    bench.fetcher.peer_lost("b")
+    assert bench.posted == [FetchFailed("b", 0, 1, "link lost")]
+    bench.fetcher.peer_lost("b")
+    assert len(bench.posted) == 1
+
+
+async def test_a_refusal_fails_the_version_it_names_only(bench: Bench) -> None:
+    bench.fetcher.ask(bench.payload_order())
+    bench.fetcher.refused("b", Refused(0, 9, "gone"))
+    bench.fetcher.refused("c", Refused(0, 1, "gone"))
+    assert bench.posted == []
+    bench.fetcher.refused("b", Refused(0, 1, "gone"))
+    assert bench.posted == [FetchFailed("b", 0, 1, "gone")]
+
+
+async def test_a_payload_that_came_by_itself_ends_the_fetch_of_it(bench: Bench) -> None:
+    """The core counts it as stored: a failure of this fetch later would be taken for one of the next."""
+    bench.fetcher.ask(bench.payload_order())
+    bench.fetcher.stored(0, 2)
+    assert bench.watchdogs() == 1
+    bench.fetcher.stored(0, 1)
+    assert bench.fetcher._pending == {}
+    bench.fetcher.ask(bench.payload_order(version=2))
+    assert not await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
+    assert bench.posted == []
+
+
+async def test_the_late_transfer_of_an_earlier_fetch_does_not_end_the_later_one(bench: Bench) -> None:
+    bench.fetcher.ask(bench.payload_order())
+    assert bench.fetcher.expects("b", Payload(0, 1, bench.digest), len(bench.body))
+    bench.fetcher.stored(0, 1)
+    bench.fetcher.ask(bench.payload_order(version=2))
+    body = np.frombuffer(bench.body, np.uint8)
+    await bench.fetcher.arrived("b", Payload(0, 1, bench.digest), body, is_whole=False)
+    assert bench.posted == []
+    assert bench.watchdogs() == 1
+
+
+async def test_a_state_is_taken_at_the_very_version_and_digest_that_the_ledger_names(bench: Bench) -> None:
+    header, body = bench.state(3)
+    bench.fetcher.ask(FetchState("b", 0, 3, header.digest))
+    assert bench.transport.sent == [("b", StateRequested(0, 3, header.digest))]
+    for version in (2, 4, 2**62):
+        assert not await bench.arrive("b", replace(header, version=version), body), "another version"
+    other, other_body = bench.state(3, seed=7)
+    assert not await bench.arrive("b", other, other_body), "another state of the version"
+    assert not await bench.arrive("b", header, body[:-4])
+    assert await bench.arrive("b", header, body)
+    assert bench.posted == [StateStored(0, 3, header.digest)]
+    theta, momentum = bench.store.read_state(0, 3)
+    assert theta.tobytes() + momentum.tobytes() == body
+
+
+async def test_a_state_of_other_bytes_is_refused(bench: Bench) -> None:
+    header, body = bench.state(3)
+    bench.fetcher.ask(FetchState("b", 0, 3, header.digest))
+    assert await bench.arrive("b", header, bytes(4) + body[4:])
+    assert bench.posted == [FetchFailed("b", 0, 3, "the state is not what the ledger names")]
+    assert bench.store.state_versions(0) == (0,)
+
+
+async def test_theta_0_must_be_the_one_of_genesis(bench: Bench) -> None:
+    header, body = bench.state(0)
+    bench.fetcher.ask(FetchState("b", 0, 0, b"other"))
+    before = bench.store.read_state(0, 0)[0].tobytes()
+    assert not await bench.arrive("b", header, body)
+    assert bench.store.read_state(0, 0)[0].tobytes() == before
+    bench.fetcher.ask(FetchState("b", 0, 0, header.digest))
+    assert await bench.arrive("b", header, body)
+    assert bench.posted[-1] == StateStored(0, 0, header.digest)
+
+
+async def test_the_learners_own_theta_0_is_not_written_over_a_fetched_one(bench: Bench) -> None:
+    header, body = bench.state(0)
+    bench.fetcher.ask(FetchState("b", 0, 0, header.digest))
+    assert await bench.arrive("b", header, body)
+    assert bench.initial.store_own(0, theta_of(0, 77)) == header.digest
+    assert bench.store.read_state(0, 0)[0].tobytes() == body[: len(body) // 2]
+    assert bench.initial.store_own(1, theta_of(1, 77)) == fragment_digest(
+        theta_of(1, 77), np.zeros_like(theta_of(1, 77))
+    )
+
+
+async def test_an_own_disk_that_refuses_is_a_failure_that_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise StorageError("full")
+
+    monkeypatch.setattr(bench.store, "store_payload", refuse)
+    bench.fetcher.ask(bench.payload_order())
+    assert await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
+    assert bench.posted == [FetchFailed("b", 0, 1, "own disk: full")]
+
+
+# ---- serving ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_payload_is_served_from_disk(bench: Bench) -> None:
+    edge = bench.parameters.blocks[0].span_bytes(0, bench.stripes[0].block_stop)
+    body = np.frombuffer(bench.body, np.uint8)
+    bench.store.store_payload(0, 1, bench.digest, [body[:edge], body[edge:]])
+    bench.fetcher.requested("c", PayloadRequested(0, 1, bench.digest))
+    await bench.tasks.finish()
+    assert bench.transport.transfers == [("c", Payload(0, 1, bench.digest), bench.body)]
+    assert bench.fetcher.serves == 0
+
+
+async def test_a_state_is_served_from_disk_at_the_version_that_was_asked_for(bench: Bench) -> None:
+    digest = bench.keep(8)
+    bench.keep(16, seed=3)
+    bench.fetcher.requested("c", StateRequested(0, 8, digest))
+    await bench.tasks.finish()
+    ((_, header, body),) = bench.transport.transfers
+    theta, momentum = np.split(np.frombuffer(body, np.float32), 2)
+    assert header == State(0, 8, digest)
+    assert fragment_digest(theta, momentum) == digest
+
+
+async def test_a_state_that_is_not_what_the_ledger_names_is_not_served(bench: Bench) -> None:
+    bench.keep(8)
+    bench.fetcher.requested("c", StateRequested(0, 8, b"other" * 6 + b"!!"))
+    await bench.tasks.finish()
+    assert bench.transport.sent == [("c", Refused(0, 8, "gone"))]
+    assert bench.store.set_aside == [], "it is whole, only another one"
+
+
+async def test_a_state_is_not_read_on_the_loop(bench: Bench) -> None:
+    digest = bench.keep(0)
+    held = HeldExecutor()
+    bench.fetcher.files = held
+    read: list[int] = []
+    real = bench.store.read_state_bytes
+    bench.store.read_state_bytes = lambda *args: read.append(1) or real(*args)  # type: ignore[method-assign,func-returns-value]
+    bench.fetcher.requested("c", StateRequested(0, 0, digest))
+    await settle()
+    assert read == [], "reading and hashing a fragment takes too long for the loop"
+    await held.let_go()
+    await bench.tasks.finish()
+    ((_, header, _),) = bench.transport.transfers
+    assert header == State(0, 0, digest)
+
+
+@pytest.mark.parametrize(
+    ("want", "reason"),
+    [
+        (PayloadRequested(0, 9, b"d" * 32), "gone"),
+        (StateRequested(0, 9, b"d" * 32), "gone"),
+        (PayloadRequested(99, 1, b"d" * 32), "unknown"),
+        (StateRequested(-1, 0, b"d" * 32), "unknown"),
+    ],
+)
+async def test_what_is_not_here_is_refused_with_the_reason(
+    bench: Bench, want: PayloadRequested | StateRequested, reason: str
+) -> None:
+    bench.fetcher.requested("c", want)
+    await bench.tasks.finish()
+    assert bench.transport.sent == [("c", Refused(want.fragment, want.version, reason))]
+    assert bench.fetcher.serves == 0
+
+
+async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) -> None:
+    def refuse(*_: Any) -> Any:
+        raise StorageError("can't read it: too many open files")
+
+    bench.store.read_payload = refuse  # type: ignore[method-assign]
+    bench.fetcher.requested("c", PayloadRequested(0, 1, bench.digest))
+    await bench.tasks.finish()
+    assert bench.transport.sent == [("c", Refused(0, 1, "busy"))], "a peer that is gone is not asked for it again"
+
+
+async def test_a_peer_that_asks_all_the_time_leaves_the_others_their_part(bench: Bench) -> None:
+    bench.transport.is_slow = True
+    digest = bench.keep(0)
+    for _ in range(100):
+        bench.fetcher.requested("c", StateRequested(0, 0, digest))
+    await settle(50)
+    assert bench.fetcher.serves == SERVES_OF_A_PEER_MAX
+    assert set(bench.transport.sent) == {("c", Refused(0, 0, "busy"))}
+    for _ in range(SERVES_OF_A_PEER_MAX):
+        bench.fetcher.requested("b", StateRequested(0, 0, digest))
+    await settle(50)
+    assert {peer for peer, _ in bench.transport.sent} == {"c"}, "b is served"
+    await bench.transport.deliver()
+    await bench.tasks.finish()
+    assert bench.fetcher.serves == 0
+    bench.fetcher.requested("c", StateRequested(0, 0, digest))
+    await settle(50)
+    assert bench.fetcher.serves == 1, "and c again, when its own are done"
+    await bench.transport.deliver()
+    await bench.tasks.finish()
+
+
+async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
+    bench.transport.is_slow = True
+    digest = bench.keep(0)
+    for number in range(SERVES_MAX + 1):
+        bench.fetcher.requested(f"c{number}", StateRequested(0, 0, digest))
+        await settle(50)
+    assert bench.fetcher.serves == SERVES_MAX
+    assert bench.transport.sent == [(f"c{SERVES_MAX}", Refused(0, 0, "busy"))]
+    await bench.transport.deliver()
+    await bench.tasks.finish()
+    assert bench.fetcher.serves == 0
+
+
+async def test_a_link_lost_while_serving_frees_the_place(bench: Bench) -> None:
+    bench.transport.is_down = True
+    bench.fetcher.requested("c", StateRequested(0, 0, bench.keep(0)))
+    await bench.tasks.finish()
+    assert bench.fetcher.serves == 0
+    assert bench.transport.sent == []

@@ -1,0 +1,253 @@
+"""Bytes of open rounds and the reduction: order, residual, what is kept and what is forgotten."""
+
+import numpy as np
+import pytest
+
+from diloco_node.codec import kernels
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.codec.digest import stripe_digest
+from diloco_node.core.events import ReduceStripe
+from diloco_node.core.messages import MergedStripe
+from diloco_node.core.types import Ballot, Codec, Contribution, Stripe
+from diloco_node.daemon.effects.open_stripes import (
+    MergedPart,
+    StripeTable,
+    checked_digest,
+    is_contiguous,
+    reduce_stripe,
+)
+from diloco_node.errors import PayloadCorrupt
+
+SIZES = (5000, 300)
+UP = FragmentBlocks(SIZES, Codec.INT4)
+DOWN = FragmentBlocks(SIZES, Codec.INT8)
+BALLOT = Ballot(1, 1)
+
+
+def name(learner: str) -> Contribution:
+    return Contribution(learner, 1, 0, 0, 1, 0, 16, 1600, (1.0, 1.0))
+
+
+def order(learners: list[str], coefficients: list[tuple[float, float]]) -> ReduceStripe:
+    return ReduceStripe(
+        ballot=BALLOT,
+        fragment=0,
+        version=1,
+        stripe=0,
+        block_start=0,
+        block_stop=UP.block_count,
+        contributions=tuple(name(learner) for learner in learners),
+        coefficients=tuple(coefficients),
+        residual_of=None,
+    )
+
+
+def whole(values: np.ndarray) -> np.ndarray:
+    out = np.zeros(UP.encoded_bytes, np.uint8)
+    kernels.encode(UP, values, out)
+    return out
+
+
+def decoded(blocks: FragmentBlocks, part: np.ndarray) -> np.ndarray:
+    out = np.zeros(blocks.values, np.float32)
+    kernels.decode(blocks, part, out)
+    return out
+
+
+@pytest.fixture
+def parts() -> list[np.ndarray]:
+    rng = np.random.default_rng(499)
+    return [whole((rng.standard_normal(UP.values) * 10.0**k).astype(np.float32)) for k in (-3, 0, 3)]
+
+
+def test_the_merge_is_the_weighted_sum_in_the_given_order(parts) -> None:
+    coefficients = [(0.25, 1.0), (0.5, 0.0), (0.125, 2.0)]
+    reduced, encoded, residual = reduce_stripe(
+        order(["a", "b", "c"], coefficients), parts, UP, DOWN, residual_before=None, keeps_residual=True
+    )
+    total = np.zeros(UP.values, np.float32)
+    for part, pair in zip(parts, coefficients, strict=True):
+        per_value = np.repeat(np.array(pair, np.float32), SIZES)
+        total = total + per_value * decoded(UP, part)
+    expected = np.zeros(DOWN.encoded_bytes, np.uint8)
+    norms = kernels.encode(DOWN, total, expected)
+    assert encoded.tobytes() == expected.tobytes()
+    assert reduced.digest == stripe_digest(expected)
+    assert reduced.squared_norms == tuple(norms)
+    assert residual is not None
+    np.testing.assert_allclose(residual, total - decoded(DOWN, expected), rtol=0, atol=1e-6 * np.abs(total).max())
+
+
+def test_norms_of_contributions_come_back_without_their_coefficients(parts) -> None:
+    reduced, _, residual = reduce_stripe(
+        order(["a"], [(0.0, 7.0)]), parts[:1], UP, DOWN, residual_before=None, keeps_residual=False
+    )
+    values = decoded(UP, parts[0]).astype(np.float64)
+    np.testing.assert_allclose(
+        reduced.contribution_norms[0], [(values[:5000] ** 2).sum(), (values[5000:] ** 2).sum()], rtol=1e-7
+    )
+    assert residual is None
+
+
+def test_a_residual_is_added_before_the_encoding(parts) -> None:
+    before = np.full(UP.values, 3.0, np.float32)
+    silent = whole(np.zeros(UP.values, np.float32))
+    _, encoded, _ = reduce_stripe(
+        order(["a"], [(1.0, 1.0)]), [silent], UP, DOWN, residual_before=before, keeps_residual=False
+    )
+    np.testing.assert_allclose(decoded(DOWN, encoded), 3.0, rtol=1e-2)
+
+
+def test_a_part_of_another_size_is_refused_by_name(parts) -> None:
+    with pytest.raises(PayloadCorrupt, match="of b for fragment 0"):
+        reduce_stripe(
+            order(["a", "b"], [(1.0, 1.0)] * 2),
+            [parts[0], parts[1][:-1]],
+            UP,
+            DOWN,
+            residual_before=None,
+            keeps_residual=False,
+        )
+
+
+def test_a_merged_stripe_that_no_encoder_wrote_is_refused_on_arrival() -> None:
+    part = np.zeros(DOWN.encoded_bytes, np.uint8)
+    kernels.encode(DOWN, np.ones(DOWN.values, np.float32), part)
+    assert checked_digest(DOWN, part, 0, DOWN.block_count) == stripe_digest(part)
+    part[:4] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
+    with pytest.raises(PayloadCorrupt):
+        checked_digest(DOWN, part, 0, DOWN.block_count)
+
+
+def part_of(size: int, value: int = 0, *, sender: str = "r", blocks: tuple[int, int] = (0, 4)) -> MergedPart:
+    return MergedPart(np.full(size, value, np.uint8), b"digest", *blocks, sender)
+
+
+def test_a_commit_frees_the_round_and_keeps_its_residual_only() -> None:
+    table = StripeTable()
+    table.keep_contribution(1, name("a"), 0, 4, np.zeros(10, np.uint8), limit_bytes=100)
+    lost, won = Ballot(1, 1), Ballot(1, 2)
+    for ballot in (lost, won):
+        assert table.keep_merged(ballot, 0, 0, 1, part_of(7), limit_bytes=100)
+        table.keep_residual(ballot, 0, 0, 1, np.full(3, float(ballot.number), np.float32))
+    table.close(lost, 0, 1, committed=False)
+    assert table.payload(lost, 0, 1, [Stripe("r", 0, 4)]) == []
+    assert table.buffered_bytes() == 17
+    table.close(won, 0, 1, committed=True)
+    assert table.buffered_bytes() == 0
+    assert table.residual(0, lost, 0) is None
+    kept = table.residual(0, won, 0)
+    assert kept is not None
+    assert kept.tolist() == [2.0, 2.0, 2.0]
+    assert table.residual(0, won, 1) is None
+
+
+def test_each_stripe_has_its_own_residual() -> None:
+    table = StripeTable()
+    for stripe in (0, 2):
+        assert table.keep_merged(BALLOT, stripe, 0, 1, part_of(7), limit_bytes=100)
+        table.keep_residual(BALLOT, stripe, 0, 1, np.full(3, float(stripe), np.float32))
+    table.close(BALLOT, 0, 1, committed=True)
+    for stripe in (0, 2):
+        kept = table.residual(0, BALLOT, stripe)
+        assert kept is not None
+        assert kept.tolist() == [float(stripe)] * 3
+
+
+def test_the_payload_is_in_stripe_order_and_of_one_ballot() -> None:
+    table = StripeTable()
+    for stripe in (2, 0, 1):
+        assert table.keep_merged(BALLOT, stripe, 3, 5, part_of(1, stripe), limit_bytes=100)
+    assert table.keep_merged(Ballot(9, 9), 3, 3, 5, part_of(1, 99), limit_bytes=100)
+    assert [int(part.encoded[0]) for part in table.payload(BALLOT, 3, 5, [Stripe("r", 0, 4)] * 3)] == [0, 1, 2]
+
+
+def test_a_merged_stripe_that_was_told_is_not_replaced_nor_held_off_by_another_sender() -> None:
+    table = StripeTable()
+    assert table.keep_merged(BALLOT, 0, 0, 1, part_of(5, 9, sender="s"), limit_bytes=100)
+    assert table.fits(MergedStripe(BALLOT, 0, 0, 1, b"digest", 0, 4), "r")
+    assert table.keep_merged(BALLOT, 0, 0, 1, part_of(5, 1), limit_bytes=100)
+    assert not table.keep_merged(BALLOT, 0, 0, 1, part_of(5, 2), limit_bytes=100)
+    assert [int(one.encoded[0]) for one in table.payload(BALLOT, 0, 1, [Stripe("r", 0, 4)])] == [1]
+
+
+def test_a_question_leaves_nothing_behind() -> None:
+    table = StripeTable()
+    assert table.payload(BALLOT, 0, 1, [Stripe("r", 0, 4)]) == []
+    assert table.merged(BALLOT, 0, 0, 1, sender="r") is None
+    assert table.contribution(1, name("a"), 0, 4) is None
+    assert table._rounds == {}
+
+
+def test_one_sender_can_not_fill_the_memory_and_pushes_out_nobody_else() -> None:
+    table = StripeTable()
+    table.keep_contribution(1, name("b"), 0, 4, np.zeros(60, np.uint8), limit_bytes=100)
+    for start in range(50):
+        table.keep_contribution(1, name("a"), start, start + 1, np.zeros(30, np.uint8), limit_bytes=90)
+        table.keep_merged(Ballot(2, start), 0, 0, 1, part_of(40, sender="a"), limit_bytes=80)
+    assert table.buffered_bytes() == 60 + 3 * 30 + 2 * 40
+    assert table.contribution(1, name("b"), 0, 4) is not None
+    assert table.contribution(1, name("a"), 49, 50) is not None, "the newest bytes stay"
+    # One that is larger than the limit by itself is kept alone: it was asked for.
+    table.keep_contribution(1, name("a"), 0, 99, np.zeros(130, np.uint8), limit_bytes=100)
+    assert table.contribution(1, name("a"), 0, 99) is not None
+    assert table.buffered_bytes() == 60 + 130 + 2 * 40
+
+
+def test_the_same_stripe_again_takes_the_place_of_the_first() -> None:
+    table = StripeTable()
+    for _ in range(5):
+        table.keep_contribution(1, name("a"), 0, 4, np.zeros(60, np.uint8), limit_bytes=100)
+    assert table.buffered_bytes() == 60
+
+
+def test_what_came_again_is_the_newest() -> None:
+    table = StripeTable()
+    for start in (0, 1, 0, 2):
+        table.keep_contribution(1, name("a"), start, start + 1, np.zeros(50, np.uint8), limit_bytes=100)
+    assert [table.contribution(1, name("a"), start, start + 1) is not None for start in range(3)] == [True, False, True]
+
+
+def test_merged_stripes_of_a_known_ballot_come_from_their_reducer_in_their_range() -> None:
+    table = StripeTable()
+
+    def header(stripe: int, start: int, stop: int) -> MergedStripe:
+        return MergedStripe(BALLOT, stripe, 0, 1, b"digest", start, stop)
+
+    assert table.fits(header(1, 3, 7), "anybody"), "before the ballot is known anything may be right"
+    table.ballot_known(BALLOT, 0, 1, (Stripe("r", 0, 3), Stripe("s", 3, 7)))
+    assert table.fits(header(0, 0, 3), "r")
+    assert table.fits(header(1, 3, 7), "s")
+    assert not table.fits(header(1, 3, 7), "r"), "another region's stripe"
+    assert not table.fits(header(0, 0, 4), "r"), "another range"
+    assert not table.fits(header(2, 7, 9), "r"), "no such stripe"
+    assert not table.fits(header(-1, 3, 7), "s")
+    assert table.keep_merged(BALLOT, 0, 0, 1, part_of(5, sender="r", blocks=(0, 3)), limit_bytes=100)
+    assert not table.fits(header(0, 0, 3), "r"), "it is here already"
+
+
+def test_late_bytes_of_a_round_that_is_over_are_forgotten_with_it() -> None:
+    table = StripeTable()
+    for version in (1, 2, 3):
+        table.keep_contribution(version, name("a"), 0, 4, np.zeros(10, np.uint8), limit_bytes=100)
+    table.forget(0, 2)
+    assert table.buffered_bytes() == 10
+    assert table.contribution(3, name("a"), 0, 4) is not None
+    table.forget(1, 9)
+    assert table.buffered_bytes() == 10, "another fragment"
+
+
+@pytest.mark.parametrize(
+    ("ranges", "is_right"),
+    [
+        ([(0, 3), (3, 7)], True),
+        ([(0, 7)], True),
+        ([(0, 3), (4, 7)], False),
+        ([(0, 3), (2, 7)], False),
+        ([(1, 7)], False),
+        ([(0, 3), (3, 6)], False),
+        ([], False),
+    ],
+)
+def test_stripes_are_a_payload_when_they_follow_each_other_to_the_end(ranges, is_right) -> None:
+    assert is_contiguous([part_of(1, blocks=blocks) for blocks in ranges], 7) is is_right

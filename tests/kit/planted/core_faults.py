@@ -1,0 +1,348 @@
+"""Faults to plant: each breaks one rule on purpose, to show that some checker finds it.
+
+A fault is planted into every region of a run. Most replace one small decision inside the real core, some make the fake
+disk or data plane lie. `python -m tests.kit.planted NAME --seed N` runs one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from diloco_node.core.events import ContributionStripeArrived
+from diloco_node.core.messages import BallotOpened, PayloadDurable, StripesReceived
+from diloco_node.core.types import Ballot, Codec
+from diloco_node.lab.sim import core_parts as view
+from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.planting import Fault
+from diloco_node.lab.sim.setup import Setup
+from diloco_node.wire.envelope import decode_control, encode_control
+
+MIN_DEADLINE_NS = 100_000_000
+
+
+def _answer_before_fsync(host: Host) -> None:
+    host.fsync_is_late = True
+
+
+def _keep_any_residual(host: Host) -> None:
+    host.is_residual_loose = True
+
+
+def with_residuals(setup: Setup) -> Setup:
+    """Lossy merges, and deadlines so short that many ballots are given up after they were reduced."""
+    settings = replace(
+        setup.settings, error_feedback=True, codec_down=Codec.BF16, ballot_deadline_min_ns=MIN_DEADLINE_NS
+    )
+    return replace(setup, settings=settings)
+
+
+def _sum_as_they_come(host: Host) -> None:
+    host.is_order_loose = True
+
+
+def _with_every_bit(setup: Setup) -> Setup:
+    return replace(setup, settings=replace(setup.settings, codec_down=Codec.FP32))
+
+
+def _persist_without_payload(core: Any) -> None:
+    view.ledger(core)._may_persist = lambda entry: True  # type: ignore[method-assign]
+
+
+def _take_uncommitted(core: Any) -> None:
+    ledger = view.ledger(core)
+    taken = [0]
+
+    def take(entries_max: int | None = None) -> list[Any]:
+        del entries_max
+        first, last = max(taken[0], ledger.base.index), max(taken[0], ledger.last_index)
+        taken[0] = last
+        ledger._taken_index = max(ledger._taken_index, ledger.commit_index)
+        return list(ledger.entries[first - ledger.base.index : last - ledger.base.index])
+
+    ledger.take_committed = take  # type: ignore[method-assign]
+
+
+def _forget_vote(core: Any) -> None:
+    view.ledger(core)._vote_to_persist = lambda: ""  # type: ignore[method-assign]
+
+
+def _count_old_terms(core: Any) -> None:
+    view.ledger(core)._may_commit = lambda index: True  # type: ignore[method-assign]
+
+
+def _contribute_too_early(core: Any) -> None:
+    """The member takes its snapshot against whatever it has; leader and reducers take it for one of this round."""
+    core.history.last_version = lambda learner, fragment: -1
+    keep_stripe = view.participant(core).stripe_arrived
+
+    def keep_any_stripe(event: ContributionStripeArrived) -> None:
+        newest = core.history.versions[event.contribution.fragment]
+        base_version = max(event.contribution.base_version, newest)
+        keep_stripe(replace(event, contribution=replace(event.contribution, base_version=base_version)))
+
+    view.participant(core).stripe_arrived = keep_any_stripe  # type: ignore[method-assign]
+    view.participant(core)._may_contribute = lambda fragment, version: ""  # type: ignore[method-assign]
+    view.rounds(core)._answers.may_contribute = lambda offered, version: ""  # type: ignore[method-assign]
+
+
+def _with_late_learners(setup: Setup) -> Setup:
+    """Learners take a version so late that the next round of the fragment may be open by then."""
+    return replace(setup, apply_lag_max=3 * setup.settings.sync_every)
+
+
+def _add_in_order_of_arrival(core: Any) -> None:
+    def order(named: Any, arrived: list[tuple[tuple[str, int, int], Any]]) -> list[int]:
+        places = {name: place for place, (name, _) in reversed(list(enumerate(arrived)))}
+        known = {one: (one.learner, one.incarnation, one.snapshot) for one in named}
+        return sorted(range(len(named)), key=lambda at: places.get(known[named[at]], 0))
+
+    view.participant(core)._order_of_sum = order  # type: ignore[method-assign]
+
+
+def _reuse_ballots(core: Any) -> None:
+    leader = view.rounds(core)
+    leader._next_number = lambda: Ballot(leader._term, 1)  # type: ignore[method-assign]
+
+
+def _elect_any_length(core: Any) -> None:
+    ledger = view.ledger(core)
+    ledger._is_up_to_date = lambda last_index, last_term: last_index >= ledger.last_index  # type: ignore[method-assign]
+
+
+def _commit_unmatched(core: Any) -> None:
+    ledger = view.ledger(core)
+    follow = ledger._append_entries
+
+    def follow_and_commit(peer: str, request: Any, now_ns: int) -> None:
+        follow(peer, request, now_ns)
+        if not ledger.is_leader and request.term == ledger.term:
+            reached = min(request.commit_index, ledger._log.known_index)
+            ledger._cluster_commit_index = max(ledger._cluster_commit_index, reached)
+
+    ledger._append_entries = follow_and_commit  # type: ignore[method-assign]
+
+
+def _merge_the_dead(core: Any) -> None:
+    history = core.history
+    view.rounds(core)._eligibility.incarnation_min = lambda learner: 0  # type: ignore[method-assign]
+    history.contribution_fault = lambda offered, *, version, incarnation_min: (
+        history.account.refusal(offered) if 0 <= offered.base_version < version else "base"
+    )
+
+
+class _Forgetful(set[Any]):
+    """Remembers nothing."""
+
+    def add(self, _: Any) -> None:
+        """Forget it."""
+
+
+def _forget_bookings(core: Any) -> None:
+    view.rounds(core)._answers._discards._booking = _Forgetful()
+
+
+def _weigh_all_the_same(core: Any) -> None:
+    merges = view.rounds(core)._merges
+    decide = merges.decide
+
+    def decide_wrong(one: Any, chosen: Any) -> Any:
+        decision = decide(one, chosen)
+        one.weights = (1.0,) * len(chosen)
+        return decision
+
+    merges.decide = decide_wrong  # type: ignore[method-assign]
+
+
+def _halve_share(core: Any) -> None:
+    merges = view.rounds(core)._merges
+    body_of = merges.body
+
+    def body_wrong(one: Any) -> Any:
+        body = body_of(one)
+        return replace(body, share=body.share / 2)
+
+    merges.body = body_wrong  # type: ignore[method-assign]
+
+
+def _count_any_digest(core: Any) -> None:
+    leader = view.rounds(core)
+    try_propose = leader._try_propose
+
+    def propose_early(one: Any, now_ns: int) -> None:
+        if one.is_merged:
+            one.holders = dict.fromkeys(one.holders, one.digest)
+        try_propose(one, now_ns)
+
+    leader._try_propose = propose_early  # type: ignore[method-assign]
+
+
+def _tell_another_digest(host: Host) -> None:
+    """One region says that it holds other bytes, long before it holds any."""
+    if host.name != host.setup.regions[0]:
+        return
+
+    def tell(_: str, frame: bytes) -> bytes:
+        message = decode_control(frame)
+        return encode_control(PayloadDurable(message.ballot, bytes(32))) if type(message) is StripesReceived else frame
+
+    host.network.frame_spoilers[host.name] = tell
+
+
+def _ask_again(core: Any) -> None:
+    participant = view.participant(core)
+    follow = participant.ballot_opened
+
+    def ask(leader: str, opened: BallotOpened) -> None:
+        one = participant._fragments[opened.fragment]
+        if one.part is not None and one.part.ballot != opened.ballot:
+            one.pending = one.requested_base = None
+        follow(leader, opened)
+
+    participant.ballot_opened = ask  # type: ignore[method-assign]
+
+
+def _spoil_learners(host: Host, spoil: Callable[[Any], None]) -> None:
+    """Change every learner of a region right after it has started."""
+    start = host.start_learner
+
+    def start_spoiled() -> None:
+        before = host.learner
+        start()
+        if host.learner is not before and host.learner is not None:
+            spoil(host.learner)
+
+    host.start_learner = start_spoiled  # type: ignore[method-assign]
+
+
+def _snapshot_each_time(host: Host) -> None:
+    def spoil(learner: Any) -> None:
+        take = learner._take_snapshot
+
+        def take_new(asked: Any) -> None:
+            learner.parts[asked.fragment].snapshot = None
+            take(asked)
+
+        learner._take_snapshot = take_new
+
+    _spoil_learners(host, spoil)
+
+
+def _claim_a_step_less(host: Host) -> None:
+    def spoil(learner: Any) -> None:
+        make = learner._make_snapshot
+
+        def make_less(fragment: int, part: Any) -> Any:
+            made = make(fragment, part)
+            if made.contribution.steps > 1:
+                made.contribution = replace(made.contribution, step_to=made.contribution.step_to - 1)
+            return made
+
+        learner._make_snapshot = make_less
+
+    _spoil_learners(host, spoil)
+
+
+CORE_FAULTS: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            "no-fsync",
+            "an acknowledgement leaves only after the fsync",
+            plant=_answer_before_fsync,
+        ),
+        Fault(
+            "no-payload",
+            "an entry is acknowledged only with its payload on the own disk",
+            spoil=_persist_without_payload,
+        ),
+        Fault(
+            "apply-before-commit",
+            "only committed rounds are applied",
+            spoil=_take_uncommitted,
+        ),
+        Fault(
+            "forgotten-vote",
+            "a vote is on disk before it is given",
+            spoil=_forget_vote,
+        ),
+        Fault(
+            "stale-base",
+            "a contribution's base is at least the last version that includes its learner",
+            spoil=_contribute_too_early,
+            adapt=_with_late_learners,
+        ),
+        Fault(
+            "kept-residual",
+            "the residual of an abandoned ballot is dropped",
+            plant=_keep_any_residual,
+            adapt=with_residuals,
+        ),
+        Fault(
+            "arrival-order",
+            "contributions are summed in the order of learner names",
+            spoil=_add_in_order_of_arrival,
+            adapt=_with_every_bit,
+        ),
+        Fault(
+            "old-term",
+            "entries of older terms are never committed by counting",
+            spoil=_count_old_terms,
+        ),
+        Fault(
+            "reused-ballot",
+            "a ballot is used once",
+            spoil=_reuse_ballots,
+        ),
+        Fault(
+            "longest-log",
+            "a vote goes to nobody whose last entry is of an older term",
+            spoil=_elect_any_length,
+            schedule="elections",
+        ),
+        Fault(
+            "unmatched-commit",
+            "a follower commits only what matches its leader's log",
+            spoil=_commit_unmatched,
+            schedule="elections",
+        ),
+        Fault(
+            "dead-incarnation",
+            "an incarnation of a learner that is over is not merged any more",
+            spoil=_merge_the_dead,
+        ),
+        Fault(
+            "forgotten-booking",
+            "steps that are being booked as discarded are not booked again, and not merged",
+            spoil=_forget_bookings,
+        ),
+        Fault(
+            "other-digest",
+            "who holds other bytes than the merged ones is no holder",
+            spoil=_count_any_digest,
+            plant=_tell_another_digest,
+        ),
+        Fault(
+            "new-snapshot",
+            "a contribution keeps its snapshot from ballot to ballot",
+            spoil=_ask_again,
+            plant=_snapshot_each_time,
+        ),
+        Fault(
+            "wrong-weights",
+            "weights follow from steps, tokens and versions missed",
+            spoil=_weigh_all_the_same,
+        ),
+        Fault(
+            "wrong-share",
+            "the share follows from weights and versions missed",
+            spoil=_halve_share,
+        ),
+        Fault(
+            "step-less",
+            "a contribution names the steps that its learner made",
+            plant=_claim_a_step_less,
+        ),
+    )
+}
