@@ -18,7 +18,10 @@ def escaped(text: str) -> str:
     nothing: backslashes stay."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
 
 
 def escaped_document(value: Any) -> Any:
@@ -27,8 +30,9 @@ def escaped_document(value: Any) -> Any:
         return escaped(value)
     if isinstance(value, dict):
         return {
-            escaped_document(key): one if type(one) in _NUMBERS else escaped_document(one) for key, one in value.items()
+            escaped_document(key): item if type(item) in _NUMBERS else escaped_document(item)
+            for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [one if type(one) in _NUMBERS else escaped_document(one) for one in value]
+        return [item if type(item) in _NUMBERS else escaped_document(item) for item in value]
     return value

@@ -67,9 +67,9 @@ class Process:
     start_ticks: int
     boot: str
 
-    def is_older_than(self, other: Process) -> bool:
+    def is_older_than(self, process: Process) -> bool:
         """Whether it was started before the other one, as far as that can be told."""
-        return self.boot == other.boot and self.start_ticks < other.start_ticks
+        return self.boot == process.boot and self.start_ticks < process.start_ticks
 
 
 def peer_process(connection: socket.socket) -> Process | None:

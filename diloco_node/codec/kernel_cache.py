@@ -66,8 +66,8 @@ def cache_folder() -> Path | None:
 
 
 def _candidates() -> Iterator[Path]:
-    if wanted := os.environ.get("NUMBA_CACHE_DIR"):
-        yield Path(wanted)
+    if place := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(place)
     with suppress(RuntimeError):
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / CACHE_NAME
 

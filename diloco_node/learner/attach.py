@@ -97,17 +97,17 @@ def attach(
     if step not in ("call", "auto"):
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
     tensors = ModelTensors(model, masters=masters, merge=merge, buffers=buffers, untied=untied)
-    kept = as_one(optimizer)
-    if kept is not None:
-        tensors.check_optimizer(kept)
+    joint = as_one(optimizer)
+    if joint is not None:
+        tensors.check_optimizer(joint)
     if step == "auto" and isinstance(optimizer, list | tuple) and len(optimizer) > 1:
         raise LearnerError('attach(step="auto") counts the steps of one optimizer: with several, call step() yourself')
     return Diloco(
-        kept,
+        joint,
         tensors=tensors,
         stateful=stateful or {},
         checkpoint_every_s=checkpoint_every_s,
-        auto_step=AutoStep(model, kept) if step == "auto" else None,
+        auto_step=AutoStep(model, joint) if step == "auto" else None,
     )
 
 
@@ -240,14 +240,14 @@ class Diloco:
             self._reported_ns = started_ns
             self._report(session)
 
-    def _crossed(self, agreed: Boundary) -> Boundary:
+    def _crossed(self, boundary: Boundary) -> Boundary:
         """What the ranks agreed on, as the loop sees it."""
-        self.global_step, self.progress = agreed.global_step, agreed.part
-        asked = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
-        self._stop_if(agreed.is_stopping, (self._session and self._session.stop_reason) or asked)
-        if agreed.wants_checkpoint and agreed.is_idle:
+        self.global_step, self.progress = boundary.global_step, boundary.part
+        fallback = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
+        self._stop_if(boundary.is_stopping, (self._session and self._session.stop_reason) or fallback)
+        if boundary.wants_checkpoint and boundary.is_idle:
             self._checkpoints.save(self._progress())
-        return agreed
+        return boundary
 
     def _check_values(self, session: LearnerSession) -> None:
         """Say what is wrong with loss or gradient norm; end before a diverged learner's work is merged."""
@@ -328,8 +328,8 @@ class Diloco:
         if fragments is None:
             return self._tensors.own_state(is_kept=self._ranks.is_first or not is_cut)
         whole = fragments.gathered(vectors_of(fragments))
-        rest = self._tensors.rest_of_state()
-        return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, rest)
+        remainder = self._tensors.rest_of_state()
+        return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, remainder)
 
     def settle(self, seconds: float) -> None:
         """Go on taking versions for some time without stepping; after the loop, to end on the run's last versions.
@@ -340,8 +340,8 @@ class Diloco:
             LearnerError: some rank does not.
         """
         if self._boundaries is not None and not self._is_closed:
-            for agreed in self._boundaries.settle(seconds):
-                self._crossed(agreed)
+            for boundary in self._boundaries.settle(seconds):
+                self._crossed(boundary)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
@@ -407,7 +407,7 @@ class Diloco:
     def _join(self) -> None:
         self._tensors.check_known(self._ranks.all_bytes)
         socket, memory = os.environ.get("DILOCO_SOCKET", ""), os.environ.get("DILOCO_SUPERVISOR", "")
-        has_daemon = [bool(one) for one in self._ranks.all_bytes(b"1" if socket else b"")]
+        has_daemon = [bool(flag) for flag in self._ranks.all_bytes(b"1" if socket else b"")]
         if any(has_daemon) and not has_daemon[0]:
             raise LearnerError(
                 f"DILOCO_SOCKET is set on rank {has_daemon.index(True)}, but not on rank 0: the daemon's host must "
@@ -423,8 +423,8 @@ class Diloco:
             return
         die_with_supervisor()
         self._terminate.install()
-        own = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)
-        specs, shards = agreed(self._ranks.all_bytes(own))
+        description = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)
+        specs, shards = agreed(self._ranks.all_bytes(description))
         if self._ranks.is_first:
             if not memory:
                 raise ConfigError("DILOCO_SOCKET is set, but DILOCO_SUPERVISOR is not: start through diloco-node start")
@@ -455,11 +455,11 @@ class Diloco:
                 rank=self._ranks.rank,
                 exchange=exchange_of(self._ranks, shards, manifest),
             )
-        resumed = self._checkpoints.resume(
+        progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
-        self.global_step = max(self.global_step, resumed.global_step)
+        self.global_step = max(self.global_step, progress.global_step)
         if self._session is not None:
             self._session.resumed(self.global_step)
         self._boundaries = StepBoundaries(
@@ -469,11 +469,11 @@ class Diloco:
 
     def _welcome(self) -> Welcome | None:
         session = self._session
-        found = session.join(lambda: self._terminate.is_set) if session is not None else None
-        told = self._ranks.share_bytes(b"" if found is None else TO_LEARNER.encode(found))
-        if not told:
+        welcome = session.join(lambda: self._terminate.is_set) if session is not None else None
+        body = self._ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
+        if not body:
             return None
-        message = TO_LEARNER.decode(told)
+        message = TO_LEARNER.decode(body)
         assert isinstance(message, Welcome)
         return message
 

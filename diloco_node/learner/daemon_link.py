@@ -105,8 +105,8 @@ class LearnerLink:
         try:
             if self._direct is None or self._has_outgoing():
                 return False
-            sent = self._direct.send(data)
-            self._unsent = data[sent:]
+            count = self._direct.send(data)
+            self._unsent = data[count:]
             return not self._unsent or self._wake()
         except OSError:
             return False  # full, or lost: the link's thread finds out
@@ -198,23 +198,23 @@ class LearnerLink:
             self._outgoing.clear()
             attach = self._make_attach()
         connection.sendall(frame(TO_DAEMON.encode(attach)))
-        received = bytearray()
+        buffer = bytearray()
         while not self._is_closing.is_set():
             readable, _, _ = select.select([connection, self._wake_read], [], [])
             if connection in readable:
                 data = connection.recv(_RECEIVE_BYTES)
                 if not data:
                     raise LinkLost("the daemon closed the connection")
-                received += data
-                self._receive(received)
+                buffer += data
+                self._receive(buffer)
             if self._wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_read.recv(4096)
             if self.is_up:
                 self._send_queued(connection)
 
-    def _receive(self, received: bytearray) -> None:
-        for body in _frames(received):
+    def _receive(self, buffer: bytearray) -> None:
+        for body in _frames(buffer):
             message = TO_LEARNER.decode(body)
             if isinstance(message, Refuse):
                 self._refused(message)
@@ -256,12 +256,12 @@ class LearnerLink:
             connection.sendall(data)
 
 
-def _frames(received: bytearray) -> Iterator[bytes]:
+def _frames(buffer: bytearray) -> Iterator[bytes]:
     """Take whole frames from the front."""
-    while len(received) >= LENGTH_BYTES:
-        end = LENGTH_BYTES + frame_length(bytes(received[:LENGTH_BYTES]))
-        if len(received) < end:
+    while len(buffer) >= LENGTH_BYTES:
+        end = LENGTH_BYTES + frame_length(bytes(buffer[:LENGTH_BYTES]))
+        if len(buffer) < end:
             return
-        body = bytes(received[LENGTH_BYTES:end])
-        del received[:end]
+        body = bytes(buffer[LENGTH_BYTES:end])
+        del buffer[:end]
         yield body

@@ -149,14 +149,14 @@ class LearnerSession:
             LearnerError: the daemon refuses this learner.
         """
         with self._link.lock:
-            asked = []
+            requests = []
             for command in list(self._link.commands()):
                 if isinstance(command, SnapshotRequested | VersionOffered):
-                    asked.append(command)
+                    requests.append(command)
                 else:
                     self._take_news(command)
-            self._link.put_back(*asked)
-        return bool(asked) or self._wants_initial_state
+            self._link.put_back(*requests)
+        return bool(requests) or self._wants_initial_state
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""

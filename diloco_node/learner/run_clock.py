@@ -79,10 +79,10 @@ class RunClock:
         if self._part is not None:
             self._part.stepped()
 
-    def told(self, global_step: int, part: float | None) -> None:
+    def told(self, global_step: int, run_part: float | None) -> None:
         """The daemon says where the run is. A figure that is behind the own one makes that wait, not go back."""
         self._steps.told(float(global_step))
-        if part is not None:
+        if run_part is not None:
             if self._part is None:
-                self._part = _Advance(part, 0.0, share_max=1.0, value_max=1.0)
-            self._part.told(part)
+                self._part = _Advance(run_part, 0.0, share_max=1.0, value_max=1.0)
+            self._part.told(run_part)

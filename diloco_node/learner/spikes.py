@@ -66,7 +66,7 @@ class SpikeWatch:
     def _limit(self) -> float:
         if len(self._last) < SEEN_MIN:
             return math.inf
-        ordered = sorted(self._last)
-        median = ordered[len(ordered) // 2]
-        spread = max(ordered[len(ordered) * 9 // 10] - median, SPREAD_MIN * abs(median))
+        ascending = sorted(self._last)
+        median = ascending[len(ascending) // 2]
+        spread = max(ascending[len(ascending) * 9 // 10] - median, SPREAD_MIN * abs(median))
         return median + FAR * spread

@@ -258,11 +258,11 @@ def _kill_group(pid: int, number: int) -> None:
 
 def _left_behind(marks: list[bytes]) -> list[int]:
     """Processes whose environment holds all of these settings; ascending."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError):  # gone meanwhile, or another user's
                 settings = (folder / "environ").read_bytes().split(b"\0")
                 if all(mark in settings for mark in marks):
-                    found.append(int(folder.name))
-    return sorted(found)
+                    pids.append(int(folder.name))
+    return sorted(pids)

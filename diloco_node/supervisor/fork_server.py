@@ -71,8 +71,8 @@ def fork_problem() -> str:
     names = [(task / "comm").read_text().strip() for task in tasks]
     if names:
         return f"started threads ({', '.join(sorted(names)[:5])}), which a fork would lack"
-    opened = sorted(path for path in map(_link, Path("/proc/self/fd").iterdir()) if path.startswith(DEVICES))
-    return f"opened the device {opened[0]}, which a fork can't use" if opened else ""
+    devices = sorted(path for path in map(_link, Path("/proc/self/fd").iterdir()) if path.startswith(DEVICES))
+    return f"opened the device {devices[0]}, which a fork can't use" if devices else ""
 
 
 def _link(path: Path) -> str:

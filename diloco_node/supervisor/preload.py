@@ -170,9 +170,9 @@ class ForkServer:
 
     def start(self, env: Mapping[str, str]) -> None:
         """Start it with the learner's environment; what follows is reported."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            numbers = [str(theirs.fileno()), str(os.getpid())]
+        ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with remote:
+            numbers = [str(remote.fileno()), str(os.getpid())]
             try:
                 process = subprocess.Popen(
                     [*self._interpreter, str(FORK_SERVER), *numbers, *self._modules, "--", *self._command],
@@ -181,7 +181,7 @@ class ForkServer:
                     stderr=subprocess.STDOUT,
                     env=env,
                     process_group=0,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[remote.fileno()],
                 )
             except OSError as error:
                 ours.close()
@@ -203,8 +203,8 @@ class ForkServer:
     def _watch(self, process: subprocess.Popen[bytes], orders: socket.socket) -> None:
         """Its first packet, then its end. Nobody else reads the socket before ServerReady was reported."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(orders.recv(ANSWER_BYTES_MAX))
-            self._report(ServerReady(float(said.get("ready", 0.0)), str(said.get("error", ""))))
+            ready = json.loads(orders.recv(ANSWER_BYTES_MAX))
+            self._report(ServerReady(float(ready.get("ready", 0.0)), str(ready.get("error", ""))))
         self._report(ServerEnded(process.wait()))
 
     def note(self, event: ServerEvent) -> None:
@@ -227,10 +227,10 @@ class ForkServer:
             return
         self._schedule_restart(f"the preloading process ended, code={event.code}")
 
-    def _schedule_restart(self, what: str) -> None:
+    def _schedule_restart(self, reason: str) -> None:
         wait_s = self._backoff.next_s()
         self.restart_at_s = time.monotonic() + wait_s
-        self._say(f"{what}: another in {wait_s:.1f} s; until that is ready the learner starts afresh")
+        self._say(f"{reason}: another in {wait_s:.1f} s; until that is ready the learner starts afresh")
 
     def fork(self) -> Forked | None:
         """A new learner; None if there is no server that makes one: then it must be started afresh."""

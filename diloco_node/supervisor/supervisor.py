@@ -130,8 +130,8 @@ class _Supervisor:
         """One fact: for the log, for people, and for the service manager."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         fact = {"timestamp": stamp, "level": "info", "event": text, "region": self._spec.region, "part": "supervisor"}
-        shown = json.dumps(fact) if self._spec.log_format == "json" else logfmt(fact)
-        self._log.write(f"{shown}\n".encode())
+        line = json.dumps(fact) if self._spec.log_format == "json" else logfmt(fact)
+        self._log.write(f"{line}\n".encode())
         if self._spec.is_echoing:
             show(f"{stamp} {self._spec.region}: {text}\n".encode())
         self._manager.tell(text)
@@ -263,10 +263,10 @@ class _Supervisor:
 
     def _child_exited(self, child: Child, code: int) -> int | None:
         lived_s = child.ended()
-        what = f"{child.name} exited, code={code} after {lived_s:.1f} s"
+        exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s"
         final = self._final_code(child, code, lived_s)
         if final is not None:
-            self.say(f"{what}: the region ends with {final}")
+            self.say(f"{exit_text}: the region ends with {final}")
             if child is self._daemon and code == 0 and self._learner is not None:
                 # The run is finished; the learner was told so and writes its last files.
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
@@ -275,7 +275,7 @@ class _Supervisor:
             may_restart = self._watch.ended(code, lived_s=lived_s, now_s=time.monotonic())
             write_process(self._spec.state_dir, self._watch.document())
             if not may_restart:
-                self.say(f"{what}: {'it is done' if child.is_done else self._watch.reason}")
+                self.say(f"{exit_text}: {'it is done' if child.is_done else self._watch.reason}")
                 if self._forks is not None and child.is_done:
                     self._forks.close()
                 return None
@@ -283,7 +283,7 @@ class _Supervisor:
         has_stepped = counters != self._counters and any(counters)  # zeros are a new area
         ran_well = child is self._learner and has_stepped and -code in FROM_OUTSIDE
         wait_s = child.schedule_restart(lived_s, ran_well=ran_well)
-        self.say(f"{what}: starting again in {wait_s:.1f} s")
+        self.say(f"{exit_text}: starting again in {wait_s:.1f} s")
         return None
 
     def _final_code(self, child: Child, code: int, lived_s: float) -> int | None:
