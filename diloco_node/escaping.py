@@ -2,7 +2,7 @@
 
 A peer chooses the words of its reasons and errors. A terminal obeys escape sequences, a log is read line by line, and
 bidirectional marks show a text in another order than it has. So wherever text leaves for people's eyes it goes through
-here. What is stored or hashed stays as it came.
+here. Stored and hashed texts stay as they came.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def escaped(text: str) -> str:
 
 
 def escaped_document(value: Any) -> Any:
-    """A JSON-like value with all of its texts, keys too, escaped. What is not text stays the same object."""
+    """A JSON-like value with all of its texts, keys too, escaped. Values that are no text stay the same objects."""
     if isinstance(value, str):
         return escaped(value)
     if isinstance(value, dict):

@@ -4,8 +4,8 @@ An **area** is anonymous memory (`memfd_create`) with a name and a size. The sup
 it is first asked for and keeps it open, so that daemon and learner, each of which may die and come back, find what was
 in it. `request_area` maps it. Two requests with the same name and size get the same memory. Another size *replaces* the
 area: the daemon names the sizes, and it asks for another one only when the model is another one, so the old contents
-are worthless. Who still maps the old area keeps it until he unmaps it. Areas are sealed against shrinking and growing:
-a mapping never faults.
+are worthless. A process that still maps the old area keeps it until it unmaps it. Areas are
+sealed against shrinking and growing: a mapping never faults.
 
 `multiprocessing.shared_memory` is not used: on Python 3.11 a process that merely attached unlinks the segment when it
 exits, and /dev/shm has 64 MiB in a container.
@@ -50,7 +50,7 @@ class _Area:
 class MemoryStore:
     """Creates memfd areas and serves them over a Unix socket to processes of the same user.
 
-    Use as a context manager. The areas live until `close`. One thread serves; requests are tiny.
+    Use as a context manager. The areas live until `close`. A single thread serves; requests are tiny.
 
     Args:
         path: where the socket is bound; a stale socket file there is replaced.
@@ -96,7 +96,7 @@ class MemoryStore:
         self._areas.clear()
 
     def contents(self, name: str) -> bytes | None:
-        """What a small area holds now, at most `CONTENTS_BYTES_MAX`; None if there is none of this name."""
+        """Return the contents of a small area, at most `CONTENTS_BYTES_MAX`; None if there is none of this name."""
         area = self._areas.get(name)
         if area is None:
             return None

@@ -17,7 +17,7 @@ from typing import Final
 from diloco_node.errors import BindError
 
 SOCKET_PATH_BYTES_MAX: Final = 107
-"""What fits into sockaddr_un on Linux."""
+"""Longest path that fits into sockaddr_un on Linux."""
 
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -57,7 +57,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of this machine, told from all others.
+    """The identity of a process of this machine.
 
     Attributes:
         start_ticks: when the kernel started it, since the machine was booted. boot: which boot.

@@ -71,7 +71,7 @@ class FragmentBlocks:
         block_count: blocks of the fragment.
         encoded_bytes: bytes of the whole encoded fragment.
         layout: int64, shape (pieces + 1, 4), read-only. Per piece: its first block, first value, first byte, and its
-            kind (`KIND_OF_CODEC`); the last row holds the totals. What the compiled loops read.
+            kind (`KIND_OF_CODEC`); the last row holds the totals. The compiled loops read it.
 
     Raises:
         ValueError: there is no piece, or a piece without values.

@@ -1,7 +1,7 @@
-"""What equal bytes are compared by: digests of stripes, payloads and fragments, 32 bytes each.
+"""Digests of stripes, payloads and fragments, 32 bytes each, by which equal bytes are known.
 
 Bulk is hashed with BLAKE3, which is as hard to collide as SHA-256 and three times as fast on one core (6 GB/s instead
-of 1.8): hashing was 40 % of a daemon's CPU time. What is over digests only stays SHA-256, as everything in the ledger.
+of 1.8): hashing was 40 % of a daemon's CPU time. Digests of digests stay SHA-256, as everything in the ledger.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from diloco_node.errors import ConfigError
 CACHE_NAME: Final = "diloco-node"
 
 DAMAGE: Final = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError)
-"""What unpickling half a file can raise."""
+"""Errors that unpickling half a file can raise."""
 
 log = logging.getLogger("diloco_node.codec")
 _lock: Final = threading.Lock()

@@ -1,7 +1,7 @@
 """Encode, decode, reduce and apply: the typed face of the compiled loops.
 
-One rule for all of them: a call works on the span of blocks [block_start, block_stop), and every array is exactly
-that span (`FragmentBlocks.value_slice`, `byte_slice`), the per-piece arrays excepted, which are always whole. Without
+The same rule holds for all of them: a call works on the span of blocks [block_start, block_stop), and every array is
+exactly that span (`FragmentBlocks.value_slice`, `byte_slice`). Only the per-piece arrays are always whole. Without
 a range the span is the whole fragment. Spans of one fragment can run in different threads: the loops release the GIL
 and share nothing.
 

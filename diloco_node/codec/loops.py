@@ -1,9 +1,9 @@
 """The inner loops of the codec, for numba to compile. Call them through `kernels`, which checks sizes and raises the
 errors; `kernel_cache` says where numba keeps the machine code, and is the only one to import this.
 
-What keeps the bytes equal on every machine: no fast-math, no contraction of `a * b + c` into one rounding, reductions
-over integers where the order would matter, and a fixed order where they are floats. All loops are in this one file,
-for numba's cache notices only changes of the file that the called function is in.
+The bytes are equal on every machine: there is no fast-math and no contraction of `a * b + c` into one rounding.
+Reductions are over integers where the order would matter, and in a fixed order where they are over floats. All loops
+are in this one file, for numba's cache notices only changes of the file that the called function is in.
 
 Written so that LLVM vectorises them: unsigned indices (signed ones are checked for negative values), integer maximum
 over the bit patterns instead of a float maximum, codes in a small scratch array between quantising and packing.

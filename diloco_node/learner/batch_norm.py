@@ -12,7 +12,7 @@ NAMED_MAX: Final = 3
 
 
 def batch_norm_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
-    """What is wrong with batch normalisation in a run; empty for a model without, or with statistics that are merged.
+    """Say what is wrong with batch normalisation; empty for a model without, or with statistics that are merged.
 
     Args:
         merged_names: names of the tensors that the run merges.

@@ -29,7 +29,7 @@ log = logging.getLogger("diloco_node.learner")
 
 @dataclass(frozen=True, slots=True)
 class StepBoundaries:
-    """What one rank needs at each boundary.
+    """The parts that one rank needs at each boundary.
 
     Attributes:
         session: with the daemon, on rank 0. is_stopping: this process was asked to stop.
@@ -42,7 +42,7 @@ class StepBoundaries:
     is_stopping: Callable[[], bool]
 
     def cross(self, tokens: int, *, is_step: bool) -> Boundary:
-        """What the ranks agree on, carried out. Without `is_step` no step was made: only versions are taken.
+        """Carry out what the ranks agree on, and return it. Without `is_step` no step was made: versions are taken.
 
         Raises:
             LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
@@ -71,7 +71,7 @@ class StepBoundaries:
         return boundary
 
     def _brought(self, tokens: int, *, has_orders: bool) -> Boundary:
-        """What this rank brings."""
+        """Return what this rank brings to the agreement."""
         fragments, session = self.fragments, self.session
         boundary = Boundary(
             tokens,

@@ -1,11 +1,11 @@
-"""What a restarted learner can't get from the run: optimizer state, where it was in the data and on the schedule.
+"""The state that a restarted learner can't get from the run: optimizer, place in the data and on the schedule.
 
-Parameters are not in it: a new incarnation takes all of them from the global state. One safetensors file per
-checkpoint, with everything that is no tensor as JSON in its metadata, and a SHA-256 over both. Never pickle. The
+Parameters are not in it: a new incarnation takes all of them from the global state. A checkpoint is one
+safetensors file. Everything else is JSON in its metadata, with a SHA-256 over both. Never pickle. The
 training thread copies the tensors, those of a GPU by its own copy engine, which nobody waits for here (D-094). A
 background thread writes a temporary name, fsyncs, renames, fsyncs the folder. The
-last two are kept, and a damaged one falls back to the one before. A full disk is logged and never stops training. Of
-several ranks each writes its own part (`learner.checkpointing`).
+last two are kept, and a damaged one falls back to the one before. A full disk is logged and never stops training.
+Each of several ranks writes its own part (`learner.checkpointing`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WRITER_STOP_S: Final = 60.0
 DAMAGED: Final = ".damaged"
 
 _STATEFUL: Final = "stateful"
-"""What the names of its tensors begin with."""
+"""Prefix of the names of its tensors."""
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -79,7 +79,7 @@ NO_PROGRESS: Final = TrainingProgress("", incarnation=0, global_step=0, step=0, 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RankPlace:
-    """One rank of so many."""
+    """A rank, and how many there are."""
 
     rank: int
     ranks: int
@@ -90,7 +90,7 @@ ALONE: Final = RankPlace(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """What a checkpoint's file is called: its incarnation and step, and of several ranks which one wrote it."""
+    """Name of a checkpoint's file: incarnation, step, and among several ranks the one that wrote it."""
 
     incarnation: int
     step: int
@@ -123,7 +123,7 @@ _NAME: Final = re.compile(r"learner-(\d{8,})-(\d{12,})(?:-(\d{5})-of-(\d{5}))?\.
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint in memory.
+    """A checkpoint in memory.
 
     Attributes:
         tensors: of the optimizer, the random generator, and `stateful`, CPU.
@@ -158,7 +158,7 @@ class Checkpoint:
         return cls(TrainingProgress(**fields["progress"]), tensors, fields["optimizer"], fields["stateful"])
 
     def kept(self) -> Kept:
-        """What it has of the optimizer."""
+        """Return its part of the optimizer."""
         return Kept.from_document(self.optimizer, self.tensors)
 
     def restore(
@@ -295,9 +295,9 @@ def _host_memory(tensor: Tensor) -> Tensor:
 
 
 def _copied(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
-    """One event for each GPU that copies: it comes when the copies that were ordered so far are made.
+    """Return an event for each GPU that copies: it comes when the copies that were ordered so far are made.
 
-    What the loop orders after them waits on the device, so an optimizer's next step does not change what is copied.
+    The loop's later orders wait on the device, so an optimizer's next step does not change what is copied.
     """
     events = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -313,8 +313,8 @@ def write_checkpoint(
     """Write one checkpoint durably, and remove all but two of this place, and older ones of other layouts.
 
     Args:
-        whole: age of the newest one that is known to have the files of all ranks: it stays. Of several ranks one alone
-            may fail to write, time after time.
+        whole: age of the newest one that is known to have the files of all ranks: it stays. A single
+            rank may fail to write, time after time.
 
     Raises:
         OSError, SafetensorError: the disk.
@@ -399,7 +399,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _set_aside(path: Path) -> None:
-    """Keep it for people, where the next checkpoint would remove it. One at most, so that a bad disk is not filled."""
+    """Keep it for people, where the next checkpoint would remove it. At most one stays, lest a bad disk fills up."""
     with contextlib.suppress(OSError):
         for old in path.parent.glob(f"learner-*{DAMAGED}"):
             old.unlink(missing_ok=True)

@@ -41,7 +41,7 @@ from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.ranks import Ranks
 
 COST_PART: Final = 0.01
-"""Of the time, for copying and writing checkpoints."""
+"""Share of the time that copying and writing checkpoints may take."""
 
 EVERY_MIN_S: Final = 2.0
 """More often brings back nothing: steps that no merge had taken are lost anyway, some ten of them."""
@@ -50,7 +50,7 @@ BYTES_PER_S: Final = 1e9
 """How fast the first one is expected to be written; the next ones as fast as the one before."""
 
 MOMENT_BYTES: Final = 8
-"""Of a parameter in the state of AdamW."""
+"""Bytes that AdamW keeps for a parameter."""
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -162,7 +162,7 @@ class Checkpointing:
 
     @property
     def written_step(self) -> int:
-        """Of the checkpoint that was saved last, once this rank's part is on disk; -1 for none."""
+        """Step of the checkpoint that was saved last, once this rank's part is on disk; -1 for none."""
         age = None if self._writer is None else self._writer.written
         return -1 if age is None else age[1]
 
@@ -218,7 +218,7 @@ def _names(text: bytes) -> list[FileName]:
 def _groups(listings: list[list[FileName]]) -> list[dict[FileName, int]]:
     """The checkpoints of which all files are there, newest first: its files in the order of ranks, and who reads each.
 
-    That is the rank that wrote it where it sees it, else one that does: no rank is to read the files of all.
+    The writer of a file reads it where it sees it, else another that does: no rank is to read the files of all.
     """
     seers: dict[FileName, list[int]] = {}
     for rank, names in enumerate(listings):
@@ -236,7 +236,7 @@ def _groups(listings: list[list[FileName]]) -> list[dict[FileName, int]]:
 
 
 def _seen(path: Path) -> Checkpoint | None:
-    """A file of another rank, where this host has it. What is damaged, its own reader has said."""
+    """A file of another rank, where this host has it. Its own reader has already named damage."""
     try:
         return read_checkpoint(path)
     except (OSError, LearnerError, SafetensorError):

@@ -2,9 +2,9 @@
 
 The training thread never waits for it. `send` puts a message into a bounded queue, newer reports replace older ones;
 `commands` yields what the daemon said. When the daemon dies the thread dials until there is another, and says where the
-learner stands with an `Attach` made under `lock`. What the old daemon had asked is void from then on: its offers point
-to places in the version area that the new daemon may write again. That is why the training thread holds `lock` while it
-carries out a command.
+learner stands with an `Attach` made under `lock`. From then on the old daemon's requests are void: its offers point
+to places in the version area that the new daemon may write again. Therefore the training thread holds `lock` while
+it carries out a command.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LearnerLink:
             self._write_lock.release()
 
     def commands(self) -> Iterator[ToLearner]:
-        """What the daemon said since the last time, oldest first. Call with `lock` held.
+        """Return the daemon's commands since the last time, oldest first. Call with `lock` held.
 
         Raises:
             LearnerError: the daemon refused this process for good.

@@ -15,10 +15,11 @@ import numpy as np
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError, StorageError
+from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.daemon_link import LearnerLink
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
+from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.run_clock import RunClock
@@ -240,8 +241,8 @@ class LearnerSession:
             )
 
     def orders(self) -> Orders:
-        """What the daemon asks for, within `boundary`: at most one order for a fragment. What can't be carried out yet,
-        and what comes behind it, waits.
+        """Return the daemon's orders, within `boundary`: at most one for a fragment. An order that can't be carried
+        out yet waits, and so do those behind it.
 
         Raises:
             LearnerError: the daemon refuses this learner.
@@ -346,7 +347,7 @@ def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:
 
 
 def settings_of(welcome: Welcome) -> FragmentSettings:
-    """What the Welcome fixes for the fragments."""
+    """Return what the Welcome fixes for the fragments."""
     return FragmentSettings(
         region=welcome.region,
         incarnation=welcome.incarnation,

@@ -1,4 +1,4 @@
-"""What a model is given to train on, and the loss that it returns, seen by hooks on its `forward`.
+"""Hooks on a model's `forward` that see what it is given to train on, and the loss that it returns.
 
 A call counts while the module is in training mode and gradients are on, so evaluation and generation do not. Nothing is
 read from a device: a count is the shape of a tensor, and the loss stays the tensor that it is.
@@ -23,8 +23,8 @@ def count_tokens(batch: Any) -> int:
     """Tokens of a batch by its shapes, padding included; of one that holds no token ids, its samples.
 
     A tensor of integers counts by its elements, one of embeddings (batch, sequence, width) by the first two
-    dimensions, any other by its first. Of several tensors the one that is named in `TOKEN_NAMES` counts, else the
-    first. 0: there is none.
+    dimensions, any other by its first. Among several tensors the one that is named in `TOKEN_NAMES` counts,
+    else the first. 0: there is none.
     """
     hit = _counted(batch, _DEPTH_MAX)
     if hit is None:

@@ -19,18 +19,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from diloco_node.codec import kernels
-from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
+from diloco_node.learner.contribution_area import ContributionArea
 from diloco_node.learner.layouts.shard_map import ShardMap, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, host_values
 from diloco_node.learner.rank_exchange import RankExchange
@@ -53,7 +50,7 @@ Answer = SnapshotReady | SnapshotDenied | OfferApplied
 
 @dataclass(frozen=True, slots=True)
 class FragmentSettings:
-    """What the daemon's Welcome fixes for the fragments; names as there."""
+    """The settings that the daemon's Welcome fixes for the fragments; names as there."""
 
     region: str
     incarnation: int
@@ -112,50 +109,61 @@ class LearnerFragments:
         self.manifest = manifest
         self.settings = settings
         self.tensors = tensors
+        self.shards = shards or whole_map(manifest.tensors)
+        # Steps and tokens of this incarnation; they grow at a boundary, before anything is carried out there.
         self.step = 0
         self.tokens = 0
+        # Only grow; for people.
         self.carried_steps = 0
         self.discounted = 0
+        # Per fragment the version in `_base` and what it includes; equal on all ranks.
         self.positions: list[FragmentPosition] = [UNATTACHED for _ in manifest.fragments]
-        self.shards = shards or whole_map(manifest.tensors)
+        # None with a single rank.
         self._exchange = exchange
+        # Rank 0 alone has the areas and talks to the daemon.
         self._is_first = rank == 0
+        # Whether other ranks own parts of the fragments: what rank 0 encodes or writes is gathered first.
         self._is_gathered = not self.shards.is_first_whole
+        # Per fragment the part that this rank reads and applies, and copies that others own and it applies as well.
         self._owned = [self.shards.owned(fragment, rank) for fragment in manifest.fragments]
         self._followed = [self.shards.followed(fragment, rank) for fragment in manifest.fragments]
-        self._blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
+        # Per fragment its place in the version area; empty on other ranks, and once closed. The daemon writes there
+        # until it offers the version, and not again before it is told that the version was applied.
         self._places: list[Tensor] = []
         if version_area is not None:
             self._places = list(
                 torch.split(torch.from_numpy(version_area), [fragment.size for fragment in manifest.fragments])
             )
-        self._contribution_area = np.zeros(0, np.uint8) if contribution_area is None else contribution_area
-        self._area_starts = [0, *accumulate(blocks.encoded_bytes for blocks in self._blocks)]
+        # The encoder's thread alone writes there.
+        self._contributions = ContributionArea(manifest, settings.codec_up, contribution_area)
         sizes = [local.size for local in self._owned]
         # One allocation, pinned where there is a GPU, so that copies run at the speed of the bus.
         is_pinned = torch.cuda.is_available()
+        # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded.
         self._base = list(torch.split(room(sum(sizes), is_pinned=is_pinned), sizes))
         self._rooms = SnapshotRooms(max(sizes), is_pinned=is_pinned)
         slab_sizes = [slab.size for local in (*self._owned, *self._followed) for slab in local.slabs]
+        # As large as the largest slab; what is in it is of no use between two calls.
         self._scratch = room(max(slab_sizes, default=0), is_pinned=is_pinned)
+        # By fragment the unresolved snapshot: at most one, against the version in `_base`.
         self._snapshots: dict[int, HeldSnapshot] = {}
+        # Those of this boundary that the encoder does not have yet; empty between boundaries.
         self._taken: list[HeldSnapshot] = []
+        # By fragment the version on its way; in the same order on all ranks. Gone when it is applied.
         self._incoming: dict[int, _ComingVersion] = {}
+        # By fragment the newest snapshot that an applied version included: no older one is carried over again.
         self._last_included: dict[int, int] = {}
+        # The own parameters from just before the run's last merges; None until those begin.
         self._own: list[Tensor] | None = None
         self._revert = RevertCheck(tensors)
+        # Grows with each snapshot of this incarnation, over all fragments.
         self._next_snapshot = 1
         self._answer = answer
         self._before_ready = before_ready if self._is_first else lambda: None
+        # One thread: encoding and exchanges go in the order of the boundaries, the same on all ranks.
         self._worker = BackgroundWorker()
-        self._zeros = np.zeros(0, np.float32)
         if self._is_first:
-            # Load or compile the kernel now, not beside the first steps.
-            smallest = min(self._blocks, key=lambda blocks: blocks.values)
-            zeros = np.zeros(smallest.values, np.float32)
-            kernels.encode_delta(smallest, zeros, zeros, np.zeros(smallest.encoded_bytes, np.uint8))
-            if exchange is not None and self._is_gathered:
-                self._zeros = np.zeros(max(blocks.values for blocks in self._blocks), np.float32)
+            self._contributions.warm_up(is_gathered=exchange is not None and self._is_gathered)
 
     @property
     def is_placed(self) -> bool:
@@ -208,7 +216,7 @@ class LearnerFragments:
         return self._own if self._own is not None else [self.vector(index) for index in range(len(self.positions))]
 
     def vector(self, index: int) -> Tensor:
-        """What this rank owns of fragment `index` as the model holds it now: shape (n,), float32, CPU; a copy."""
+        """Copy this rank's part of fragment `index` as the model holds it now: shape (n,), float32, CPU."""
         values = host_values(self._owned[index].size)
         self.tensors.read(self._owned[index], values)
         return values
@@ -277,19 +285,17 @@ class LearnerFragments:
     def _encoded(self, snapshot: HeldSnapshot) -> SnapshotReady | SnapshotDenied | None:
         """The answer; None on ranks other than 0."""
         index = snapshot.facts.fragment
-        base, theta = self._base[index].numpy(), snapshot.values.numpy()
+        difference: Tensor | None = None
         if self._exchange is not None and self._is_gathered:
-            # The same subtraction as the kernel's; what it subtracts then changes nothing.
-            whole = self._exchange.gather(index, self._base[index] - snapshot.values)
-            if whole is None:
-                return None
-            base, theta = whole.numpy(), self._zeros[: whole.numel()]
+            # The same subtraction as the kernel's.
+            difference = self._exchange.gather(index, self._base[index] - snapshot.values)
         if not self._is_first:
             return None
-        start = self._area_starts[index]
-        out = self._contribution_area[start : start + self._blocks[index].encoded_bytes]
         try:
-            norms = kernels.encode_delta(self._blocks[index], base, theta, out)
+            if difference is not None:
+                norms = self._contributions.encode_difference(index, difference.numpy())
+            else:
+                norms = self._contributions.encode(index, self._base[index].numpy(), snapshot.values.numpy())
         except PayloadCorrupt as error:
             return SnapshotDenied(index, snapshot.facts.version, f"step {snapshot.facts.step}: {error}")
         settings = self.settings
@@ -355,7 +361,7 @@ class LearnerFragments:
         A version that the learner already has, or an older one, changes nothing.
 
         Returns:
-            What to tell the daemon.
+            The answer for the daemon.
 
         Raises:
             LearnerError: the daemon names a snapshot that this learner does not have.
@@ -450,10 +456,4 @@ class LearnerFragments:
         """Stop the worker and let go of the shared memory."""
         self._worker.close()
         self._places = []
-        self._contribution_area = np.zeros(0, np.uint8)
-
-
-def area_sizes(manifest: Manifest, codec_up: Codec) -> tuple[int, int]:
-    """Bytes of version area and contribution area."""
-    sizes = [FragmentBlocks(fragment.piece_sizes, codec_up).encoded_bytes for fragment in manifest.fragments]
-    return 4 * manifest.size, sum(sizes)
+        self._contributions.close()

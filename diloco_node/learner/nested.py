@@ -89,7 +89,7 @@ def _flatten_container(label: str, value: Any, tensors: dict[str, Tensor]) -> An
 
 
 def unflatten(document: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `flatten` was given.
+    """Return the value that `flatten` was given.
 
     Raises:
         KeyError, ValueError, TypeError: the document is none of `flatten`, or a tensor is missing.

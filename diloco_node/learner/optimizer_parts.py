@@ -1,6 +1,6 @@
 """An optimizer's state as the parts that each rank has of it, and put together again for another layout.
 
-What a rank keeps is named by parameter and by the box of it that the values are for, as everything between the ranks
+Each part is named by its parameter and by the box of it that the values are for, as everything between the ranks
 and regions is. So a region that comes back with another number of ranks, or sharded in another way, goes on with the
 moments that it had. Values that have not a parameter's shape, such as a count of steps, are kept whole.
 """
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one rank keeps of an optimizer's state.
+    """The part of an optimizer's state that one rank keeps.
 
     Attributes:
         tensors: by `state.INDEX.KEY` or `group.INDEX.KEY`; what of them lies on the rank.
@@ -82,7 +82,7 @@ class OptimizerParts:
         ]
 
     def keep(self) -> Kept:
-        """What this rank keeps now; not copies.
+        """Return what this rank keeps now; not copies.
 
         Raises:
             LearnerError: the state holds what is neither tensor nor JSON, or a DTensor of another shape than its
@@ -143,7 +143,7 @@ class OptimizerParts:
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def missing(self, documents: Mapping[int, Kept], first: int) -> set[int]:
-        """Of which ranks the parts are needed, by what they say that they have; besides those of rank `first`."""
+        """Name the ranks whose parts are needed besides those of rank `first`, by what they say that they have."""
         ranks: set[int] = set()
         views = {rank: _ByParameter(save) for rank, save in documents.items()}
         for name, box in zip(self._names, self._boxes, strict=True):
@@ -180,7 +180,7 @@ class OptimizerParts:
 
 
 class _ByParameter:
-    """What one rank has kept, found by parameter without a look at everything.
+    """An index by parameter of what one rank has kept.
 
     Attributes:
         tensors: names of the state's tensors, by the index of their parameter, as text.
@@ -199,12 +199,12 @@ class _ByParameter:
         return index if self.kept.names[index : index + 1] in ([], [""]) else None
 
     def boxes_of(self, name: str) -> list[Box]:
-        """Of a parameter's state."""
+        """Return the boxes of a parameter's state."""
         return [self.kept.boxes[key] for key in self._boxes.get(str(self._places.get(name)), ())]
 
 
 def _by_index(names: Iterable[str]) -> dict[str, list[str]]:
-    """Those of `state.INDEX.KEY`, by INDEX."""
+    """Group the names `state.INDEX.KEY` by INDEX."""
     groups: dict[str, list[str]] = {}
     for name in names:
         kind, _, tail = name.partition(".")

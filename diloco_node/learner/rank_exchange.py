@@ -87,7 +87,7 @@ class RankExchange:
             whole: shape (fragment.size,), float32, CPU, on rank 0; may become a part of what is returned.
 
         Returns:
-            What this rank owns, and what it follows: float32, CPU.
+            The values that this rank owns, and those that it follows: float32, CPU.
         """
         primary, replica = self._owned[index][self._rank], self._followed[index][self._rank]
         if whole is not None:

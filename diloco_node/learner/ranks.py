@@ -35,7 +35,7 @@ _ORDERS_PER_FRAGMENT: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the daemon has asked of the learner, to be carried out at one boundary: at most one order per fragment.
+    """The daemon's orders for one boundary: at most one per fragment.
 
     Attributes:
         requests, offers: by fragment, ascending. wants_initial_state: Theta_0 of this learner.
@@ -51,7 +51,7 @@ NO_ORDERS: Final = Orders()
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What all ranks agree on at one step boundary.
+    """The facts that all ranks agree on at one step boundary.
 
     Attributes:
         tokens: of this step, over all ranks. is_stopping: some rank, or the daemon, wants to stop.
@@ -86,7 +86,7 @@ def among_ranks() -> Iterator[None]:
 
 
 def first_line(error: RuntimeError) -> str:
-    """What Gloo says, without its stack."""
+    """Return Gloo's message without its stack."""
     return str(error).partition("\n")[0][:300]
 
 
@@ -160,7 +160,7 @@ class Ranks:
         )
 
     def share_orders(self, orders: Orders, *, fragments: int) -> Orders:
-        """Those of rank 0, on every rank; the others' are ignored. All ranks have agreed that there are some.
+        """Give rank 0's orders to every rank; the others' are ignored. All ranks have agreed that there are some.
 
         Raises:
             LearnerError: another rank is gone.

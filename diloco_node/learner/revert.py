@@ -6,7 +6,7 @@ getting it. So the first versions that move the parameters are looked at again o
 
 A learner that stands at its optimum goes back, too, but its gradient leads it there; and a few values go where they
 like. So what counts is only a version that moved many values, whose step went back without a gradient that led there,
-and several of them. One version that stays is enough to say that all is well.
+and several of them. A single version that stays is enough to say that all is well.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RevertCheck:
         self._is_done = False
 
     def before(self, local: LocalFragment) -> None:
-        """What this rank owns of a fragment is about to be applied."""
+        """Sample this rank's part of a fragment, just before a version is applied to it."""
         if not self._is_done:
             self._before[local.index] = self._tensors.sample(local)
 

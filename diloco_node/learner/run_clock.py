@@ -66,7 +66,7 @@ class RunClock:
 
     @property
     def part(self) -> float | None:
-        """Of the way to the run's end, 0 to 1; None: nothing says where the run ends."""
+        """Share of the way to the run's end, 0 to 1; None: nothing says where the run ends."""
         return None if self._part is None else self._part.value
 
     def resume(self, global_step: int) -> None:

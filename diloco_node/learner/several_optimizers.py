@@ -16,7 +16,7 @@ OptimizerArgument = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | No
 
 
 def as_one(optimizers: OptimizerArgument) -> torch.optim.Optimizer | None:
-    """What a checkpoint keeps as one optimizer.
+    """Join what a checkpoint keeps as one optimizer.
 
     Args:
         optimizers: one, several, or none; wrappers such as Accelerate's are looked into.
@@ -70,7 +70,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of each."""
+        """Make a step of each."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

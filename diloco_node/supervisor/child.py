@@ -28,7 +28,7 @@ LOG_BYTES_MAX: Final = 32 * 2**20
 """A child's log is rotated here; one older file is kept."""
 
 COMMAND_CHARS_MAX: Final = 80
-"""Of a child's command in a message."""
+"""Characters of a child's command in a message, at most."""
 
 # prctl(PR_SET_PDEATHSIG) must be called by the child, after fork. A tiny program does it and then becomes the command:
 # `preexec_fn` would run Python between fork and exec, which can deadlock in a process with threads.
@@ -98,12 +98,12 @@ class ChildLog:
 
 
 class Child:
-    """One of the processes, through all its lives.
+    """A process that the supervisor keeps running, through all its lives.
 
     Args:
         death_signal: what it gets when the supervisor dies.
-        logs_errors_only: what it writes to standard output is for people: it is shown, and is not in its log. What it
-            writes to standard error is its log. is_shown: its log is shown, too; all of them are with `is_verbose`.
+        logs_errors_only: its standard output is for people: it is shown, and is not in its log. Its standard
+            error is its log. is_shown: its log is shown, too; all of them are with `is_verbose`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is wrong with a learner's process, as its supervisor sees it: it hangs, or it crashes again and again.
+"""A watch over a learner's process that finds it hanging, or crashing again and again.
 
 Pure: the caller has the clock and the process. Seconds are monotonic. Standard library only, for the supervisor.
 
@@ -47,7 +47,7 @@ FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, 
 
 
 class Action(StrEnum):
-    """What the supervisor has to do."""
+    """An order to the supervisor."""
 
     NOTHING = "nothing"
     ABORT = "abort"
@@ -103,7 +103,7 @@ class LearnerWatch:
         self._last_action = Action.NOTHING
 
     def look(self, mark: bytes | None, *, now_s: float) -> Action:
-        """What to do now. Call it every second or so, with what the counters hold, while the process lives."""
+        """Decide what to do now. Call it every second or so, with the counters' bytes, while the process lives."""
         asleep_s, self._looked_s = now_s - self._looked_s, now_s
         if self._aborted_s is not None:
             return self._escalate(now_s - self._aborted_s)

@@ -208,7 +208,7 @@ class ForkServer:
         self._report(ServerEnded(process.wait()))
 
     def note(self, event: ServerEvent) -> None:
-        """What was reported."""
+        """Take in what was reported."""
         self.is_starting = False
         if isinstance(event, ServerReady):
             self._is_ready, self._is_useless = not event.error, bool(event.error)

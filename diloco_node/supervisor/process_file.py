@@ -1,4 +1,4 @@
-"""What the supervisor tells its daemon of the learner's process: a small file in the state folder, `learner.json`.
+"""The file `learner.json` in the state folder, by which the supervisor tells its daemon of the learner's process.
 
 Not durable: the next supervisor writes it anew. Standard library only, for the supervisor.
 """

@@ -18,8 +18,8 @@ How it ends (`run_supervisor`'s result is the exit code):
   stopped until SIGUSR1 or the next start, while the daemon votes and merges.
 
 Children are put into process groups of their own (a Ctrl-C in the terminal reaches only the supervisor) and get
-PR_SET_PDEATHSIG: when the supervisor dies, so do they. What a dead learner command left behind (the ranks of a killed
-`torchrun`, which have sessions of their own) is found by its environment and killed before the next start.
+PR_SET_PDEATHSIG: when the supervisor dies, so do they. Processes that a dead learner command left behind (the
+ranks of a killed `torchrun`, in sessions of their own) are found by their environment and killed before the next start.
 
 The daemon starts first, for the other regions wait for its vote. Where processors are few, the learner's imports would
 hold it up. So they begin when it is up, or `daemon_first_s` later.
@@ -127,7 +127,7 @@ class _Supervisor:
         )
 
     def say(self, text: str) -> None:
-        """One fact: for the log, for people, and for the service manager."""
+        """Tell one fact to the log, to people, and to the service manager."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         fact = {"timestamp": stamp, "level": "info", "event": text, "region": self._spec.region, "part": "supervisor"}
         line = json.dumps(fact) if self._spec.log_format == "json" else logfmt(fact)

@@ -13,7 +13,7 @@ FINAL_CODES: Final = frozenset({2, 4, 6, 7})
 
 @dataclass(frozen=True, slots=True)
 class SupervisorSpec:
-    """What to run.
+    """The processes to run, and the waits between their lives.
 
     Attributes:
         region: for messages.

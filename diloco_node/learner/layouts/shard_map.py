@@ -1,4 +1,4 @@
-"""Which rank of a region holds which part of each tensor, and which one owns it: what all ranks agree on at `attach`.
+"""The map from ranks of a region to the parts of each tensor that they hold and own. All agree on it at `attach`.
 
 A rank holds boxes of tensors, as a DTensor names them (offsets and sizes along each axis): rows with FSDP, columns with
 row-parallel layers, both on a two-dimensional mesh, all of it with DistributedDataParallel. A box that several ranks
@@ -41,7 +41,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """What of one piece of a fragment lies in one box.
+    """The values of one piece of a fragment that lie in one box.
 
     Attributes:
         piece: of the fragment.
@@ -71,7 +71,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class LocalFragment:
-    """What one rank holds of a fragment: slabs, one after the other in a vector of `size` float32 values."""
+    """The part of a fragment that one rank holds: slabs, one after the other in a vector of `size` float32 values."""
 
     index: int
     slabs: tuple[Slab, ...]
@@ -120,11 +120,11 @@ class ShardMap:
         return all(self.owner(name, box) == 0 for name, boxes in self._holders.items() for box in boxes)
 
     def owned(self, fragment: Fragment, rank: int) -> LocalFragment:
-        """What of a fragment a rank owns."""
+        """Return the part of a fragment that a rank owns."""
         return self._local(fragment, lambda name, box: self.owner(name, box) == rank)
 
     def followed(self, fragment: Fragment, rank: int) -> LocalFragment:
-        """What of a fragment a rank holds and another one owns."""
+        """Return the part of a fragment that a rank holds and another one owns."""
         return self._local(fragment, lambda name, box: rank in self.followers(name, box))
 
     def _local(self, fragment: Fragment, is_wanted: Callable[[str, Box], bool]) -> LocalFragment:
@@ -142,7 +142,7 @@ class ShardMap:
 def describe(
     specs: Sequence[TensorSpec], boxes: Mapping[str, Sequence[Box]], marks: Mapping[str, str] | None = None
 ) -> bytes:
-    """What one rank says about its part of the model; JSON.
+    """Describe one rank's part of the model, as JSON.
 
     Args:
         marks: see `ModelTensors`.
@@ -162,7 +162,7 @@ def describe(
 
 
 def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap]:
-    """What all ranks together hold; each rank comes to the same.
+    """Put together what all ranks hold; each rank comes to the same.
 
     Args:
         documents: of `describe`, by rank.
@@ -204,8 +204,8 @@ def _check_not_tied(copies: Sequence[tuple[str, int]], holdings: Sequence[Mappin
         if name != first and not any(first in names and name in names for names in holdings):
             raise LearnerError(
                 f"{first!r} on rank {rank} and {name!r} on rank {other_rank} begin with the same values: a weight that "
-                "is tied across pipeline stages would be merged as two tensors, which come apart. Put both on one stage. "
-                f"If the loop trains them as two tensors, say so on all ranks: attach(..., untied=({name!r},))"
+                "is tied across pipeline stages would be merged as two tensors, which come apart. Put both on one "
+                f"stage. If the loop trains them as two tensors, say so on all ranks: attach(..., untied=({name!r},))"
             )
 
 

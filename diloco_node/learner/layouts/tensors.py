@@ -43,17 +43,17 @@ EMBEDDING_NAMES: Final = frozenset(
 """Modules that hold embeddings under other types than `nn.Embedding` (vocabulary-parallel, hand-written)."""
 
 HEAD_NAMES: Final = frozenset({"lm_head", "output", "head", "embed_out", "output_projection"})
-"""What output heads are called; only at the top of a model, for "output" is also the end of an attention block."""
+"""Names of output heads; only at the top of a model, for "output" is also the end of an attention block."""
 
 DTENSOR: Final = "DTensor"
 REFUSED_KINDS: Final = frozenset({"FlatParameter", "ShardedTensor", "FullyShardedDataParallel"})
 """By name: importing the classes would import all of torch.distributed."""
 
 SAMPLE_VALUES: Final = 1024
-"""Of each piece; enough to tell a reverted parameter from a trained one."""
+"""Values to sample of each piece: enough to tell a reverted parameter from a trained one."""
 
 MARK_ROWS: Final = 32
-"""Of a matrix, and as many columns, that are looked at to tell it from others: a part of a copy is a copy."""
+"""Rows of a matrix, and as many columns, by which it is told from others: a part of a copy is a copy."""
 
 MATRIX: Final = 2
 
@@ -67,7 +67,7 @@ class _Tracked:
 
     @property
     def source(self) -> Tensor:
-        """What of the values lies on this rank: in the master if there is one."""
+        """The part of the values on this rank: in the master if there is one."""
         return local_part(self.parameter if self.master is None else self.master)
 
 
@@ -88,7 +88,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank: detached, the same memory."""
+    """Return the part of a tensor on this rank: detached, the same memory."""
     plain = tensor.detach()
     if not is_sharded(plain):
         return plain
@@ -171,7 +171,7 @@ class ModelTensors:
 
     @property
     def names(self) -> dict[Tensor, str]:
-        """What an optimizer may hold, parameters and masters, by their name in the manifest."""
+        """The tensors that an optimizer may hold, parameters and masters, with their names in the manifest."""
         names: dict[Tensor, str] = {}
         for name, tensor in self._tracked.items():
             names[tensor.parameter] = name
@@ -270,7 +270,7 @@ class ModelTensors:
                 self._follow(slab)
 
     def held(self, local: LocalFragment, new: Tensor, out: Tensor) -> None:
-        """What a learner that takes exactly `new` really holds: `new` rounded to each parameter's type, as float32.
+        """Return what a learner that takes exactly `new` holds: `new` rounded to each parameter's type, as float32.
 
         Args:
             new: shape (part.size,), float32, CPU. Not changed.
@@ -288,7 +288,7 @@ class ModelTensors:
         return self._sample(local, local_part)
 
     def sample_gradients(self, local: LocalFragment) -> Tensor:
-        """Of the same values the gradients, zero where there is none (any more)."""
+        """Return the gradients of the same values, zero where there is none (any more)."""
         return self._sample(
             local,
             lambda tensor: torch.zeros_like(local_part(tensor)) if tensor.grad is None else local_part(tensor.grad),
@@ -305,8 +305,9 @@ class ModelTensors:
         return torch.cat(pieces)
 
     def rest_of_state(self) -> dict[str, Tensor]:
-        """What of `state_dict()` is not merged: buffers and frozen parameters; copies. All ranks call it, where frozen
-        parameters are sharded.
+        """Copy the entries of `state_dict()` that are not merged: buffers and frozen parameters.
+
+        All ranks call it, where frozen parameters are sharded.
         """
         merged_names = {
             name for parameter, names in self._names_of.items() if names[0] in self._tracked for name in names
@@ -379,7 +380,7 @@ def _shift(theta: Tensor, new: Tensor, anchor: Tensor, carry_factor: float) -> N
 
 
 def _buffers(model: nn.Module, patterns: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Those whose names fit, by name; and what to say of patterns that fit none."""
+    """Return the buffers whose names fit, by name, and a message for each pattern that fits none."""
     matches: dict[str, Tensor] = {}
     unknown: dict[str, str] = {}
     for pattern in patterns:
@@ -466,7 +467,7 @@ def _check_master(name: str, parameter: Tensor, master: Tensor | None) -> None:
 
 
 def _boxes(name: str, parameter: Tensor) -> list[Box]:
-    """Which part of the tensor lies on this rank."""
+    """Return the boxes of the tensor that lie on this rank."""
     if not is_sharded(parameter.data):
         return [whole_box(parameter.shape)]
     # Part of the protocol of distributed checkpoints (DCP): every tensor that is cut has it.
