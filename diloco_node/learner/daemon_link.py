@@ -68,16 +68,24 @@ class LearnerLink:
         self.is_up = False
         self._path = path
         self._make_attach = make_attach
+        # Of the present daemon, oldest first; changed with `lock` held.
         self._commands: deque[ToLearner] = deque()
+        # The training and the encoder's thread append, the link's thread takes.
         self._outgoing: deque[ToDaemon] = deque()
+        # The newest report alone: an older one that was not sent is of no use.
         self._report: Report | None = None
+        # Held while bytes are written, so that messages never mix.
         self._write_lock = threading.Lock()
         # The same connection for the training thread; another object, for one with a timeout waits before it sends.
         self._direct: socket.socket | None = None
+        # The tail of a message that the training thread began: it goes first.
         self._unsent = b""
+        # Set once, by the link's thread, which then ends; the training thread raises it.
         self._failure: LearnerError | None = None
+        # Set while there is a command or a failure that the training thread has not seen.
         self._arrived = threading.Event()
         self._is_closing = threading.Event()
+        # A byte in it wakes the link's thread; a full pipe means that it is awake.
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)

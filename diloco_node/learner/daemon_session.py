@@ -106,11 +106,16 @@ class LearnerSession:
         self._specs = specs
         self._shards = shards
         self._ranks = ranks
+        # Both from the first Welcome on, for the life of the process.
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
+        # The daemon waits for Theta_0, and no boundary has written it yet.
         self._wants_initial_state = False
+        # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
+        # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
         self._denied: SnapshotDenied | None = None
+        # The next step that rounds may wait for; None: no step is news.
         self._news_step: int | None = None
         self._link = LearnerLink(socket, self._make_attach)
 

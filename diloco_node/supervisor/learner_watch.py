@@ -73,18 +73,25 @@ class LearnerWatch:
         self.exit_code: int | None = None
         self.restarts = 0
         self._log = log
+        # A second life is a restart.
         self._has_lived = False
         self.reason = ""
         self.crashes = 0
         self.hangs = 0
         self._hang_s = hang_s
+        # The counters' bytes at the last step, and when that was; None: this life has made none.
         self._mark: bytes | None = None
         self._stepped_s: float | None = None
+        # The last look: when the next one comes late, the machine slept, not the learner.
         self._looked_s = 0.0
+        # Seconds between the last steps, over all lives.
         self._pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
+        # How often the limit is doubled after hangs, and since when; forgiven one by one.
         self._doublings = 0
         self._doubled_s = 0.0
+        # The last crashes; as many within CRASHES_WITHIN_S are a loop.
         self._crashed_s: deque[float] = deque(maxlen=CRASHES_MAX)
+        # When this life was told to write its stacks and end; None: it was not.
         self._aborted_s: float | None = None
         self._last_action = Action.NOTHING
 

@@ -85,15 +85,19 @@ class _Supervisor:
         self._spec = spec
         self._memory = memory
         self._watch = LearnerWatch(spec.hang_s, log=str(spec.state_dir.resolve() / "logs" / "learner.log"))
+        # The counters' bytes when the learner's present life began.
         self._counters: bytes | None = None
+        # A folder with a ledger is that of a run that has begun: a full disk must not end it.
         self._has_run = (spec.state_dir / LEDGER_NAME).exists()
         self._env = env
         # SimpleQueue.put is safe in a signal handler; Queue.put is not.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._log = ChildLog(spec.state_dir / "logs" / "supervisor.log", is_echoing=False)
         self._manager = ServiceManager(os.environ, os.getpid())
+        # Whether the present daemon has written its port.
         self._is_ready = False
         self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec, logs_errors_only=True, is_shown=False)
+        # In the order of their start.
         self._children = [self._daemon]
         self._learner: Child | None = None
         if spec.learner_command is not None:
@@ -106,6 +110,7 @@ class _Supervisor:
             self._tracker = Child("tracker", spec.tracker_command, signal.SIGTERM, spec, is_shown=False)
             self._children.append(self._tracker)
         self._forks = self._learner.forks if self._learner is not None else None
+        # Whether the fork server was started, which waits for the daemon.
         self._has_preloaded = False
         self._began_s = time.monotonic()
 
