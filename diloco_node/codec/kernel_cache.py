@@ -26,7 +26,7 @@ from diloco_node.errors import ConfigError
 CACHE_NAME: Final = "diloco-node"
 
 DAMAGE: Final = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError)
-"""What unpickling half a file can raise."""
+"""Errors that unpickling half a file can raise."""
 
 log = logging.getLogger("diloco_node.codec")
 _lock: Final = threading.Lock()
@@ -66,8 +66,8 @@ def cache_folder() -> Path | None:
 
 
 def _candidates() -> Iterator[Path]:
-    if wanted := os.environ.get("NUMBA_CACHE_DIR"):
-        yield Path(wanted)
+    if place := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(place)
     with suppress(RuntimeError):
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / CACHE_NAME
 
