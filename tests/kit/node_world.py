@@ -405,7 +405,7 @@ def _now_ns() -> int:
 
 
 class Region:
-    """What `Daemon` does for its node, and the node."""
+    """A node, and as much of `Daemon` around it as it needs."""
 
     def __init__(
         self,
