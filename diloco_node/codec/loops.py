@@ -88,7 +88,7 @@ def _compiled(function: F) -> F:
 
 def _callable(*signatures: tuple[Any, ...]) -> Callable[[F], F]:
     """Compile what Python calls. Only these are cached, with the loops that they call: no cached part can be stale."""
-    return compiler(*signatures, is_cached=bool(config.CACHE_DIR))
+    return compiler(*signatures, is_cached=bool(cast(Any, config).CACHE_DIR))
 
 
 @_compiled

@@ -30,7 +30,7 @@ def a_region(*entries: Entry) -> RegionCore:
         settings_digest=GENESIS.settings_digest,
         manifest=MANIFEST,
         settings=SETTINGS,
-        recovered=Recovered(1, "", entries, (0, 0) if entries else (-1, -1), held),
+        recovery=Recovered(1, "", entries, (0, 0) if entries else (-1, -1), held),
         seed=1,
         now_ns=0,
     )

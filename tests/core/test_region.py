@@ -501,7 +501,7 @@ def a_core(recovered: Recovered = EMPTY) -> RegionCore:
         settings_digest="settings",
         manifest=MANIFEST,
         settings=SETTINGS,
-        recovered=recovered,
+        recovery=recovered,
         seed=SEED,
         now_ns=0,
     )

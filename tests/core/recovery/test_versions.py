@@ -44,7 +44,7 @@ class Disk:
             region="a",
             fragments=2,
             manifest_digest=MANIFEST.digest,
-            recovered=recovered,
+            recovery=recovered,
             history=self.history,
             effects=self.effects,
         )
@@ -382,7 +382,7 @@ class Desk:
             region="a",
             fragments=2,
             manifest_digest=MANIFEST.digest,
-            recovered=Recovered(0, "", (), (-1, -1), frozenset()),
+            recovery=Recovered(0, "", (), (-1, -1), frozenset()),
             history=self.history,
             effects=self.effects,
         )

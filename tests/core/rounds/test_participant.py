@@ -81,7 +81,7 @@ class Place:
             region="b",
             fragments=2,
             manifest_digest=MANIFEST.digest,
-            recovered=Recovered(0, "", (), (-1, -1), frozenset()),
+            recovery=Recovered(0, "", (), (-1, -1), frozenset()),
             history=self.history,
             effects=self.effects,
         )
