@@ -273,7 +273,7 @@ class _Checker:
             if (position.included_step, position.included_tokens) not in ends:
                 position_pair = _pair((position.included_step, position.included_tokens))
                 self._fault(
-                    f"{_named(identity, fragment)}: the learner was included up to {position_pair}, the ledger has no such"
+                    f"{_named(identity, fragment)}: it was included up to {position_pair}, the ledger has no such"
                 )
 
     def _fault(self, text: str) -> None:
