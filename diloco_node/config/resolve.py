@@ -94,7 +94,7 @@ class NodeConfig:
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from; "default" if nobody set it."""
         path = _key(key)
-        below = (origin for other, origin in self.origins.items() if other[: len(path)] == path)
+        below = (origin for key, origin in self.origins.items() if key[: len(path)] == path)
         return self.origins.get(path) or next(below, "default")
 
     def state_dir(self, region: str) -> Path:
