@@ -228,7 +228,7 @@ class GrayRun:
         finally:
             self.set_fault(on=False)
         await self._poll()
-        back = _Back(self.regions[self.victim])
+        back = Back(self.regions[self.victim])
         figures = {
             "victim": self.victim,
             "was_leader": leader_before == self.victim,
@@ -276,7 +276,7 @@ def _rounds(status: dict[str, Any]) -> int:
     return int(status.get("rounds_committed", 0))
 
 
-class _Back:
+class Back:
     """Whether a merge of each fragment has steps that the region's learner made after the fault was over.
 
     A region that was away for long gives its steps up and takes the others' state: they count as included then. So of a

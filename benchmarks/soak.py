@@ -123,7 +123,7 @@ class Soak:
         self._demo = Demo(
             DemoOptions(regions=options.regions, seconds=60 * options.minutes, folder=folder, is_json=True), folder
         )
-        self._demo._prepare()
+        self._demo.prepare()
         config = folder / "run.toml"
         text = config.read_text().replace("[rounds]\n", f"[rounds]\nsummary_entries = {SUMMARY_ENTRIES}\n", 1)
         config.write_text(text)
@@ -135,7 +135,7 @@ class Soak:
         """The report."""
         try:
             with LiveView("", is_quiet=True) as view:
-                await self._demo._compile(view)
+                await self._demo.compile(view)
             for region in self._regions.values():
                 await region.start(self._folder / "run.toml")
             await self._until(lambda: all(_steps(region) > 0 for region in self._regions.values()), START_S)

@@ -64,7 +64,7 @@ def _own_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Workers pick ports for their daemons from different ranges: a port is free until its daemon has started."""
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    least, end = processes.PORT_MIN, processes._first_ephemeral_port()
+    least, end = processes.PORT_MIN, processes.first_ephemeral_port()
     share = (end - least) // count
     with pytest.MonkeyPatch.context() as patch:
         if share > 0:

@@ -80,15 +80,15 @@ class Daemon:
         # Open from `run` until the end of `_stop`.
         self._store: RegionStore | None = None
         # None until the model is known and the core has recovered; then for good.
-        self._node: Node | None = None
+        self.node: Node | None = None
         # Whether a node is being built, or was: there is never a second one.
         self._is_building = False
         # Whether the folder's run was over when this daemon came: then its last report stays.
         self._was_finished = False
         # The learner that attached before there was a node, if it is still there.
-        self._waiting_attach: Attach | None = None
+        self.waiting_attach: Attach | None = None
         # The supervisor's facts about the learner's process; empty where it is started by somebody else.
-        self._learner_process: dict[str, Any] = {}
+        self.learner_process: dict[str, Any] = {}
 
     async def run(self) -> int:
         """Start, serve, stop; the exit code.
@@ -107,12 +107,12 @@ class Daemon:
             AdminHandlers(
                 status=self.status,
                 snapshot=self._snapshot,
-                not_ready_reason=self._not_ready_reason,
-                finish=self._finish,
+                not_ready_reason=self.not_ready_reason,
+                finish=self.finish,
                 set_budget=self._set_budget,
                 measure=self._measure,
                 lift_quarantine=self._lift_quarantine,
-                start_learner=self._start_learner,
+                start_learner=self.start_learner,
                 set_log_level=self._set_log_level,
             ),
             registry,
@@ -146,9 +146,9 @@ class Daemon:
                 await self._stop(admin, is_clean=code == 0)
 
     async def _stop(self, admin: AdminServer, *, is_clean: bool) -> None:
-        if self._node is not None:
+        if self.node is not None:
             if is_clean:  # else nobody knows what state the core is in
-                await self._node.drain()
+                await self.node.drain()
             self._look_at_run()
             if not self.spec.is_serving and self._history.take(self.status()):
                 await in_thread(self._threads.background, self._history.save)
@@ -157,7 +157,7 @@ class Daemon:
                     write_report(self.spec.state_dir, self.status())
             except StorageError as error:
                 log.warning("no report", region=self.spec.region, reason=str(error))
-            await self._node.stop()
+            await self.node.stop()
         await self.learner_server.stop()
         await admin.stop()
         # Who reads it later must not talk to whatever has the port then.
@@ -231,8 +231,8 @@ class Daemon:
             text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
             self.notes.add(Note("disk", text, is_alarm=True))
         await node.start()
-        self._node = node
-        attach, self._waiting_attach = self._waiting_attach, None
+        self.node = node
+        attach, self.waiting_attach = self.waiting_attach, None
         if attach is not None:
             node.reception.on_message(attach)
 
@@ -252,7 +252,7 @@ class Daemon:
 
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""
-        node = self._node
+        node = self.node
         known_incarnation = 0 if node is None else node.reception.known_incarnation
         reason = "" if node is None else node.reception.rejection_reason(attach)
         reason = reason or self._admission.rejection_reason(attach, process, known_incarnation=known_incarnation)
@@ -266,12 +266,12 @@ class Daemon:
         """The first learner of a fresh region says what the model is; every later one must have the same."""
         if isinstance(message, Attach):
             log.info("learner attached", region=self.spec.region, pid=message.pid)
-        if self._node is not None:
-            self._node.reception.on_message(message)
+        if self.node is not None:
+            self.node.reception.on_message(message)
         elif not isinstance(message, Attach):
             self.notes.add(Note("learner", f"before its welcome: {message}", is_alarm=True))
         else:
-            self._waiting_attach = message
+            self.waiting_attach = message
             if not self._is_building:
                 self._is_building = True
                 self.spawn(self._build_for(message.tensors), "build")
@@ -288,10 +288,10 @@ class Daemon:
 
     def learner_detached(self, reason: str) -> None:
         """Its connection is gone."""
-        self._waiting_attach = None
-        if self._node is not None:
+        self.waiting_attach = None
+        if self.node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
-            self._node.reception.on_detach()
+            self.node.reception.on_detach()
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""
@@ -299,11 +299,11 @@ class Daemon:
         return {**document, "health": health_of(document)}
 
     def _facts(self) -> dict[str, Any]:
-        process = escaped_document(self._learner_process)
+        process = escaped_document(self.learner_process)
         # What a note's time (`at_ns`) is for people, who may read it on another machine.
         clock = {"unix": time.time(), "monotonic_ns": time.monotonic_ns()}  # noqa: TID251 - shown, decides nothing
-        if self._node is not None:
-            return {**self._node.status.document(), "learner_process": process, "clock": clock}
+        if self.node is not None:
+            return {**self.node.status.document(), "learner_process": process, "clock": clock}
         return {
             "region": self.spec.region,
             "run_id": self.spec.run_id,
@@ -321,14 +321,14 @@ class Daemon:
             "settings": escaped_document(self.spec.settings_shown),
         }
 
-    def _not_ready_reason(self, document: Mapping[str, Any] | None = None) -> str:
+    def not_ready_reason(self, document: Mapping[str, Any] | None = None) -> str:
         """The learner first: what it does not do is often why the rest waits.
 
         Args:
             document: of the status, where there is one of this moment.
         """
         fault = learner_fault(self._facts() if document is None else document)
-        reason = WAITS_FOR_TENSORS if self._node is None else self._node.status.not_ready_reason()
+        reason = WAITS_FOR_TENSORS if self.node is None else self.node.status.not_ready_reason()
         if fault is None or fault[1] == reason:
             return reason
         return f"{fault[1]}; {reason}" if reason else fault[1]
@@ -338,7 +338,7 @@ class Daemon:
         last_fault: tuple[Any, ...] | None = None
         while True:
             now = await in_thread(self._threads.background, read_process, self.spec.state_dir)
-            self._learner_process = now
+            self.learner_process = now
             is_stopped = now.get("state") == "stopped"
             fault = (now.get("reason", ""), now.get("crashes"), now.get("hangs"), is_stopped)
             # What was there when this daemon began was told by the one before, but for what still holds.
@@ -356,7 +356,7 @@ class Daemon:
 
     def _look_at_run(self) -> None:
         document = self.status()
-        for line in self._console.look(document, self._not_ready_reason(document), now_s=time.monotonic()):
+        for line in self._console.look(document, self.not_ready_reason(document), now_s=time.monotonic()):
             console_line(self.spec.region, line)
 
     async def _keep_history(self) -> None:
@@ -370,12 +370,12 @@ class Daemon:
         self._log_levels.change(log_part, level)
         return self._log_levels.shown()
 
-    def _start_learner(self) -> str:
+    def start_learner(self) -> str:
         """Have the supervisor start a learner that it has stopped, or that waits. Raises ConfigError."""
         supervisor = os.getppid()
-        if os.environ.get("DILOCO_SUPERVISOR_PID") != str(supervisor) or not self._learner_process:
+        if os.environ.get("DILOCO_SUPERVISOR_PID") != str(supervisor) or not self.learner_process:
             raise ConfigError("this region's learner is not started by `diloco-node start`: start it where it runs")
-        state = str(self._learner_process["state"])
+        state = str(self.learner_process["state"])
         if state == "running":
             raise ConfigError("the learner runs already; a process that hangs is found and started again by itself")
         os.kill(supervisor, signal.SIGUSR1)
@@ -403,15 +403,15 @@ class Daemon:
         self.spec = dataclasses.replace(self.spec, budget=plan)
         # A daemon that dies and starts again must not go back to an older, perhaps larger budget.
         self.spec.save(self.spec.state_dir / NODE_NAME)
-        if self._node is not None:
-            self._node.transport.set_budget(plan)
+        if self.node is not None:
+            self.node.transport.set_budget(plan)
         self.notes.add(Note("budget", f"set by {why}: {plan}"))
 
     def _lift_quarantine(self, peer: str) -> bool:
         """Readmit a peer; whether it was in quarantine or had strikes. Raises ConfigError."""
         if peer not in self.spec.peers:
             raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self.spec.peers))}")
-        was = self._node is not None and self._node.transport.lift_quarantine(peer)
+        was = self.node is not None and self.node.transport.lift_quarantine(peer)
         if was:
             self.notes.add(Note("peer", f"an operator lifted the quarantine of {peer}"))
         return was
@@ -420,15 +420,15 @@ class Daemon:
         self, document: Mapping[str, Any], on_progress: Callable[[str], None], on_partial: OnPartial
     ) -> Mapping[str, Any]:
         """Measure links over themselves. Raises DilocoError."""
-        if self._node is None:
+        if self.node is None:
             raise PeersUnreachable(f"{self.spec.region} has no links yet: it {self._facts()['reason']}")
-        return await self._node.measure(document, on_progress, on_partial)
+        return await self.node.measure(document, on_progress, on_partial)
 
-    def _finish(self, reason: str) -> None:
+    def finish(self, reason: str) -> None:
         """Raises ConfigError: nothing has begun that could end."""
-        if self._node is None:
+        if self.node is None:
             raise ConfigError(
                 f"there is no run to finish yet: {self.spec.region} {self._facts()['reason']}. Ask again when it is "
                 "there, or stop the region"
             )
-        self._node.finish(reason)
+        self.node.finish(reason)

@@ -63,8 +63,8 @@ class Parameters:
         self._pool = pool
         self._files = files or pool
         self._background = background or pool
-        self._theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
-        self._momentum: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
+        self.theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
+        self.momentum: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
         self._locks = [asyncio.Lock() for _ in manifest.fragments]
 
     async def adopt(self, fragment: int, version: int) -> None:
@@ -75,7 +75,7 @@ class Parameters:
         """
         async with self._locks[fragment]:
             # The store's arrays are the caller's to keep: a copy of a fragment here would hold up the loop.
-            self._theta[fragment], self._momentum[fragment] = await in_thread(
+            self.theta[fragment], self.momentum[fragment] = await in_thread(
                 self._files, self._store.read_state, fragment, version
             )
             self.versions[fragment] = version
@@ -112,8 +112,8 @@ class Parameters:
                         encoded_stripe,
                         factors,
                         *outer_of(self._settings, body),
-                        self._theta[fragment][span],
-                        self._momentum[fragment][span],
+                        self.theta[fragment][span],
+                        self.momentum[fragment][span],
                         None if version_area is None else version_area[span],
                         stripe.block_start,
                         stripe.block_stop,
@@ -128,13 +128,13 @@ class Parameters:
         """The version in memory and the digest of its parameters and momentum."""
         async with self._locks[fragment]:
             version = self.versions[fragment]
-            digest = await in_thread(self._background, fragment_digest, self._theta[fragment], self._momentum[fragment])
+            digest = await in_thread(self._background, fragment_digest, self.theta[fragment], self.momentum[fragment])
         return version, digest
 
     async def copy_theta(self, fragment: int, out: F32) -> int:
         """Copy the parameters into `out` (shape (n,), float32); returns their version."""
         async with self._locks[fragment]:
-            await in_thread(self._pool, np.copyto, out, self._theta[fragment])
+            await in_thread(self._pool, np.copyto, out, self.theta[fragment])
             return self.versions[fragment]
 
     async def checkpoint(self, fragment: int) -> tuple[int, bytes]:
@@ -145,14 +145,14 @@ class Parameters:
         """
         async with self._locks[fragment]:
             version = self.versions[fragment]
-            digest = await in_thread(self._pool, fragment_digest, self._theta[fragment], self._momentum[fragment])
+            digest = await in_thread(self._pool, fragment_digest, self.theta[fragment], self.momentum[fragment])
             await in_thread(
                 self._files,
                 self._store.store_state,
                 fragment,
                 version,
-                self._theta[fragment],
-                self._momentum[fragment],
+                self.theta[fragment],
+                self.momentum[fragment],
                 digest,
             )
         return version, digest
@@ -171,7 +171,7 @@ class Parameters:
         tensors = [np.empty(int(np.prod(spec.shape)), np.float32) for spec in self.manifest.tensors]
         for fragment in self.manifest.fragments:
             for piece in fragment.pieces:
-                values = self._theta[fragment.index][piece.offset : piece.offset + piece.size]
+                values = self.theta[fragment.index][piece.offset : piece.offset + piece.size]
                 tensors[piece.tensor][piece.value_start : piece.value_stop] = values
         return {
             spec.name: values.reshape(spec.shape) for spec, values in zip(self.manifest.tensors, tensors, strict=True)

@@ -69,7 +69,7 @@ class LearnerLink:
         self._path = path
         self._make_attach = make_attach
         # Of the present daemon, oldest first; changed with `lock` held.
-        self._commands: deque[ToLearner] = deque()
+        self.waiting_commands: deque[ToLearner] = deque()
         # The training and the encoder's thread append, the link's thread takes.
         self._outgoing: deque[ToDaemon] = deque()
         # The newest report alone: an older one that was not sent is of no use.
@@ -77,7 +77,7 @@ class LearnerLink:
         # Held while bytes are written, so that messages never mix.
         self._write_lock = threading.Lock()
         # The same connection for the training thread; another object, for one with a timeout waits before it sends.
-        self._direct: socket.socket | None = None
+        self.direct: socket.socket | None = None
         # The tail of a message that the training thread began: it goes first.
         self._unsent = b""
         # Set once, by the link's thread, which then ends; the training thread raises it.
@@ -111,9 +111,9 @@ class LearnerLink:
         if not self._write_lock.acquire(blocking=False):
             return False
         try:
-            if self._direct is None or self._has_outgoing():
+            if self.direct is None or self.has_outgoing():
                 return False
-            count = self._direct.send(data)
+            count = self.direct.send(data)
             self._unsent = data[count:]
             return not self._unsent or self._wake()
         except OSError:
@@ -131,14 +131,14 @@ class LearnerLink:
         if self._failure is not None:
             raise self._failure
         # Only what is there now: what arrives meanwhile waits for the next boundary.
-        for _ in range(len(self._commands)):
-            yield self._commands.popleft()
+        for _ in range(len(self.waiting_commands)):
+            yield self.waiting_commands.popleft()
 
     def put_back(self, *commands: ToLearner) -> None:
         """Keep commands for the next boundary, in this order, before those that have come meanwhile. Call with `lock`
         held, once within the boundary that yielded them.
         """
-        self._commands.extendleft(reversed(commands))
+        self.waiting_commands.extendleft(reversed(commands))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a command; for who has nothing else to do. True if there may be one."""
@@ -147,7 +147,7 @@ class LearnerLink:
     def close(self, flush_s: float) -> None:
         """Send what is queued, if a daemon is there, for at most `flush_s` seconds; then end the thread."""
         deadline_s = time.monotonic() + flush_s
-        while self.is_up and self._has_outgoing() and time.monotonic() < deadline_s:
+        while self.is_up and self.has_outgoing() and time.monotonic() < deadline_s:
             time.sleep(0.005)
         self._is_closing.set()
         self._wake()
@@ -155,7 +155,8 @@ class LearnerLink:
         self._wake_read.close()
         self._wake_write.close()
 
-    def _has_outgoing(self) -> bool:
+    def has_outgoing(self) -> bool:
+        """Whether something waits for the link to be sent."""
         return bool(self._outgoing) or self._report is not None or bool(self._unsent)
 
     def _wake(self) -> bool:
@@ -185,9 +186,9 @@ class LearnerLink:
     def _disconnect(self) -> None:
         self.is_up = False
         with self._write_lock:
-            if self._direct is not None:
-                self._direct.close()
-                self._direct = None
+            if self.direct is not None:
+                self.direct.close()
+                self.direct = None
             self._unsent = b""
 
     def _dial(self) -> socket.socket:
@@ -202,7 +203,7 @@ class LearnerLink:
 
     def _converse(self, connection: socket.socket) -> None:
         with self.lock:
-            self._commands.clear()
+            self.waiting_commands.clear()
             self._outgoing.clear()
             attach = self._make_attach()
         connection.sendall(frame(TO_DAEMON.encode(attach)))
@@ -228,10 +229,10 @@ class LearnerLink:
                 self._refused(message)
             if not self.is_up and not isinstance(message, Welcome):
                 raise ProtocolViolation(f"learner link: {type(message).__name__} before Welcome")
-            if len(self._commands) >= QUEUE_MAX:
+            if len(self.waiting_commands) >= QUEUE_MAX:
                 raise LinkLost(f"{QUEUE_MAX} commands wait for a step boundary; attaching anew")
             self.is_up = True
-            self._commands.append(message)
+            self.waiting_commands.append(message)
             self._arrived.set()
 
     def _refused(self, message: Refuse) -> None:
@@ -247,9 +248,9 @@ class LearnerLink:
             raise LinkLost(f"the daemon has left {QUEUE_MAX} messages unread; attaching anew")
         with self._write_lock:
             self._write_queued(connection)
-            if self._direct is None:
-                self._direct = connection.dup()
-                self._direct.setblocking(False)
+            if self.direct is None:
+                self.direct = connection.dup()
+                self.direct.setblocking(False)
 
     def _write_queued(self, connection: socket.socket) -> None:
         bodies, self._unsent = [self._unsent], b""

@@ -117,7 +117,7 @@ class LearnerSession:
         self._denied: SnapshotDenied | None = None
         # The next step that rounds may wait for; None: no step is news.
         self._news_step: int | None = None
-        self._link = LearnerLink(socket, self._make_attach)
+        self.link = LearnerLink(socket, self._make_attach)
 
     @property
     def fragments(self) -> LearnerFragments:
@@ -143,7 +143,7 @@ class LearnerSession:
                 return self.welcome
             if is_stopping() or self.stop_reason is not None:
                 return None
-            self._link.wait(WAIT_SLICE_S)
+            self.link.wait(WAIT_SLICE_S)
             if time.monotonic() - noted_s > NOTE_EVERY_S:
                 noted_s = time.monotonic()
                 log.info("waiting for the daemon")
@@ -154,14 +154,14 @@ class LearnerSession:
         Raises:
             LearnerError: the daemon refuses this learner.
         """
-        with self._link.lock:
+        with self.link.lock:
             requests = []
-            for command in list(self._link.commands()):
+            for command in list(self.link.commands()):
                 if isinstance(command, SnapshotRequested | VersionOffered):
                     requests.append(command)
                 else:
                     self._take_news(command)
-            self._link.put_back(*requests)
+            self.link.put_back(*requests)
         return bool(requests) or self._wants_initial_state
 
     def _make_attach(self) -> Attach:
@@ -238,7 +238,7 @@ class LearnerSession:
         Raises:
             LearnerError: parameters are not finite.
         """
-        with self._link.lock:
+        with self.link.lock:
             yield
         if self._denied is not None:
             raise LearnerError(
@@ -256,7 +256,7 @@ class LearnerSession:
         offers: dict[int, VersionOffered] = {}
         waiting: set[int] = set()
         later: list[ToLearner] = []
-        for command in list(self._link.commands()):
+        for command in list(self.link.commands()):
             if not isinstance(command, SnapshotRequested | VersionOffered):
                 self._take_news(command)
                 continue
@@ -270,7 +270,7 @@ class LearnerSession:
             else:
                 offers[index] = command
                 self._offered.add(index)
-        self._link.put_back(*later)
+        self.link.put_back(*later)
         wants_initial_state, self._wants_initial_state = self._wants_initial_state, False
         return Orders(
             tuple(requests[index] for index in sorted(requests)),
@@ -289,7 +289,7 @@ class LearnerSession:
 
     def initial_state_written(self) -> None:
         """Theta_0 lies in the version area."""
-        self._link.send(InitialState())
+        self.link.send(InitialState())
 
     def reply(self, answer: Answer) -> None:
         """Tell the daemon what was carried out; not of an offer that another daemon made."""
@@ -298,22 +298,22 @@ class LearnerSession:
                 return
             self._offered.discard(answer.fragment)
             self._note_news(self.fragments.step - 1)
-        self._link.send(answer)
+        self.link.send(answer)
 
     def _answer(self, answer: Answer) -> None:
         """From the encoder's thread."""
         if isinstance(answer, SnapshotDenied):
             self._denied = answer
-        self._link.send(answer)
+        self.link.send(answer)
 
     def report(self, report: Report) -> None:
         """Tell the daemon how the step went."""
-        self._link.send(report)
+        self.link.send(report)
         self._note_news(report.step)
 
     def warn(self, text: str) -> None:
         """Tell the daemon what people should know."""
-        self._link.send(Warned(text))
+        self.link.send(Warned(text))
 
     @property
     def is_news(self) -> bool:
@@ -327,13 +327,13 @@ class LearnerSession:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a command from the daemon."""
-        self._link.wait(timeout_s)
+        self.link.wait(timeout_s)
 
     def close(self, last: Done | Failed | None) -> None:
         """Say the last word, and let go of everything."""
         if last is not None:
-            self._link.send(last)
-        self._link.close(FLUSH_S)
+            self.link.send(last)
+        self.link.close(FLUSH_S)
         if self._fragments is not None:
             self._fragments.close()
         if self._counter is not None:

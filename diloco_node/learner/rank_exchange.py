@@ -59,7 +59,7 @@ class RankExchange:
                 self._inside(whole, slab).copy_(values[slab.span].view(slab.shape))
         return whole
 
-    def _pack(self, index: int, whole: Tensor) -> list[Tensor]:
+    def pack(self, index: int, whole: Tensor) -> list[Tensor]:
         """On rank 0: what each rank holds of a fragment, what it owns first; ranks that hold the same share it."""
         packets: list[Tensor] = []
         alike: dict[tuple[object, ...], Tensor] = {}
@@ -91,7 +91,7 @@ class RankExchange:
         """
         primary, replica = self._owned[index][self._rank], self._followed[index][self._rank]
         if whole is not None:
-            packets = self._pack(index, whole)
+            packets = self.pack(index, whole)
             _wait(
                 dist.isend(packets[rank], rank, group=self._group) for rank in self._ranks[1:] if packets[rank].numel()
             )

@@ -75,13 +75,13 @@ class EchoProbe:
     def __init__(self, transport: GrpcTransport, gate: MeasuringGate, *, now_ns: Callable[[], int]) -> None:
         self._transport = transport
         self._gate = gate
-        self._now_ns = now_ns
+        self.now_ns = now_ns
         self._echoes: Echoes | None = None
         self._sequence = secrets.randbits(32)
 
     def answer_request(self, peer: str, message: EchoRequest) -> None:
         """A peer requests an echo."""
-        if self._gate.may_echo(peer, now_ns=self._now_ns()):
+        if self._gate.may_echo(peer, now_ns=self.now_ns()):
             tcp = self._transport.tcp(peer)
             counters = (-1, -1) if tcp is None else (tcp.sent_bytes, tcp.retransmitted_bytes)
             self._transport.send(peer, EchoReply(message.sequence, *counters))
@@ -89,7 +89,7 @@ class EchoProbe:
     def take_reply(self, peer: str, message: EchoReply) -> None:
         """An echo came back; those that nobody waits for are nothing."""
         if self._echoes is not None and self._echoes.peer == peer:
-            self._echoes.take(message, now_ns=self._now_ns())
+            self._echoes.take(message, now_ns=self.now_ns())
 
     async def measure(self, peer: str, span_s: float, *, load: asyncio.Task[Any] | None = None) -> LatencyMeasured:
         """Send echoes for so long, or until the load ends. Raises LinkLost: none came back."""
@@ -100,7 +100,7 @@ class EchoProbe:
             started_s, count = loop.time(), ECHOES_SKIPPED + max(1, round(span_s / gap_s))
             for number in range(1, count + 1):
                 self._sequence += 1
-                echoes.sent_ns[self._sequence] = self._now_ns()
+                echoes.sent_ns[self._sequence] = self.now_ns()
                 self._transport.send(peer, EchoRequest(self._sequence))
                 await asyncio.sleep(max(0.0, started_s + number * gap_s - loop.time()))
                 if load is not None and load.done():

@@ -141,13 +141,13 @@ class Dialer:
             for peer in peers:
                 if where[peer] is None:
                     continue
-                error = await _link_up(measuring, peer, connections)
+                error = await link_up(measuring, peer, connections)
                 if error and len(peers) == 1:
                     raise _explain(error)
             yield measuring
 
 
-async def _link_up(end: Measuring, peer: str, connections: int) -> str:
+async def link_up(end: Measuring, peer: str, connections: int) -> str:
     """Wait for a link with all its connections; why there is none, or empty."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + LINK_S

@@ -63,14 +63,14 @@ class Measuring:
         self.transport = transport
         self._dial = dial
         self._now_ns = now_ns
-        self._receivers = ProbeReceivers(peers, now_ns=now_ns)
-        self._gate = MeasuringGate(peers, is_bounded=is_bounded, now_ns=now_ns())
-        self._echoes = EchoProbe(transport, self._gate, now_ns=now_ns)
-        self._requester = MeasurementRequester(transport, self._receivers, executor)
-        self._responder = MeasurementResponder(
+        self.receivers = ProbeReceivers(peers, now_ns=now_ns)
+        self.gate = MeasuringGate(peers, is_bounded=is_bounded, now_ns=now_ns())
+        self.echoes = EchoProbe(transport, self.gate, now_ns=now_ns)
+        self.requester = MeasurementRequester(transport, self.receivers, executor)
+        self.responder = MeasurementResponder(
             transport=transport,
-            gate=self._gate,
-            receivers=self._receivers,
+            gate=self.gate,
+            receivers=self.receivers,
             remote_link=self._remote_link_for_peer,
             spawn=spawn,
             executor=executor,
@@ -85,7 +85,7 @@ class Measuring:
 
     def describe(self) -> str:
         """The measurement that is going on here, for people; empty when none is."""
-        return self._gate.describe(now_ns=self._now_ns())
+        return self.gate.describe(now_ns=self._now_ns())
 
     def control_arrived(self, peer: str, message: MeasureMessage) -> None:
         """Take a message of a peer.
@@ -95,29 +95,29 @@ class Measuring:
         """
         match message:
             case msg.EchoRequest():
-                self._echoes.answer_request(peer, message)
+                self.echoes.answer_request(peer, message)
             case msg.EchoReply():
-                self._echoes.take_reply(peer, message)
+                self.echoes.take_reply(peer, message)
             case msg.MeasurementRequested() | msg.LinkTestRequested():
-                self._responder.begin(peer, message)
+                self.responder.begin(peer, message)
             case msg.MeasurementStopped():
-                self._responder.stop(peer, message.measurement)
+                self.responder.stop(peer, message.measurement)
             case _:
-                self._requester.take_answer(peer, message.measurement, message)
+                self.requester.take_answer(peer, message.measurement, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """End the measurements over a link that is down."""
         if not is_up:
-            self._requester.link_lost(peer)
-            self._responder.link_lost(peer)
+            self.requester.link_lost(peer)
+            self.responder.link_lost(peer)
 
     def transfer_opened(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
         """Where probes go. Raises ProtocolViolation for those nobody agreed to."""
-        return self._receivers.open_transfer(peer, header, raw_bytes)
+        return self.receivers.open_transfer(peer, header, raw_bytes)
 
     def transfer_closed(self, peer: str, header: ProbeHeader, buffer: memoryview, *, is_whole: bool) -> None:
         """Probes arrived, or broke off."""
-        self._receivers.close_transfer(peer, header, buffer.nbytes, is_whole=is_whole)
+        self.receivers.close_transfer(peer, header, buffer.nbytes, is_whole=is_whole)
 
     def address(self, peer: str) -> str | None:
         """Where we would dial a peer; None if only it can dial us."""
@@ -153,15 +153,15 @@ class Measuring:
         Raises:
             PeersUnreachable: there is no link. LinkLost: none came back. PeerError: another measurement runs here.
         """
-        with self._exclusive(f"latency to {peer}"):
+        with self.exclusive(f"latency to {peer}"):
             self._check_link(peer)
-            return await self._echoes.measure(peer, span_s)
+            return await self.echoes.measure(peer, span_s)
 
     async def loaded_latency(self, request: FlowRequest, span_s: float) -> LatencyMeasured:
         """The same while a flow fills the link, until its bytes are used up. Raises as `latency` and `flow`."""
-        with self._exclusive(f"latency under load to {request.peer}"):
+        with self.exclusive(f"latency under load to {request.peer}"):
             self._check_link(request.peer)
-            filling = asyncio.create_task(self._requester.flow(request), name=f"load {request.peer}")
+            filling = asyncio.create_task(self.requester.flow(request), name=f"load {request.peer}")
             try:
                 await asyncio.wait([filling], timeout=request.times.warm_up_ns / NS_PER_S)
                 if filling.done():
@@ -169,7 +169,7 @@ class Measuring:
                     raise LinkLost(
                         f"{request.bytes_max} bytes were used up before the link was full: allow more with --most"
                     )
-                latency = await self._echoes.measure(request.peer, span_s, load=filling)
+                latency = await self.echoes.measure(request.peer, span_s, load=filling)
                 await filling  # had it failed on the way, these would not be times under load
                 return latency
             finally:
@@ -182,9 +182,9 @@ class Measuring:
         Raises:
             PeersUnreachable: there is no link. PeerError: it failed, or here or there another measurement runs.
         """
-        with self._exclusive(f"bandwidth {'to' if request.is_sending else 'from'} {request.peer}"):
+        with self.exclusive(f"bandwidth {'to' if request.is_sending else 'from'} {request.peer}"):
             self._check_link(request.peer)
-            return await self._requester.flow(request)
+            return await self.requester.flow(request)
 
     async def times(self, peer: str, span_ns: int, warm_ns: int | None) -> tuple[FlowTimes, int]:
         """How long flows to a peer are to be, and the round trip (ns) that this was taken from."""
@@ -199,7 +199,7 @@ class Measuring:
 
         Raises: as `flow`.
         """
-        with self._exclusive(f"the link to {peer}"):
+        with self.exclusive(f"the link to {peer}"):
             return (await self._link(peer, request, is_sending=is_sending))[0]
 
     async def _link(
@@ -207,9 +207,9 @@ class Measuring:
     ) -> tuple[msg.LinkMeasured, int]:
         """See `link`; with the bytes that flowed."""
         self._check_link(peer)
-        echoes = (await self._echoes.measure(peer, request.probes_ns / NS_PER_S)).latency
+        echoes = (await self.echoes.measure(peer, request.probes_ns / NS_PER_S)).latency
         times = FlowTimes(request.warm_up_ns or warm_up_ns(echoes.p50_ns), request.span_ns)
-        flow = await self._requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max))
+        flow = await self.requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max))
         link = msg.LinkMeasured(
             request.measurement,
             echoes.p50_ns,
@@ -230,7 +230,7 @@ class Measuring:
         error = self.link_error(source)
         if error:
             raise PeersUnreachable(f"{error}; it can't be asked to measure")
-        return await self._requester.remote_link(source, request)
+        return await self.requester.remote_link(source, request)
 
     async def _remote_link_for_peer(self, request: msg.LinkTestRequested) -> tuple[msg.LinkMeasured, int]:
         """A peer requests the link to a third region; the gate has admitted it already. Raises DilocoError."""
@@ -242,11 +242,12 @@ class Measuring:
         return await self._link(request.region, request, is_sending=True)
 
     @contextlib.contextmanager
-    def _exclusive(self, purpose: str) -> Iterator[None]:
-        reason = self._gate.begin(purpose, requester=None, bytes_max=0, now_ns=self._now_ns())
+    def exclusive(self, purpose: str) -> Iterator[None]:
+        """Measure alone: raise where another measurement runs here."""
+        reason = self.gate.begin(purpose, requester=None, bytes_max=0, now_ns=self._now_ns())
         if reason:
             raise PeerError(f"{self.region} is {reason}")
         try:
             yield
         finally:
-            self._gate.end(used_bytes=0)
+            self.gate.end(used_bytes=0)

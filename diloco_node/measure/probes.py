@@ -338,14 +338,14 @@ class ProbeReceivers:
 
     def __init__(self, peers: tuple[str, ...], *, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
-        self._expected = {peer: ProbesExpected() for peer in peers}
+        self.expected = {peer: ProbesExpected() for peer in peers}
         self._receivers: dict[tuple[str, int], ProbeReceiver] = {}
 
     @contextlib.contextmanager
     def receiver(self, peer: str, request: MeasurementRequested) -> Iterator[ProbeReceiver]:
         """A receiver that gets what arrives, for as long as this lasts."""
         key = (peer, request.measurement)
-        self._expected[peer].expect(request.measurement, request.bytes_max)
+        self.expected[peer].expect(request.measurement, request.bytes_max)
         self._receivers[key] = receiver = ProbeReceiver(request, now_ns=self._now_ns)
         try:
             yield receiver
@@ -354,7 +354,7 @@ class ProbeReceivers:
 
     def open_transfer(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
         """Where probes go; None for those that come late. Raises ProtocolViolation for those nobody agreed to."""
-        self._expected[peer].arrive(header.measurement, raw_bytes)
+        self.expected[peer].arrive(header.measurement, raw_bytes)
         receiver = self._receivers.get((peer, header.measurement))
         return None if receiver is None else receiver.open_transfer(raw_bytes)
 

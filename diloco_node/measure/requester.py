@@ -68,29 +68,29 @@ class MeasurementRequester:
         self._transport = transport
         self._receivers = receivers
         self._executor = executor
-        self._exchanges: dict[tuple[str, int], Exchange] = {}
+        self.exchanges: dict[tuple[str, int], Exchange] = {}
 
     @contextlib.asynccontextmanager
     async def _exchange(self, peer: str, measurement: int) -> AsyncIterator[Exchange]:
         """A conversation; when it breaks off here the peer is told to stop."""
-        exchange = self._exchanges[peer, measurement] = Exchange(peer, measurement)
+        exchange = self.exchanges[peer, measurement] = Exchange(peer, measurement)
         try:
             yield exchange
         except BaseException:
             self._transport.send(peer, msg.MeasurementStopped(measurement))
             raise
         finally:
-            del self._exchanges[peer, measurement]
+            del self.exchanges[peer, measurement]
 
     def take_answer(self, peer: str, measurement: int, message: MeasureMessage) -> None:
         """A peer answered. Raises ProtocolViolation: more answers than were requested."""
-        exchange = self._exchanges.get((peer, measurement))
+        exchange = self.exchanges.get((peer, measurement))
         if exchange is not None:  # else it is late: nobody waits any more
             exchange.take(message)
 
     def link_lost(self, peer: str) -> None:
         """The link is down: exchanges over it are over."""
-        for key, exchange in self._exchanges.items():
+        for key, exchange in self.exchanges.items():
             if key[0] == peer:
                 exchange.fail(LinkLost(f"the link to {peer} went down in the middle of a measurement"))
 

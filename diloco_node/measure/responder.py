@@ -62,13 +62,13 @@ class MeasurementResponder:
         self._executor = executor
         self._now_ns = now_ns
         self._senders: dict[tuple[str, int], ProbeSender] = {}
-        self._serving: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self.serving: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def begin(self, peer: str, request: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
         """A peer asks. Raises ProtocolViolation: for more than the limits, or twice for the same."""
         msg.check_request(request, is_daemon=self._gate.is_bounded)
         key = (peer, request.measurement)
-        if key in self._serving:
+        if key in self.serving:
             raise ProtocolViolation(f"{peer} asks twice for measurement {request.measurement}")
         if isinstance(request, msg.LinkTestRequested):
             purpose = f"the link to {request.region}"
@@ -81,15 +81,15 @@ class MeasurementResponder:
         serving = _Serving()
 
         def is_over(_: asyncio.Task[None]) -> None:
-            del self._serving[key]
+            del self.serving[key]
             self._release(serving)  # a task that is cancelled before its first step runs nothing of its own
 
-        task = self._serving[key] = self._spawn(self._serve(peer, request, serving), f"measurement for {peer}")
+        task = self.serving[key] = self._spawn(self._serve(peer, request, serving), f"measurement for {peer}")
         task.add_done_callback(is_over)
 
     def stop(self, peer: str, measurement: int) -> None:
         """A peer has enough, or gives up."""
-        sender, task = self._senders.get((peer, measurement)), self._serving.get((peer, measurement))
+        sender, task = self._senders.get((peer, measurement)), self.serving.get((peer, measurement))
         if sender is not None:
             sender.stop()
         elif task is not None:
@@ -97,7 +97,7 @@ class MeasurementResponder:
 
     def link_lost(self, peer: str) -> None:
         """The link is down: nobody waits for what is found."""
-        for key, task in self._serving.items():
+        for key, task in self.serving.items():
             if key[0] == peer:
                 task.cancel()
 

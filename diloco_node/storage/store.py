@@ -68,7 +68,7 @@ class RegionStore:
     """
 
     def __init__(self, folder: Path, *, is_read_only: bool = False, is_archive: bool = False) -> None:
-        self._folder = folder
+        self.folder = folder
         self._is_read_only = is_read_only
         self._is_archive = is_archive
         self._payloads = folder / "payloads"
@@ -85,12 +85,12 @@ class RegionStore:
 
     def _make(self) -> None:
         try:
-            make_folder(self._folder)
+            make_folder(self.folder)
             for path in (self._payloads, self._states):
                 path.mkdir(exist_ok=True)  # `load` makes the names durable
-            self._lock = _lock(self._folder / "lock")
+            self._lock = _lock(self.folder / "lock")
         except OSError as error:
-            raise disk_error("use", self._folder, error) from error
+            raise disk_error("use", self.folder, error) from error
 
     def load(self, fragments: int) -> Recovered:
         """Read and check everything that recovery needs. Once, before anything else.
@@ -106,7 +106,7 @@ class RegionStore:
         """
         self._disk_id.read()
         if self._is_read_only:
-            reader = LedgerReader(self._folder)
+            reader = LedgerReader(self.folder)
             entries, base = reader.read(), reader.base
             self._vote.open(is_new=False)  # after the ledger: a daemon writes a new term here first
             self._check_vote(entries, base)
@@ -123,12 +123,12 @@ class RegionStore:
     def _recover(self) -> tuple[Entry, ...]:
         """Entries, vote and an id; what a crash has left is cleared away. Raises StorageError: the disk refuses."""
         try:
-            for folder in (self._folder, self._payloads, self._states):
+            for folder in (self.folder, self._payloads, self._states):
                 remove_temporaries(folder)
                 # A process that was killed may have given names that are in the kernel's memory only.
                 sync_folder(folder)
         except OSError as error:
-            raise disk_error("read", self._folder, error) from error
+            raise disk_error("read", self.folder, error) from error
         try:
             entries = self._open_ledger()
         except DiskRefused:
@@ -148,7 +148,7 @@ class RegionStore:
     def _open_ledger(self) -> tuple[Entry, ...]:
         """Vote and ledger. Raises StorageError: they are damaged, or one of them is gone."""
         if self._disk_id.value and not (self._vote.exists and self._ledger.exists):
-            raise StorageError(f"{self._folder}: vote.bin or ledger.log is missing, the folder's id is not")
+            raise StorageError(f"{self.folder}: vote.bin or ledger.log is missing, the folder's id is not")
         # Made in this order: a folder with a ledger has a vote, one with a vote above term 0 has a whole ledger.
         self._vote.open(is_new=not self._ledger.exists)
         entries = self._ledger.open(is_new=self._vote.term == 0)
@@ -160,7 +160,7 @@ class RegionStore:
         last_term = entries[-1].term if entries else base.term
         if last_term > self._vote.term:
             raise StorageError(
-                f"{self._folder}: vote.bin is of term {self._vote.term}, the last entry of term {last_term}: "
+                f"{self.folder}: vote.bin is of term {self._vote.term}, the last entry of term {last_term}: "
                 "vote.bin is an older copy"
             )
 
@@ -171,10 +171,10 @@ class RegionStore:
         self.lost = why
         try:
             for name in (LEDGER_NAME, LEDGER_END_NAME, VOTE_NAME):
-                set_aside(self._folder / name)
+                set_aside(self.folder / name)
         except OSError as error:
-            raise disk_error("set aside the damaged ledger in", self._folder, error) from error
-        self._vote, self._ledger = VoteFile(self._folder), LedgerFile(self._folder)
+            raise disk_error("set aside the damaged ledger in", self.folder, error) from error
+        self._vote, self._ledger = VoteFile(self.folder), LedgerFile(self.folder)
 
     def close(self) -> None:
         """Close the files and let the folder go. May be called twice."""
@@ -211,7 +211,7 @@ class RegionStore:
             self._vote.write(term, voted_for)
         try:
             if base is not None:
-                kept_as = archive_path(self._folder, self._ledger.base) if self._is_archive else None
+                kept_as = archive_path(self.folder, self._ledger.base) if self._is_archive else None
                 self._ledger.begin_with(base, truncate_from, entries, kept_as=kept_as)
             elif truncate_from or entries:
                 self._ledger.append(truncate_from, entries)
@@ -380,7 +380,7 @@ class RegionStore:
                 if version < keep_from_version and version <= oldest_kept:
                     self._spares.give(path)
         except OSError as error:
-            raise disk_error("remove old files from", self._folder, error) from error
+            raise disk_error("remove old files from", self.folder, error) from error
 
     # ---- reading and setting aside ----
 

@@ -109,14 +109,14 @@ def _write_run(folder: Path, run_id: str, regions: Sequence[str], now: dt.dateti
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca_cert = _ca_certificate(ca_key, run_id, now)
     ca_pem = ca_cert.public_bytes(serialization.Encoding.PEM)
-    _write_new(folder / _CA_KEY, _key_pem(ca_key), mode=0o600)
+    _write_new(folder / _CA_KEY, key_pem(ca_key), mode=0o600)
     _write_new(folder / _CA_CERT, ca_pem, mode=0o644)
     for region in regions:
         key = ec.generate_private_key(ec.SECP256R1())
-        cert = _node_certificate(key, region, run_id, ca_key, ca_cert, now=now)
+        cert = node_certificate(key, region, run_id, ca_key, ca_cert, now=now)
         region_folder = folder / region
         region_folder.mkdir(mode=0o700, exist_ok=True)
-        _write_new(region_folder / _NODE_KEY, _key_pem(key), mode=0o600)
+        _write_new(region_folder / _NODE_KEY, key_pem(key), mode=0o600)
         _write_new(region_folder / _NODE_CERT, cert.public_bytes(serialization.Encoding.PEM), mode=0o644)
         (region_folder / _CA_CERT).write_bytes(ca_pem)
 
@@ -127,7 +127,8 @@ def _write_new(path: Path, data: bytes, *, mode: int) -> None:
         file.write(data)
 
 
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Return a private key as PEM, not encrypted."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -155,7 +156,7 @@ def _ca_certificate(key: ec.EllipticCurvePrivateKey, run_id: str, now: dt.dateti
     )
 
 
-def _node_certificate(
+def node_certificate(
     key: ec.EllipticCurvePrivateKey,
     region: str,
     run_id: str,
@@ -164,6 +165,7 @@ def _node_certificate(
     *,
     now: dt.datetime,
 ) -> x509.Certificate:
+    """Return a region's certificate, signed by the authority of the run."""
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     return (
         x509.CertificateBuilder()

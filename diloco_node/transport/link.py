@@ -105,24 +105,24 @@ class PeerLink:
 
     def __init__(self, peer: str, address: str | None, env: LinkEnvironment, *, seed: int) -> None:
         self.peer = peer
-        self._address = address
-        self._env = env
+        self.address = address
+        self.env = env
         # Outlives sessions: a peer gets no fresh allowance by dialing again.
         self._intake = Intake(env.messages_per_s, now_ns=time.monotonic_ns())
         self._random = random.Random(seed)
         # Decides which of two crossing dials goes on; never changes.
         self._is_smaller = env.hello.region < peer
         # Number of the last dial of this process; all streams of one session carry the dialer's.
-        self._dials = 0
+        self.dials = 0
         # True from the hello of the dial under way on: from then on it wins, if ours is the smaller name.
         self._is_hello_sent = False
         self._dialing: asyncio.Task[Session] | None = None
         # Streams that came in, by the peer's process and dial, until both lanes of a session are there.
-        self._accepted: dict[tuple[bytes, int], dict[Lane, AcceptedStream]] = {}
+        self.accepted: dict[tuple[bytes, int], dict[Lane, AcceptedStream]] = {}
         # (instance id, dial) of the newest dial of the peer that was let in; an older one is turned away.
         self._newest = (b"", 0)
         # The session that carries messages; None exactly while `_down` is set.
-        self._session: Session | None = None
+        self.session: Session | None = None
         # The session that was made last; it may wait for the lock while the one before ends.
         self._latest: Session | None = None
         self._session_lock = asyncio.Lock()
@@ -146,7 +146,7 @@ class PeerLink:
 
     def send(self, frame: bytes) -> bool:
         """Queue a control frame; False if it is dropped, and counted."""
-        if self._session is None or not self._session.queue.put(frame):
+        if self.session is None or not self.session.queue.put(frame):
             self._dropped += 1
             return False
         return True
@@ -154,41 +154,39 @@ class PeerLink:
     @property
     def outbound(self) -> BulkOutbound:
         """The bulk of the current session. Raises LinkLost when there is none."""
-        if self._session is None:
+        if self.session is None:
             raise LinkLost(f"{self.peer}: the link is down" + (f" ({self._error})" if self._error else ""))
-        return self._session.outbound
+        return self.session.outbound
 
     def status(self) -> PeerStatus:
         """Return the state of the link."""
         since_s = asyncio.get_running_loop().time() - self._since_s
-        connections = self._session.connections if self._session is not None else 0
-        return PeerStatus(
-            self._state, self._address, since_s, self._error, self._dropped, connections, self._congestion
-        )
+        connections = self.session.connections if self.session is not None else 0
+        return PeerStatus(self._state, self.address, since_s, self._error, self._dropped, connections, self._congestion)
 
     def drop(self, reason: str) -> None:
         """End the current session, if there is one."""
-        if self._session is not None:
-            self._session.drop(reason)
+        if self.session is not None:
+            self.session.drop(reason)
 
     def turned_away(self, error: PeerIncompatible) -> None:
         """The peer called, and does not belong here. It is the reason why there is no link, where the peer is the one
         that dials."""
-        if self._session is None:
+        if self.session is None:
             self._error = str(error)
 
     # ---- dialing -----------------------------------------------------------------------------------------------------
 
     async def run_dialer(self) -> None:
         """Dial whenever there is no session and it is our turn. Ends only by cancellation."""
-        if self._address is None:
+        if self.address is None:
             return
-        times = self._env.times
+        times = self.env.times
         backoff = Backoff(times.backoff_min_s, times.backoff_max_s)
         may_wait = False
         while True:
             await self._down.wait()
-            if may_wait and not self._is_smaller and self._env.is_advertised:
+            if may_wait and not self._is_smaller and self.env.is_advertised:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(times.fallback_s):
                         await self._up.wait()
@@ -205,8 +203,8 @@ class PeerLink:
     async def _dial_once(self) -> PeerError | None:
         """Dial once, and live through the session. Returns why it failed or ended; None when it was superfluous."""
         self._set_state(LinkState.DIALING)
-        self._dials += 1
-        dialing = self._dialing = asyncio.create_task(self._connect(self._dials), name=f"dial {self.peer}")
+        self.dials += 1
+        dialing = self._dialing = asyncio.create_task(self._connect(self.dials), name=f"dial {self.peer}")
         try:
             session = await dialing
         except asyncio.CancelledError:
@@ -223,19 +221,19 @@ class PeerLink:
                 # For longer than a dead one would be taken for alive: the newer process lives.
                 now_s = asyncio.get_running_loop().time()
                 self._refused_since_s = self._refused_since_s if self._refused_since_s is not None else now_s
-                if now_s - self._refused_since_s > self._env.times.silent_s:
-                    self._env.superseded(self.peer, error)
+                if now_s - self._refused_since_s > self.env.times.silent_s:
+                    self.env.superseded(self.peer, error)
             return error
         finally:
             self._dialing = None
             self._is_hello_sent = False
-            if self._session is None:
+            if self.session is None:
                 self._set_state(LinkState.WAITING)
         return await self.run_session(session)
 
     async def _connect(self, dial_number: int) -> Session:
-        assert self._address is not None
-        env = self._env
+        assert self.address is not None
+        env = self.env
         if why := env.quarantine_reason(self.peer):
             raise LinkLost(f"{self.peer} is {why}")
         streams: dict[Lane, DialedStream] = {}
@@ -244,9 +242,9 @@ class PeerLink:
                 timeout_s = env.times.handshake_s
                 async with env.meter.opening(self.peer, is_bulk=lane is Lane.BULK):
                     streams[lane] = await dial(
-                        env.identity, self.peer, self._address, lane, timeout_s=timeout_s, metadata=_metadata(lane)
+                        env.identity, self.peer, self.address, lane, timeout_s=timeout_s, metadata=_metadata(lane)
                     )
-            if self._session is not None:
+            if self.session is not None:
                 raise RedundantDial("the peer's session came up first")
             self._is_hello_sent = True
             async with asyncio.timeout(env.times.hello_s):
@@ -256,17 +254,17 @@ class PeerLink:
             for stream in streams.values():
                 await stream.aclose()
             if isinstance(error, TimeoutError):
-                raise LinkLost(f"{self.peer} at {self._address}: no hello within {env.times.hello_s:.0f} s") from None
+                raise LinkLost(f"{self.peer} at {self.address}: no hello within {env.times.hello_s:.0f} s") from None
             raise
-        more = partial(self._dial_more, self._address, instance, dial_number)
+        more = partial(self.dial_more, self.address, instance, dial_number)
         control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
         return Session(self.peer, control, bulk, env, intake=self._intake, instance=instance, more=more)
 
-    async def _dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
+    async def dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
         """Open one more bulk connection of a session that is up. Raises PeerError."""
-        times = self._env.times
-        async with self._env.meter.opening(self.peer, is_bulk=True):
-            stream = await dial(self._env.identity, self.peer, address, Lane.BULK, timeout_s=times.handshake_s)
+        times = self.env.times
+        async with self.env.meter.opening(self.peer, is_bulk=True):
+            stream = await dial(self.env.identity, self.peer, address, Lane.BULK, timeout_s=times.handshake_s)
         ours = self._hello(Lane.BULK, dial_number, connection)
         try:
             async with asyncio.timeout(times.hello_s):
@@ -293,11 +291,11 @@ class PeerLink:
             check_hello(self._hello(lane, dial_number), peer_hello, certificate_region=self.peer)
             instances.add(peer_hello.instance_id)
         if len(instances) != 1:
-            raise LinkLost(f"{self.peer} at {self._address}: two processes answer at this address")
+            raise LinkLost(f"{self.peer} at {self.address}: two processes answer at this address")
         return instances.pop()
 
     def _hello(self, lane: Lane, dial_number: int, connection: int = 0) -> Hello:
-        return replace(self._env.hello, lane=lane, dial=dial_number, connection=connection)
+        return replace(self.env.hello, lane=lane, dial=dial_number, connection=connection)
 
     # ---- accepting ---------------------------------------------------------------------------------------------------
 
@@ -317,24 +315,24 @@ class PeerLink:
             self._congestion = decode_congestion_controls(stream.peer_metadata(METADATA_KEY))
             await stream.send_metadata(_metadata(hello.lane))
         try:
-            async with asyncio.timeout(self._env.times.hello_s):
+            async with asyncio.timeout(self.env.times.hello_s):
                 await stream.write(encode_hello(self._hello(hello.lane, hello.dial)))
         except TimeoutError:
             raise LinkLost(f"{self.peer}: does not take our hello: its window is closed") from None
         key = (hello.instance_id, hello.dial)
-        streams = self._accepted.setdefault(key, {})
+        streams = self.accepted.setdefault(key, {})
         if hello.lane in streams:
             raise ProtocolViolation(f"{self.peer}: a second {hello.lane} stream in one dial")
         streams[hello.lane] = stream
         try:
             if len(streams) == len(Lane):
-                del self._accepted[key]
+                del self.accepted[key]
                 control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
                 session = Session(
                     self.peer,
                     control,
                     bulk,
-                    self._env,
+                    self.env,
                     intake=self._intake,
                     instance=hello.instance_id,
                     accepted_dial=hello.dial,
@@ -345,14 +343,14 @@ class PeerLink:
             return await stream.until_closed()
         finally:
             stream.close()
-            if self._accepted.get(key) is streams:
-                del self._accepted[key]
+            if self.accepted.get(key) is streams:
+                del self.accepted[key]
 
     async def _accept_more(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
         """Take a further bulk connection of the session that is up. Until the peer says that it uses it, it is nothing:
         a greeting that fails on the way costs the session nothing.
         """
-        session = self._session
+        session = self.session
         if not 0 < hello.connection < TRANSFER_CONNECTIONS_MAX:
             raise ProtocolViolation(
                 f"{self.peer}: bulk connection {hello.connection}; there are {TRANSFER_CONNECTIONS_MAX}"
@@ -363,7 +361,7 @@ class PeerLink:
             raise LinkLost(f"{self.peer}: bulk connection {hello.connection} is not the next one")
         session.is_joining = True
         try:
-            async with asyncio.timeout(self._env.times.hello_s):
+            async with asyncio.timeout(self.env.times.hello_s):
                 await stream.write(encode_hello(self._hello(hello.lane, hello.dial, hello.connection)))
                 check_joined(await stream.read())
             session.add(stream)
@@ -375,14 +373,14 @@ class PeerLink:
 
     def _resolve(self, hello: Hello) -> None:
         """Decide which of two crossing dials goes on, and which of two processes; see the module's docstring."""
-        session = self._session
+        session = self.session
         if session is not None and session.is_alive and hello.instance_id < session.instance:
             raise DuplicateInstance(
-                f"superseded: a newer process of {self.peer} is linked with {self._env.hello.region}; two with one "
+                f"superseded: a newer process of {self.peer} is linked with {self.env.hello.region}; two with one "
                 "certificate must not run at once"
             )
         if self._is_smaller and self._is_hello_sent:
-            raise RedundantDial(f"{self._env.hello.region} is dialing {self.peer} itself at this moment")
+            raise RedundantDial(f"{self.env.hello.region} is dialing {self.peer} itself at this moment")
         instance, number = self._newest
         if hello.instance_id == instance and hello.dial < number:
             raise RedundantDial(f"dial {hello.dial} of {self.peer} is older than {number}")
@@ -392,11 +390,11 @@ class PeerLink:
 
     def _forget_old_dials(self, newest: tuple[bytes, int]) -> None:
         """At most one dial of a peer waits for its second stream, and no longer than a hello may take."""
-        for key, streams in list(self._accepted.items()):
+        for key, streams in list(self.accepted.items()):
             if key != newest:
                 _close_all(streams)
         loop = asyncio.get_running_loop()
-        loop.call_later(self._env.times.hello_s, lambda: _close_all(self._accepted.get(newest, {})))
+        loop.call_later(self.env.times.hello_s, lambda: _close_all(self.accepted.get(newest, {})))
 
     # ---- the session -------------------------------------------------------------------------------------------------
 
@@ -412,16 +410,16 @@ class PeerLink:
             await session.discard()
 
     async def _carry(self, session: Session) -> PeerError | None:
-        self._session = session
+        self.session = session
         self._refused_since_s = None
-        self._env.superseded(self.peer, None)
+        self.env.superseded(self.peer, None)
         self._down.clear()
         self._up.set()
         self._error = ""
         self._set_state(LinkState.UP)
         _log.info("link up", peer=self.peer)
         try:
-            self._env.handler.link_changed(self.peer, is_up=True)
+            self.env.handler.link_changed(self.peer, is_up=True)
             why = await session.run()
             self._note_failure(why)
             return why
@@ -432,18 +430,18 @@ class PeerLink:
             asyncio.get_running_loop().call_exception_handler(context)
             return None
         finally:
-            self._session = None
+            self.session = None
             self._up.clear()
             self._down.set()
             self._set_state(LinkState.WAITING)
-            self._env.handler.link_changed(self.peer, is_up=False)
+            self.env.handler.link_changed(self.peer, is_up=False)
 
     def _note_failure(self, error: PeerError) -> None:
         if str(error) != self._error:
             _log.warning("no link", peer=self.peer, reason=str(error))
         self._error = str(error)
         if _is_violation(error):
-            self._env.reject(self.peer, error)
+            self.env.reject(self.peer, error)
 
     def _set_state(self, state: LinkState) -> None:
         if state is not self._state:
@@ -459,7 +457,7 @@ class PeerLink:
         """Drop the session of an incoming dial, and wait for its end. The dialer's task is cancelled by its owner."""
         if self._latest is not None:
             self._latest.drop("this node stops")
-        for streams in list(self._accepted.values()):
+        for streams in list(self.accepted.values()):
             _close_all(streams)
         if self._tasks:
             await asyncio.wait(self._tasks)

@@ -62,8 +62,8 @@ class Listener:
         self._serve = serve
         self._handshake_s = handshake_s
         self._on_lost = on_lost
-        self._current: _OpenPort | None = None
-        self._old: list[_OpenPort] = []
+        self.current: _OpenPort | None = None
+        self.retiring: list[_OpenPort] = []
         self.port = port
 
     async def start(self) -> None:
@@ -81,7 +81,7 @@ class Listener:
         open_port.server, self.port = make_server(self._identity, address, serve, handshake_s=self._handshake_s)
         await open_port.server.start()
         open_port.sockets = listening_sockets(self.port)
-        self._current = open_port
+        self.current = open_port
 
     async def run(self) -> None:
         """Look after the port. Ends only by cancellation."""
@@ -89,13 +89,13 @@ class Listener:
         while True:
             await asyncio.sleep(LISTENER_POLL_S)
             await self._stop_unused()
-            current = self._current
+            current = self.current
             if current is not None:
                 # Where the kernel does not show them, nobody can tell.
                 if not current.sockets or any(is_listening(fd, cookie) for fd, cookie in current.sockets):
                     continue
-                self._current = None
-                self._old.append(current)
+                self.current = None
+                self.retiring.append(current)
                 self._on_lost()
                 is_told = False
             try:
@@ -106,14 +106,14 @@ class Listener:
                 is_told = True
 
     async def _stop_unused(self) -> None:
-        for server in [server for server in self._old if not server.calls]:
-            self._old.remove(server)
+        for server in [server for server in self.retiring if not server.calls]:
+            self.retiring.remove(server)
             await server.stop()
 
     async def stop(self) -> None:
         """Close the port, and cancel all calls. May be called twice."""
-        servers = [*self._old, self._current]
-        self._old, self._current = [], None
+        servers = [*self.retiring, self.current]
+        self.retiring, self.current = [], None
         for server in servers:
             if server is not None:
                 await server.stop()

@@ -122,8 +122,8 @@ class BulkOutbound:
         self._pacer = pacer
         # Whether zstd pays depends on the codec, which goes with the kind of transfer; a measurement's says its own.
         self._policies: defaultdict[object, CompressionPolicy] = defaultdict(CompressionPolicy)
-        self._queues = {lane: _LaneQueue() for lane in _LANES}
-        self._ahead = {lane: [queue.idle for rival, queue in self._queues.items() if rival < lane] for lane in _LANES}
+        self.queues = {lane: _LaneQueue() for lane in _LANES}
+        self._ahead = {lane: [queue.idle for rival, queue in self.queues.items() if rival < lane] for lane in _LANES}
         self._ending: set[_Transfer] = set()
         self._next_transfer = 0
         self._requests = 0
@@ -154,7 +154,7 @@ class BulkOutbound:
         size = body.nbytes
         self._pacer.transfer_started(self._peer, lane, size)
         try:
-            waiting = self._queues[lane].waiting
+            waiting = self.queues[lane].waiting
             await waiting.put((order, item))
             try:
                 self._raise_if_lost()
@@ -191,7 +191,7 @@ class BulkOutbound:
         """Fail every transfer that waits or is on its way with LinkLost, and each one that is requested later."""
         self._lost = LinkLost(f"{self._peer}: {reason}")
         transfers = list(self._ending)
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             transfers += [queue.current] if queue.current else []
             while not queue.waiting.empty():  # get_nowait also wakes who waits for a place; `transfer` sees _lost then
                 transfers.append(queue.waiting.get_nowait()[1])
@@ -200,7 +200,7 @@ class BulkOutbound:
                 item.done.set_exception(LinkLost(f"{self._peer}: {reason}"))
 
     async def _run_lane(self, lane: BudgetLane) -> None:
-        queue = self._queues[lane]
+        queue = self.queues[lane]
         while True:
             _, queue.current = await queue.waiting.get()
             queue.idle.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -112,6 +112,26 @@ async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
+def reason_of_end(peer: str, tasks: Iterable[asyncio.Task[None]], dropped: LinkLost | None) -> PeerError:
+    """Return the worst of what ended a session: a violation says more than the lost stream that follows it.
+
+    Args:
+        tasks: of the session. dropped: why it was dropped; None: it was not.
+
+    Raises:
+        Exception: what is no fault of the peer (a bug of ours).
+    """
+    errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    for error in errors:
+        if error is not None and not isinstance(error, PeerError):
+            raise error
+    peer_errors = [error for error in errors if isinstance(error, PeerError)]
+    peer_errors.sort(key=lambda error: isinstance(error, LinkLost))
+    # gRPC cancels a read when its call is torn down under us: nobody says why.
+    torn_down = LinkLost(f"{peer}: the connection was torn down")
+    return peer_errors[0] if peer_errors else dropped or torn_down
+
+
 class Session:
     """The streams of one link while they live. `run` once; `drop` and `add` from anywhere.
 
@@ -137,9 +157,9 @@ class Session:
     ) -> None:
         self._peer = peer
         self._env = env
-        self._intake = intake
+        self.intake = intake
         # Control first, then bulk in the order of their numbers. The session closes them all.
-        self._streams = [control, bulk]
+        self.streams = [control, bulk]
         # Dials a further bulk connection; None where the peer dialed.
         self._more = more
         # Control frames that wait for the writer.
@@ -176,7 +196,7 @@ class Session:
         """
         if self._over.is_set() or not self._has_run:
             raise LinkLost(f"{self._peer}: a further connection for a session that is not up")
-        self._streams.append(stream)
+        self.streams.append(stream)
         connection = self.outbound.add(stream)
         self._env.pacer.has_connections(self._peer, self.connections)
         self._spawn(f"bulk reader {connection}", self._read_bulk(stream, connection))
@@ -202,7 +222,7 @@ class Session:
         self._has_run = True
         self._received_s = self._bulk_received_s = asyncio.get_running_loop().time()
         self._env.pacer.link_up(self._peer)
-        control, bulk = self._streams
+        control, bulk = self.streams
         coroutines = {
             "control reader": self._read_control(control),
             "control writer": self._write_control(control),
@@ -217,7 +237,7 @@ class Session:
         why: PeerError | None = None
         try:
             await self._over.wait()
-            why = self._why()
+            why = reason_of_end(self._peer, self._tasks, self._dropped)
             return why
         finally:
             await to_the_end(self._close(why))
@@ -226,18 +246,6 @@ class Session:
         task = asyncio.create_task(coroutine, name=f"{name} {self._peer}")
         task.add_done_callback(lambda _: self._over.set())
         self._tasks.append(task)
-
-    def _why(self) -> PeerError:
-        """The worst of what ended the session: a violation says more than the lost stream that follows it."""
-        errors = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
-        for error in errors:
-            if error is not None and not isinstance(error, PeerError):
-                raise error
-        peer_errors = [error for error in errors if isinstance(error, PeerError)]
-        peer_errors.sort(key=lambda error: isinstance(error, LinkLost))
-        # gRPC cancels a read when its call is torn down under us: nobody says why.
-        torn_down = LinkLost(f"{self._peer}: the connection was torn down")
-        return peer_errors[0] if peer_errors else self._dropped or torn_down
 
     async def discard(self) -> None:
         """Close the streams of a session that will not run; nothing to do after `run`."""
@@ -253,10 +261,10 @@ class Session:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._env.meter.sample()
-        for stream in self._streams:
+        for stream in self.streams:
             stream.close(None if isinstance(why, LinkLost) else why)
         await self._inbound.close()
-        for stream in self._streams:
+        for stream in self.streams:
             if isinstance(stream, DialedStream):
                 await stream.aclose()
 
@@ -297,7 +305,7 @@ class Session:
 
     async def _pace(self, kind: type, size_bytes: int) -> None:
         """Let the peer wait if it sends more than an honest one."""
-        wait_ns = self._intake.take(kind, size_bytes, now_ns=time.monotonic_ns())
+        wait_ns = self.intake.take(kind, size_bytes, now_ns=time.monotonic_ns())
         if wait_ns:
             self._env.reject(self._peer, RateExceeded(f"{self._peer} sends {kind.__name__} too often: it has to wait"))
             await asyncio.sleep(wait_ns / NS_PER_S)

@@ -28,8 +28,8 @@ class Reassembly:
 
     def __init__(self, raw_bytes: int) -> None:
         self._raw_bytes = raw_bytes
-        self._starts: list[int] = []  # of the ranges, ascending; no two of them touch
-        self._stops: list[int] = []
+        self.starts: list[int] = []  # of the ranges, ascending; no two of them touch
+        self.stops: list[int] = []
         self._chunks = [0] * TRANSFER_CONNECTIONS_MAX
         self._positions = [0] * TRANSFER_CONNECTIONS_MAX  # where the last chunk of each connection ended
         self._announced: tuple[int, ...] | None = None
@@ -57,23 +57,23 @@ class Reassembly:
         self.arrived_bytes += size
 
     def _add(self, offset: int, stop: int) -> None:
-        at = bisect_right(self._starts, offset)  # the range that would begin after it
-        if (at and self._stops[at - 1] > offset) or (at < len(self._starts) and self._starts[at] < stop):
+        at = bisect_right(self.starts, offset)  # the range that would begin after it
+        if (at and self.stops[at - 1] > offset) or (at < len(self.starts) and self.starts[at] < stop):
             raise ProtocolViolation(f"a chunk of bytes {offset} to {stop}, some of which came before")
-        joins_before = at > 0 and self._stops[at - 1] == offset
-        joins_after = at < len(self._starts) and self._starts[at] == stop
+        joins_before = at > 0 and self.stops[at - 1] == offset
+        joins_after = at < len(self.starts) and self.starts[at] == stop
         if joins_before and joins_after:
-            self._stops[at - 1] = self._stops.pop(at)
-            del self._starts[at]
+            self.stops[at - 1] = self.stops.pop(at)
+            del self.starts[at]
         elif joins_before:
-            self._stops[at - 1] = stop
+            self.stops[at - 1] = stop
         elif joins_after:
-            self._starts[at] = offset
+            self.starts[at] = offset
         else:
-            if len(self._starts) >= ISLANDS_MAX:
+            if len(self.starts) >= ISLANDS_MAX:
                 raise ProtocolViolation(f"a transfer in more than {ISLANDS_MAX} pieces with gaps between them")
-            self._starts.insert(at, offset)
-            self._stops.insert(at, stop)
+            self.starts.insert(at, offset)
+            self.stops.insert(at, stop)
 
     def end(self, chunks: Sequence[int]) -> None:
         """No more chunks will be sent: announced over the first connection, whose chunks must all have come. Call once.

@@ -152,9 +152,10 @@ class GrpcTransport:
         self._peers = dict(sorted(peers.items()))
         self._times = times or LinkTimes()
         self._seed = seed
-        self._meter = WireMeter()
-        self._pacer = Pacer(self._peers, meter=self._meter, send=self.send)
-        self._pacer.set_plan(budget)
+        # The kernel's counters of all links, and what they may send by them.
+        self.meter = WireMeter()
+        self.pacer = Pacer(self._peers, meter=self.meter, send=self.send)
+        self.pacer.set_plan(budget)
         self._handlers = _Handlers(handler)
         self._env = LinkEnvironment(
             self._hello,
@@ -163,21 +164,21 @@ class GrpcTransport:
             executor,
             self._times,
             is_advertised,
-            self._meter,
-            self._pacer,
-            self._pacer.target_connections if connections is None else lambda _peer: connections,
+            self.meter,
+            self.pacer,
+            self.pacer.target_connections if connections is None else lambda _peer: connections,
             self.reject,
-            self._link_superseded,
+            self.link_superseded,
             self.quarantine_reason,
             messages_per_s,
         )
         self._quarantine = Quarantine(self._peers)
-        self._superseded = on_superseded
+        self.on_superseded = on_superseded
         # Peers that refuse us because of a newer process of ours; a link that comes up takes its peer out.
         self._superseded_by: set[str] = set()
         # A link for each peer, and a listener: from `start` on.
-        self._links: dict[str, PeerLink] = {}
-        self._listener: Listener | None = None
+        self.links: dict[str, PeerLink] = {}
+        self.listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
         # Incoming calls whose hello has not come yet, at most HANDSHAKES_MAX.
         self._handshakes = 0
@@ -199,13 +200,13 @@ class GrpcTransport:
         """Bind the port and begin to dial. Raises BindError, IdentityError."""
         host, port = self._listen
         for index, (peer, where) in enumerate(self._peers.items()):
-            self._links[peer] = PeerLink(peer, where, self._env, seed=self._seed * 1000 + index)
+            self.links[peer] = PeerLink(peer, where, self._env, seed=self._seed * 1000 + index)
         listener = Listener(
-            self._identity, host, port, self._serve, handshake_s=self._times.handshake_s, on_lost=self._listener_lost
+            self._identity, host, port, self._serve, handshake_s=self._times.handshake_s, on_lost=self.listener_lost
         )
         await listener.start()
-        self._listener, self._port = listener, listener.port
-        for peer, link in self._links.items():
+        self.listener, self._port = listener, listener.port
+        for peer, link in self.links.items():
             self._spawn(link.run_dialer(), f"dialer {peer}")
         self._spawn(listener.run(), "listener")
         self._spawn(self._run_meter(), "wire meter")
@@ -222,12 +223,12 @@ class GrpcTransport:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for link in self._links.values():
+        for link in self.links.values():
             await link.stop()
-        listener, self._listener = self._listener, None
+        listener, self.listener = self.listener, None
         if listener is not None:
             await listener.stop()
-        self._pacer.close()
+        self.pacer.close()
 
     def register(self, handler: TransportHandler[Any, Any], kinds: frozenset[type]) -> None:
         """Have another handler take the messages and transfers of some kinds, before `start`.
@@ -263,16 +264,16 @@ class GrpcTransport:
 
     def traffic(self) -> dict[str, PeerTraffic]:
         """Wire bytes per peer since start, as of a second ago at most."""
-        return {peer: self._pacer.traffic(peer) for peer in self._links}
+        return {peer: self.pacer.traffic(peer) for peer in self.links}
 
     @property
     def budget(self) -> BudgetPlan:
         """The bandwidth budget that holds now."""
-        return self._pacer.plan
+        return self.pacer.plan
 
     def set_budget(self, plan: BudgetPlan) -> None:
         """Change the bandwidth budget from now on."""
-        self._pacer.set_plan(plan)
+        self.pacer.set_plan(plan)
 
     async def give_way(self) -> None:
         """Before each transfer of a measurement: wait while rounds or recovery are on their way to any peer.
@@ -280,27 +281,27 @@ class GrpcTransport:
         On one link, and within a budget, their lanes go first anyway; without a budget only this keeps a measurement on
         one link from taking the line from rounds on another. Not for ever: after `GIVE_WAY_S` one transfer may go.
         """
-        if self._urgent and self._pacer.status()["egress_bytes_per_s"] is None:
+        if self._urgent and self.pacer.status()["egress_bytes_per_s"] is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GIVE_WAY_S):
                     await self._quiet.wait()
 
     def tcp(self, peer: str) -> TcpCounters | None:
         """Return TCP's counters of the link to a peer, as of a second ago at most; None where the kernel has none."""
-        return self._meter.tcp(peer)
+        return self.meter.tcp(peer)
 
     async def tcp_now(self, peer: str) -> TcpCounters | None:
         """The same as of now."""
-        self._meter.sample()
-        return self._meter.tcp(peer)
+        self.meter.sample()
+        return self.meter.tcp(peer)
 
     def budget_status(self) -> dict[str, Any]:
         """Return ceilings, demand and use, per peer and lane; see `Pacer.status`."""
-        return self._pacer.status()
+        return self.pacer.status()
 
     def peer_status(self) -> dict[str, PeerStatus]:
         """Return the state of each link, and why it is down if it is."""
-        return {peer: link.status() for peer, link in self._links.items()}
+        return {peer: link.status() for peer, link in self.links.items()}
 
     def reject(self, peer: str, error: PeerError) -> None:
         """Count what a peer did wrong, and log it at most once per `REJECTION_LOG_S` for each peer and reason."""
@@ -313,8 +314,8 @@ class GrpcTransport:
         is_strike = isinstance(error, (ProtocolViolation, PayloadCorrupt))
         if is_strike and self._quarantine.strike(peer, str(error), now_ns=time.monotonic_ns()):
             _log.error("quarantined", peer=peer, reason=self.quarantine_reason(peer))
-            if peer in self._links:
-                self._links[peer].drop(self.quarantine_reason(peer))
+            if peer in self.links:
+                self.links[peer].drop(self.quarantine_reason(peer))
 
     def _count(self, key: tuple[str, str]) -> bool:
         """Count a rejection by (peer, reason). Returns whether it is time for a log line about it."""
@@ -333,22 +334,22 @@ class GrpcTransport:
         """Forget what a peer did; it may link again. Returns whether it was shut out or had strikes."""
         return self._quarantine.lift(peer)
 
-    def _listener_lost(self) -> None:
+    def listener_lost(self) -> None:
         """Some peer has found a way to have gRPC close our port; who it was gRPC does not tell."""
         key = (UNKNOWN_PEER, "listener")
         if self._count(key):
             reason = "gRPC closed the port: it is opened again"
             _log.error("listener closed", peer=UNKNOWN_PEER, reason=reason, count=self.rejections[key])
 
-    def _link_superseded(self, peer: str, error: PeerError | None) -> None:
+    def link_superseded(self, peer: str, error: PeerError | None) -> None:
         """The word of one peer is not enough: it could be broken, or captured. With one peer only, nobody can confirm
         it."""
         if error is None:
             self._superseded_by.discard(peer)
             return
         self._superseded_by.add(peer)
-        if self._superseded is not None and 2 * len(self._superseded_by) > max(2, len(self._peers)):
-            on_superseded, self._superseded = self._superseded, None
+        if self.on_superseded is not None and 2 * len(self._superseded_by) > max(2, len(self._peers)):
+            on_superseded, self.on_superseded = self.on_superseded, None
             on_superseded(
                 SupersededError(
                     f"a newer process of {self._hello.region} runs, with the same certificate: {error}. If it is not "
@@ -358,7 +359,7 @@ class GrpcTransport:
             )
 
     def _link(self, peer: str) -> PeerLink:
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         if link is None:
             raise ValueError(f"{peer} is not a peer of {self._hello.region}, or the transport has not started")
         return link
@@ -382,7 +383,7 @@ class GrpcTransport:
 
     async def _greet(self, lane: Lane, peer_caller: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
         """Find the link of the caller, and check that we belong together. Raises PeerError."""
-        link = self._links.get(peer_caller.region)
+        link = self.links.get(peer_caller.region)
         if link is None or peer_caller.tls_name != tls_name(peer_caller.region, self._hello.run_id):
             raise PeerIncompatible(
                 f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
@@ -411,7 +412,7 @@ class GrpcTransport:
             raise LinkLost(f"{peer_caller.region}: no hello within {self._times.hello_s:.0f} s") from None
         finally:
             self._handshakes -= 1
-        self._meter.assign(peer_caller.region, peer_caller.address, is_lasting=False, is_bulk=lane is Lane.BULK)
+        self.meter.assign(peer_caller.region, peer_caller.address, is_lasting=False, is_bulk=lane is Lane.BULK)
         return link, hello
 
     async def _run_meter(self) -> None:
@@ -422,8 +423,8 @@ class GrpcTransport:
             host, _, port = address.rpartition(":")
             with contextlib.suppress(OSError, ValueError):  # what can't be resolved can't be dialed, which says so
                 for *_, where in await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
-                    self._meter.assign(peer, (str(where[0]), int(where[1])))
-        await self._pacer.run()
+                    self.meter.assign(peer, (str(where[0]), int(where[1])))
+        await self.pacer.run()
 
 
 class _Handlers:

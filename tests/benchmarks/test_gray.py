@@ -46,7 +46,7 @@ def test_a_region_is_back_when_every_fragment_has_steps_of_after_the_fault() -> 
         region.status = {"learner": {"incarnation": incarnation, "step": step, "positions": found}}
 
     see(1, 50, (3, 40), (3, 40))
-    back = gray._Back(region)
+    back = gray.Back(region)
     see(1, 55, (4, 51), (3, 40))
     assert not back.is_so()
     see(1, 56, (4, 51), (4, 50))
@@ -57,7 +57,7 @@ def test_a_region_is_back_when_every_fragment_has_steps_of_after_the_fault() -> 
 
 def test_a_region_that_gave_its_steps_up_is_back_when_later_ones_are_merged() -> None:
     region = RegionProcess("a", 0, Path(), status={"learner": None})
-    back = gray._Back(region)
+    back = gray.Back(region)
     assert not back.is_so()
     positions = [{"base_version": 3, "included_step": 40}]
     region.status = {"learner": {"incarnation": 1, "step": 50, "positions": positions}}

@@ -170,7 +170,7 @@ def lies_about_others(small: Small, liar: str) -> Change:
         if not isinstance(message, msg.ReductionReported):
             return message
         core = small.hosts[liar].core
-        ballots = [round_.ballot for round_ in core.participant._rounds if round_.ballot is not None]
+        ballots = [round_.ballot for round_ in core.participant.rounds if round_.ballot is not None]
         decision = next(ballot.decision for ballot in ballots if ballot.number == message.ballot)
         rows = zip(decision.contributions, message.contribution_norms, strict=True)
         told = tuple(
@@ -186,7 +186,7 @@ def contributes_minus_1000(small: Small, liar: str) -> None:
     """Its learner offers its own outer gradient times -1000, with the norms that this has."""
     learner = small.hosts[liar].learner
     assert learner is not None
-    real = learner._make_snapshot
+    real = learner.make_snapshot
     codec = small.sim.setup.settings.codec_up
 
     def poisoned(fragment: int, part: Part) -> FakeSnapshot:
@@ -197,7 +197,7 @@ def contributes_minus_1000(small: Small, liar: str) -> None:
         contribution = replace(snapshot.contribution, squared_norms=norms)
         return FakeSnapshot(contribution, snapshot.values, snapshot.work, data)
 
-    learner._make_snapshot = poisoned  # type: ignore[method-assign]
+    learner.make_snapshot = poisoned  # type: ignore[method-assign]
 
 
 def moved(small: Small, seconds: float) -> float:

@@ -170,7 +170,7 @@ async def test_a_learner_that_attaches_during_recovery_waits_for_the_one_node(
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
-    await until(lambda: daemon._waiting_attach is not None)
+    await until(lambda: daemon.waiting_attach is not None)
     gate.set()
     assert isinstance(await learner.hear(), Welcome)
     assert len(nodes) == len(loads) == 1
@@ -274,7 +274,7 @@ async def test_a_newer_process_with_our_certificate_ends_this_one(
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
     await learner.hear()
-    on_superseded = nodes[0].transport._superseded
+    on_superseded = nodes[0].transport.on_superseded
     assert on_superseded is not None
     on_superseded(SupersededError("a newer process of a runs"))
     with pytest.raises(SupersededError) as caught:
@@ -292,11 +292,11 @@ async def test_a_new_learner_gets_no_incarnation_from_a_folder_that_was_emptied(
     daemon = Daemon(dataclasses.replace(spec, regions=("a", "b", "c"), peers={"b": None, "c": None}))
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
-    await until(lambda: bool(nodes) and nodes[0].reception._waiting_attach is not None)
+    await until(lambda: bool(nodes) and nodes[0].reception.waiting_attach is not None)
     assert not list(spec.state_dir.glob("learner/trained-*"))
     assert "needs every region: waits for b, c" in daemon.status()["reason"]
     await learner.close()
-    await until(lambda: nodes[0].reception._waiting_attach is None)
+    await until(lambda: nodes[0].reception.waiting_attach is None)
     assert await end(daemon, running) == 0
 
 
@@ -337,7 +337,7 @@ async def test_settings_may_have_changed_since_the_run_began(spec: NodeSpec, nod
     begin_run(spec.state_dir, "run", ("a",))
     daemon = Daemon(dataclasses.replace(spec, settings_digest="others"))
     running = asyncio.create_task(daemon.run())
-    await until(lambda: bool(nodes) and daemon._node is not None)
+    await until(lambda: bool(nodes) and daemon.node is not None)
     assert not (spec.state_dir / "ledger.log.damaged-1").exists(), "before, it was taken for damaged, and set aside"
     assert nodes[0].core.ledger.last_index >= 2
     assert daemon.notes.alarms == 0
@@ -367,7 +367,7 @@ async def test_a_region_that_serves_says_nothing_of_the_learner_that_there_was_a
     peers = dict.fromkeys(names[1:])
     daemon = Daemon(dataclasses.replace(spec, regions=names, peers=peers, is_serving=True, shared_settings=settings))
     running = asyncio.create_task(daemon.run())
-    await until(lambda: bool(nodes) and daemon._node is not None)
+    await until(lambda: bool(nodes) and daemon.node is not None)
     await in_thread(daemon._threads.background, bool)
     assert nodes[0].transport._hello.settings == settings, "peers are told what differs"
     status = daemon.status()
@@ -570,7 +570,7 @@ async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes
 def test_an_order_to_finish_before_there_is_a_run_is_refused_with_a_reason(spec: NodeSpec) -> None:
     daemon = Daemon(spec)
     with pytest.raises(ConfigError, match=r"no run to finish yet.*learner"):
-        daemon._finish("asked by the operator")
+        daemon.finish("asked by the operator")
 
 
 async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_shown(
@@ -593,7 +593,7 @@ async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_show
     await until(lambda: len(daemon.notes.last) == 2)
     assert daemon.notes.last[1]["text"] == "the learner's process is stopped: crashed \\x1b[2J"
     reason = "the learner is stopped: crashed \\x1b[2J; "
-    assert daemon._not_ready_reason().startswith(reason), "the learner comes first"
+    assert daemon.not_ready_reason().startswith(reason), "the learner comes first"
     assert daemon.status()["learner_process"]["reason"] == "crashed \\x1b[2J"
     assert await end(daemon, running) == 0
 
@@ -633,18 +633,18 @@ def test_the_learner_is_started_by_the_supervisor_and_only_if_it_does_not_run(
     signals: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
     daemon = Daemon(spec)
-    daemon._learner_process = {"state": "stopped", "reason": "", "crashes": 10, "hangs": 0}
+    daemon.learner_process = {"state": "stopped", "reason": "", "crashes": 10, "hangs": 0}
     monkeypatch.delenv("DILOCO_SUPERVISOR_PID", raising=False)
     with pytest.raises(ConfigError, match="not started by"):
-        daemon._start_learner()
+        daemon.start_learner()
     monkeypatch.setenv("DILOCO_SUPERVISOR_PID", str(os.getppid()))
-    assert daemon._start_learner() == "stopped"
+    assert daemon.start_learner() == "stopped"
     assert signals == [(os.getppid(), signal.SIGUSR1)]
-    daemon._learner_process["state"] = "running"
+    daemon.learner_process["state"] = "running"
     with pytest.raises(ConfigError, match="runs already"):
-        daemon._start_learner()
+        daemon.start_learner()
     (spec.state_dir / PROCESS_FILE).unlink(missing_ok=True)
-    daemon._learner_process = {}
+    daemon.learner_process = {}
     with pytest.raises(ConfigError, match="not started by"):
-        daemon._start_learner()
+        daemon.start_learner()
     assert len(signals) == 1

@@ -105,7 +105,7 @@ class World:
             # What a learner was given last is what the region holds.
             for fragment in range(len(MANIFEST.fragments)):
                 if region.learner.positions[fragment].base_version == view.versions[fragment]:
-                    assert region.learner.base[fragment].tobytes() == region.node.parameters._theta[fragment].tobytes()
+                    assert region.learner.base[fragment].tobytes() == region.node.parameters.theta[fragment].tobytes()
 
     async def stop(self) -> None:
         for region in self.regions.values():
@@ -237,8 +237,8 @@ def test_a_learner_that_stands_still_through_several_versions_goes_on_with_its_o
         await world.until("rounds go on", lambda: world.committed() >= 4)
         learner = world.regions["b"].learner
         # Stopped right after it has contributed: what it is offered includes the snapshot, what follows does not.
-        snapshots = learner._made
-        await world.until("it contributes", lambda: learner._made > snapshots)
+        snapshots = learner.snapshots
+        await world.until("it contributes", lambda: learner.snapshots > snapshots)
         learner.paused.clear()
         commits = world.committed()
         await world.until("the others go on", lambda: world.committed() >= commits + 6)

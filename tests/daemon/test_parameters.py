@@ -141,8 +141,8 @@ async def test_an_adopted_state_is_not_copied_on_the_loop(pair, monkeypatch: pyt
     arrays = store.read_state(0, 0)
     monkeypatch.setattr(store, "read_state", lambda *_: arrays)
     await parameters.adopt(0, 0)
-    assert parameters._theta[0] is arrays[0]
-    assert parameters._momentum[0] is arrays[1]
+    assert parameters.theta[0] is arrays[0]
+    assert parameters.momentum[0] is arrays[1]
 
 
 async def test_a_state_that_is_not_there_leaves_what_is_in_memory(pair) -> None:

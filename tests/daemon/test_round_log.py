@@ -158,8 +158,7 @@ def test_of_a_long_run_the_last_rounds_are_kept_and_nothing_else() -> None:
     rows = script.log.rows()
     assert [row["version"] for row in rows] == list(range(301 - ROUNDS_KEPT, 301))
     assert (rows[-1]["members"], rows[-1]["missing"], rows[-1]["seconds"]) == (["us"], ["eu"], 0.01)
-    tables = [script.log._open, script.log._applying, script.log._merged, script.log._reasons]
-    assert not any(tables)
+    assert script.log.is_idle
 
 
 def test_a_ballot_that_another_follows_has_failed_for_its_own_reason() -> None:
@@ -181,4 +180,4 @@ def test_a_fragment_that_a_peer_made_up_is_no_round() -> None:
     for fragment in (-1, 2, 2**40):
         script.followed[fragment] = (1, Ballot(1, 1), "gather", ())
         script.log.observe(ev.SnapshotRefused(fragment, 1, ""), [])
-    assert script.log._open == {}
+    assert script.log.is_idle

@@ -89,7 +89,7 @@ def metric(port: int, name: str) -> float:
 async def test_links_are_measured_while_the_run_trains(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     demo = Demo(DemoOptions(regions=2, seconds=120.0, folder=folder, is_json=True), folder)
-    demo._prepare()
+    demo.prepare()
     with (folder / "run.toml").open("a") as file:
         file.write(f'\n[budget]\negress = "{BUDGET_BYTES_PER_S // 10**6}MB/s"\n')
     here = ("--region", "us-east", "--json")

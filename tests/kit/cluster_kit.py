@@ -54,7 +54,7 @@ class Cluster:
     def __init__(self, folder: Path, count: int, *, changes: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.demo = Demo(DemoOptions(regions=count, seconds=60.0, folder=folder, is_json=True), folder)
-        self.demo._prepare()
+        self.demo.prepare()
         self.config = folder / "run.toml"
         text = self.config.read_text()
         for old, new in (changes or {}).items():
@@ -68,7 +68,7 @@ class Cluster:
     async def start(self, *names: str) -> None:
         """Start some regions, or all of them."""
         with LiveView("", is_quiet=True) as view:
-            await self.demo._compile(view)
+            await self.demo.compile(view)
         for name in names or self.names:
             self.regions[name].status = {}  # what a life before has said
             await self.regions[name].start(self.config)

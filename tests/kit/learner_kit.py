@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from diloco_node.learner.attach import Diloco
+from diloco_node.learner.daemon_session import LearnerSession
 from diloco_node.shared_memory import MemoryStore
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 
@@ -50,6 +51,11 @@ class Toy:
         return [float(x) for p in self.model.parameters() for x in p.detach().reshape(-1)]
 
 
-def vector(diloco: Diloco, fragment: int) -> np.ndarray:
+def session_of(diloco: Diloco) -> LearnerSession:
+    """Return what rank 0 has of its daemon, which users of `attach` don't see."""
     assert diloco._session is not None
-    return diloco._session.fragments.vector(fragment).numpy()
+    return diloco._session
+
+
+def vector(diloco: Diloco, fragment: int) -> np.ndarray:
+    return session_of(diloco).fragments.vector(fragment).numpy()

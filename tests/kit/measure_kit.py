@@ -190,7 +190,7 @@ def a_flow(peer: str = "b", **changes: Any) -> FlowRequest:
 
 async def idle(region: Region) -> None:
     """Wait until a region has done what peers asked for."""
-    serving = list(region.measuring._responder._serving.values())
+    serving = list(region.measuring.responder.serving.values())
     if serving:
         await asyncio.wait(serving, timeout=DEADLINE_S)
     assert region.measuring.describe() == ""

@@ -145,7 +145,7 @@ class MemoryTransport:
     def __init__(self, *, region: str, handler: Any, peers: dict[str, Any], **_: Any) -> None:
         self.region = region
         self.rejections: dict[tuple[str, str], int] = {}
-        self._handler = handler
+        self.handler = handler
         self._peers = sorted(peers)
         self._turns = {peer: asyncio.Lock() for peer in peers}
         self._lost: dict[str, asyncio.Event] = {}
@@ -164,7 +164,7 @@ class MemoryTransport:
             self._lost[peer] = asyncio.Event()
         else:
             self._lost[peer].set()
-        self._handler.link_changed(peer, is_up=is_up)
+        self.handler.link_changed(peer, is_up=is_up)
 
     def send(self, peer: str, message: Message) -> bool:
         frame = encode_control(message)
@@ -176,7 +176,7 @@ class MemoryTransport:
             self.network.handlers[peer].take(self.region, decode_control(frame))
 
     def take(self, peer: str, message: Message) -> None:
-        self._handler.control_arrived(peer, message)
+        self.handler.control_arrived(peer, message)
 
     async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
         async with self._turns[peer]:
@@ -186,7 +186,7 @@ class MemoryTransport:
             there, loss = self.network.handlers[peer], self._lost[peer]
             begin = decode_bulk(encode_begin(self.network.transfers, header, body.nbytes))
             assert isinstance(begin, TransferBegin)
-            buffer = there._handler.transfer_opened(self.region, begin.header, begin.raw_bytes)
+            buffer = there.handler.transfer_opened(self.region, begin.header, begin.raw_bytes)
             half = body.nbytes // 2
             pair = frozenset((self.region, peer))
             self.network.under_way[pair] += 1
@@ -199,7 +199,7 @@ class MemoryTransport:
                     buffer[start:stop] = body[start:stop]
             self.network.under_way[pair] -= 1
             if buffer is not None:
-                there._handler.transfer_closed(self.region, begin.header, buffer, is_whole=not loss.is_set())
+                there.handler.transfer_closed(self.region, begin.header, buffer, is_whole=not loss.is_set())
             if loss.is_set():
                 self.network.broken_transfers += 1
                 raise LinkLost(f"{peer}: lost on the way")
@@ -254,7 +254,7 @@ class FakeLearner:
         self.base: list[F32] = [np.zeros(0, np.float32)] * len(self.theta)
         self.positions = [FragmentPosition(-1, 0, 0, 0)] * len(self.theta)
         self._snapshots: dict[int, _Snapshot] = {}
-        self._made = 0
+        self.snapshots = 0
         self._orders: list[ToLearner] = []
         self.told: list[tuple[int, RunAdvanced]] = []
         self._counter: TrainedCounter | None = None
@@ -340,13 +340,13 @@ class FakeLearner:
         first = self._contribution_offsets[fragment]
         out = self._contributions[first : self._contribution_offsets[fragment + 1]]
         norms = kernels.encode_delta(self._blocks[fragment], self.base[fragment], self.theta[fragment], out)
-        self._made += 1
+        self.snapshots += 1
         contribution = Contribution(
             self.region.name,
             self.incarnation,
             fragment,
             position.base_version,
-            self._made,
+            self.snapshots,
             position.included_step,
             self.step,
             self.tokens - position.included_tokens,

@@ -200,6 +200,21 @@ class Rank:
             stateful={"position": self.position},
         )
 
+    @property
+    def tensors(self) -> Any:
+        """What `attach` made of the model."""
+        return self.diloco._tensors
+
+    @property
+    def ranks(self) -> Any:
+        """The others, as `attach` sees them."""
+        return self.diloco._ranks
+
+    @property
+    def fragments(self) -> Any:
+        """Fragments as this rank holds them."""
+        return self.diloco._fragments
+
     def step(self, count: int) -> None:
         import torch
 
@@ -209,7 +224,7 @@ class Rank:
             self.steps += 1
             with torch.no_grad():
                 # Those that an optimizer holds: after an evaluation the model has others.
-                tracked = {name: one.parameter for name, one in self.diloco._tensors._tracked.items()}
+                tracked = {name: one.parameter for name, one in self.tensors._tracked.items()}
                 for name, parameter in tracked.items():
                     source = self.masters.get(name, parameter)
                     if self.optimizer is not None and parameter.requires_grad:
@@ -221,7 +236,7 @@ class Rank:
             with torch.no_grad():
                 for name, master in self.masters.items():
                     local_part(tracked[name]).copy_(local_part(master))
-            self.position.value += 10 + self.diloco._ranks.rank
+            self.position.value += 10 + self.ranks.rank
             self.diloco.step(tokens=4)
 
     def gradient(self, name: str, parameter: Any) -> Any:
@@ -230,7 +245,7 @@ class Rank:
 
         seed = zlib.crc32(f"{name} {self.steps}".encode())
         whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.01
-        box = self.diloco._tensors.boxes[name]
+        box = self.tensors.boxes[name]
         if not box:
             return torch.zeros(parameter.to_local().shape)
         cuts = tuple(slice(low, low + size) for low, size in zip(box[0].offsets, box[0].sizes, strict=True))
@@ -256,12 +271,12 @@ class Rank:
         assert self.optimizer is not None
         return {
             f"{name} {key}": digest(value.full_tensor() if is_sharded(value) else value)
-            for name, parameter in self.diloco._tensors.model.named_parameters()
+            for name, parameter in self.tensors.model.named_parameters()
             for key, value in self.optimizer.state.get(self.masters.get(name, parameter), {}).items()
         }
 
     def where(self) -> dict[str, Any]:
-        fragments = self.diloco._fragments
+        fragments = self.fragments
         return {
             "position": self.position.value,
             "global_step": self.diloco.global_step,
@@ -272,7 +287,7 @@ class Rank:
     def hold(self) -> None:
         """From now on no version has arrived here before `release`: the anchors are the last of it."""
         self.gate = threading.Event()
-        exchange = self.diloco._fragments._exchange
+        exchange = self.fragments._exchange
         share_anchor = exchange.share_anchor
 
         def held(*args: Any) -> Any:
@@ -289,7 +304,7 @@ class Rank:
         """A forward pass without a backward one: what FSDP2 leaves unsharded."""
         import torch
 
-        small = dict(self.diloco._tensors.model.named_children()).get("small")
+        small = dict(self.tensors.model.named_children()).get("small")
         if small is None:  # on another stage
             return {}
         with torch.no_grad():
@@ -317,16 +332,16 @@ class Rank:
         from diloco_node.learner.layouts.tensors import is_sharded
 
         found = {}
-        model = self.diloco._tensors.model
+        model = self.tensors.model
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             found[name] = digest(value.full_tensor() if is_sharded(value) else value)
-        if self.diloco._ranks.is_first or self._is_cut():
+        if self.ranks.is_first or self._is_cut():
             for name, value in self.diloco.global_state_dict().items():
                 found[f"global {name}"] = digest(value)
         return found
 
     def _is_cut(self) -> bool:
-        return not self.diloco._fragments.shards.is_first_whole
+        return not self.fragments.shards.is_first_whole
 
     def close(self) -> None:
         self.diloco.close()

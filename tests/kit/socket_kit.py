@@ -8,7 +8,7 @@ import threading
 from diloco_node.transport.kernel import tcp_info
 from diloco_node.transport.kernel.tcp_info import SocketCounters, read_sockets
 
-PACED = (socket.SOL_SOCKET, tcp_info._SO_MAX_PACING_RATE)
+PACED = (socket.SOL_SOCKET, tcp_info.SO_MAX_PACING_RATE)
 REMOTE = ("10.0.0.2", 7400)
 
 

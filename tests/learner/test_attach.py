@@ -34,7 +34,7 @@ from diloco_node.wire.learner_link import (
     Warned,
 )
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
-from tests.kit.learner_kit import Toy, region_folder, vector
+from tests.kit.learner_kit import Toy, region_folder, session_of, vector
 
 
 @pytest.fixture
@@ -152,9 +152,8 @@ def test_bytes_in_the_contribution_area_are_the_codecs(folder: Path) -> None:
     with FakeDaemon(folder, codec=Codec.INT4) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
         base = vector(diloco, 1).copy()
         daemon.want(1)
-        assert diloco._session is not None
         deadline_s = time.monotonic() + PATIENCE_S
-        while not diloco._session._link._commands:  # so that the first step answers it
+        while not session_of(diloco).link.waiting_commands:  # so that the first step answers it
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
         toy.step(diloco)
@@ -199,10 +198,9 @@ def test_of_fast_steps_those_are_reported_that_a_round_may_wait_for(
     monkeypatch.setattr(attach_module, "REPORT_EVERY_NS", 10**15)
     toy = Toy()
     with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
-        assert diloco._session is not None
-        positions = diloco._session.fragments.positions
-        assert diloco._session.welcome is not None
-        sync_every = diloco._session.welcome.sync_every
+        positions = session_of(diloco).fragments.positions
+        assert session_of(diloco).welcome is not None
+        sync_every = session_of(diloco).welcome.sync_every
         expected, told = [], 0
         while (step := next_news_step(positions, told, sync_every=sync_every)) is not None:
             expected.append(step)
@@ -278,8 +276,7 @@ def test_version_waits_until_the_encoder_is_done_with_the_base(folder: Path, mon
     monkeypatch.setattr(TrainedCounter, "flush", lambda _self: gate.wait(PATIENCE_S))
     toy = Toy()
     with FakeDaemon(folder, codec=Codec.FP32) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
-        assert diloco._session is not None
-        fragments = diloco._session.fragments
+        fragments = session_of(diloco).fragments
         toy.step(diloco)
         daemon.want(0)
         deadline_s = time.monotonic() + PATIENCE_S
@@ -408,10 +405,9 @@ def test_torchs_defaults_are_not_the_runs(folder: Path, request: pytest.FixtureR
         toy.steps_until(diloco, daemon, OfferApplied, 3)
         diloco.checkpoint()
         own, everybodys = diloco.own_state_dict(), diloco.global_state_dict()
-        assert diloco._session is not None
         found = [
             everybodys[piece.name].reshape(-1)[piece.value_start : piece.value_stop]
-            for piece in diloco._session.manifest.fragments[0].pieces
+            for piece in session_of(diloco).manifest.fragments[0].pieces
         ]
         np.testing.assert_array_equal(torch.cat(found).numpy(), merged)
         assert {(one.dtype, one.device.type) for one in own.values()} == {(torch.float32, "cpu")}

@@ -32,7 +32,7 @@ from diloco_node.wire.learner_link import (
     SnapshotReady,
 )
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
-from tests.kit.learner_kit import Toy, region_folder
+from tests.kit.learner_kit import Toy, region_folder, session_of
 
 
 @pytest.fixture
@@ -79,11 +79,10 @@ def test_offer_of_a_dead_daemon_is_void(folder: Path) -> None:
     toy = Toy()
     with FakeDaemon(folder) as first:
         diloco = diloco_node.attach(toy.model, toy.optimizer)
-        assert diloco._session is not None
-        link = diloco._session._link
+        link = session_of(diloco).link
         first.commit(0, first.theta[0] + 1, -1)
         deadline_s = time.monotonic() + PATIENCE_S
-        while not link._commands:
+        while not link.waiting_commands:
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
         theta = [part.copy() for part in first.theta]

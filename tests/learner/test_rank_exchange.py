@@ -18,7 +18,7 @@ def test_copies_of_a_model_cost_rank_0_no_copy_of_a_fragment_each() -> None:
     exchange = RankExchange(GROUP, 0, shards, manifest)
     for fragment in manifest.fragments:
         whole = torch.rand(fragment.size)
-        assert all(packed is whole for packed in exchange._pack(fragment.index, whole))
+        assert all(packed is whole for packed in exchange.pack(fragment.index, whole))
 
 
 def test_ranks_that_hold_the_same_shards_are_sent_the_same_memory() -> None:
@@ -32,7 +32,7 @@ def test_ranks_that_hold_the_same_shards_are_sent_the_same_memory() -> None:
     exchange = RankExchange(GROUP, 0, shards, manifest)
     for fragment in manifest.fragments:
         whole = torch.rand(fragment.size)
-        packed = exchange._pack(fragment.index, whole)
+        packed = exchange.pack(fragment.index, whole)
         assert packed[0].numel() + packed[1].numel() >= fragment.size
         assert len({one.data_ptr() for one in packed if one.numel()}) <= 3
         for (owner, follower), (sent, taken) in exchange._pairs[fragment.index].items():

@@ -240,7 +240,7 @@ async def test_a_training_daemon_and_a_measuring_end_do_not_link(run: Run, is_da
 async def test_what_is_not_for_measuring_costs_the_peer_its_link(run: Run) -> None:
     end = await run.serve()
     async with measuring_end(run.identity("a"), {"b": run.addresses["b"]}, times=LINKS) as other:
-        assert await ends._link_up(other, "b", 1) == ""
+        assert await ends.link_up(other, "b", 1) == ""
         with contextlib.suppress(LinkLost):
             for _ in range(1000):
                 await other.transport.transfer("b", STRIPE, memoryview(bytes(200_000)))

@@ -88,7 +88,7 @@ async def test_echoes_that_stay_away_are_counted(regions: Regions, monkeypatch: 
         answered += 1
         return answered % 2 == 0
 
-    monkeypatch.setattr(b.measuring._gate, "may_echo", may_echo)
+    monkeypatch.setattr(b.measuring.gate, "may_echo", may_echo)
     for patience_s in (0.5, 5.0, 50.0):
         monkeypatch.setattr(echoes, "UNANSWERED_AFTER_S", patience_s)
         answered = 0
@@ -99,7 +99,7 @@ async def test_echoes_that_stay_away_are_counted(regions: Regions, monkeypatch: 
             break
     else:
         raise AssertionError(f"{one.unanswered} echoes of 30 stayed away; every second one was held back")
-    monkeypatch.setattr(b.measuring._gate, "may_echo", lambda *_args, **_kwargs: False)
+    monkeypatch.setattr(b.measuring.gate, "may_echo", lambda *_args, **_kwargs: False)
     monkeypatch.setattr(echoes, "UNANSWERED_AFTER_S", 0.2)
     with pytest.raises(LinkLost, match="none of 30 echoes came back"):
         await a.measuring.latency("b", 0.3)
@@ -259,7 +259,7 @@ async def test_a_link_that_is_lost_ends_the_measurement_on_both_sides(regions: R
     flow = asyncio.create_task(a.measuring.flow(a_flow(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
     await b.until(lambda: b.measuring.describe())
     await asyncio.sleep(0.1)
-    a.transport._links["b"].drop("a test")
+    a.transport.links["b"].drop("a test")
     with pytest.raises(PeerError):
         await asyncio.wait_for(flow, DEADLINE_S)
     await idle(b)
@@ -342,12 +342,12 @@ async def test_a_request_over_the_limits_costs_the_peer_its_link(regions: Region
 
 async def test_a_peer_that_requests_again_and_again_is_refused(regions: Regions) -> None:
     a, b = await regions.start()
-    a.measuring._receivers._expected["b"].expect(0, 10**6)
+    a.measuring.receivers.expected["b"].expect(0, 10**6)
     for number in range(50):
         a.transport.send("b", wish(number, span_ns=60 * NS_PER_S, bytes_max=10**6))
     await a.until(lambda: sum(isinstance(one, msg.MeasurementDeclined) for _, one in a.received) == 49)
     assert sum(isinstance(one, msg.MeasurementReady) for _, one in a.received) <= 1
-    assert len(b.measuring._responder._serving) == 1
+    assert len(b.measuring.responder.serving) == 1
     a.transport.send("b", msg.MeasurementStopped(0))
     await idle(b)
 
@@ -376,18 +376,18 @@ async def test_a_request_that_is_over_before_it_has_begun_leaves_the_end_free(re
 async def test_a_transfer_of_a_measurement_before_is_no_error_in_one_of_the_same_number(regions: Regions) -> None:
     _, b = await regions.start()
     asked = wish(7, is_requester_sending=True, span_ns=60 * NS_PER_S, bytes_max=10**6)
-    with b.measuring._receivers.receiver("a", asked):
+    with b.measuring.receivers.receiver("a", asked):
         buffer = b.measuring.transfer_opened("a", Probe(7), 1000)
     assert buffer is not None
-    with b.measuring._receivers.receiver("a", asked) as again:
+    with b.measuring.receivers.receiver("a", asked) as again:
         b.measuring.transfer_closed("a", Probe(7), buffer, is_whole=True)
         assert again.used_bytes == 1000
 
 
 async def test_a_flood_of_echoes_is_answered_up_to_a_limit(regions: Regions) -> None:
     a, b = await regions.start()
-    now_ns = b.measuring._echoes._now_ns()
-    b.measuring._echoes._now_ns = lambda: now_ns
+    now_ns = b.measuring.echoes.now_ns()
+    b.measuring.echoes.now_ns = lambda: now_ns
     for number in range(900):
         a.transport.send("b", msg.EchoRequest(number))
     await b.until(lambda: len(b.received) == 900)
@@ -413,7 +413,7 @@ async def test_late_and_foreign_answers_are_nothing(regions: Regions) -> None:
 
 async def test_a_peer_that_answers_nonsense_fails_the_measurement_only(regions: Regions) -> None:
     a, b = await regions.start()
-    exchanges = a.measuring._requester._exchanges
+    exchanges = a.measuring.requester.exchanges
     flow = asyncio.create_task(a.measuring.flow(a_flow()))
     await b.until(lambda: b.measuring.describe())
     (number,) = (key[1] for key in exchanges)
@@ -427,7 +427,7 @@ async def test_what_a_peer_says_in_its_own_words_is_no_command_to_a_terminal(reg
     a, b = await regions.start()
     flow = asyncio.create_task(a.measuring.flow(a_flow()))
     await b.until(lambda: b.measuring.describe())
-    (number,) = (key[1] for key in a.measuring._requester._exchanges)
+    (number,) = (key[1] for key in a.measuring.requester.exchanges)
     b.transport.send("a", msg.MeasurementDeclined(number, "no\x1b[2J\nné"))
     with pytest.raises(PeerError, match=r"b can't: no\?\[2J\?né"):
         await asyncio.wait_for(flow, DEADLINE_S)
@@ -466,7 +466,7 @@ async def test_what_fails_late_in_a_series_leaves_what_was_measured(
     async def is_busy_at_the_end(a_flow: FlowRequest) -> FlowMeasured:
         with contextlib.ExitStack() as stack:
             if a_flow.is_compressible:
-                stack.enter_context(b.measuring._exclusive("what b does itself"))
+                stack.enter_context(b.measuring.exclusive("what b does itself"))
             return await flow(a_flow)
 
     monkeypatch.setattr(a.measuring, "flow", is_busy_at_the_end)

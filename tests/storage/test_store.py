@@ -31,7 +31,7 @@ from diloco_node.storage.durable import DamagedFile, replace_file
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, VOTE_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.tensor_files import TensorHeader
+from diloco_node.storage.tensor_files import TensorHeader, named_version
 
 FRAGMENTS = 2
 DIGEST = bytes(range(32))
@@ -576,7 +576,7 @@ def test_a_partial_write_of_the_kernel_is_continued(store: RegionStore, monkeypa
     monkeypatch.undo()
     assert np.array_equal(store.read_payload(0, 1, digest), content)
     store.close()
-    assert load(store._folder).entries == entries
+    assert load(store.folder).entries == entries
 
 
 def test_states_come_back_as_they_were(store: RegionStore) -> None:
@@ -635,7 +635,8 @@ def test_prune_keeps_what_recovery_may_need(folder: Path, store: RegionStore) ->
 
 
 def payload_versions(store: RegionStore, fragment: int) -> list[int]:
-    return [version for version, _ in store._files(store._payloads, fragment)]
+    places = (named_version(path) for path in sorted((store.folder / "payloads").glob("f*.bin")))
+    return [place[1] for place in places if place is not None and place[0] == fragment]
 
 
 def test_an_archive_keeps_payloads_first_states_and_the_whole_ledger(folder: Path) -> None:
@@ -1005,7 +1006,7 @@ class Platter:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.is_failing = False
         self.durable: dict[int, bytearray] = {}
-        self._dirty: dict[int, list[tuple[int, bytes]]] = {}
+        self.dirty: dict[int, list[tuple[int, bytes]]] = {}
         self._pwrite, self._writev = os.pwrite, os.writev
         patch.setattr(os, "pwrite", self.pwrite)
         patch.setattr(os, "writev", self.writev)
@@ -1013,17 +1014,17 @@ class Platter:
         patch.setattr(os, "fdatasync", self.sync)
 
     def pwrite(self, descriptor: int, data: bytes, at: int) -> int:
-        self._dirty.setdefault(os.fstat(descriptor).st_ino, []).append((at, bytes(data)))
+        self.dirty.setdefault(os.fstat(descriptor).st_ino, []).append((at, bytes(data)))
         return self._pwrite(descriptor, data, at)
 
     def writev(self, descriptor: int, parts: list[bytes]) -> int:
         at = os.lseek(descriptor, 0, os.SEEK_CUR)
-        self._dirty.setdefault(os.fstat(descriptor).st_ino, []).append((at, b"".join(parts)))
+        self.dirty.setdefault(os.fstat(descriptor).st_ino, []).append((at, b"".join(parts)))
         return self._writev(descriptor, parts)
 
     def sync(self, descriptor: int) -> None:
         inode = os.fstat(descriptor).st_ino
-        writes = self._dirty.pop(inode, [])
+        writes = self.dirty.pop(inode, [])
         if self.is_failing:
             raise OSError(errno.EIO, "lost")
         image = self.durable.setdefault(inode, bytearray())
@@ -1116,7 +1117,7 @@ def test_what_was_never_synced_is_on_the_disk_before_it_is_loaded(
         with pytest.raises(KeyboardInterrupt):
             store.persist(1, "a", 0, entries[2:])
     store.close()
-    platter._dirty.clear()  # and its pages were lost without a word
+    platter.dirty.clear()  # and its pages were lost without a word
     assert load(folder).entries == entries
     assert platter.after_power_cut(folder / LEDGER_NAME) == (folder / LEDGER_NAME).read_bytes()
 

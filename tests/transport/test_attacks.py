@@ -304,9 +304,9 @@ def write_dated(run: Path, folder: Path, now: dt.datetime) -> Path:
     ca_key = serialization.load_pem_private_key((run / "ca.key").read_bytes(), None)
     assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
     ca_cert = x509.load_pem_x509_certificate((run / "ca.pem").read_bytes())
-    cert = certs._node_certificate(key, "c", RUN, ca_key, ca_cert, now=now)
+    cert = certs.node_certificate(key, "c", RUN, ca_key, ca_cert, now=now)
     folder.mkdir()
-    (folder / "node.key").write_bytes(certs._key_pem(key))
+    (folder / "node.key").write_bytes(certs.key_pem(key))
     (folder / "node.pem").write_bytes(cert.public_bytes(serialization.Encoding.PEM))
     return folder
 

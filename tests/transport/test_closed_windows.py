@@ -51,14 +51,14 @@ async def test_a_hello_that_is_not_taken_ends_the_call(mesh: Mesh, lane: e.Lane)
     hello = e.decode_hello(hello_of("a", lane))
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(LinkLost, match="a: does not take our hello: its window is closed"):
-            await b._links["a"].accept(hello, Closed())  # type: ignore[arg-type]
-    assert b._links["a"]._accepted == {}
+            await b.links["a"].accept(hello, Closed())  # type: ignore[arg-type]
+    assert b.links["a"].accepted == {}
 
 
 async def test_a_control_lane_that_takes_nothing_ends_the_link(mesh: Mesh) -> None:
     """Its pings come all the time, so it is not silent."""
     b, _ = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, silent_s=1.0, ping_s=0.05))
-    session = Session("a", Closed(), _Quiet(), b._links["a"]._env, intake=Intake(1000, now_ns=0))
+    session = Session("a", Closed(), _Quiet(), b.links["a"].env, intake=Intake(1000, now_ns=0))
     async with asyncio.timeout(DEADLINE_S):
         ended = await session.run()
     assert "a: takes nothing any more: its window is closed" in str(ended)
@@ -88,7 +88,7 @@ async def test_a_session_that_ends_dials_no_more_connections(mesh: Mesh) -> None
         await forgets_its_cancellation(is_dialing)
         raise AssertionError
 
-    env = b._links["a"]._env
+    env = b.links["a"].env
     session = Session("a", _Quiet(), _Quiet(), env, intake=Intake(1000, now_ns=0), more=more)
 
     async def ends() -> None:

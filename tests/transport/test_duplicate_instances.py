@@ -153,8 +153,8 @@ async def test_a_process_that_started_earlier_by_its_clock_links_when_the_other_
     late = await run.start("b", {"a": at(a)})
     await late.until(lambda: late.up == {"a": True})
     monkeypatch.setattr(Session, "is_alive", property(lambda _: False))
-    early.transport._links["a"]._address = at(a)
-    dialing = asyncio.create_task(early.transport._links["a"].run_dialer())
+    early.transport.links["a"].address = at(a)
+    dialing = asyncio.create_task(early.transport.links["a"].run_dialer())
     await early.until(lambda: early.up == {"a": True})
     assert a.transport.rejections == {}
     dialing.cancel()
@@ -166,7 +166,7 @@ async def test_one_peer_of_two_is_not_believed_and_both_are_once(tmp_path: Path)
     process = Process()
     await process.start(tmp_path, "b", {"a": None, "c": None})
     try:
-        refused = process.transport._link_superseded
+        refused = process.transport.link_superseded
         refused("a", DuplicateInstance("a: superseded"))
         refused("a", DuplicateInstance("a: superseded"))
         assert process.superseded == []
@@ -186,7 +186,7 @@ async def test_the_only_peer_there_is_ends_nobody(tmp_path: Path) -> None:
     process = Process()
     await process.start(tmp_path, "b", {"a": None})
     try:
-        process.transport._link_superseded("a", DuplicateInstance("a: superseded"))
+        process.transport.link_superseded("a", DuplicateInstance("a: superseded"))
         assert process.superseded == [], "nobody can confirm it"
     finally:
         await process.transport.stop()

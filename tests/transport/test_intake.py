@@ -99,9 +99,9 @@ async def test_the_limit_stays_when_the_link_is_made_anew(mesh: Mesh) -> None:
     for _ in range(2):
         one = await rogue(mesh, b, "a")
         await at_b.until(lambda: at_b.is_up.get("a"))
-        session = b._links["a"]._session
+        session = b.links["a"].session
         assert session is not None
-        found.add(id(session._intake))
+        found.add(id(session.intake))
         for stream in one.values():
             await stream.aclose()
         await at_b.until(lambda: not at_b.is_up.get("a"))

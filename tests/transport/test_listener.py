@@ -50,22 +50,22 @@ async def test_a_method_that_is_no_text_costs_neither_the_port_nor_a_link(mesh: 
     a.send("b", RequestVoteReply(1, True, False, b""))
     await at_b.until(lambda: at_b.messages)
     assert at_a.changes == [("b", True)], "what was up stays up"
-    assert b._listener is not None
-    await eventually(lambda: b._listener is not None and len(b._listener._old) == 1)
+    assert b.listener is not None
+    await eventually(lambda: b.listener is not None and len(b.listener.retiring) == 1)
     await a.stop()
-    await eventually(lambda: b._listener is not None and not b._listener._old)
+    await eventually(lambda: b.listener is not None and not b.listener.retiring)
 
 
 async def test_a_port_that_somebody_else_has_taken_meanwhile_is_tried_again(mesh: Mesh) -> None:
     b, _ = await mesh.start("b", {"a": None})
-    listener = b._listener
+    listener = b.listener
     assert listener is not None
-    assert listener._current is not None
+    assert listener.current is not None
     # Nobody looks after the port until the thief has it.
     [looking] = [task for task in b._tasks if task.get_name() == "listener"]
     looking.cancel()
     await asyncio.wait([looking])
-    await listener._current.stop()
+    await listener.current.stop()
     await eventually(lambda: not listening_sockets(b.port))
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -74,8 +74,8 @@ async def test_a_port_that_somebody_else_has_taken_meanwhile_is_tried_again(mesh
         b._spawn(listener.run(), "listener")
         await eventually(lambda: b.rejections["unknown", "listener"] == 1)
         await asyncio.sleep(0)
-        assert listener._current is None
-    await eventually(lambda: listener._current is not None)
+        assert listener.current is None
+    await eventually(lambda: listener.current is not None)
     _, at_a = await mesh.start("a", {"b": address(b)})
     await at_a.until(lambda: at_a.is_up.get("b"))
 
@@ -84,7 +84,7 @@ async def test_a_port_that_is_closed_again_and_again_is_one_line_and_counted(mes
     b, _ = await mesh.start("b", {"a": None})
     with capture_logs() as lines:
         for _ in range(3):
-            b._listener_lost()
+            b.listener_lost()
     assert [line["count"] for line in lines if line["event"] == "listener closed"] == [1]
     assert b.rejections["unknown", "listener"] == 3
 

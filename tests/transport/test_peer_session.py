@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from diloco_node.errors import LinkLost, ProtocolViolation
-from diloco_node.transport.peer_session import Session, to_the_end
+from diloco_node.transport.peer_session import reason_of_end, to_the_end
 
 
 async def ended(*outcomes: BaseException | None) -> list[asyncio.Task[None]]:
@@ -20,23 +20,16 @@ async def ended(*outcomes: BaseException | None) -> list[asyncio.Task[None]]:
     return tasks
 
 
-def session(tasks: list[asyncio.Task[None]]) -> Session:
-    one = Session.__new__(Session)
-    one._peer = "us-west"
-    one._tasks = tasks
-    one._dropped = None
-    return one
-
-
 async def test_a_task_that_was_cancelled_under_us_is_a_lost_link_and_not_a_fault_of_ours() -> None:
-    why = session(await ended(asyncio.CancelledError()))._why()
+    why = reason_of_end("us-west", await ended(asyncio.CancelledError()), None)
     assert isinstance(why, LinkLost)
     assert "us-west" in str(why)
 
 
 async def test_a_violation_says_more_than_the_lost_stream_that_follows_it() -> None:
     violation = ProtocolViolation("us-west: field 3")
-    assert session(await ended(LinkLost("gone"), violation, None))._why() is violation
+    tasks = await ended(LinkLost("gone"), violation, None)
+    assert reason_of_end("us-west", tasks, None) is violation
 
 
 async def test_what_must_not_be_given_up_half_way_is_done_before_its_cancellation_goes_on() -> None:

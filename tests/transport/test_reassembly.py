@@ -54,8 +54,8 @@ def test_any_interleaving_of_connections_gives_the_same_bytes(
     assert parts.is_over
     assert parts.is_whole
     assert bytes(got) == body
-    assert parts._starts == ([0] if size else [])
-    assert parts._stops == ([size] if size else [])
+    assert parts.starts == ([0] if size else [])
+    assert parts.stops == ([size] if size else [])
 
 
 @settings(max_examples=300)
@@ -104,7 +104,7 @@ def test_whatever_comes_each_byte_is_taken_once_at_most(chunks: list[Chunk]) -> 
     assert parts.arrived_bytes == len(seen)
     assert parts.is_whole == (len(seen) == 40)
     starts = [byte for byte in sorted(seen) if byte - 1 not in seen]
-    assert parts._starts == starts
+    assert parts.starts == starts
 
 
 def test_offsets_of_one_connection_grow() -> None:

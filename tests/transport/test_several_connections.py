@@ -102,8 +102,8 @@ async def test_every_connection_carries_its_part(mesh: Mesh) -> None:
     await a.transfer("b", HEADER, memoryview(body))
     await at_b.until(lambda: at_b.closed)
     assert at_b.closed == [("a", HEADER, body, True)]
-    a._meter.sample()
-    sent = sorted(counters.bytes_sent for owner, counters in a._meter._live.values() if owner == "b")
+    a.meter.sample()
+    sent = sorted(counters.bytes_sent for owner, counters in a.meter._live.values() if owner == "b")
     assert len(sent) == 4
     assert sent[0] < MIB, "control"
     assert min(sent[1:]) > MIB
@@ -113,8 +113,8 @@ async def test_near_links_stay_with_one(mesh: Mesh) -> None:
     a, _, _, at_b = await mesh.pair()
     await a.transfer("b", HEADER, memoryview(os.urandom(32 * MIB)))
     await at_b.until(lambda: at_b.closed)
-    await eventually(lambda: a._pacer._peers["b"].link.rtt_min_ns)
-    assert a._pacer.target_connections("b") == 1
+    await eventually(lambda: a.pacer.link_watch("b").rtt_min_ns)
+    assert a.pacer.target_connections("b") == 1
     assert a.peer_status()["b"].connections == 1
 
 
@@ -123,31 +123,31 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
 ) -> None:
     monkeypatch.setattr(link_stats, "buffer_bytes", lambda: 8 * MIB)
     a, at_a, _, at_b = await mesh.pair()
-    state = a._pacer._peers["b"].link
+    state = a.pacer.link_watch("b")
     a.set_budget(BudgetPlan(RateLimits(egress=10**9, ingress=10**6)))
-    sampled, a._pacer._take_counters = a._pacer._take_counters, lambda *_: None  # type: ignore[method-assign]
+    take, state.take = state.take, lambda *_, **__: None  # type: ignore[method-assign]
     state.rtt_min_ns = 12_000_000
     await eventually(lambda: a.peer_status()["b"].connections == 3)
     state.rtt_min_ns = 6_000_000
-    assert a._pacer.target_connections("b") == 2
-    a._pacer._take_counters = sampled  # type: ignore[method-assign]
+    assert a.pacer.target_connections("b") == 2
+    state.take = take  # type: ignore[method-assign]
     await a.transfer("b", HEADER, memoryview(b"x" * MIB))
     await at_b.until(lambda: at_b.closed)
     assert a.peer_status()["b"].connections == 3
-    a._links["b"].drop("a test wants it")
+    a.links["b"].drop("a test wants it")
     await at_a.until(lambda: at_a.changes[-1] == ("b", True) and len(at_a.changes) == 3)
     assert a.peer_status()["b"].connections < 3, "a new session begins with one"
 
 
 async def test_where_congestion_control_goes_by_loss_a_lossy_link_with_a_long_round_trip_gets_all(mesh: Mesh) -> None:
     a, _, _, _ = await mesh.pair()
-    a._pacer._peers["b"].link.rtt_min_ns = 40_000_000
-    a._meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]
-    assert a._pacer.target_connections("b") == 1
-    a._meter.goes_by_loss = True
-    assert a._pacer.target_connections("b") == BULK_CONNECTIONS_MAX
-    a._meter.tcp = lambda _peer: TcpCounters(4 * MIB - 1, MIB, 40_000_000)  # type: ignore[method-assign]
-    assert a._pacer.target_connections("b") == 1, "too little was sent to tell"
+    a.pacer.link_watch("b").rtt_min_ns = 40_000_000
+    a.meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]
+    assert a.pacer.target_connections("b") == 1
+    a.meter.goes_by_loss = True
+    assert a.pacer.target_connections("b") == BULK_CONNECTIONS_MAX
+    a.meter.tcp = lambda _peer: TcpCounters(4 * MIB - 1, MIB, 40_000_000)  # type: ignore[method-assign]
+    assert a.pacer.target_connections("b") == 1, "too little was sent to tell"
 
 
 async def test_a_cancelled_transfer_leaves_no_chunk_for_the_next(mesh: Mesh) -> None:
@@ -170,9 +170,9 @@ async def test_a_connection_that_dies_in_the_middle_ends_the_session_and_another
     a, at_a, b, at_b = await wide_pair(mesh, 3)
     moving = asyncio.create_task(a.transfer("b", HEADER, memoryview(os.urandom(MIB) * 128)))
     await at_b.until(lambda: at_b.opened)
-    session = a._links["b"]._session
+    session = a.links["b"].session
     assert session is not None
-    session._streams[2].close()
+    session.streams[2].close()
     with pytest.raises(LinkLost):
         await moving
     await at_b.until(lambda: ("a", False) in at_b.changes)
@@ -195,7 +195,7 @@ async def test_a_peer_that_refuses_more_is_no_reason_to_end(mesh: Mesh, monkeypa
         tried.set()
         raise LinkLost("no more than one here")
 
-    monkeypatch.setattr(b._links["a"], "_accept_more", refuse)
+    monkeypatch.setattr(b.links["a"], "_accept_more", refuse)
     a, at_a = await mesh.start("a", {"b": address(b)}, connections=4)
     await asyncio.wait_for(tried.wait(), DEADLINE_S)
     await a.transfer("b", HEADER, memoryview(b"x" * 3 * MIB))
@@ -211,7 +211,7 @@ async def test_a_greeting_that_breaks_off_costs_the_session_nothing(mesh: Mesh) 
     for _ in range(2):  # after the hello, and after the answer to it
         more = await joining(mesh, b, 1)
         await more.aclose()
-        await eventually(lambda: b._links["a"]._session and not b._links["a"]._session.is_joining)
+        await eventually(lambda: b.links["a"].session and not b.links["a"].session.is_joining)
     more = await joining(mesh, b, 1)
     await more.write(e.encode_joined())
     await eventually(lambda: b.peer_status()["a"].connections == 2)
@@ -304,8 +304,8 @@ async def test_a_connection_that_is_not_used_is_forgotten(mesh: Mesh) -> None:
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))
     # From here on: the link itself may take as long as this machine needs.
-    link = b._links["a"]
-    link._env = dataclasses.replace(link._env, times=dataclasses.replace(FAST, hello_s=0.2))
+    link = b.links["a"]
+    link.env = dataclasses.replace(link.env, times=dataclasses.replace(FAST, hello_s=0.2))
     stream = await joining(mesh, b, 1)
     with pytest.raises(LinkLost, match="was not used"):
         await read_on(stream)
@@ -317,10 +317,10 @@ async def test_a_connection_that_is_not_used_is_forgotten(mesh: Mesh) -> None:
 
 async def test_the_dialing_side_notices_another_process_at_the_address(mesh: Mesh) -> None:
     a, _, b, _ = await mesh.pair()
-    session = b._links["a"]._session
+    session = b.links["a"].session
     assert session is not None
     with pytest.raises(LinkLost, match="another process answers"):
-        await a._links["b"]._dial_more(address(b), b"j" * 16, a._links["b"]._dials, 1)
+        await a.links["b"].dial_more(address(b), b"j" * 16, a.links["b"].dials, 1)
     await eventually(lambda: not session.is_joining)
     assert a.peer_status()["b"].connections == b.peer_status()["a"].connections == 1
 
@@ -732,7 +732,7 @@ async def test_an_aborted_transfer_gives_its_buffer_back_and_skips_what_still_co
 async def test_a_transfer_that_is_cancelled_before_its_turn_is_not_read_any_more() -> None:
     halves = Halves(1, 0, random.Random(1), ThreadPoolExecutor(1))
     before = MergedStripe(Ballot(1, 1), 0, 0, 1, bytes(32), 0, 1)
-    queue = halves.out._queues[BULK_LANES[type(HEADER)]]
+    queue = halves.out.queues[BULK_LANES[type(HEADER)]]
     async with halves.running():
         running = asyncio.create_task(halves.out.transfer(before, memoryview(bytes(10))))
         body = memoryview(bytearray(100))
@@ -754,7 +754,7 @@ async def test_all_who_wait_for_a_place_hear_that_the_link_is_lost() -> None:
     async with halves.running():
         count = 3 * TRANSFERS_WAITING_MAX
         work = [asyncio.create_task(halves.out.transfer(HEADER, memoryview(b"x"))) for _ in range(count)]
-        await eventually(lambda: halves.out._queues[BULK_LANES[type(HEADER)]].waiting.full())
+        await eventually(lambda: halves.out.queues[BULK_LANES[type(HEADER)]].waiting.full())
         halves.out.close("gone")
         done, waiting = await asyncio.wait(work, timeout=DEADLINE_S)
     assert not waiting

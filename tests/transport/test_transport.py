@@ -380,7 +380,7 @@ async def test_the_link_comes_back_when_the_dialing_side_restarts(mesh: Mesh) ->
 
 async def test_a_dropped_link_is_made_again(mesh: Mesh) -> None:
     a, at_a, b, at_b = await mesh.pair()
-    b._links["a"].drop("a test wants it")
+    b.links["a"].drop("a test wants it")
     await at_a.until(lambda: len(at_a.changes) == 3)
     await at_b.until(lambda: len(at_b.changes) == 3)
     assert at_a.changes == [("b", True), ("b", False), ("b", True)]

@@ -54,7 +54,7 @@ def examination(
     from diloco_node.cli.doctor import examine, membership
 
     try:
-        patient = _patient(config, region, assignments)
+        patient = patient_of(config, region, assignments)
     except ConfigError as error:
         path, hint = str(config or "run.toml"), "do what it says, or write a new one: diloco-node init"
         yield membership.settings_read(path, str(error), hint)
@@ -71,7 +71,7 @@ def examination(
     yield from examine.examine_run(patient)
 
 
-def _patient(config: Path | None, region: str | None, assignments: list[str]) -> Patient:
+def patient_of(config: Path | None, region: str | None, assignments: list[str]) -> Patient:
     """Find the region to examine. Raises ConfigError."""
     from diloco_node.cli.admin_client import ask_in
     from diloco_node.cli.doctor.examine import Patient

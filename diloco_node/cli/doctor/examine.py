@@ -189,7 +189,7 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
                 yield from _answer_findings(peer, addresses[peer], answer, patient.config)
             if mtu is not None:
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent_bytes=SENT_BYTES)
-        yield from _link(patient, peer, results[peer].hosts if peer in results else frozenset())
+        yield from link_findings(patient, peer, results[peer].hosts if peer in results else frozenset())
 
 
 def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[Finding]:
@@ -206,7 +206,7 @@ def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeCo
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
 
 
-def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[Finding]:
+def link_findings(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[Finding]:
     """Report the link as our own daemon has it, where one runs."""
     from diloco_node.cli.doctor.peer_probes import inbound_hosts
 

@@ -107,11 +107,11 @@ def inbound_hosts(port: int) -> frozenset[str] | None:
         for line in lines:
             local, remote, state = line.split()[1:4]
             if state == _ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
-                hosts.add(_plain_host(remote.rpartition(":")[0]))
+                hosts.add(plain_host(remote.rpartition(":")[0]))
     return frozenset(hosts) if is_known else None
 
 
-def _plain_host(text: str) -> str:
+def plain_host(text: str) -> str:
     """An address of /proc/net/tcp: words of 32 bits in this machine's order."""
     data = b"".join(struct.pack("=I", int(text[at : at + 8], 16)) for at in range(0, len(text), 8))
     address = ipaddress.ip_address(data)

@@ -73,7 +73,7 @@ def measure(
         with post(daemon.folder, "measure", document, timeout_s=SILENT_S) as answer:
             if answer.status != http.client.OK:
                 raise _refusal(daemon, answer)
-            return _follow(answer, on_progress, on_partial)
+            return follow(answer, on_progress, on_partial)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeersUnreachable(
             f"the daemon of {daemon.region} in {daemon.folder} went away in the middle of a measurement ({error}); "
@@ -91,7 +91,7 @@ def _refusal(daemon: Running, answer: http.client.HTTPResponse) -> DilocoError:
     return ConfigError(f"{daemon.region} refuses: {json.loads(text).get('error', answer.status)}")
 
 
-def _follow(
+def follow(
     answer: http.client.HTTPResponse, on_progress: Callable[[str], None], on_partial: OnPartial
 ) -> dict[str, Any]:
     """Read lines until the last one."""

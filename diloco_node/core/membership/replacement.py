@@ -36,7 +36,7 @@ class DiskReplacement:
         self._ledger = ledger
         self._rest_ns = REST_HEARTBEATS * heartbeat_ns
         self._named_at_ns: dict[str, int] = {}
-        self._commit_index_before = 0
+        self.commit_index_before = 0
 
     def propose(self, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
         """Put the change that is due into the ledger, and say so; what the ledger wants for it."""
@@ -50,7 +50,7 @@ class DiskReplacement:
     def due(self, *, now_ns: int) -> DiskNamedBody | None:
         """The next change of the view; None when none is due, or one is not committed yet."""
         ledger, disks = self._ledger, self._ledger.disks
-        caught_up_index, self._commit_index_before = self._commit_index_before, ledger.cluster_commit_index
+        caught_up_index, self.commit_index_before = self.commit_index_before, ledger.cluster_commit_index
         if not ledger.is_settled or not disks.has_view or disks.last_change_index > ledger.cluster_commit_index:
             return None
         for region, disk in sorted(ledger.reported_disks.items()):

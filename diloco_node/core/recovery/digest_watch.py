@@ -47,7 +47,7 @@ class DigestWatch:
     ) -> None:
         self._own: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in range(fragments)]
         self._pending: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in range(fragments)]
-        self._reported: list[dict[str, OrderedDict[int, bytes]]] = [{} for _ in range(fragments)]
+        self.reported: list[dict[str, OrderedDict[int, bytes]]] = [{} for _ in range(fragments)]
         self._fresh: OrderedDict[int, int] = OrderedDict()
         self._alarmed: set[tuple[str, int]] = set()
         self._rotation = 0
@@ -63,7 +63,7 @@ class DigestWatch:
             _keep(self._pending[fragment], version, digest, PENDING_MAX)
         self._fresh[fragment] = now_ns
         self._fresh.move_to_end(fragment)
-        for peer, peer_digests in sorted(self._reported[fragment].items()):
+        for peer, peer_digests in sorted(self.reported[fragment].items()):
             self._compare(peer, fragment, version, peer_digests.get(version))
 
     def on_report(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:
@@ -74,7 +74,7 @@ class DigestWatch:
             # The peer may know of a commit before this region does.
             if not 0 <= report.version <= self._history.versions[report.fragment] + 1:
                 continue
-            digests_of_peer = self._reported[report.fragment].setdefault(peer, OrderedDict())
+            digests_of_peer = self.reported[report.fragment].setdefault(peer, OrderedDict())
             _keep(digests_of_peer, report.version, report.digest, REPORTED_MAX)
             self._compare(peer, report.fragment, report.version, report.digest)
 
@@ -157,7 +157,7 @@ class DigestWatch:
 
     def _peer_digests(self, fragment: int, version: int) -> list[bytes]:
         """Return the digests that the peers reported for a version."""
-        peer_digests = [digests.get(version) for _, digests in sorted(self._reported[fragment].items())]
+        peer_digests = [digests.get(version) for _, digests in sorted(self.reported[fragment].items())]
         return [digest for digest in peer_digests if digest is not None]
 
     def _compare(self, peer: str, fragment: int, version: int, digest: bytes | None) -> None:

@@ -53,22 +53,20 @@ class Fetches:
     def __init__(self, *, region: str, regions: tuple[str, ...], effects: EffectBuffer) -> None:
         self._others = tuple(sorted(name for name in regions if name != region))
         self._effects = effects
-        self._fetches: dict[int, _Fetch] = {}
+        self.pending: dict[int, _Fetch] = {}
         self._alive: frozenset[str] = frozenset()
 
     @property
     def is_idle(self) -> bool:
         """Nothing is requested."""
-        return not self._fetches
+        return not self.pending
 
     @property
     def wake_at_ns(self) -> int | None:
         """When a fetch that failed everywhere may be tried again."""
-        if not self._fetches:
+        if not self.pending:
             return None
-        waiting = [
-            fetch.not_before_ns for fetch in self._fetches.values() if not fetch.peer and fetch.not_before_ns > 0
-        ]
+        waiting = [fetch.not_before_ns for fetch in self.pending.values() if not fetch.peer and fetch.not_before_ns > 0]
         return min(waiting, default=None)
 
     def request(
@@ -88,29 +86,29 @@ class Fetches:
             digest: of the state, as the ledger names it.
             patience_ns: it may come without a request within this time from the next `pump` on.
         """
-        current = self._fetches.get(fragment)
+        current = self.pending.get(fragment)
         digest = digest if body is None else body.payload_digest
         if current is not None and (current.peer or current.is_for(version, body, digest)):
             return
-        self._fetches[fragment] = _Fetch(fragment, version, body, digest, patience_ns)
+        self.pending[fragment] = _Fetch(fragment, version, body, digest, patience_ns)
 
     def forget(self, fragment: int) -> None:
         """Nothing of this fragment is lacking any more; one that is in flight still counts until it ends."""
-        current = self._fetches.get(fragment)
+        current = self.pending.get(fragment)
         if current is not None and not current.peer:
-            del self._fetches[fragment]
+            del self.pending[fragment]
 
     def on_end(self, fragment: int, *, version: int, is_state: bool) -> None:
         """A payload or a state was stored; if it was fetched, the fetch is over."""
-        current = self._fetches.get(fragment)
+        current = self.pending.get(fragment)
         if current is None or (current.body is None) != is_state:
             return
         if version == current.version:
-            del self._fetches[fragment]
+            del self.pending[fragment]
 
     def on_failure(self, peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
         """A peer could not help; the next one is asked, and after the last one it starts again, later."""
-        current = self._fetches.get(fragment)
+        current = self.pending.get(fragment)
         if current is None or current.peer != peer:
             return
         current.peer = ""
@@ -131,7 +129,7 @@ class Fetches:
 
         A region that is away may have it, but it may be away for good.
         """
-        current = self._fetches.get(fragment)
+        current = self.pending.get(fragment)
         return (
             current is not None
             and current.body is not None
@@ -144,7 +142,7 @@ class Fetches:
         """Whether a fetch in flight may still put another Theta_0 than this one on the disk."""
         return any(
             fetch.peer and fetch.body is None and fetch.version == 0 and fetch.digest != digests[fragment]
-            for fragment, fetch in self._fetches.items()
+            for fragment, fetch in self.pending.items()
         )
 
     def pump(self, *, leader: str, alive: Sequence[str], now_ns: int) -> None:
@@ -155,8 +153,8 @@ class Fetches:
             alive: regions that can be asked at all.
         """
         self._alive = frozenset(alive)
-        in_flight = sum(1 for fetch in self._fetches.values() if fetch.peer)
-        for fragment, current in sorted(self._fetches.items()):
+        in_flight = sum(1 for fetch in self.pending.values() if fetch.peer)
+        for fragment, current in sorted(self.pending.items()):
             if current.patience_ns:
                 current.not_before_ns, current.patience_ns = now_ns + current.patience_ns, 0
             is_another_back = bool(current.failed) and bool(self._alive - {*current.failed, *current.gone})
@@ -175,7 +173,7 @@ class Fetches:
     def in_flight(self) -> tuple[tuple[int, int, str], ...]:
         """(fragment, version, peer) of fetches that were started."""
         return tuple(
-            (fetch.fragment, fetch.version, fetch.peer) for _, fetch in sorted(self._fetches.items()) if fetch.peer
+            (fetch.fragment, fetch.version, fetch.peer) for _, fetch in sorted(self.pending.items()) if fetch.peer
         )
 
     def _choose(self, current: _Fetch, leader: str, alive: Sequence[str]) -> str:

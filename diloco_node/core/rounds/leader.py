@@ -240,7 +240,7 @@ class RoundLeader:
         elif round_.decision is None:
             self._try_decide(round_, now_ns)
         else:
-            self._try_propose(round_, now_ns)
+            self.try_propose(round_, now_ns)
         if self.rounds.get(round_.fragment) is round_ and not round_.is_proposed and now_ns >= round_.deadline_ns:
             reason = f"deadline passed while it {round_.wait_reason()}"
             is_cut_off = self._judge.judge_late(round_, now_ns=now_ns)
@@ -270,7 +270,8 @@ class RoundLeader:
             reasons = ", ".join(f"{name}: {reason}" for name, reason in sorted(round_.refusals.items()))
             self._abandon(round_, f"nobody contributes ({reasons})", now_ns=now_ns)
 
-    def _try_propose(self, round_: OpenRound, now_ns: int) -> None:
+    def try_propose(self, round_: OpenRound, now_ns: int) -> None:
+        """Propose the round as an entry of the ledger, once everything that it needs is there."""
         assert round_.decision is not None
         if not round_.is_merged:
             for contribution in round_.decision.contributions:

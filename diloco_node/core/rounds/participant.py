@@ -53,7 +53,7 @@ class RoundParticipant:
         self._pieces = [len(fragment.pieces) for fragment in context.fragments]
         self._blocks = [block_count(fragment) for fragment in context.fragments]
         # Per fragment the round that is followed. Its version never goes back.
-        self._rounds = [FollowedRound() for _ in context.fragments]
+        self.rounds = [FollowedRound() for _ in context.fragments]
         self._early = EarlyArrivals()
         # Per fragment the committed rounds that are not applied here: their bytes are still of use.
         self._to_apply: list[list[RoundBody]] = [[] for _ in context.fragments]
@@ -64,25 +64,25 @@ class RoundParticipant:
         """Return the open rounds that are known here, fragment to version: a new leader opens them again."""
         return {
             fragment: round_.version
-            for fragment, round_ in enumerate(self._rounds)
+            for fragment, round_ in enumerate(self.rounds)
             if round_.ballot is not None and round_.version == self._history.versions[fragment] + 1
         }
 
     def is_storing(self, body: RoundBody) -> bool:
         """Whether this very payload is being written to disk."""
-        ballot = self._rounds[body.fragment].ballot
+        ballot = self.rounds[body.fragment].ballot
         is_this = ballot is not None and ballot.number == body.ballot and ballot.digest == body.payload_digest
         return is_this and ballot is not None and not ballot.is_lost
 
     def is_following(self, body: RoundBody) -> bool:
         """Whether this region takes part in the ballot that made the payload, so that its stripes are on their way."""
-        ballot = self._rounds[body.fragment].ballot
+        ballot = self.rounds[body.fragment].ballot
         return ballot is not None and ballot.number == body.ballot
 
     def open_rounds(self) -> list[tuple[int, int, Ballot, str]]:
         """Return (fragment, version, ballot, what it waits for here) of each open round that is known here."""
         rounds = []
-        for fragment, round_ in enumerate(self._rounds):
+        for fragment, round_ in enumerate(self.rounds):
             if round_.ballot is not None and round_.version > self._history.versions[fragment]:
                 rounds.append(
                     (fragment, round_.version, round_.ballot.number, self._wait_reason(round_, round_.ballot))
@@ -91,7 +91,7 @@ class RoundParticipant:
 
     def standing(self, fragment: int) -> tuple[int, Ballot, str, tuple[str, ...]] | None:
         """Return (version, ballot, phase, regions it waits for) of a fragment's open round, as this region sees it."""
-        round_ = self._rounds[fragment]
+        round_ = self.rounds[fragment]
         if round_.ballot is None or round_.version <= self._history.versions[fragment]:
             return None
         version, ballot = round_.version, round_.ballot
@@ -117,7 +117,7 @@ class RoundParticipant:
         is_new_incarnation = status is not None and (
             self._learner is None or self._learner.incarnation != status.incarnation
         )
-        for round_ in self._rounds:
+        for round_ in self.rounds:
             if status is None:
                 round_.requested_base = None
             elif (
@@ -127,11 +127,11 @@ class RoundParticipant:
             ):
                 round_.contribution = None
         self._learner = status
-        self._dirty.update(range(len(self._rounds)))
+        self._dirty.update(range(len(self.rounds)))
 
     def snapshot_taken(self, contribution: Contribution) -> None:
         """Take the contribution that the learner was asked for."""
-        round_ = self._rounds[contribution.fragment]
+        round_ = self.rounds[contribution.fragment]
         is_current = self._learner is not None and self._learner.incarnation == contribution.incarnation
         if not is_current or contribution.learner != self._region or round_.requested_base != contribution.base_version:
             # An answer to a question of an earlier round or incarnation: what it names is resolved by now.
@@ -141,7 +141,7 @@ class RoundParticipant:
 
     def snapshot_refused(self, fragment: int, version: int, reason: str) -> None:
         """Ask for the snapshot again if the learner's base has moved on since, else decline: the learner refused it."""
-        round_ = self._rounds[fragment]
+        round_ = self.rounds[fragment]
         requested_base, round_.requested_base = round_.requested_base, None
         if round_.ballot is None or round_.version != version or requested_base is None:
             return
@@ -154,9 +154,9 @@ class RoundParticipant:
 
         A ballot whose stripes do not fit the fragment raises an alarm: nobody could cut a contribution by them.
         """
-        if not 0 <= announcement.fragment < len(self._rounds):
+        if not 0 <= announcement.fragment < len(self.rounds):
             return
-        round_ = self._rounds[announcement.fragment]
+        round_ = self.rounds[announcement.fragment]
         if (
             announcement.version <= self._history.versions[announcement.fragment]
             or announcement.version < round_.version
@@ -202,7 +202,7 @@ class RoundParticipant:
 
     def merge_decided(self, decision: MergeDecided) -> None:
         """Reduce as the leader decided, or report the result again."""
-        round_ = self._rounds[decision.fragment] if 0 <= decision.fragment < len(self._rounds) else None
+        round_ = self.rounds[decision.fragment] if 0 <= decision.fragment < len(self.rounds) else None
         if round_ is None or round_.ballot is None or round_.ballot.number != decision.ballot:
             return
         ballot = round_.ballot
@@ -222,7 +222,7 @@ class RoundParticipant:
         """Take a stripe of a contribution, perhaps before the ballot that explains which blocks it is."""
         contribution = event.contribution
         fragment = contribution.fragment
-        round_ = self._rounds[fragment]
+        round_ = self.rounds[fragment]
         version = contribution.base_version + 1
         if version <= self._history.versions[fragment]:
             self._free_late(event.ballot, fragment, version)
@@ -236,7 +236,7 @@ class RoundParticipant:
 
     def merged_arrived(self, event: MergedStripeArrived) -> None:
         """Take a merged stripe."""
-        round_ = self._rounds[event.fragment]
+        round_ = self.rounds[event.fragment]
         if event.version <= self._history.versions[event.fragment]:
             self._free_late(event.ballot, event.fragment, event.version)
         elif round_.ballot is not None and round_.ballot.number == event.ballot:
@@ -247,7 +247,7 @@ class RoundParticipant:
 
     def stripe_reduced(self, event: ReductionDone) -> None:
         """Report a merged stripe of this region to the leader, and send it to everybody."""
-        for round_ in self._rounds:
+        for round_ in self.rounds:
             ballot = round_.ballot
             if ballot is not None and ballot.number == event.ballot and event.stripe in ballot.sum_orders:
                 ballot.reductions[event.stripe] = event
@@ -268,14 +268,14 @@ class RoundParticipant:
 
     def payload_stored(self, fragment: int, version: int, digest: bytes) -> None:
         """Tell the leader that a payload is on disk, if it is the one of the current ballot."""
-        round_ = self._rounds[fragment]
+        round_ = self.rounds[fragment]
         if round_.ballot is not None and round_.version == version and round_.ballot.digest == digest:
             self._effects.send(round_.ballot.leader, PayloadDurable(round_.ballot.number, digest))
 
     def payload_not_stored(self, fragment: int, number: Ballot) -> None:
         """Remember that merged stripes were dropped before they were written: if the ballot commits, its payload is
         fetched."""
-        ballot = self._rounds[fragment].ballot
+        ballot = self.rounds[fragment].ballot
         if ballot is not None and ballot.number == number:
             ballot.is_lost = True
 
@@ -287,7 +287,7 @@ class RoundParticipant:
         """Close the rounds up to `version`, which the fragment has applied: none of their bytes are needed any more."""
         bodies = [body for body in self._to_apply[fragment] if body.version <= version]
         self._to_apply[fragment] = [body for body in self._to_apply[fragment] if body.version > version]
-        round_ = self._rounds[fragment]
+        round_ = self.rounds[fragment]
         for body in bodies:
             self._close(round_, body)
         if round_.version <= version:
@@ -302,7 +302,7 @@ class RoundParticipant:
         while self._dirty:
             fragment = min(self._dirty)
             self._dirty.discard(fragment)
-            round_ = self._rounds[fragment]
+            round_ = self.rounds[fragment]
             if round_.ballot is not None and round_.version > self._history.versions[fragment]:
                 self._contribute(round_, round_.ballot)
                 self._reduce(round_, round_.ballot)
@@ -407,7 +407,7 @@ class RoundParticipant:
         if self._learner.finished:
             return "the learner has stopped"
         position = self._learner.positions[fragment]
-        has_pending = self._rounds[fragment].contribution is not None
+        has_pending = self.rounds[fragment].contribution is not None
         if not has_pending and position.base_version >= 0 and self._learner.step <= position.included_step:
             return "no steps since the last inclusion"
         return ""
@@ -462,7 +462,7 @@ class RoundParticipant:
 
         Before the apply, `on_apply` closes the round with all its bytes.
         """
-        residual = self._rounds[fragment].residual
+        residual = self.rounds[fragment].residual
         is_kept = residual is not None and residual[1] == ballot
         if version <= self._versions.applied[fragment] and not is_kept:
             self._effects.emit(CloseBallot(ballot, fragment, version, committed=False))

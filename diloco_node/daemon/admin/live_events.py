@@ -62,7 +62,7 @@ class LiveEvents:
             await answer.prepare(request)
             last_id = request.headers.get("Last-Event-ID", "")
             since = int(last_id) / 1e3 if last_id.isascii() and last_id.isdigit() and len(last_id) < 16 else None
-            chunk: bytes | None = self._event("snapshot", await self._snapshot(since))
+            chunk: bytes | None = self.event("snapshot", await self._snapshot(since))
             while chunk is not None:
                 await asyncio.wait_for(answer.write(chunk), WRITE_S)
                 chunk = await _next(queue)
@@ -78,7 +78,7 @@ class LiveEvents:
     async def stop(self) -> None:
         """End all streams, and make no more events."""
         for queue in self._viewers:
-            _put(queue, None)
+            put_newest(queue, None)
         if self._making is not None:
             self._making.cancel()
             await asyncio.gather(self._making, return_exceptions=True)
@@ -87,14 +87,15 @@ class LiveEvents:
         try:
             while self._viewers:
                 await asyncio.sleep(PERIOD_S)
-                chunk = self._event("status", await self._status())
+                chunk = self.event("status", await self._status())
                 for queue in self._viewers:
-                    _put(queue, chunk)
+                    put_newest(queue, chunk)
         finally:
             for queue in self._viewers:  # whatever went wrong: they come again, and do not wait for nothing
-                _put(queue, None)
+                put_newest(queue, None)
 
-    def _event(self, kind: str, document: Document) -> bytes:
+    def event(self, kind: str, document: Document) -> bytes:
+        """Return one event as the stream has it, with an id that is above all before it."""
         # They increase, whatever the wall clock does.
         self._last_id = max(self._last_id + 1, time.time_ns() // 10**6)  # noqa: TID251 - shown, decides nothing
         return f"id: {self._last_id}\nevent: {kind}\ndata: {json_text(document)}\n\n".encode()
@@ -107,7 +108,8 @@ async def _next(queue: asyncio.Queue[bytes | None]) -> bytes | None:
         return b": keep-alive\n\n"
 
 
-def _put(queue: asyncio.Queue[bytes | None], chunk: bytes | None) -> None:
+def put_newest(queue: asyncio.Queue[bytes | None], chunk: bytes | None) -> None:
+    """Queue a document; where the queue is full, the oldest one goes."""
     if queue.full():
         queue.get_nowait()
     queue.put_nowait(chunk)

@@ -57,6 +57,11 @@ class Drafts:
         self._spawn = spawn
         self._drafts: dict[_Name, _Draft] = {}
 
+    @property
+    def open_count(self) -> int:
+        """Drafts that are neither finished nor closed."""
+        return len(self._drafts)
+
     def add(
         self, ballot: Ballot, fragment: int, version: int, block_start: int, body: U8, *, blocks: FragmentBlocks
     ) -> None:

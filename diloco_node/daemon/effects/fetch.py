@@ -66,10 +66,10 @@ class Fetcher:
         """Send the request and start the watchdog."""
         is_payload = isinstance(order, FetchPayload)
         key = (order.peer, order.fragment, is_payload)
-        if key in self._pending:
+        if key in self.pending:
             self._fail(key, "requested again")
         watchdog = asyncio.get_running_loop().call_later(FETCH_SILENCE_S, self._fail, key, "no answer in time")
-        self._pending[key] = _Pending(order, watchdog)
+        self.pending[key] = _Pending(order, watchdog)
         request: PayloadRequested | StateRequested
         if isinstance(order, FetchPayload):
             request = PayloadRequested(order.fragment, order.version, order.digest)
@@ -83,18 +83,18 @@ class Fetcher:
         """The peer can't help."""
         for is_payload in (True, False):
             key = (peer, message.fragment, is_payload)
-            pending = self._pending.get(key)
+            pending = self.pending.get(key)
             if pending is not None and pending.order.version == message.version:
                 self._fail(key, message.reason)
 
     def peer_lost(self, peer: str) -> None:
         """The link is down: nothing more will come from there."""
-        for key in sorted(key for key in self._pending if key[0] == peer):
+        for key in sorted(key for key in self.pending if key[0] == peer):
             self._fail(key, "link lost")
 
     def expects(self, peer: str, header: Payload | State, raw_bytes: int) -> bool:
         """Whether a transfer that a peer begins is one that was requested, with the size it must have."""
-        pending = self._pending.get((peer, header.fragment, isinstance(header, Payload)))
+        pending = self.pending.get((peer, header.fragment, isinstance(header, Payload)))
         if pending is None or not self._is_requested(pending.order, header, raw_bytes):
             return False
         # Progress within the transfer is the transport's to watch (its own floor in bytes/s).
@@ -110,21 +110,21 @@ class Fetcher:
 
     def drop_fetch(self, fragment: int, version: int) -> None:
         """The payload came by itself, as merged stripes: that is the answer, and what the peer sends is not needed."""
-        for key in sorted(self._pending):
-            if key[1:] == (fragment, True) and self._pending[key].order.version == version:
-                self._pending.pop(key).watchdog.cancel()
+        for key in sorted(self.pending):
+            if key[1:] == (fragment, True) and self.pending[key].order.version == version:
+                self.pending.pop(key).watchdog.cancel()
 
     async def take_transfer(self, peer: str, header: Payload | State, body: U8, *, is_whole: bool) -> None:
         """Check and store what came; tell the core."""
         key = (peer, header.fragment, isinstance(header, Payload))
-        pending = self._pending.get(key)
+        pending = self.pending.get(key)
         if pending is None or not self._is_requested(pending.order, header, body.nbytes):
             return
         if not is_whole:
             self._fail(key, "the transfer broke off")
             return
         # From here on the answer is this one, whatever becomes of the link: what is being written will be on the disk.
-        del self._pending[key]
+        del self.pending[key]
         pending.watchdog.cancel()
         event: Event
         try:
@@ -159,7 +159,7 @@ class Fetcher:
         return StateStored(order.fragment, order.version, digest)
 
     def _fail(self, key: tuple[str, int, bool], reason: str) -> None:
-        pending = self._pending.pop(key, None)
+        pending = self.pending.pop(key, None)
         if pending is None:
             return
         pending.watchdog.cancel()

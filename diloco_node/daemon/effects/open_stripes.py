@@ -77,6 +77,11 @@ class StripeTable:
         self._rounds: dict[tuple[int, int], OpenRoundBytes] = {}
         self._residuals: dict[tuple[int, Ballot, int], F32] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of any round is kept, not even an empty place for it."""
+        return not self._rounds
+
     def buffered_bytes(self) -> int:
         """All of them, for the memory metric."""
         return sum(

@@ -53,7 +53,7 @@ class Reception:
         # One welcome at a time, so that a later learner has the greater incarnation.
         self._welcome_lock = asyncio.Lock()
         # A new process whose incarnation the other regions must tell first.
-        self._waiting_attach: Attach | None = None
+        self.waiting_attach: Attach | None = None
         self._sent_position = RunPosition(0, None)
         self._sent_position_ns = 0
 
@@ -65,7 +65,7 @@ class Reception:
     @property
     def waits_for_peers(self) -> bool:
         """Whether a new process waits until the other regions tell which incarnations there were."""
-        return self._waiting_attach is not None and not self._core.may_allot_incarnation
+        return self.waiting_attach is not None and not self._core.may_allot_incarnation
 
     def rejection_reason(self, attach: Attach) -> str:
         """Why a process with this model can't be this region's learner; empty if it can."""
@@ -97,13 +97,13 @@ class Reception:
         """Forget the learner: its connection is gone, whether or not it was welcomed."""
         self._attaches += 1
         self._is_welcomed = False
-        self._waiting_attach = None
+        self.waiting_attach = None
         self._learner.on_detach()
 
     def core_changed(self) -> None:
         """Welcome the learner that waits, once the core knows which incarnations there were."""
-        if self._waiting_attach is not None and self._core.may_allot_incarnation:
-            attach, self._waiting_attach = self._waiting_attach, None
+        if self.waiting_attach is not None and self._core.may_allot_incarnation:
+            attach, self.waiting_attach = self.waiting_attach, None
             self._runtime.spawn(self._welcome(attach, self._attaches), "welcome")
 
     async def _welcome(self, attach: Attach, number: int) -> None:
@@ -120,7 +120,7 @@ class Reception:
             attach = attach.in_fragments(len(self._manifest.fragments))
             if attach.incarnation == NEW_PROCESS and not self._core.may_allot_incarnation:
                 # A folder that was lost does not know which incarnations there were; the others tell it.
-                self._waiting_attach = attach
+                self.waiting_attach = attach
                 return
             try:
                 incarnation, predecessors, damaged_files = await in_thread(

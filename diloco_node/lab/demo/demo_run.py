@@ -150,20 +150,20 @@ class Demo:
         self.course = CourseRecorder()
         self.keeper: RegionKeeper | None = None
         self.regions: list[RegionProcess] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._interrupted = asyncio.Event()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.interrupted = asyncio.Event()
 
     async def run(self) -> int:
         """See the module."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupted.set)
+            loop.add_signal_handler(number, self.interrupted.set)
         title = f"diloco-node demo: {len(self.names)} regions"
         with LiveView(title, is_quiet=self.options.is_json) as view:
             try:
                 if self.wan is not None:
                     await self.wan.up(view.line)
-                self._prepare()
+                self.prepare()
                 async with dashboard_server(MergedRegions(lambda: targets_in(str(self.folder))), 0) as url:
                     view.line(f"dashboard {url}")
                     await self._train(view)
@@ -174,7 +174,7 @@ class Demo:
                 finally:
                     if self.wan is not None:
                         await self.wan.down()
-        if self._interrupted.is_set():
+        if self.interrupted.is_set():
             sys.stderr.write(f"diloco-node: interrupted; what there is lies in {self.folder}\n")
             return INTERRUPTED_CODE
         report = build_report(
@@ -183,7 +183,7 @@ class Demo:
             wan=self.wan.report() if self.wan is not None else None,
             outage=self.outage.document if self.outage is not None else None,
         )
-        self._add_course(report)
+        self.add_course(report)
         report["page"] = str((self.folder / PAGE_NAME).resolve())
         (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         write_page(self.folder, self.folder / PAGE_NAME)
@@ -193,7 +193,7 @@ class Demo:
             print_report(report)
         return 0 if report["equal_digests"] and report["tokens"]["balanced"] else 1
 
-    def _add_course(self, report: dict[str, Any]) -> None:
+    def add_course(self, report: dict[str, Any]) -> None:
         """Add the work within the time asked for, or that it took, and the storm's part."""
         samples, tokens = self.course.samples, self.options.tokens
         end_ns = story.merged_at_ns(samples, tokens) if tokens else int(self.options.seconds * NS_PER_S)
@@ -206,7 +206,7 @@ class Demo:
             "chaos": self.storm.document(samples, merges, training) if self.storm is not None else None,
         }
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Certificates and run.toml; the settings a user would write by hand."""
         self.folder.mkdir(parents=True, exist_ok=True)
         init_run(self.folder / "certs", "demo", self.names)
@@ -242,11 +242,11 @@ class Demo:
 
     async def _train(self, view: LiveView) -> None:
         view.line(f"folder {self.folder}: run.toml, certificates, one folder per region with its logs")
-        await self._compile(view)
+        await self.compile(view)
         self.keeper = RegionKeeper(self.folder, self.folder / "run.toml", self.regions, view.line)
         await self.keeper.start()
         started_s = time.monotonic()
-        await self._watch(view, started_s, until=self._all_step, limit_s=START_S, purpose="to start training")
+        await self.watch(view, started_s, until=self._all_step, limit_s=START_S, purpose="to start training")
         trains_s = time.monotonic()
         self.keeper.is_starting = False
         self.course.begin()
@@ -255,11 +255,11 @@ class Demo:
         # Until the end: a region that came back late may hold the same bytes as the others only after the last rounds.
         async with self._outages(view):
             async with self._stormy(view):
-                await self._watch(view, trains_s, until=lambda: self._is_trained(trains_s), limit_s=None)
-            if not self._interrupted.is_set():
-                await self._finish(view, trains_s)
+                await self.watch(view, trains_s, until=lambda: self.is_trained(trains_s), limit_s=None)
+            if not self.interrupted.is_set():
+                await self.finish(view, trains_s)
 
-    def _is_trained(self, trains_s: float) -> bool:
+    def is_trained(self, trains_s: float) -> bool:
         """The time is over; or so much is merged that a storm has to end, and the run ends by itself."""
         if not self.options.tokens:
             return time.monotonic() - trains_s >= self.options.seconds
@@ -268,7 +268,7 @@ class Demo:
         calm = self.storm.calm_tokens if self.storm is not None else 0
         return is_over or self.course.samples[-1].tokens_merged >= self.options.tokens - calm
 
-    async def _finish(self, view: LiveView, trains_s: float) -> None:
+    async def finish(self, view: LiveView, trains_s: float) -> None:
         """Order the run's end, unless it comes by itself, and watch until every region has exited."""
         ending_s = time.monotonic()
         if self.options.tokens:
@@ -277,7 +277,7 @@ class Demo:
             view.line("finishing: one last round per fragment, then the final model")
             with contextlib.suppress(TimeoutError):  # the limit below says more
                 await order_finish(self.regions, limit_s=FINISH_S, is_given_up=self._is_given_up)
-        await self._watch(
+        await self.watch(
             view,
             trains_s,
             until=lambda: self.keeper is not None and self.keeper.is_over,
@@ -286,7 +286,7 @@ class Demo:
         )
 
     def _is_given_up(self) -> bool:
-        return self._interrupted.is_set() or (self.keeper is not None and bool(self.keeper.end_reasons))
+        return self.interrupted.is_set() or (self.keeper is not None and bool(self.keeper.end_reasons))
 
     @contextlib.asynccontextmanager
     async def _outages(self, view: LiveView) -> AsyncIterator[None]:
@@ -299,7 +299,7 @@ class Demo:
             yield
             return
         self.outage = DemoOutage(self.wan, self.regions, view.line, cycle_steps=SYNC_EVERY)
-        async with self._beside(self.outage.run(self.options.seconds), "outage"):
+        async with self.beside(self.outage.run(self.options.seconds), "outage"):
             yield
 
     @contextlib.asynccontextmanager
@@ -308,14 +308,14 @@ class Demo:
         if self.storm is None:
             yield
             return
-        async with self._beside(self.storm.run(self.regions, self.course.now_ns, view.line), "storm"):
+        async with self.beside(self.storm.run(self.regions, self.course.now_ns, view.line), "storm"):
             yield
 
     @contextlib.asynccontextmanager
-    async def _beside(self, work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
-        """Something that goes on beside the training, and ends with it; `_watch` raises what it raises."""
+    async def beside(self, work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+        """Something that goes on beside the training, and ends with it; `watch` raises what it raises."""
         task = asyncio.create_task(work, name=name)
-        self._tasks.append(task)
+        self.tasks.append(task)
         try:
             yield
         finally:
@@ -323,7 +323,7 @@ class Demo:
             await asyncio.wait([task])
         _check(task)
 
-    async def _compile(self, view: LiveView) -> None:
+    async def compile(self, view: LiveView) -> None:
         """Compile the kernels once, before every region does it at the same time; milliseconds when they are cached."""
         started_s = time.monotonic()
         process = await asyncio.create_subprocess_exec(
@@ -335,7 +335,7 @@ class Demo:
         if seconds > SLOW_COMPILE_S:
             view.line(f"compiled the codec's kernels in {seconds:.0f} s (cached for the next time)")
 
-    async def _watch(
+    async def watch(
         self,
         view: LiveView,
         started_s: float,
@@ -351,19 +351,19 @@ class Demo:
         """
         # The time that it takes to merge so many tokens is compared with a storm's.
         poll_s = POLL_S if self.storm is None and not self.options.tokens else STORM_POLL_S
-        while not self._interrupted.is_set() and not until():
+        while not self.interrupted.is_set() and not until():
             elapsed_s = time.monotonic() - started_s
             if limit_s is not None and elapsed_s > limit_s:
                 raise DilocoError(f"the regions took more than {limit_s:.0f} s {purpose}:\n{self._last_lines()}")
             assert self.keeper is not None
             self.keeper.check()
-            for task in self._tasks:
+            for task in self.tasks:
                 _check(task)
             await poll_all(self.regions, wait_s=poll_s)
             self.course.take(self.regions)
             view.show(elapsed_s, [region_cells(region.name, region.status) for region in self.regions])
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._interrupted.wait(), poll_s)
+                await asyncio.wait_for(self.interrupted.wait(), poll_s)
 
     def _all_step(self) -> bool:
         return all((region.status.get("learner") or {}).get("step", 0) > 0 for region in self.regions)

@@ -165,7 +165,7 @@ def free_ports(count: int) -> list[int]:
     Where there are some, none of those that the kernel hands out by itself: until a daemon binds its port, seconds go
     by, and any connection of this machine might get it meanwhile.
     """
-    least = _first_ephemeral_port()
+    least = first_ephemeral_port()
     candidates = iter(random.sample(range(PORT_MIN, least), least - PORT_MIN) if least > PORT_MIN else ())
     sockets: list[socket.socket] = []
     try:
@@ -183,7 +183,8 @@ def free_ports(count: int) -> list[int]:
             sock.close()
 
 
-def _first_ephemeral_port() -> int:
+def first_ephemeral_port() -> int:
+    """Return the first port that the kernel gives to outgoing connections."""
     try:
         return int(EPHEMERAL_PORTS.read_text().split()[0])
     except (OSError, ValueError):

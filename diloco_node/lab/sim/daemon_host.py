@@ -105,7 +105,7 @@ class RealPlane:
 
     def digest(self, fragment: int) -> bytes:
         """Digest of parameters and momentum in memory."""
-        return fragment_digest(self._parameters._theta[fragment], self._parameters._momentum[fragment])
+        return fragment_digest(self._parameters.theta[fragment], self._parameters.momentum[fragment])
 
 
 class DaemonHost(Host):

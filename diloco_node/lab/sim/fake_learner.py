@@ -202,7 +202,7 @@ class FakeLearner:
                     self._apply(self._offers.pop(fragment))
             orders, self._snapshot_orders = self._snapshot_orders, {}
             for fragment in sorted(orders):
-                self._take_snapshot(orders[fragment])
+                self.take_snapshot(orders[fragment])
             if self._stop_reason:
                 self.finished = True
             self._report()
@@ -234,7 +234,8 @@ class FakeLearner:
             local.theta = local.theta + update
             local.work += update
 
-    def _take_snapshot(self, order: TakeSnapshot) -> None:
+    def take_snapshot(self, order: TakeSnapshot) -> None:
+        """Take the snapshot that is ordered, or say why not."""
         local = self.parts[order.fragment]
         if local.position.base_version != order.base_version:
             self._refuse(order, f"the learner is at version {local.position.base_version}")
@@ -243,7 +244,7 @@ class FakeLearner:
             if self.step == local.position.included_step:
                 self._refuse(order, "no steps since the last inclusion")
                 return
-            local.snapshot = self._make_snapshot(order.fragment, local)
+            local.snapshot = self.make_snapshot(order.fragment, local)
         snapshot = local.snapshot
         snapshot.version = order.version
         self._port.offer_contribution(snapshot)
@@ -257,7 +258,8 @@ class FakeLearner:
     def _refuse(self, order: TakeSnapshot, reason: str) -> None:
         self._port.tell_daemon(SnapshotRefused(order.fragment, order.version, reason))
 
-    def _make_snapshot(self, fragment: int, local: Part) -> FakeSnapshot:
+    def make_snapshot(self, fragment: int, local: Part) -> FakeSnapshot:
+        """Encode what was trained since the base, under the next number."""
         layout = self._setup.layouts[fragment]
         body = tensors.encode(local.base - local.theta, self._setup.settings.codec_up)
         values = tensors.decode(body, self._setup.settings.codec_up)

@@ -57,8 +57,8 @@ class Troubles:
         self.kinds: dict[str, Begin] = {
             "disk full": self._fill_disk,
             "fsync fails": self._fail_fsync,
-            "rot": self._rot,
-            "disk lost": self._lose_disk,
+            "rot": self.rot,
+            "disk lost": self.lose_disk,
             "loop stalled": self._stall,
             "broken transfers": self._break_transfers,
             "full queues": self._fill_queues,
@@ -86,7 +86,7 @@ class Troubles:
         disk.fsync_failures = self._world.rng.randint(1, FSYNC_FAILURES_MAX)
         return partial(setattr, disk, "fsync_failures", 0)
 
-    def _rot(self) -> Undo | None:
+    def rot(self) -> Undo | None:
         """Bytes of a payload or state change; found when they are read. Every region but this one has it whole."""
         here = self._pick()
         disk = here.folder_disk
@@ -99,7 +99,7 @@ class Troubles:
         disk.damaged.add(self._world.rng.choice(keys))
         return _nothing
 
-    def _lose_disk(self) -> Undo | None:
+    def lose_disk(self) -> Undo | None:
         """Lose a folder, if all the others hold what is committed, and every region's present folder is named."""
         hosts = list(self._hosts.values())
         if len(hosts) < MAJORITY_NEEDS or any(host.core is None for host in hosts):

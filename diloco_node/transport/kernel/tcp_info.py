@@ -26,8 +26,8 @@ LINK_HEADER_BYTES: Final = 14
 
 Address = tuple[str, int]
 
-_SO_MAX_PACING_RATE: Final = 47
-_PACE: Final = struct.Struct("=Q")
+SO_MAX_PACING_RATE: Final = 47
+PACE: Final = struct.Struct("=Q")
 _PACE_UNLIMITED: Final = 2**64 - 1
 
 BUFFER_LIMITS: Final = tuple(Path(f"/proc/sys/net/ipv4/{name}") for name in ("tcp_wmem", "tcp_rmem"))
@@ -118,7 +118,7 @@ def read_sockets() -> list[SocketCounters]:
         names = os.listdir("/proc/self/fd")  # noqa: PTH208 - only names are needed, and this runs often
     except OSError:
         return []
-    return [counters for name in names if (counters := _read_socket(int(name))) is not None]
+    return [counters for name in names if (counters := read_socket(int(name))) is not None]
 
 
 def listening_sockets(port: int) -> tuple[tuple[int, int], ...]:
@@ -160,7 +160,8 @@ def _listening_cookie(fd: int, port: int | None) -> int | None:
         view.detach()
 
 
-def _read_socket(fd: int) -> SocketCounters | None:
+def read_socket(fd: int) -> SocketCounters | None:
+    """Return the counters of a TCP socket; None where the descriptor is none any more."""
     # The descriptor is gRPC's and may be closed or reused at any moment: every call may fail, and nothing is changed.
     # One of something else fails at once, which is cheaper than to ask for its kind first.
     try:
@@ -212,7 +213,7 @@ def counters_from(info: bytes, cookie: int, fd: int, local: Address, remote: Add
 def pace_socket(fd: int, cookie: int, rate_bytes_per_s: int | None) -> bool:
     """Have the kernel send no faster on this socket; whether it was still the same one, and the kernel does it."""
     rate = _PACE_UNLIMITED if rate_bytes_per_s is None else rate_bytes_per_s
-    return set_option(fd, cookie, socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE.pack(rate))
+    return set_option(fd, cookie, socket.SOL_SOCKET, SO_MAX_PACING_RATE, PACE.pack(rate))
 
 
 def set_option(fd: int, cookie: int, level: int, option: int, value: bytes) -> bool:

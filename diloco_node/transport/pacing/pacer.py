@@ -140,7 +140,7 @@ class Pacer:
             limits = plan.peer_limits(peer)
             self._egress.set_limit(peer, LimitSource.PEER, limits.egress, now_ns=now_ns)
             self._grants.set_peer_rate(peer, limits.ingress)
-        self._release()
+        self.release()
         self._grant()
         self._woken.set()
 
@@ -212,7 +212,7 @@ class Pacer:
         self._egress.request(peer, lane, handed_bytes, urgency, now_ns=self._now_ns())
         self._waiting[peer, lane] = waiting
         try:
-            self._release()
+            self.release()
             await waiting
         finally:
             if self._waiting.get((peer, lane)) is waiting:
@@ -223,7 +223,7 @@ class Pacer:
         """A frame of the control lane goes out."""
         self._egress.charge_control(peer, frame_bytes, now_ns=self._now_ns())
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Let go what may go, and set the timer for the next."""
         if self._release_timer is not None:
             self._release_timer.cancel()
@@ -246,7 +246,7 @@ class Pacer:
         if late_ns > self._late_ns:
             self._late_ns = late_ns
             self._follow_lateness(at_ns=due_ns)
-        self._release()
+        self.release()
 
     def _follow_lateness(self, *, at_ns: int | None = None) -> None:
         """Let the buckets catch up on time lost to late timers since `at_ns` (None: now).
@@ -277,17 +277,21 @@ class Pacer:
     def link_up(self, peer: str) -> None:
         """A session begins: the peer must hear of its share before it sends."""
         self._grants.link_up(peer)
-        self._sample()  # the handshakes have told the round trip, by which the kernel paces from the first byte on
+        self.sample()  # the handshakes have told the round trip, by which the kernel paces from the first byte on
 
     def has_connections(self, peer: str, count: int) -> None:
         """So many carry bulk now."""
         self._peers[peer].link.connections = count
 
+    def link_watch(self, peer: str) -> LinkWatch:
+        """Return what is known of the link to a peer."""
+        return self._peers[peer].link
+
     def target_connections(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
         out, into = self._ceiling_out(peer), _least(self._grants.rate_bytes_per_s, self._plan.peer_limits(peer).ingress)
         ceiling = None if out is None or into is None else max(out, into)
-        return self._peers[peer].link.target_connections(ceiling_bytes_per_s=ceiling)
+        return self.link_watch(peer).target_connections(ceiling_bytes_per_s=ceiling)
 
     def link_down(self, peer: str) -> None:
         """A session has ended."""
@@ -296,7 +300,7 @@ class Pacer:
         state.link.reset()
         self._egress.set_limit(peer, LimitSource.GRANT, None, now_ns=now_ns)
         self._grants.link_down(peer, now_ns=now_ns)
-        self._release()
+        self.release()
         self._grant()
 
     def take_message(self, peer: str, message: ControlMessage) -> bool:
@@ -306,7 +310,7 @@ class Pacer:
             rate = max(1, message.bytes_per_s) if message.bytes_per_s != UNLIMITED else None
             self._egress.set_limit(peer, LimitSource.GRANT, rate, now_ns=self._now_ns())
             self._report_demand(peer)
-            self._release()
+            self.release()
             return True
         if isinstance(message, IngressDemand):
             self._grants.demand_reported(peer, message.bytes_per_s)
@@ -350,9 +354,9 @@ class Pacer:
                     async with asyncio.timeout(SAMPLE_IDLE_S):
                         await self._woken.wait()
                         continue
-            self._sample()
+            self.sample()
 
-    def _sample(self) -> None:
+    def sample(self) -> None:
         """Take what the kernel counts now. On the loop: to a thread and back costs more."""
         self._meter.sample()
         now_ns = self._now_ns()
@@ -362,7 +366,7 @@ class Pacer:
         # A tenth of a second of lateness is a burst that other traffic of the region would wait behind: it fades.
         self._late_ns = max(LATE_NS, self._late_ns - self._late_ns // LATENESS_FADING)
         self._follow_lateness()
-        self._release()
+        self.release()
         self._grant()
 
     def _take_counters(self, peer: str, state: _PeerState, now_ns: int) -> None:

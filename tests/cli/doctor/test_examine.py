@@ -48,10 +48,10 @@ def test_without_a_step_time_that_can_be_there_is_no_pace(tmp_path: Path, learne
 
 def test_a_link_that_is_up_is_told_of_with_who_dialled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = {"peers": [{"name": "x", "link": "up"}, {"name": PEER, "link": "up", "address": "127.0.0.1:1"}]}
-    (finding,) = examine._link(patient(tmp_path, status), PEER, frozenset())
+    (finding,) = examine.link_findings(patient(tmp_path, status), PEER, frozenset())
     assert finding.text.startswith(f"the link to {PEER} is up: we dial it")
     monkeypatch.setattr(peer_probes, "inbound_hosts", lambda port: frozenset({"10.0.0.7", "10.0.0.8"}))
-    (finding,) = examine._link(patient(tmp_path, status), PEER, frozenset({"fd00::8", "10.0.0.8"}))
+    (finding,) = examine.link_findings(patient(tmp_path, status), PEER, frozenset({"fd00::8", "10.0.0.8"}))
     assert finding.text == f"the link to {PEER} is up: it dials us"
 
 
@@ -77,4 +77,4 @@ def test_what_answers_for_another_region_is_not_our_daemon(tmp_path: Path, monke
     ward = Ward(tmp_path)
     for region, is_ours in ((OWN, True), (PEER, False)):
         monkeypatch.setattr(admin_client, "ask", lambda target, region=region: {"region": region})
-        assert (command._patient(ward.config, OWN, []).status is not None) is is_ours
+        assert (command.patient_of(ward.config, OWN, []).status is not None) is is_ours

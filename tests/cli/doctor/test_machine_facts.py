@@ -71,7 +71,7 @@ def test_who_has_connected_to_a_port_is_seen() -> None:
     ],
 )
 def test_addresses_as_the_kernel_lists_them(text: str, host: str) -> None:
-    assert peer_probes._plain_host(text) == host
+    assert peer_probes.plain_host(text) == host
 
 
 def test_hosts_of_an_address() -> None:

@@ -216,7 +216,7 @@ def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
 ) -> None:
     eu.so_far = {"from": "eu", "to": "us", "address": None, "seconds": 2.0, "rows": [LATENCY]}
     eu.says = failing(SystemError("broke") if how == "the daemon ends" else DilocoError("us can't"))  # type: ignore[arg-type]
-    follow = daemon._follow
+    follow = daemon.follow
 
     def followed(
         answer: Any, on_progress: Callable[[str], None], on_partial: Callable[[dict[str, Any]], None]
@@ -229,7 +229,7 @@ def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
 
         return follow(answer, on_progress, kept)
 
-    monkeypatch.setattr(daemon, "_follow", followed)
+    monkeypatch.setattr(daemon, "follow", followed)
     assert main(["measure", "latency", "us", "--load", "--json"]) == code
     document = json.loads(capsys.readouterr().out)
     assert document == {**eu.so_far, "ended_early": True}

@@ -52,10 +52,10 @@ def test_a_new_folder_is_named_when_it_holds_what_was_committed_a_heartbeat_ago(
     leads.cluster_commit_index = 25
     for index in (0, 10, 19):
         leads.durable_indexes["b"] = index
-        leads.replacement._commit_index_before = 20
+        leads.replacement.commit_index_before = 20
         assert leads.due() is None, index
     leads.durable_indexes["b"] = 20
-    leads.replacement._commit_index_before = 20
+    leads.replacement.commit_index_before = 20
     assert leads.due() == DiskNamedBody("b", NEW)
 
 

@@ -161,10 +161,10 @@ def test_what_a_peer_tells_is_bounded() -> None:
     watch, _ = a_watch(committed=50)
     for version in range(-5, 200):
         watch.on_report("b", (FragmentDigest(0, version, GOOD), FragmentDigest(version, 3, GOOD)))
-    assert sum(map(len, watch._reported)) == 3
-    assert list(watch._reported[0]["b"]) == [49, 50, 51], f"the newest {REPORTED_MAX} that may be committed"
+    assert sum(map(len, watch.reported)) == 3
+    assert list(watch.reported[0]["b"]) == [49, 50, 51], f"the newest {REPORTED_MAX} that may be committed"
     watch.on_report("c", (FragmentDigest(1, 3, GOOD[:31]), FragmentDigest(1, 2**62, GOOD)))
-    assert "c" not in watch._reported[1]
+    assert "c" not in watch.reported[1]
 
 
 def test_an_own_digest_that_the_ledger_does_not_have_is_found_whichever_comes_first() -> None:

@@ -74,7 +74,7 @@ class Disk:
         """(fragment, version, is_state) of what is asked for."""
         self.versions.plan_fetches(missing, self.fetches)
         return [
-            (fetch.fragment, fetch.version, fetch.body is None) for _, fetch in sorted(self.fetches._fetches.items())
+            (fetch.fragment, fetch.version, fetch.body is None) for _, fetch in sorted(self.fetches.pending.items())
         ]
 
 
@@ -214,7 +214,7 @@ def test_many_missing_payloads_are_fetched_as_the_state_of_a_snapshot() -> None:
     assert disk.requests(*few) == [(0, 1, False)], "payloads are less"
     disk.fetches.forget(0)
     assert disk.requests(*many) == [(0, 8, True)]
-    assert disk.fetches._fetches[0].digest == b"8" * 32
+    assert disk.fetches.pending[0].digest == b"8" * 32
 
 
 def test_where_theta_zero_is_gone_the_newest_snapshot_takes_its_place() -> None:

@@ -153,7 +153,7 @@ async def test_a_stream_on_which_nothing_comes_is_kept_open_by_comments(monkeypa
 async def test_who_reads_slowly_misses_documents_and_holds_up_nobody() -> None:
     queue: asyncio.Queue[bytes | None] = asyncio.Queue(live_events.QUEUE_MAX)
     for number in range(100):
-        live_events._put(queue, b"%d" % number)
+        live_events.put_newest(queue, b"%d" % number)
     documents = [queue.get_nowait() for _ in range(queue.qsize())]
     assert documents == [b"96", b"97", b"98", b"99"]
 
@@ -201,7 +201,7 @@ async def test_the_end_of_the_daemon_ends_the_streams() -> None:
 def test_ids_increase_whatever_the_clock_does() -> None:
     source = Source()
     live = LiveEvents(source.snapshot, source.status)
-    ids = [int(live._event("status", {}).split(b"\n")[0].removeprefix(b"id: ")) for _ in range(1000)]
+    ids = [int(live.event("status", {}).split(b"\n")[0].removeprefix(b"id: ")) for _ in range(1000)]
     assert ids == sorted(set(ids)), "also within one millisecond"
 
 

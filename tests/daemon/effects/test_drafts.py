@@ -67,7 +67,7 @@ async def test_a_payload_that_was_written_stripe_by_stripe_is_read_back(
     assert await bench.finish()
     content = bench.store.read_payload(0, 1, DIGEST)
     assert content.tobytes() == FIRST.encoded.tobytes() + SECOND.encoded.tobytes()
-    assert len(bench.drafts._drafts) == 0
+    assert bench.drafts.open_count == 0
 
 
 async def test_a_draft_without_a_stripe_or_with_another_one_is_none(bench: Bench) -> None:
@@ -156,14 +156,14 @@ async def test_drafts_are_bounded_and_closed_with_their_ballot(bench: Bench) -> 
     for ballot in ballots:
         bench.add(FIRST, ballot)
     await settle()
-    assert len(bench.drafts._drafts) == DRAFTS_MAX
+    assert bench.drafts.open_count == DRAFTS_MAX
     bench.drafts.close(ballots[1], 0, 1, is_committed=False)
     bench.drafts.close(ballots[1], 1, 9, is_committed=False)
     await bench.tasks.finish()
-    assert len(bench.drafts._drafts) == DRAFTS_MAX - 1
+    assert bench.drafts.open_count == DRAFTS_MAX - 1
     bench.drafts.close(ballots[-1], 0, 2, is_committed=False)
     await bench.tasks.finish()
-    assert len(bench.drafts._drafts) == 0, "those of versions before go too"
+    assert bench.drafts.open_count == 0, "those of versions before go too"
     assert len(list(bench.payloads.glob("spare-*"))) == DRAFTS_MAX, "their files are kept"
 
 
@@ -173,10 +173,10 @@ async def test_a_ballot_that_committed_ends_the_drafts_of_all_others_of_its_vers
     await settle()
     bench.drafts.close(Ballot(1, 3), 0, 1, is_committed=False)
     await bench.tasks.finish()
-    assert len(bench.drafts._drafts) == 2
+    assert bench.drafts.open_count == 2
     bench.drafts.close(Ballot(1, 3), 0, 1, is_committed=True)
     await bench.tasks.finish()
-    assert len(bench.drafts._drafts) == 0
+    assert bench.drafts.open_count == 0
 
 
 async def test_a_write_that_broke_for_whatever_reason_is_not_on_the_disk(

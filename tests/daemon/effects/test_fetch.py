@@ -79,7 +79,7 @@ class Bench:
         return True
 
     def watchdogs(self) -> int:
-        return sum(not pending.watchdog.cancelled() for pending in self.fetcher._pending.values())
+        return sum(not pending.watchdog.cancelled() for pending in self.fetcher.pending.values())
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     parameters, store = await make_parameters(tmp_path)
     bench_ = Bench(parameters, store)
     yield bench_
-    for pending in bench_.fetcher._pending.values():
+    for pending in bench_.fetcher.pending.values():
         pending.watchdog.cancel()
     assert bench_.tasks.errors == []
     store.close()
@@ -188,7 +188,7 @@ async def test_a_payload_that_came_by_itself_ends_the_fetch_of_it(bench: Bench) 
     bench.fetcher.drop_fetch(0, 2)
     assert bench.watchdogs() == 1
     bench.fetcher.drop_fetch(0, 1)
-    assert bench.fetcher._pending == {}
+    assert bench.fetcher.pending == {}
     bench.fetcher.ask(bench.payload_order(version=2))
     assert not await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
     assert bench.posted == []

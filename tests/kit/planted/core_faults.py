@@ -97,7 +97,7 @@ def _add_in_order_of_arrival(core: Any) -> None:
     participant = view.participant(core)
 
     def order(contributions: Any) -> list[int]:
-        arrivals = participant._rounds[contributions[0].fragment].arrivals
+        arrivals = participant.rounds[contributions[0].fragment].arrivals
         places = {name: place for place, (name, _) in reversed(list(enumerate(arrivals)))}
         return sorted(range(len(contributions)), key=lambda at: places.get(name_of(contributions[at]), 0))
 
@@ -171,14 +171,14 @@ def _halve_share(core: Any) -> None:
 
 def _count_any_digest(core: Any) -> None:
     leader = view.rounds(core)
-    try_propose = leader._try_propose
+    try_propose = leader.try_propose
 
     def propose_early(round_: Any, now_ns: int) -> None:
         if round_.is_merged:
             round_.holders = dict.fromkeys(round_.holders, round_.digest)
         try_propose(round_, now_ns)
 
-    leader._try_propose = propose_early  # type: ignore[method-assign]
+    leader.try_propose = propose_early  # type: ignore[method-assign]
 
 
 def _tell_another_digest(host: Host) -> None:
@@ -198,7 +198,7 @@ def _ask_again(core: Any) -> None:
     follow = participant.ballot_opened
 
     def ask(leader: str, announcement: BallotOpened) -> None:
-        round_ = participant._rounds[announcement.fragment]
+        round_ = participant.rounds[announcement.fragment]
         if round_.ballot is not None and round_.ballot.number != announcement.ballot:
             round_.contribution = round_.requested_base = None
         follow(leader, announcement)
@@ -221,20 +221,20 @@ def _spoil_learners(host: Host, spoil: Callable[[Any], None]) -> None:
 
 def _snapshot_each_time(host: Host) -> None:
     def spoil(learner: Any) -> None:
-        take = learner._take_snapshot
+        take = learner.take_snapshot
 
         def take_new(order: Any) -> None:
             learner.parts[order.fragment].snapshot = None
             take(order)
 
-        learner._take_snapshot = take_new
+        learner.take_snapshot = take_new
 
     _spoil_learners(host, spoil)
 
 
 def _claim_a_step_less(host: Host) -> None:
     def spoil(learner: Any) -> None:
-        make = learner._make_snapshot
+        make = learner.make_snapshot
 
         def make_less(fragment: int, local: Any) -> Any:
             snapshot = make(fragment, local)
@@ -242,7 +242,7 @@ def _claim_a_step_less(host: Host) -> None:
                 snapshot.contribution = replace(snapshot.contribution, step_to=snapshot.contribution.step_to - 1)
             return snapshot
 
-        learner._make_snapshot = make_less
+        learner.make_snapshot = make_less
 
     _spoil_learners(host, spoil)
 

@@ -65,8 +65,8 @@ async def test_what_fails_beside_the_training_ends_the_demo_at_once(
     monkeypatch.setattr(run_module, "POLL_S", 0.001)
     monkeypatch.setattr(run_module, "poll_all", no_answer)
     with pytest.raises(StorageError, match="the folder is full"):
-        async with asyncio.timeout(60), demo._beside(fail(), "storm"):
-            await demo._watch(LiveView("", is_quiet=True), 0.0, until=lambda: False, limit_s=None)
+        async with asyncio.timeout(60), demo.beside(fail(), "storm"):
+            await demo.watch(LiveView("", is_quiet=True), 0.0, until=lambda: False, limit_s=None)
 
 
 async def test_what_failed_beside_the_training_is_raised_also_after_its_end(demo: Demo) -> None:
@@ -74,18 +74,18 @@ async def test_what_failed_beside_the_training_is_raised_also_after_its_end(demo
         raise StorageError("the folder is full")
 
     with pytest.raises(StorageError, match="the folder is full"):
-        async with demo._beside(fail(), "storm"):
+        async with demo.beside(fail(), "storm"):
             await asyncio.sleep(0)
 
 
 async def test_what_goes_on_beside_the_training_ends_with_it(demo: Demo) -> None:
-    async with demo._beside(asyncio.sleep(600), "storm"):  # type: ignore[arg-type]
+    async with demo.beside(asyncio.sleep(600), "storm"):  # type: ignore[arg-type]
         await asyncio.sleep(0)
-    assert [task.cancelled() for task in demo._tasks] == [True]
+    assert [task.cancelled() for task in demo.tasks] == [True]
 
 
 def test_every_region_of_a_demo_looks_for_faults_in_its_folder(demo: Demo) -> None:
-    demo._prepare()
+    demo.prepare()
     assert [region.name for region in demo.regions] == demo.names
     for region in demo.regions:
         assert region.program == ("-m", demo_region.__name__)
@@ -115,14 +115,14 @@ def test_a_demo_of_tokens_trains_until_they_are_merged_or_a_storm_must_end(
     merged: int, has_chaos: bool, is_over: bool, is_trained: bool, tmp_path: Path
 ) -> None:
     demo = with_tokens(tmp_path, merged=merged, is_over=is_over, has_chaos=has_chaos)
-    assert demo._is_trained(0.0) is is_trained
+    assert demo.is_trained(0.0) is is_trained
 
 
 async def test_an_interrupt_before_the_first_sample_ends_the_watch(tmp_path: Path) -> None:
     demo = with_tokens(tmp_path, merged=0)
     demo.course.samples = []
-    demo._interrupted.set()
-    await demo._watch(LiveView("", is_quiet=True), 0.0, until=lambda: demo._is_trained(0.0), limit_s=None)
+    demo.interrupted.set()
+    await demo.watch(LiveView("", is_quiet=True), 0.0, until=lambda: demo.is_trained(0.0), limit_s=None)
 
 
 async def test_the_end_of_a_demo_of_tokens_is_not_ordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ async def test_the_end_of_a_demo_of_tokens_is_not_ordered(tmp_path: Path, monkey
         pytest.fail("the run ends by itself")
 
     monkeypatch.setattr(run_module, "order_finish", order)
-    await with_tokens(tmp_path, merged=400_000, is_over=True)._finish(LiveView("", is_quiet=True), 0.0)
+    await with_tokens(tmp_path, merged=400_000, is_over=True).finish(LiveView("", is_quiet=True), 0.0)
 
 
 def test_a_demo_of_tokens_lays_its_schedule_out_for_them(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_demo_of_tokens_lays_its_schedule_out_for_them(tmp_path: Path) -> None
     found = []
     for name, options in (("tokens", DemoOptions(tokens=400_000)), ("seconds", DemoOptions(seconds=30))):
         demo = Demo(options, tmp_path / name)
-        demo._prepare()
+        demo.prepare()
         document = tomllib.loads((tmp_path / name / "run.toml").read_text())
         found.append((document["run"]["tokens"], document["model"]["schedule_steps"]))
     assert found == [(400_000, 0), (0, 300)]
@@ -163,6 +163,6 @@ def test_the_window_of_a_demo_of_tokens_ends_when_they_are_merged(
         for at_s, merged in ((10, 200_000), (25, 410_000), (30, 415_000))
     ]
     report = {"tokens": {"merged": 415_000}, "val_loss_global": 2.0}
-    demo._add_course(report)
+    demo.add_course(report)
     training: dict[str, Any] = report["training"]  # type: ignore[assignment]
     assert (training["seconds"], training["tokens_merged"]) == (25, 410_000)

@@ -51,7 +51,7 @@ def test_rot_never_takes_the_last_good_copy_and_one_region_has_it_at_a_time_for_
     simulation: Simulation,
 ) -> None:
     troubles = Troubles(simulation.world, simulation.hosts)
-    assert [troubles._rot() for _ in range(40)].count(None) >= 30
+    assert [troubles.rot() for _ in range(40)].count(None) >= 30
     rotten = [{key[0] for key in host.folder_disk.damaged} for host in hosts_of(simulation)]
     assert sum(map(len, rotten)) == len(set().union(*rotten)) > 0
     wait(simulation, 8 * SECOND)
@@ -79,13 +79,13 @@ def test_a_full_disk_stops_commits_of_nobody_else_and_what_waited_is_written_aft
 def test_one_folder_is_lost_at_a_time_and_its_successor_is_named_and_catches_up(simulation: Simulation) -> None:
     troubles = Troubles(simulation.world, simulation.hosts)
     before = {host.name: host.disk.id for host in hosts_of(simulation)}
-    undo = troubles._lose_disk()
+    undo = troubles.lose_disk()
     assert undo is not None
-    assert troubles._lose_disk() is None
+    assert troubles.lose_disk() is None
     (lost,) = [host for host in hosts_of(simulation) if host.disk.id != before[host.name]]
     undo()
     assert not lost.disk.entries
-    assert troubles._lose_disk() is None, "its new folder is not named"
+    assert troubles.lose_disk() is None, "its new folder is not named"
     wait(simulation, 25 * SECOND)
     assert lost.core.may_allot_incarnation
     assert lost.learner is not None

@@ -103,6 +103,6 @@ async def test_a_peer_that_comes_back_without_it_is_unknown_again(mesh: Mesh, mo
     monkeypatch.setattr("diloco_node.transport.link.own_congestion_controls", lambda: TELLING)
     a, _, b, _ = await mesh.pair()
     monkeypatch.setattr("diloco_node.transport.link.own_congestion_controls", lambda: None)
-    a._links["b"].drop("a test")
+    a.links["b"].drop("a test")
     await eventually(lambda: b.peer_status()["a"].congestion is None)
     await eventually(lambda: a.peer_status()["b"].congestion is None)

@@ -65,7 +65,7 @@ def test_a_socket_that_has_been_replaced_is_not_paced(connection: tuple[socket.s
     near, _ = connection
     found = counters_of(near)
     assert not tcp_info.pace_socket(found.fd, found.cookie + 1, 1)
-    assert near.getsockopt(socket.SOL_SOCKET, tcp_info._SO_MAX_PACING_RATE, 8) != tcp_info._PACE.pack(1)
+    assert near.getsockopt(socket.SOL_SOCKET, tcp_info.SO_MAX_PACING_RATE, 8) != tcp_info.PACE.pack(1)
     assert tcp_info.pace_socket(found.fd, found.cookie, 1_000_000)
 
 
@@ -101,5 +101,5 @@ def test_a_descriptor_that_was_closed_under_us_is_no_error() -> None:
     gone = socket.socket()
     fd = gone.fileno()
     gone.close()
-    assert tcp_info._read_socket(fd) is None
+    assert tcp_info.read_socket(fd) is None
     assert not tcp_info.pace_socket(fd, 1, 1_000_000)

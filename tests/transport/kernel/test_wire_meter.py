@@ -190,7 +190,7 @@ def test_sockets_of_the_bulk_lane_are_paced_and_control_is_not(
             meter.sample()
             before, unlimited = control.getsockopt(*PACED, 8), bulk.getsockopt(*PACED, 8)
             meter.pace("b", 1_000_000)
-            assert bulk.getsockopt(*PACED, 8) == tcp_info._PACE.pack(1_000_000)
+            assert bulk.getsockopt(*PACED, 8) == tcp_info.PACE.pack(1_000_000)
             assert control.getsockopt(*PACED, 8) == before, "it has sent more"
             meter.pace("b", None)
             assert bulk.getsockopt(*PACED, 8) == unlimited

@@ -173,10 +173,10 @@ async def test_the_schedule_is_followed_by_the_wall_clock(pacer: Pacer, clock: C
     pacer.set_plan(plan)
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 100_000
     clock.minute = 60
-    pacer._sample()
+    pacer.sample()
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 900_000
     clock.minute = 120
-    pacer._sample()
+    pacer.sample()
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 100_000
 
 

@@ -50,7 +50,7 @@ def pacer_with(rtt_min_ns: int, *, is_sampled: bool = True, plan: BudgetPlan | N
     if plan is not None:
         pacer.set_plan(plan)
     if is_sampled:
-        pacer._sample()
+        pacer.sample()
     return pacer
 
 
@@ -104,10 +104,10 @@ class RemoteLink(FakeMeter):
         for _ in range(int(seconds * 10)):
             self.now_ns += 100 * MS
             self.sent += 10**6
-            self.pacer._sample()
+            self.pacer.sample()
 
     def work(self) -> None:
-        self.pacer._sample()
+        self.pacer.sample()
         self.pacer.transfer_started("b", BudgetLane.ROUNDS, 10**9)
 
 
@@ -183,7 +183,7 @@ async def test_pieces_that_the_kernel_spreads_out_are_gathered(rtt_min_ns: int, 
     waiting, more_s = await until_asked(link.pacer, BudgetLane.ROUNDS)
     assert (more_s >= COALESCE_NS / 10**9) is is_spread
     link.now_ns += COALESCE_NS + 2 * 17 * MS
-    link.pacer._release()
+    link.pacer.release()
     await asyncio.wait_for(waiting, 60)
     assert link.pacer.try_acquire("b", BudgetLane.ROUNDS, piece) or not is_spread
     urgent, _ = await until_asked(link.pacer, BudgetLane.ROUNDS)
