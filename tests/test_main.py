@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from diloco_node import __version__
 from diloco_node.cli.application import GROUPS
 from diloco_node.main import app, main
+from tests.kit.commands import run_command
 
 RUN_TOML = """
 [run]
@@ -30,16 +31,6 @@ HEAVY = ("torch", "numpy", "numba", "grpc", "aiohttp", "cryptography", "pydantic
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN_TOML)
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "diloco_node.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -83,7 +74,7 @@ def test_every_command_has_help(arguments: list[str]) -> None:
 
 
 def test_version() -> None:
-    process = run("--version")
+    process = run_command("--version")
     assert (process.returncode, process.stdout) == (0, f"diloco-node {__version__}\n")
 
 
@@ -99,7 +90,7 @@ def test_version() -> None:
     ],
 )
 def test_wrong_usage_ends_with_2_and_no_traceback(arguments: list[str], hint: str) -> None:
-    process = run(*arguments)
+    process = run_command(*arguments)
     assert process.returncode == 2
     assert hint in process.stderr
     assert "Traceback" not in process.stderr
@@ -107,7 +98,7 @@ def test_wrong_usage_ends_with_2_and_no_traceback(arguments: list[str], hint: st
 
 
 def test_an_error_is_one_line_and_debug_shows_the_traceback() -> None:
-    process = run("config", "show", "--set", "rounds.sync_evry=3")
+    process = run_command("config", "show", "--set", "rounds.sync_evry=3")
     assert process.returncode == 2
     assert process.stdout == ""
     assert process.stderr.count("\n") == 1
@@ -115,7 +106,7 @@ def test_an_error_is_one_line_and_debug_shows_the_traceback() -> None:
         "diloco-node: rounds.sync_evry (--set rounds.sync_evry) is not a setting, did you mean"
     )
     for arguments in (["--debug", "config", "show"], ["config", "show", "--debug"]):
-        process = run(*arguments, "--set", "rounds.sync_evry=3")
+        process = run_command(*arguments, "--set", "rounds.sync_evry=3")
         assert process.returncode == 1
         assert "Traceback" in process.stderr
         assert "ConfigError" in process.stderr

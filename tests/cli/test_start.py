@@ -1,6 +1,5 @@
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,8 @@ from diloco_node.main import main
 from diloco_node.supervisor.preload import forkable_command
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 from diloco_node.transport.certificates import init_run
+from tests.kit.commands import run_command
+from tests.kit.ports import free_port
 
 RUN_TOML = """
 [run]
@@ -49,10 +50,6 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.toml").write_text(RUN_TOML.replace("{eu}", str(free_port())))
     (tmp_path / "text.txt").write_text("text\n" * 100)
     init_run(tmp_path / "certs", "try", ["eu", "us-east", "us-west"])
-
-
-def free_port() -> int:
-    return free_ports(1)[0]
 
 
 def resolve(*flags: Flag) -> NodeConfig:
@@ -190,7 +187,7 @@ def test_a_command_of_the_users_takes_the_trainers_place(specs: list[SupervisorS
 
 
 def test_flags_of_start_become_settings_of_its_region(specs: list[SupervisorSpec], tmp_path: Path) -> None:
-    port, admin = free_port(), free_port()
+    port, admin = free_ports(2)
     init_run(tmp_path / "c2", "try", ["us-west"])
     arguments = ["--state-dir", "s2", "--certs", "c2", "--admin-port", str(admin), "--listen", f"127.0.0.1:{port}"]
     assert main(["start", "--region", "us-west", *arguments, "--data", "run.toml", "--data", "text.txt"]) == 6
@@ -375,13 +372,7 @@ def test_a_state_folder_that_can_not_be_written(tmp_path: Path, capsys: pytest.C
 
 
 def test_start_in_a_process_of_its_own_ends_with_one_line() -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "diloco_node.main", "start", "--region", "eu", "--certs", "elsewhere"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    process = run_command("start", "--region", "eu", "--certs", "elsewhere")
     assert process.returncode == 4
     assert process.stderr.count("\n") == 1
     assert process.stderr.startswith("diloco-node: ")

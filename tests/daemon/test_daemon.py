@@ -59,6 +59,7 @@ from diloco_node.wire.learner_link import (
 )
 from tests.kit.begun_kit import begin_run
 from tests.kit.node_kit import MANIFEST
+from tests.kit.waiting import eventually
 
 
 @pytest.fixture
@@ -139,14 +140,6 @@ class Learner:
             await self.writer.wait_closed()
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while True:
-            if is_so():
-                return
-            await asyncio.sleep(0.005)
-
-
 async def end(daemon: Daemon, running: asyncio.Task[int]) -> int:
     daemon.end()
     async with asyncio.timeout(120):
@@ -170,7 +163,7 @@ async def test_a_learner_that_attaches_during_recovery_waits_for_the_one_node(
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
-    await until(lambda: daemon.waiting_attach is not None)
+    await eventually(lambda: daemon.waiting_attach is not None)
     gate.set()
     assert isinstance(await learner.hear(), Welcome)
     assert len(nodes) == len(loads) == 1
@@ -259,7 +252,7 @@ async def test_theta_0_without_a_genesis_is_asked_for_again_after_a_restart(
         assert isinstance(welcome, Welcome)
         assert welcome.wants_initial_state
         learner.say(InitialState())
-        await until(lambda: nodes[-1].core.versions.initial_digests is not None)
+        await eventually(lambda: nodes[-1].core.versions.initial_digests is not None)
         await learner.close()
         assert await end(daemon, running) == 0
     store = RegionStore(spec.state_dir)
@@ -292,11 +285,11 @@ async def test_a_new_learner_gets_no_incarnation_from_a_folder_that_was_emptied(
     daemon = Daemon(dataclasses.replace(spec, regions=("a", "b", "c"), peers={"b": None, "c": None}))
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
-    await until(lambda: bool(nodes) and nodes[0].reception.waiting_attach is not None)
+    await eventually(lambda: bool(nodes) and nodes[0].reception.waiting_attach is not None)
     assert not list(spec.state_dir.glob("learner/trained-*"))
     assert "needs every region: waits for b, c" in daemon.status()["reason"]
     await learner.close()
-    await until(lambda: nodes[0].reception.waiting_attach is None)
+    await eventually(lambda: nodes[0].reception.waiting_attach is None)
     assert await end(daemon, running) == 0
 
 
@@ -312,7 +305,7 @@ async def test_a_ledger_that_makes_no_sense_is_set_aside_and_the_region_begins_a
     store.close()
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
-    await until(lambda: bool(nodes) and nodes[-1].core.is_leader)
+    await eventually(lambda: bool(nodes) and nodes[-1].core.is_leader)
     assert nodes[-1].core.ledger.founders["a"] not in (before, b"")
     assert any("makes no sense: entry 2" in note["text"] for note in daemon.notes.last)
     assert (spec.state_dir / "ledger.log.damaged-1").exists()
@@ -337,7 +330,7 @@ async def test_settings_may_have_changed_since_the_run_began(spec: NodeSpec, nod
     begin_run(spec.state_dir, "run", ("a",))
     daemon = Daemon(dataclasses.replace(spec, settings_digest="others"))
     running = asyncio.create_task(daemon.run())
-    await until(lambda: bool(nodes) and daemon.node is not None)
+    await eventually(lambda: bool(nodes) and daemon.node is not None)
     assert not (spec.state_dir / "ledger.log.damaged-1").exists(), "before, it was taken for damaged, and set aside"
     assert nodes[0].core.ledger.last_index >= 2
     assert daemon.notes.alarms == 0
@@ -352,7 +345,7 @@ async def test_a_finished_region_that_is_started_again_keeps_its_report(
     before = (spec.state_dir / REPORT_NAME).read_bytes()
     daemon = Daemon(dataclasses.replace(spec, regions=("a",)))
     running = asyncio.create_task(daemon.run())
-    await until(lambda: bool(nodes))
+    await eventually(lambda: bool(nodes))
     assert await end(daemon, running) == 0
     assert (spec.state_dir / REPORT_NAME).read_bytes() == before
 
@@ -367,7 +360,7 @@ async def test_a_region_that_serves_says_nothing_of_the_learner_that_there_was_a
     peers = dict.fromkeys(names[1:])
     daemon = Daemon(dataclasses.replace(spec, regions=names, peers=peers, is_serving=True, shared_settings=settings))
     running = asyncio.create_task(daemon.run())
-    await until(lambda: bool(nodes) and daemon.node is not None)
+    await eventually(lambda: bool(nodes) and daemon.node is not None)
     await in_thread(daemon._threads.background, bool)
     assert nodes[0].transport._hello.settings == settings, "peers are told what differs"
     status = daemon.status()
@@ -457,19 +450,19 @@ async def test_an_attach_waits_for_the_disk_and_the_loop_does_not(
     monkeypatch.setattr(os, "fsync", slow(os.fsync))
     monkeypatch.setattr(os, "fdatasync", slow(os.fdatasync))
     second = await Learner.attach(spec)
-    await until(waiting.is_set)
+    await eventually(waiting.is_set)
     assert daemon.status()["learner"] is None, "the loop answers"
     third = await Learner.attach(spec)  # a newer process: the second is refused, with its number allotted
     answer = await second.hear()
     assert isinstance(answer, Refuse)
     third.say(Report(5, 50, None, 1, 0, None, None, 5))
-    await until(lambda: daemon.notes.last[-1]["text"] == "Report before its welcome: ignored")
+    await eventually(lambda: daemon.notes.last[-1]["text"] == "Report before its welcome: ignored")
     assert daemon.status()["learner"] is None
     gate.set()
     welcome = await third.hear()
     assert isinstance(welcome, Welcome)
     assert welcome.incarnation == 3, "the second one's is used up"
-    await until(lambda: daemon.status()["learner"] is not None)
+    await eventually(lambda: daemon.status()["learner"] is not None)
     assert daemon.status()["learner"]["incarnation"] == 3
     assert on_loop == []
     for learner in (second, third):
@@ -492,11 +485,11 @@ async def test_a_learner_that_goes_while_the_disk_is_slow_is_not_attached(
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
-    await until(waiting.is_set)
+    await eventually(waiting.is_set)
     await learner.close()
-    await until(lambda: not daemon.learner_server.is_attached)
+    await eventually(lambda: not daemon.learner_server.is_attached)
     gate.set()
-    await until(lambda: not any(task.get_name() == "welcome" for task in daemon._tasks))
+    await eventually(lambda: not any(task.get_name() == "welcome" for task in daemon._tasks))
     assert nodes[0].learner.status is None
     assert await end(daemon, running) == 0
 
@@ -532,7 +525,7 @@ async def test_what_recovery_found_damaged_is_an_alarm_and_in_the_status(
     (spec.state_dir / "learner" / "trained-1").write_bytes(b"half")
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
-    await until(lambda: "disk" in daemon.status())
+    await eventually(lambda: "disk" in daemon.status())
     disk = daemon.status()["disk"]
     assert (disk["files_set_aside"], disk["ledger_cut_bytes"], disk["refused"]) == (1, 4, "")
     notes = [note for note in daemon.notes.last if note["kind"] == "disk"]
@@ -580,17 +573,17 @@ async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_show
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     fault = {"state": "running", "reason": "hung: no step for 301 s", "crashes": 0, "hangs": 1}
-    await until(lambda: (spec.state_dir / ADMIN_PORT_NAME).exists())
+    await eventually(lambda: (spec.state_dir / ADMIN_PORT_NAME).exists())
     assert daemon.status()["learner_process"] == {}
     write_process(spec.state_dir, {"state": "running", "reason": "", "crashes": 0, "hangs": 0})
-    await until(lambda: daemon.status()["learner_process"] != {})
+    await eventually(lambda: daemon.status()["learner_process"] != {})
     assert daemon.notes.last == []
     write_process(spec.state_dir, fault)
-    await until(lambda: daemon.notes.last)
+    await eventually(lambda: daemon.notes.last)
     assert daemon.notes.last[0]["text"] == "the learner's process has ended: hung: no step for 301 s"
     assert daemon.notes.alarms == 1
     write_process(spec.state_dir, {"state": "stopped", "reason": "crashed \x1b[2J", "crashes": 10, "hangs": 1})
-    await until(lambda: len(daemon.notes.last) == 2)
+    await eventually(lambda: len(daemon.notes.last) == 2)
     assert daemon.notes.last[1]["text"] == "the learner's process is stopped: crashed \\x1b[2J"
     reason = "the learner is stopped: crashed \\x1b[2J; "
     assert daemon.not_ready_reason().startswith(reason), "the learner comes first"
@@ -605,7 +598,7 @@ async def test_what_the_learner_warns_of_is_an_alarm_and_counted(spec: NodeSpec,
     await learner.hear()
     learner.say(Report(41, 4100, 50.0, 10**8, 0, None, None, 41))
     learner.say(Warned("step 41: the loss is 50\x1b[2J, far above its range of late"))
-    await until(lambda: any("the loss is 50" in note["text"] for note in daemon.notes.last))
+    await eventually(lambda: any("the loss is 50" in note["text"] for note in daemon.notes.last))
     [note] = [note for note in daemon.notes.last if "the loss is 50" in note["text"]]
     assert note["text"].startswith("the learner warns: step 41: the loss is 50\\x1b[2J, far")
     assert note["is_alarm"]
@@ -622,7 +615,7 @@ async def test_a_daemon_that_starts_again_tells_only_what_still_holds(
         write_process(spec.state_dir, {"state": state, "reason": "exit code 1", "crashes": 1, "hangs": 0})
         daemon = Daemon(spec)
         running = asyncio.create_task(daemon.run())
-        await until(lambda daemon=daemon: daemon.status()["learner_process"] != {})
+        await eventually(lambda daemon=daemon: daemon.status()["learner_process"] != {})
         assert daemon.notes.alarms == alarms
         assert await end(daemon, running) == 0
 

@@ -18,11 +18,12 @@ import pytest
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.daemon import Daemon
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.state_names import ADMIN_PORT_NAME
 from tests.daemon.admin.test_metrics import families
-from tests.daemon.test_daemon import Learner, end, nodes, spec, until  # noqa: F401 - two are fixtures
+from tests.daemon.test_daemon import Learner, end, nodes, spec  # noqa: F401 - two are fixtures
+from tests.kit.ports import free_port
 from tests.kit.repository import ROOT
+from tests.kit.waiting import eventually
 
 DEPLOY = ROOT / "deploy"
 
@@ -103,7 +104,7 @@ async def test_a_real_prometheus_scrapes_a_real_daemon_and_takes_every_query(
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
     await learner.hear()
-    await until(lambda: (spec.state_dir / ADMIN_PORT_NAME).exists())
+    await eventually(lambda: (spec.state_dir / ADMIN_PORT_NAME).exists())
     try:
         await scraped_by_prometheus(tmp_path, int((spec.state_dir / ADMIN_PORT_NAME).read_text()))
     finally:
@@ -114,7 +115,7 @@ async def test_a_real_prometheus_scrapes_a_real_daemon_and_takes_every_query(
 async def scraped_by_prometheus(folder: Path, admin: int) -> None:
     """A Prometheus with our rules sees the daemon, its labels and its metrics."""
     prometheus = tool("prometheus")
-    (port,) = free_ports(1)
+    port = free_port()
     target = {"targets": [f"127.0.0.1:{admin}"], "labels": {"run": "run", "region": "a"}}
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from diloco_node.errors import ConfigError
 from diloco_node.transport.certificates import init_run
 from tests.kit import service_host
 from tests.kit.repository import ROOT, module_command
+from tests.kit.waiting import until
 
 # Alone: control groups that are new when it ends are taken for its own.
 pytestmark = [pytest.mark.system, pytest.mark.alone, pytest.mark.timeout(600)]
@@ -47,7 +47,7 @@ admin_port = 17401
 address = "127.0.0.1:17402"
 admin_port = 17403
 """
-PATIENCE_S = 240.0
+wait = partial(until, within_s=240.0, every_s=0.5)
 
 
 def test_a_run_of_two_regions_is_kept_by_systemd(tmp_path: Path) -> None:
@@ -76,14 +76,14 @@ def scenario(folder: Path) -> None:
     systemctl("daemon-reload")
     systemctl("start", *(unit(name) for name in places))
     assert shown("eu")["ActiveState"] == "active", "it says READY=1 itself, so `start` has waited for it"
-    until("both regions merge", lambda: all(rounds(place, name) > 2 for name, place in places.items()))
+    wait(lambda: all(rounds(place, name) > 2 for name, place in places.items()), "both regions merge")
     # A supervisor that is killed is started again; SIGTERM is a clean end.
     first = shown("eu")["MainPID"]
     systemctl("kill", "--kill-whom=main", "--signal=KILL", unit("eu"))
-    until("systemd starts it again", lambda: shown("eu")["MainPID"] not in ("0", first))
-    until("it is up again", lambda: shown("eu")["ActiveState"] == "active")
+    wait(lambda: shown("eu")["MainPID"] not in ("0", first), "systemd starts it again")
+    wait(lambda: shown("eu")["ActiveState"] == "active", "it is up again")
     before = rounds(places["us"], "us")
-    until("merging goes on", lambda: rounds(places["us"], "us") > before)
+    wait(lambda: rounds(places["us"], "us") > before, "merging goes on")
     pid = shown("us")["MainPID"]
     systemctl("start", unit("us"))
     assert shown("us")["MainPID"] == pid, "a region that runs goes on"
@@ -134,13 +134,6 @@ def status(place: Path, region: str) -> dict[str, Any]:
 
 def rounds(place: Path, region: str) -> int:
     return int(status(place, region).get("rounds_committed", 0))
-
-
-def until(what: str, is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:.0f} s: {what}"
-        time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,11 +14,11 @@ from diloco_node.lab.chaos.tape import read_tape
 from diloco_node.lab.demo.demo_report import check_folder, learner_status, read_region_report
 from diloco_node.lab.demo.storm import CALM_S
 from diloco_node.numeric import NS_PER_S
+from tests.kit.commands import COMMAND
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 SECONDS = 40
-COMMAND = (sys.executable, "-m", "diloco_node.main")
 ORDERS = (("partition", "--for", "2s"), ("pause", "--for", "1s"), ("slow", "--for", "1s"))
 
 

@@ -24,6 +24,7 @@ from diloco_node.daemon.run_history import COLUMNS
 from diloco_node.errors import INTERRUPTED_CODE
 from diloco_node.lab.chaos.demo_processes import DemoFile, is_alive
 from diloco_node.lab.demo.demo_report import check_folder, learner_status, longest_ledger, read_region_report
+from tests.kit.commands import COMMAND
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -44,7 +45,7 @@ class DemoRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         command = [
-            *(sys.executable, "-m", "diloco_node.main", "demo", "--regions", str(REGIONS)),
+            *(*COMMAND, "demo", "--regions", str(REGIONS)),
             *("--seconds", str(SECONDS), "--folder", str(folder), "--json"),
         ]
         script = 'if [ "$1" = ns ]; then ip link set lo up; fi; shift; "$@"; code=$?; cat /proc/net/dev >&2; exit $code'
@@ -74,20 +75,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
 
 
 def test_a_demo_that_is_interrupted_says_where_it_lies_and_leaves_no_process(tmp_path: Path) -> None:
-    words = (
-        "-m",
-        "diloco_node.main",
-        "demo",
-        "--regions",
-        "2",
-        "--seconds",
-        "600",
-        "--folder",
-        str(tmp_path / "run"),
-    )
-    with subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as demo:
+    words = ("demo", "--regions", "2", "--seconds", "600", "--folder", str(tmp_path / "run"))
+    with subprocess.Popen([*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as demo:
         try:
             while not (started := [*tmp_path.glob("run/*/supervisor.lock")]) and demo.poll() is None:
                 time.sleep(0.02)

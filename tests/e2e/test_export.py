@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 
 from diloco_node.main import app
 from tests.kit.cluster_kit import Cluster
+from tests.kit.commands import COMMAND
 from tests.kit.data_kit import rows_of, write_jsonl
 from tests.kit.hf_kit import write_hf_folder
 
@@ -41,8 +41,8 @@ def exported_here(place: Path, out: Path) -> dict[str, Any]:
 
 async def exported(place: Path, out: Path) -> dict[str, Any]:
     """As its users do it."""
-    words = ("-m", "diloco_node.main", "export", str(place), str(out))
-    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=-1, stderr=-2)
+    words = ("export", str(place), str(out))
+    process = await asyncio.create_subprocess_exec(*COMMAND, *words, stdout=-1, stderr=-2)
     said, _ = await process.communicate()
     return checked(said.decode(), process.returncode, out)
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ import pytest
 from diloco_node.cli import status
 from diloco_node.cli.admin_client import ask_all
 from diloco_node.cli.places import targets_in
+from tests.kit.commands import COMMAND
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-COMMAND = (sys.executable, "-m", "diloco_node.main")
 REGIONS = 3
 PATIENCE_S = 240.0
 LASTS = "200s"

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -16,6 +15,7 @@ from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_report import build_report
 from diloco_node.lab.demo.demo_run import Demo
 from diloco_node.lab.demo.region_processes import RegionProcess, order_finish
+from tests.kit.commands import COMMAND
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -55,9 +55,7 @@ async def until_committed(demo: Demo, rounds: int) -> dict[str, dict[str, Any]]:
 async def begin(folder: Path, *arguments: str) -> asyncio.subprocess.Process:
     """What a user types, in a process of its own."""
     command = [
-        sys.executable,
-        "-m",
-        "diloco_node.main",
+        *COMMAND,
         "measure",
         *arguments,
         "--config",

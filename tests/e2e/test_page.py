@@ -17,7 +17,7 @@ from diloco_node.daemon.run_history import COLUMNS
 from tests.kit.browser import Tab, chromium, needs_chromium
 from tests.kit.page_kit import HOSTILE, LOST, NAMES, UNIX, ShownRun, shown, snapshot, status
 from tests.kit.repository import ROOT
-from tests.kit.transport_kit import eventually
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.e2e, needs_chromium]
 

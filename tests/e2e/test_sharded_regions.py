@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from diloco_node.lab.demo.demo_run import EVALUATION
-from diloco_node.lab.demo.region_processes import free_ports
 from tests.kit.cluster_kit import Cluster, all_train
 from tests.kit.data_kit import rows_of, write_jsonl
 from tests.kit.hf_kit import write_hf_folder
+from tests.kit.ports import free_port
 from tests.kit.repository import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
@@ -57,7 +57,7 @@ class SecondHost:
 
 def of_two_hosts() -> list[str]:
     """The launcher of each host, but for which one it is."""
-    port = str(free_ports(1)[0])
+    port = str(free_port())
     hosts = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
     return [sys.executable, "-m", "torch.distributed.run", *hosts, "--rdzv-conf", f"timeout={RENDEZVOUS_S}"]
 

@@ -10,12 +10,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.kit import uml_kernel
+from tests.kit.commands import COMMAND
 from tests.kit.engine_kit import Skipped
 from tests.kit.repository import ROOT, module_command
 from tests.kit.uml_guest import main as measure_in_guest
@@ -196,7 +196,7 @@ for jump in '+1 hour' '-2 hours' '+1 hour'; do sleep 6; date -s "$jump"; done) &
 def test_two_regions_train_over_the_kernel_s_netem_while_their_clock_jumps_and_end_equal(tmp_path: Path) -> None:
     (tmp_path / "two.toml").write_text(TWO)
     history = tmp_path / "run" / "us-east" / "history.jsonl"
-    demo = f"'{sys.executable}' -m diloco_node.main demo --wan '{tmp_path}/two.toml' --seconds 25"
+    demo = f"{shlex.join(COMMAND)} demo --wan '{tmp_path}/two.toml' --seconds 25"
     command = f"{JUMPS.format(history=history)}{demo} --folder '{tmp_path}/run' --json > '{tmp_path}/report.json'"
     log = boot(tmp_path, command, memory="4G")
     assert "guest ended with 0" in log, log[-4000:]

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.namespaces import namespaces_of
+from tests.kit.commands import COMMAND
 
 pytestmark = [
     pytest.mark.system,
@@ -37,7 +37,7 @@ def run_demo(file: Path, folder: Path, seconds: int) -> dict[str, Any]:
     """One demo with an outage: its report. Its namespaces are gone when it has ended."""
     with subprocess.Popen(
         [
-            *(sys.executable, "-m", "diloco_node.main", "demo", "--wan", str(file), "--outage"),
+            *(*COMMAND, "demo", "--wan", str(file), "--outage"),
             *("--seconds", str(seconds), "--folder", str(folder), "--json"),
         ],
         stdout=subprocess.PIPE,

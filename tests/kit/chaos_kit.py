@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from diloco_node.lab.chaos.demo_processes import DemoFile
 from diloco_node.unix_sockets import Process, process_of
+from tests.kit.waiting import until
 
-PATIENCE_S = 60.0
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
@@ -67,10 +65,3 @@ class MadeUpDemo:
         for child in self.children.values():
             child.kill()
             child.wait()
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < ends_s, "not in time"
-        time.sleep(0.01)

@@ -7,29 +7,22 @@ import contextlib
 import datetime as dt
 import io
 import json
-import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from diloco_node.config.resolve import load_config
+from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.main import main
 from diloco_node.transport.certificates import init_run, load_identity
 from diloco_node.transport.transport import GrpcTransport
+from tests.kit.commands import COMMAND
 from tests.kit.transport_kit import FAST, Recorder
 
 RUN = "try"
 OWN, PEER = "here", "there"
-
-
-def free_port() -> int:
-    """A port that nobody had a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Ward:
@@ -37,7 +30,7 @@ class Ward:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port, self.admin_port, self.peer_port = free_port(), free_port(), free_port()
+        self.port, self.admin_port, self.peer_port = free_ports(3)
         self.config = folder / "run.toml"
         self.write(self.text())
         self.certs = folder / "certs"
@@ -78,7 +71,7 @@ class Ward:
 
     def examine_apart(self, *before: str) -> Sheet:
         """The same in a process of its own, which these words begin."""
-        command = [*before, sys.executable, "-m", "diloco_node.main", *self.arguments()]
+        command = [*before, *COMMAND, *self.arguments()]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         assert process.stdout, (process.returncode, process.stderr)
         return Sheet(process.returncode, process.stdout)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.repository import ROOT
+from tests.kit.waiting import until
 
 CACHE = Path("/var/cache/diloco-node")
 BASE = "python:3.11-slim-bookworm"
@@ -103,12 +104,10 @@ def sh(*words: str, check: bool = True, timeout: float = 900, **more: Any) -> st
 
 def await_that(what: str, condition: Callable[[], bool], seconds: float) -> float:
     """How long it took; what does not come true in time fails."""
-    begun_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - begun_s > seconds:
-            raise SystemExit(f"waited {seconds:.0f} s in vain for: {what}")
-        time.sleep(0.25)
-    took_s = time.monotonic() - begun_s
+    try:
+        took_s = until(condition, what, within_s=seconds, every_s=0.25)
+    except AssertionError as error:
+        raise SystemExit(str(error)) from None
     if took_s > 1.0:
         say(f"{what}: after {took_s:.1f} s")
     return took_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage, ProbeHeader
+from tests.kit.waiting import Changing
 
 RUN = "run1"
 NAMES = ("a", "b", "c")
@@ -41,16 +42,16 @@ QUICK = FlowTimes(100_000_000, 400_000_000)
 STRIPE = MergedStripe(Ballot(1, 2), 0, 0, 1, bytes(32), 0, 1)
 
 
-class Region:
+class Region(Changing):
     """A transport with its Measuring, as `Node` joins them; rounds are kept in `rounds`."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
         self.pool = ThreadPoolExecutor(3)
         self.up: set[str] = set()
         self.rounds: list[BulkHeader] = []
         self.received: list[tuple[str, Message]] = []
-        self.changed = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
         self.transport: GrpcTransport
         self.measuring: Measuring
@@ -124,12 +125,6 @@ class Region:
         else:
             self.rounds.append(header)
         self.changed.set()
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
 
     def lane(self, peer: str, lane: str = "measurement") -> int:
         return int(self.transport.budget_status()["peers"][peer]["lanes"][lane]["used_bytes"])

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from diloco_node.core.types import Codec
-from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.shared_memory import MemoryStore
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, OfferApplied, SnapshotReady
+from tests.kit.ports import free_port
 from tests.kit.shard_layouts import TRAINED_BUFFER, cut
 
 SETTLE_S = 0.01
@@ -37,7 +37,7 @@ class Ranks:
     """Processes of one region; used as a context manager."""
 
     def __init__(self, count: int) -> None:
-        port = free_ports(1)[0]
+        port = free_port()
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
         pipes = [_FORKS.Pipe() for _ in range(count)]
         self._links = [near for near, _ in pipes]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from tests.kit import engine_kit
 from tests.kit.engine_kit import NAMESPACES, SKIPPED, Skipped, attempt, locked, missing, work_folder
 from tests.kit.repository import ROOT
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.system
 
@@ -22,13 +22,6 @@ needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or subprocess.run([*NAMESPACES, "true"], check=False, stderr=subprocess.DEVNULL).returncode != 0,
     reason="namespaces need root: that an engine leaves nothing is NOT tested here",
 )
-
-
-def until(condition: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < ends_s
-        time.sleep(0.02)
 
 
 def processes(mark: str) -> list[int]:
@@ -58,11 +51,11 @@ def test_all_that_was_started_ends_with_a_process_that_is_killed(tmp_path: Path)
     started = [f"sleep\x00{seconds}.{mark}" for seconds in (600, 601)]
     with subprocess.Popen([sys.executable, str(tmp_path / "holder.py")], stderr=subprocess.DEVNULL) as holder:
         try:
-            until(ready.exists)
-            until(lambda: [len(processes(words)) for words in started] == [1, 1])
+            until(ready.exists, within_s=240)
+            until(lambda: [len(processes(words)) for words in started] == [1, 1], within_s=240)
         finally:
             os.kill(holder.pid, signal.SIGKILL)
-    until(lambda: [len(processes(words)) for words in started] == [0, 0])
+    until(lambda: [len(processes(words)) for words in started] == [0, 0], within_s=240)
 
 
 @needs_namespaces

@@ -12,14 +12,14 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from diloco_node.lab.demo.region_processes import free_ports
+from tests.kit.ports import free_port
 
 
 def outcomes(ranks: int, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train with each of the settings; of each the `trainer.Outcome` on rank 0, and under "said" its evaluations."""
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_ports(1)[0]),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
     }
     command = [sys.executable, "-m", "tests.kit.trainer_ranks", json.dumps(settings)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from diloco_node.wire.message_tables import PROTOCOL_VERSION
 from tests.kit.stacks import to_its_end
+from tests.kit.waiting import Changing
 
 DEADLINE_S = 120.0
 RUN = "run1"
@@ -34,17 +35,17 @@ FAST = LinkTimes(  # to come back; what ends a link comes late, for this machine
 )
 
 
-class Recorder:
+class Recorder(Changing):
     """A handler that keeps everything."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.messages: list[tuple[str, Message]] = []
         self.changes: list[tuple[str, bool]] = []
         self.opened: list[tuple[str, BulkHeader, int]] = []
         self.closed: list[tuple[str, BulkHeader, bytes, bool]] = []
         self.is_up: dict[str, bool] = {}
         self.refuses: set[type] = set()
-        self.changed = asyncio.Event()
 
     def control_arrived(self, peer: str, message: Message) -> None:
         self.messages.append((peer, message))
@@ -64,14 +65,6 @@ class Recorder:
     def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
         self.closed.append((peer, header, bytes(buffer), is_whole))
         self.changed.set()
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        """Wait for a condition that some callback makes true."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self.changed.clear()
-                if not condition():
-                    await self.changed.wait()
 
 
 class Mesh:
@@ -157,13 +150,6 @@ def _is_grpc(task: asyncio.Task[Any]) -> bool:
 
 def _is_harness(task: asyncio.Task[Any]) -> bool:
     return "async_finalizer" in repr(task) or "_wrap" in repr(task) or "runner" in repr(task)
-
-
-async def eventually(condition: Callable[[], Any]) -> None:
-    """For what has no callback: look again until it holds."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - nothing tells when a status text changes
-            await asyncio.sleep(0.005)
 
 
 async def connect_as(mesh: Mesh, identity: Identity, transport: GrpcTransport, lane: e.Lane) -> DialedStream:

@@ -33,6 +33,7 @@ from diloco_node.wire.learner_link import (
 )
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
 from tests.kit.learner_kit import Toy, region_folder, session_of
+from tests.kit.waiting import until
 
 
 @pytest.fixture
@@ -81,10 +82,7 @@ def test_offer_of_a_dead_daemon_is_void(folder: Path) -> None:
         diloco = diloco_node.attach(toy.model, toy.optimizer)
         link = session_of(diloco).link
         first.commit(0, first.theta[0] + 1, -1)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not link.waiting_commands:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        until(lambda: link.waiting_commands)
         theta = [part.copy() for part in first.theta]
     with diloco, FakeDaemon(folder, theta=[theta[0] + 2, theta[1]], versions=[3, 0]) as second:
         second.wait_attached()
@@ -177,10 +175,7 @@ def test_killed_learner_leaves_its_counter_and_the_next_one_its_checkpoint(folde
     with FakeDaemon(folder) as daemon:
         with start(every_s=0.01) as process:
             assert line(process) == ["attached", "0", "0", "0"]
-            deadline_s = time.monotonic() + PATIENCE_S
-            while not list((folder / "learner" / "checkpoints").glob("*.safetensors")):
-                assert time.monotonic() < deadline_s
-                time.sleep(0.01)
+            until(lambda: list((folder / "learner" / "checkpoints").glob("*.safetensors")), "a checkpoint")
             daemon.wait_for(Report)
             process.kill()
             process.wait(PATIENCE_S)

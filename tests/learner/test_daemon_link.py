@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ from diloco_node.wire.learner_link import (
     frame,
     frame_length,
 )
+from tests.kit.waiting import until
 
 PATIENCE_S = 120.0
 WELCOME = Welcome(
@@ -117,13 +118,6 @@ class Learner:
         return found
 
 
-def eventually(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "l.sock"
@@ -173,7 +167,7 @@ def test_newest_report_replaces_older_ones_that_were_not_sent(daemon: Daemon, le
 def test_report_goes_out_without_the_threads_help_and_nothing_overtakes(daemon: Daemon, learner: Learner) -> None:
     daemon.accept(WELCOME)
     learner.wait_for(1)
-    eventually(lambda: learner.link.direct is not None)
+    until(lambda: learner.link.direct is not None)
     learner.link.send(report(1))
     assert daemon.hear() == report(1)
     learner.link.send(InitialState())
@@ -184,7 +178,7 @@ def test_report_goes_out_without_the_threads_help_and_nothing_overtakes(daemon: 
 def test_daemon_that_does_not_read_never_holds_the_training_thread(daemon: Daemon, learner: Learner) -> None:
     daemon.accept(WELCOME)
     learner.wait_for(1)
-    eventually(lambda: learner.link.direct is not None)
+    until(lambda: learner.link.direct is not None)
     count = 20_000  # far more than the socket's buffer holds
     for step in range(1, count + 1):
         learner.link.send(report(step))
@@ -201,7 +195,7 @@ def test_nothing_is_kept_for_a_daemon_that_knows_nothing_of_it(daemon: Daemon, p
     daemon.accept(WELCOME)
     learner.wait_for(1)
     daemon.hang_up()
-    eventually(lambda: not learner.link.is_up)
+    until(lambda: not learner.link.is_up)
     learner.link.send(Failed("said while nobody listened"))
     daemon.accept(WELCOME)
     learner.wait_for(1)
@@ -211,9 +205,9 @@ def test_nothing_is_kept_for_a_daemon_that_knows_nothing_of_it(daemon: Daemon, p
 
 def test_command_of_a_lost_daemon_is_void(daemon: Daemon, learner: Learner) -> None:
     daemon.accept(WELCOME, SnapshotRequested(0, 1, 0))
-    eventually(lambda: len(learner.link.waiting_commands) == 2)
+    until(lambda: len(learner.link.waiting_commands) == 2)
     daemon.accept(WELCOME, Stop("second life"))
-    eventually(lambda: len(learner.link.waiting_commands) == 2)
+    until(lambda: len(learner.link.waiting_commands) == 2)
     assert learner.commands() == [WELCOME, Stop("second life")]
     assert learner.attaches == 2
 
@@ -222,7 +216,7 @@ def test_put_back_command_comes_again_at_the_next_boundary(daemon: Daemon, learn
     daemon.accept(WELCOME)
     learner.wait_for(1)
     daemon.say(SnapshotRequested(0, 1, 0))
-    eventually(lambda: len(learner.link.waiting_commands) == 1)
+    until(lambda: len(learner.link.waiting_commands) == 1)
     with learner.link.lock:
         for command in learner.link.commands():
             learner.link.put_back(command)
@@ -235,11 +229,11 @@ def test_what_is_put_back_comes_before_what_has_come_meanwhile(daemon: Daemon, l
     daemon.accept(WELCOME)
     learner.wait_for(1)
     daemon.say(*offers)
-    eventually(lambda: len(learner.link.waiting_commands) == 2)
+    until(lambda: len(learner.link.waiting_commands) == 2)
     with learner.link.lock:
         taken = list(learner.link.commands())
         daemon.say(SnapshotRequested(0, 2, 1))
-        eventually(lambda: len(learner.link.waiting_commands) == 1)
+        until(lambda: len(learner.link.waiting_commands) == 1)
         learner.link.put_back(*taken)
     assert learner.commands() == [*offers, SnapshotRequested(0, 2, 1)]
 
@@ -273,7 +267,7 @@ def test_queues_are_bounded(daemon: Daemon, learner: Learner, monkeypatch: pytes
     monkeypatch.setattr(module, "QUEUE_MAX", 10)
     daemon.accept(WELCOME, *(SnapshotRequested(0, n + 1, n) for n in range(20)))
     daemon.accept(WELCOME)  # the learner attached anew
-    eventually(lambda: list(learner.link.waiting_commands) == [WELCOME])
+    until(lambda: list(learner.link.waiting_commands) == [WELCOME])
 
 
 def test_learner_that_came_first_finds_the_daemon(path: Path, learner: Learner) -> None:

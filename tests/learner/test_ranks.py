@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
-from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.learner.ranks import Boundary, Orders, Ranks
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained
@@ -29,6 +28,7 @@ from diloco_node.wire.learner_link import (
     VersionOffered,
 )
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
+from tests.kit.ports import free_port
 
 SCRIPT = """
 import hashlib, json, sys, time
@@ -97,7 +97,7 @@ def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str, default
 
 
 def start_ranks(folder: Path, dtype: str, defaults: str) -> list[subprocess.Popen[str]]:
-    port = free_ports(1)[0]
+    port = free_port()
     shared = os.environ | {
         "DILOCO_SOCKET": str(folder / "learner.sock"),
         "DILOCO_SUPERVISOR": str(folder / "memory.sock"),

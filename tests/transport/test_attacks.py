@@ -43,8 +43,9 @@ from diloco_node.core.messages import Payload, RequestVoteReply
 from diloco_node.transport import certificates as certs
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
-from tests.kit.transport_kit import DEADLINE_S, RUN, Mesh, Recorder, end_of, eventually, hello_of, meshed
+from tests.kit.transport_kit import DEADLINE_S, RUN, Mesh, Recorder, end_of, hello_of, meshed
 from tests.kit.victim import WHOLE, Facts, Victim, victim
+from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.e2e
 

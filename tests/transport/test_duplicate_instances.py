@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +16,8 @@ from diloco_node.transport.certificates import init_run, load_identity
 from diloco_node.transport.peer_session import LinkTimes, Session
 from diloco_node.transport.streams import DuplicateInstance
 from diloco_node.transport.transport import GrpcTransport, new_instance_id
+from tests.kit.waiting import Changing
 
-DEADLINE_S = 120.0
 RUN = "run1"
 TIMES = LinkTimes(  # no peer looks dead because this machine stood still for a while
     handshake_s=60.0,
@@ -32,15 +31,15 @@ TIMES = LinkTimes(  # no peer looks dead because this machine stood still for a 
 )
 
 
-class Process:
+class Process(Changing):
     """One daemon's links."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.pool = ThreadPoolExecutor(1)
         self.up: dict[str, bool] = {}
         self.ups = 0
         self.superseded: list[SupersededError] = []
-        self.changed = asyncio.Event()
         self.transport: GrpcTransport
 
     async def start(self, folder: Path, region: str, peers: dict[str, str | None], times: LinkTimes = TIMES) -> None:
@@ -75,12 +74,6 @@ class Process:
         return None
 
     def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None: ...
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
 
 
 class Run:

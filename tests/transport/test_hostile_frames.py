@@ -24,7 +24,8 @@ from diloco_node.transport.streams import DialedStream
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from tests.kit.hostile import DOCUMENTS
-from tests.kit.transport_kit import Mesh, Recorder, address, eventually, meshed, rogue
+from tests.kit.transport_kit import Mesh, Recorder, address, meshed, rogue
+from tests.kit.waiting import eventually
 
 SIZE = 2**16
 BEGIN = e.encode_begin(0, Payload(1, 2, bytes(32)), SIZE)

@@ -13,7 +13,8 @@ from structlog.testing import capture_logs
 
 from diloco_node.core.messages import RequestVoteReply
 from diloco_node.transport.kernel.tcp_info import is_listening, listening_sockets
-from tests.kit.transport_kit import Mesh, address, eventually, meshed
+from tests.kit.transport_kit import Mesh, address, meshed
+from tests.kit.waiting import eventually
 
 NO_NAME = b"/diloco\xfcRegion/control"
 """A method that is no UTF-8: grpc.aio ends its server because of it."""

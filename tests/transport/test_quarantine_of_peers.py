@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +16,8 @@ from diloco_node.transport.certificates import init_run, load_identity
 from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.streams import DuplicateInstance
 from diloco_node.transport.transport import GrpcTransport
+from tests.kit.waiting import PATIENCE_S, Changing
 
-DEADLINE_S = 120.0
 RUN = "run1"
 TIMES = LinkTimes(
     handshake_s=60.0,
@@ -31,15 +30,15 @@ TIMES = LinkTimes(
 )
 
 
-class Process:
+class Process(Changing):
     """One daemon's links; it takes no bulk from peers in `strict_with`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.pool = ThreadPoolExecutor(1)
         self.up: set[str] = set()
         self.strict_with: set[str] = set()
         self.messages: list[str] = []
-        self.changed = asyncio.Event()
         self.transport: GrpcTransport
 
     async def start(self, folder: Path, region: str, peers: dict[str, str | None]) -> None:
@@ -73,12 +72,6 @@ class Process:
 
     def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None: ...
 
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
 
 @pytest.fixture
 async def run(tmp_path: Path) -> AsyncIterator[list[Process]]:
@@ -99,7 +92,7 @@ async def run(tmp_path: Path) -> AsyncIterator[list[Process]]:
 
 async def refused_with(process: Process, peer: str, text: str) -> str:
     """The error of a link, once it has a text in it: nothing tells when a dial was refused."""
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         while text not in (error := process.transport.peer_status()[peer].error):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return error
@@ -108,7 +101,7 @@ async def refused_with(process: Process, peer: str, text: str) -> str:
 async def break_protocol(hostile: Process, victim: Process, name: str, peer: str) -> None:
     """Send what the victim does not take, until that is found once more."""
     count = victim.transport.rejections[name, "protocol"]
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         while victim.transport.rejections[name, "protocol"] == count:
             with contextlib.suppress(LinkLost):
                 await hostile.transport.transfer(peer, Payload(0, 0, bytes(32)), memoryview(bytes(10_000)))

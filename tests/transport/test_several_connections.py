@@ -43,12 +43,12 @@ from tests.kit.transport_kit import (
     Recorder,
     address,
     connect_as,
-    eventually,
     hello_of,
     meshed,
     read_on,
     rogue,
 )
+from tests.kit.waiting import eventually
 
 MIB = 2**20
 HEADER = Payload(1, 2, bytes(32))

@@ -27,6 +27,7 @@ from diloco_node.transport.quarantine import STRIKES
 from diloco_node.transport.streams import dial
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
+from tests.kit.ports import free_port
 from tests.kit.transport_kit import (
     DEADLINE_S,
     FAST,
@@ -36,13 +37,13 @@ from tests.kit.transport_kit import (
     address,
     connect_as,
     end_of,
-    eventually,
     expect_no_orphans,
     hello_of,
     meshed,
     read_on,
     rogue,
 )
+from tests.kit.waiting import eventually
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ async def test_a_node_that_nobody_can_dial_dials_at_once(mesh: Mesh) -> None:
 
 async def test_a_process_that_has_just_started_dials_once_though_it_is_the_others_turn(mesh: Mesh) -> None:
     slow = dataclasses.replace(FAST, fallback_s=1000.0, backoff_min_s=1000.0, backoff_max_s=1000.0)
-    port = free_ports(1)[0]
+    port = free_port()
     # The port is closed: the first dial fails, and the next one is for never.
     a, at_a = await mesh.start("a", {"b": f"127.0.0.1:{port}"}, times=slow)
     async with asyncio.timeout(DEADLINE_S):
@@ -710,7 +711,7 @@ async def test_a_taken_port_says_what_to_do(mesh: Mesh) -> None:
 
 
 async def test_an_unreachable_peer_is_named_with_address_and_stage(mesh: Mesh) -> None:
-    port = free_ports(1)[0]
+    port = free_port()
     a, _ = await mesh.start("a", {"b": f"127.0.0.1:{port}"})
     text = await status_of(a, "b", "refused")
     assert f"b at 127.0.0.1:{port}" in text

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from diloco_node.transport.certificates import init_run
+from tests.kit.commands import COMMAND
 from tests.kit.repository import ROOT
 
 pytestmark = [
@@ -19,7 +20,7 @@ pytestmark = [
 ]
 
 APART = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-PROGRAM = f"{sys.executable} -m diloco_node.main"
+PROGRAM = shlex.join(COMMAND)
 SCRIPT = f"""
 mkdir -p /run/netns
 mount -t tmpfs tmpfs /run/netns

@@ -7,7 +7,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,8 @@ from diloco_node.measure.ends import Dialer, measuring_end
 from diloco_node.measure.measuring import Measuring
 from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
 from diloco_node.transport.certificates import init_run, load_identity
+from tests.kit.commands import COMMAND
+from tests.kit.ports import free_port
 
 COLUMNS = 100
 QUICK = ("--seconds", "0.2", "--warm-up", "0.1")
@@ -34,15 +35,11 @@ PATIENCE_S = 60.0
 ATTEMPTS = 5
 
 
-def free_port() -> int:
-    return free_ports(1)[0]
-
-
 class Ends:
     """Measuring ends of regions eu and us, in a thread with a loop of their own. `asia` is us, without an address."""
 
     def __init__(self, folder: Path) -> None:
-        self.ports = {"eu": free_port(), "us": free_port()}
+        self.ports = dict(zip(("eu", "us"), free_ports(2), strict=True))
         regions = "".join(f'[regions.{name}]\naddress = "127.0.0.1:{port}"\n' for name, port in self.ports.items())
         (folder / "run.toml").write_text(f'[run]\nid = "try"\n[regions.asia]\n{regions}')
         init_run(folder / "certs", "try", ["asia", "eu", "us"])
@@ -301,7 +298,7 @@ def test_a_mesh_leaves_out_regions_that_nobody_can_dial_and_says_where_to_run_it
 def test_what_is_wrong_is_said_at_once(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, text: str
 ) -> None:
-    ports = [free_port(), free_port()]
+    ports = free_ports(2)
     (folder / "run.toml").write_text(
         f'[run]\nid = "try"\n[regions.asia]\n[regions.eu]\naddress = "127.0.0.1:{ports[0]}"\n'
         f'[regions.us]\naddress = "127.0.0.1:{ports[1]}"\n'
@@ -363,7 +360,7 @@ def test_our_key_is_found_where_it_lies(folder: Path) -> None:
 
 def test_serve_says_where_and_ends_at_sigterm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init_run(folder / "certs", "try", ["eu", "us"])
-    command = [sys.executable, "-m", "diloco_node.main", "measure", "serve", "-r", "eu", "--json"]
+    command = [*COMMAND, "measure", "serve", "-r", "eu", "--json"]
     command += ["--listen", "127.0.0.1:0", "--peers", "us"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -21,7 +21,7 @@ from diloco_node.daemon.admin.live_events import json_text
 from diloco_node.errors import BindError, ConfigError
 from diloco_node.main import main
 from tests.kit.page_kit import UNIX, ShownRun, crowded, shown
-from tests.kit.transport_kit import eventually
+from tests.kit.waiting import eventually
 
 
 @contextlib.asynccontextmanager

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import Codec, RateLimits, RunSettings
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.main import app, main
+from tests.kit.commands import run_command
 
 COLUMNS = 100
 RUN_TOML = """
@@ -218,14 +217,7 @@ def test_egress_and_ingress_may_differ() -> None:
 
 def test_output_that_is_piped_is_not_cut() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "diloco_node.main", "plan", "-n", "5e9", "--budget", "2Gbit/s"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
-    )
+    done = run_command("plan", "-n", "5e9", "--budget", "2Gbit/s", env=environment)
     assert done.returncode == 1, "it does not fit"
     assert "…" not in done.stdout
     assert "101 %" in done.stdout

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from diloco_node.daemon.admin import live_events
 from diloco_node.daemon.admin.live_events import LiveEvents, json_text
-from tests.kit.transport_kit import eventually
+from tests.kit.waiting import eventually
 
 
 class Source:

@@ -13,7 +13,8 @@ from diloco_node.core.types import Contribution
 from diloco_node.transport.transport import GrpcTransport
 from tests.kit.effects_kit import Bench, contribution_body, contribution_header
 from tests.kit.node_kit import contribution_of, make_parameters
-from tests.kit.transport_kit import Mesh, Recorder, address, eventually, meshed
+from tests.kit.transport_kit import Mesh, Recorder, address, meshed
+from tests.kit.waiting import eventually
 
 
 @pytest.fixture

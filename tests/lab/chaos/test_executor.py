@@ -34,7 +34,8 @@ from diloco_node.lab.chaos.fault_plan import FaultPlan, FaultTarget, PlannedFaul
 from diloco_node.numeric import NS_PER_S
 from diloco_node.supervisor.preload import FORK_SERVER
 from diloco_node.unix_sockets import Process, process_of
-from tests.kit.chaos_kit import MadeUpDemo, identity, until
+from tests.kit.chaos_kit import MadeUpDemo, identity
+from tests.kit.waiting import until
 
 
 @pytest.fixture

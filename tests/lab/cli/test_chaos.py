@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,9 @@ from diloco_node.lab.chaos import fault_plan as plan
 from diloco_node.lab.chaos.demo_processes import DemoFile
 from diloco_node.lab.chaos.tape import read_tape
 from diloco_node.main import main
-from tests.kit.chaos_kit import MadeUpDemo, until
+from tests.kit.chaos_kit import MadeUpDemo
+from tests.kit.commands import COMMAND
+from tests.kit.waiting import until
 
 
 @pytest.fixture
@@ -51,19 +52,8 @@ def test_what_lasts_is_over_when_it_returns(demo: MadeUpDemo, capsys: pytest.Cap
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_who_is_ended_lets_a_paused_process_go_on(demo: MadeUpDemo, number: int) -> None:
-    words = (
-        "-m",
-        "diloco_node.main",
-        "chaos",
-        "strike",
-        "pause",
-        "b.daemon",
-        "--for",
-        "10min",
-        "--folder",
-        str(demo.folder),
-    )
-    command = subprocess.Popen([sys.executable, *words])
+    words = ("chaos", "strike", "pause", "b.daemon", "--for", "10min", "--folder", str(demo.folder))
+    command = subprocess.Popen([*COMMAND, *words])
     try:
         until(lambda: demo.state("b.daemon") in "Tt")
         command.send_signal(number)

@@ -16,7 +16,8 @@ import pytest
 from diloco_node.lab.chaos.story import LifeState, RegionSample, life
 from diloco_node.lab.demo.course import ANSWER_S, CourseRecorder
 from diloco_node.lab.demo.region_processes import RegionProcess
-from tests.kit.chaos_kit import SLEEP, until
+from tests.kit.chaos_kit import SLEEP
+from tests.kit.waiting import until
 
 
 class MadeUpCourse:

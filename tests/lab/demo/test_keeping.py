@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from diloco_node.lab.chaos.demo_processes import DemoFile, find_left_behind
 from diloco_node.lab.chaos.fault_plan import FaultTarget
 from diloco_node.lab.demo.keeping import RegionKeeper
 from diloco_node.lab.demo.region_processes import RegionProcess
+from tests.kit.waiting import eventually
 
 CHILD = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 SUPERVISOR = f"""
@@ -50,19 +51,13 @@ class MadeUpRegion(RegionProcess):
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():  # noqa: ASYNC110 - other processes are waited for
-            await asyncio.sleep(0.01)
-
-
 @pytest.fixture
 async def keeper(tmp_path: Path) -> AsyncIterator[RegionKeeper]:
     regions = [MadeUpRegion(name, 0, tmp_path / name) for name in ("a", "b")]
     made = RegionKeeper(tmp_path, tmp_path / "run.toml", regions, lambda _: None, is_starting=False)
     try:
         await made.start()
-        await until(lambda: all(len(region.lives()) == 1 for region in regions))
+        await eventually(lambda: all(len(region.lives()) == 1 for region in regions))
         yield made
     finally:
         await made.stop()
@@ -80,17 +75,17 @@ def region_of(keeper: RegionKeeper, number: int = 0) -> MadeUpRegion:
 async def test_a_killed_supervisor_is_started_again_without_what_it_left(keeper: RegionKeeper) -> None:
     region, other = region_of(keeper), region_of(keeper, 1)
     target = FaultTarget("a", "daemon")
-    await until(lambda: len(DemoFile.load(keeper.folder).find(target)) == 1)
+    await eventually(lambda: len(DemoFile.load(keeper.folder).find(target)) == 1)
     [child] = DemoFile.load(keeper.folder).find(target)
     for count in (2, 3):
         os.kill(region.lives()[-1], signal.SIGKILL)
-        await until(lambda count=count: len(region.lives()) == count)  # type: ignore[misc]
+        await eventually(lambda count=count: len(region.lives()) == count)  # type: ignore[misc]
         keeper.check()
     assert child not in find_left_behind(region.state_dir)
     supervisor = DemoFile.load(keeper.folder).supervisors["a"]
     assert supervisor is not None
     assert supervisor.pid == region.lives()[-1]
-    await until(lambda: len(find_left_behind(region.state_dir)) == 1)
+    await eventually(lambda: len(find_left_behind(region.state_dir)) == 1)
     assert len(region.lives()) == 3
     assert len(other.lives()) == 1
     assert not keeper.is_over
@@ -100,17 +95,17 @@ async def test_one_that_ends_in_order_is_started_again_unless_it_has_finished(ke
     region, other = region_of(keeper), region_of(keeper, 1)
     (region.state_dir / "code").write_text("0")
     os.kill(region.lives()[-1], signal.SIGTERM)
-    await until(lambda: len(region.lives()) == 2)
+    await eventually(lambda: len(region.lives()) == 2)
     for one in (region, other):
         (one.state_dir / FINAL_NAME).touch()
     (other.state_dir / "code").write_text("1")
     os.kill(other.lives()[-1], signal.SIGTERM)
-    await until(lambda: len(other.lives()) == 2)  # it failed, and has to end in order
+    await eventually(lambda: len(other.lives()) == 2)  # it failed, and has to end in order
     (other.state_dir / "code").write_text("0")
     for one in (region, other):
         assert not keeper.is_over
         os.kill(one.lives()[-1], signal.SIGTERM)
-        await until(lambda one=one: one.name in keeper.end_reasons)  # type: ignore[misc]
+        await eventually(lambda one=one: one.name in keeper.end_reasons)  # type: ignore[misc]
     assert keeper.is_over
     keeper.check()
 
@@ -119,7 +114,7 @@ async def test_one_that_another_start_would_not_cure_ends_the_demo(keeper: Regio
     region = region_of(keeper)
     (region.state_dir / "code").write_text("4")
     os.kill(region.lives()[-1], signal.SIGTERM)
-    await until(lambda: "a" in keeper.end_reasons)
+    await eventually(lambda: "a" in keeper.end_reasons)
     with pytest.raises(DilocoError, match="region a: it ended with 4"):
         keeper.check()
     assert len(region.lives()) == 1
@@ -128,7 +123,7 @@ async def test_one_that_another_start_would_not_cure_ends_the_demo(keeper: Regio
 async def test_before_all_have_trained_nothing_is_started_again(keeper: RegionKeeper) -> None:
     keeper.is_starting = True
     os.kill(region_of(keeper).lives()[-1], signal.SIGKILL)
-    await until(lambda: "a" in keeper.end_reasons)
+    await eventually(lambda: "a" in keeper.end_reasons)
     with pytest.raises(DilocoError, match="too early"):
         keeper.check()
 
@@ -155,7 +150,7 @@ async def test_every_region_is_cleared_also_when_the_file_can_not_be_written(
     keeper.is_starting = True  # what dies now is not started again
     for number in (0, 1):
         os.kill(region_of(keeper, number).lives()[-1], signal.SIGKILL)
-    await until(lambda: keeper.is_over)
+    await eventually(lambda: keeper.is_over)
     with monkeypatch.context() as patch:
         patch.setattr(DemoFile, "save", refuse)
         with pytest.raises(StorageError, match="no room"):

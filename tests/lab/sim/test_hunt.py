@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from diloco_node.lab.cli.simulate import app
 from diloco_node.lab.sim.hunt import Hunt, reports, seed_range
 from diloco_node.lab.sim.simulation import simulate
 from tests.kit.cluster_kit import is_running
+from tests.kit.commands import COMMAND
 from tests.kit.planted import CORE_FAULTS
 
 SHORT = {"regions": 3, "events": 300}
@@ -65,7 +65,7 @@ def spawned(pid: int) -> list[int]:
 
 
 def test_a_hunt_that_is_told_to_end_leaves_no_process_and_says_how_far_it_came() -> None:
-    asked = [sys.executable, "-m", "diloco_node.main", "simulate", "hunt", "--seeds", "1..9999", "--jobs", "2"]
+    asked = [*COMMAND, "simulate", "hunt", "--seeds", "1..9999", "--jobs", "2"]
     with subprocess.Popen([*asked, "--regions", "3"], stdout=subprocess.PIPE, text=True) as hunting:
         try:
             until_s = time.monotonic() + 120

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.wan import container as module
 from diloco_node.lab.wan.container import ContainerLink, load_attachment
 from diloco_node.lab.wan.uplink import Kernel
+from tests.kit.waiting import until
 
 RUN = """
 [run]
@@ -146,10 +146,10 @@ class Container:
         return {line.split()[2] for line in self.sh("tc", "class", "show", "dev", device).stdout.splitlines()}
 
     def _await(self, condition) -> None:
-        ends_s = time.monotonic() + 240
-        while not condition():
-            assert time.monotonic() < ends_s, self.log.read_text() if self.log.exists() else "not started"
-            time.sleep(0.1)
+        try:
+            until(condition, within_s=240, every_s=0.1)
+        except AssertionError:
+            raise AssertionError(self.log.read_text() if self.log.exists() else "not started") from None
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:

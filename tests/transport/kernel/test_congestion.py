@@ -17,7 +17,8 @@ from diloco_node.transport.kernel.congestion import (
     own_congestion_controls,
 )
 from diloco_node.wire import envelope as e
-from tests.kit.transport_kit import DEADLINE_S, Mesh, address, eventually, hello_of, meshed
+from tests.kit.transport_kit import DEADLINE_S, Mesh, address, hello_of, meshed
+from tests.kit.waiting import eventually
 
 TELLING = CongestionControls("cubic", "bbr")
 

@@ -1,0 +1,16 @@
+"""The commands of the program as their users run them: in a process of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+COMMAND = (sys.executable, "-m", "diloco_node.main")
+"""The words before a command's own; it runs in the same Python."""
+
+
+def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, which may be a failure. `options` are those of `subprocess.run`."""
+    arguments: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False, **options}
+    return subprocess.run([*COMMAND, *words], **arguments)
