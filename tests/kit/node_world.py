@@ -210,7 +210,7 @@ class MemoryTransport:
     def budget_status(self) -> dict[str, Any]:
         return NO_BUDGET
 
-    def quarantined(self, peer: str) -> str:
+    def quarantine_reason(self, peer: str) -> str:
         return ""
 
     def reject(self, peer: str, error: PeerError) -> None:

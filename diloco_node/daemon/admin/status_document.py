@@ -166,8 +166,8 @@ def region_status(
         **extra,
     }
     # Reasons and errors are in part the words of peers.
-    escaped_one: dict[str, Any] = escaped_document(document)
-    return escaped_one
+    harmless: dict[str, Any] = escaped_document(document)
+    return harmless
 
 
 def _headline(view: RegionView) -> str:
