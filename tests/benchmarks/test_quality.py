@@ -143,7 +143,7 @@ def turns(fragment: int, version: int) -> list[int]:
     return [version - 1] if version else [0, 1, 2]
 
 
-def test_a_learner_that_was_cut_off_returns_at_the_global_parameters_if_its_work_is_dropped():
+def test_where_its_work_is_dropped_a_learner_returns_at_the_global_parameters():
     rounds, theta = rounds_of(settings_with(), cut_steps=(4, 13), keep_cut_work=False)
     for step in range(1, 13):
         theta[:] = moved(theta, step)

@@ -350,7 +350,7 @@ async def test_a_finished_region_that_is_started_again_keeps_its_report(
     assert (spec.state_dir / REPORT_NAME).read_bytes() == before
 
 
-async def test_a_region_that_serves_says_nothing_of_the_learner_that_there_was_and_adds_nothing_to_its_curves(
+async def test_a_region_that_serves_says_nothing_of_its_former_learner(
     spec: NodeSpec, nodes: list[node_module.Node]
 ) -> None:
     names = ("a", "b", "c")

@@ -57,7 +57,7 @@ def test_a_damaged_file_is_refused_with_the_remedy(tmp_path: Path, text: str) ->
         load_manifest(tmp_path)
 
 
-def test_every_flipped_bit_is_damage_and_the_file_is_set_aside_for_the_learner_to_write_another(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_damage_and_sets_the_file_aside(tmp_path: Path) -> None:
     save_manifest(tmp_path, MANIFEST)
     path = tmp_path / MANIFEST_NAME
     whole = path.read_bytes()

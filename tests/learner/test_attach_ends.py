@@ -208,7 +208,7 @@ def test_sigterm_before_the_daemon_is_there_ends_quietly(folder: Path) -> None:
         assert code in (0, -signal.SIGTERM)
 
 
-def test_a_loop_that_was_asked_to_stop_before_the_daemon_was_there_may_still_use_everything(
+def test_a_loop_that_is_stopped_before_a_daemon_is_there_may_still_use_everything(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Asked(attach_module.TerminateFlag):

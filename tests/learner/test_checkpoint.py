@@ -292,7 +292,7 @@ def test_parts_travel_to_other_ranks_without_loss() -> None:
         Checkpoint.from_parts(json.dumps(document), {})
 
 
-def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_its_name_before_the_older_ones_go(tmp_path: Path) -> None:
+def test_a_checkpoint_is_on_disk_before_its_name_and_older_ones_go_last(tmp_path: Path) -> None:
     """A power cut leaves this one whole, or the one before."""
     folder = tmp_path / "learner" / "checkpoints"
     with traced() as trace:

@@ -129,7 +129,7 @@ def test_a_probe_is_no_longer_than_a_body() -> None:
         expected.arrive(7, 0)  # any number of them would be within what was agreed to
 
 
-def test_late_probes_of_the_last_few_measurements_are_welcome_and_older_ones_are_forgotten() -> None:
+def test_late_probes_of_the_last_measurements_are_welcome_and_older_ones_are_not() -> None:
     expected = ProbesExpected()
     for measurement in range(PROBED_MAX + 1):
         expected.expect(measurement, 10)

@@ -47,7 +47,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_disk_that_is_full_or_read_only_in_mid_run_takes_no_half_file_and_all_of_it_later(disk: Path) -> None:
+def test_a_full_or_read_only_disk_takes_no_half_file_and_all_of_it_later(disk: Path) -> None:
     folder = disk / "region"
     store = RegionStore(folder)
     store.load(FRAGMENTS)

@@ -139,7 +139,7 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
     assert a.peer_status()["b"].connections < 3, "a new session begins with one"
 
 
-async def test_where_congestion_control_goes_by_loss_a_lossy_link_with_a_long_round_trip_gets_all(mesh: Mesh) -> None:
+async def test_a_long_lossy_link_gets_all_connections_if_congestion_control_goes_by_loss(mesh: Mesh) -> None:
     a, _, _, _ = await mesh.pair()
     a.pacer.link_watch("b").rtt_min_ns = 40_000_000
     a.meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]

@@ -83,7 +83,7 @@ def test_a_log_is_compacted_and_the_disk_follows() -> None:
     assert log.durable_index == 20
 
 
-def test_behind_a_base_that_takes_the_logs_place_nothing_is_acknowledged_before_its_states_are_here() -> None:
+def test_nothing_behind_a_new_base_is_acknowledged_before_its_states_are_here() -> None:
     has_base = [False]
     log = ReplicaLog(ENTRIES[:3], has_base=lambda: has_base[0])
     log.install(base_at(10), committed_index=3)
@@ -180,7 +180,7 @@ def test_a_follower_installs_a_base_once_and_acknowledges_when_it_has_the_states
     assert [type(effect) for effect in effects] == [Send], "it has more than that"
 
 
-def test_in_place_of_a_longer_log_of_another_leader_nothing_is_acknowledged_before_it_is_written() -> None:
+def test_nothing_that_replaces_a_longer_log_is_acknowledged_before_it_is_written() -> None:
     """The states of the base are here already; its entry and the next one are not on disk, an older leader's are."""
     core = a_core(chain(*[1] * 9, *[2] * 6, bodies=lambda index, term: a_round(index)), term=3)
     effects = core.handle(MessageArrived("b", sent(base_at(12), term=3)), now_ns=0)

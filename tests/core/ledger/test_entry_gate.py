@@ -104,7 +104,7 @@ def test_who_sent_nonsense_is_not_followed_again_not_even_in_a_heartbeat() -> No
     assert core.reason == "no leader in term 1 yet; refused entries of b (1 times)"
 
 
-def test_a_follower_that_refused_its_leader_grants_others_what_it_asks_itself_and_the_liar_nothing() -> None:
+def test_a_follower_that_refused_its_leader_votes_for_others_and_never_for_the_liar() -> None:
     core = a_core(term=1, meaning=Counting())
     arrive(core, "b", append_entries(with_nonsense_at(1), 1, 1, term=1))
     assert sends(arrive(core, "c", vote_request(2, True, 0, 0), now_ns=1)) == [("c", vote(2, True, True))]

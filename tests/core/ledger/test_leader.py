@@ -60,7 +60,7 @@ def test_a_leader_does_not_count_itself_before_its_own_disk_has_the_entry() -> N
     assert core.is_settled
 
 
-def test_an_entry_on_a_majority_without_the_leader_is_committed_but_not_taken_from_its_own_disk() -> None:
+def test_an_entry_on_the_others_disks_commits_and_the_leader_does_not_take_it_yet() -> None:
     core, effects, now_ns = a_leader()
     arrive(core, "b", ack(1, 1, True, 1), now_ns)
     arrive(core, "c", ack(1, 2, True, 1), now_ns)
@@ -258,7 +258,7 @@ def test_a_leader_without_a_majority_that_sees_a_newer_term_follows(message: Mes
 
 
 @pytest.mark.parametrize("message", NEWER)
-def test_a_leader_that_hears_a_majority_heeds_a_newer_term_only_of_a_follower_that_can_not_follow(
+def test_a_leader_with_a_majority_heeds_a_newer_term_only_of_who_can_not_follow(
     message: Message,
 ) -> None:
     core, _, now_ns = a_leader()

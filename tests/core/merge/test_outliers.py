@@ -110,7 +110,7 @@ def test_members_that_made_a_step_or_two_do_not_make_the_others_outliers() -> No
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
-def test_where_rounds_have_few_members_the_last_one_does_not_cut_those_that_bring_a_whole_cycle(names: str) -> None:
+def test_one_round_of_few_members_does_not_cut_those_that_bring_a_whole_cycle(names: str) -> None:
     recent = RecentRounds()
     for _ in range(ROUNDS_KEPT):
         recent.observe([of(name, 1.0) for name in names])

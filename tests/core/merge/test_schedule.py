@@ -147,7 +147,7 @@ def test_negative_durations_are_a_bug() -> None:
         StepTime().after(-1)
 
 
-def test_no_step_between_two_reports_makes_a_fragment_due_or_is_the_first_since_an_inclusion() -> None:
+def test_no_step_that_matters_lies_between_two_reports() -> None:
     positions = (FragmentPosition(3, 40, 41, 0), FragmentPosition(2, 38, 40, 0))
     # Fragment 0 is due at 40 + 8 - 1 = 47, fragment 1 at 45; the first steps after the inclusions are 42 and 41.
     reported, news = 40, []

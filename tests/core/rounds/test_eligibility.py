@@ -214,7 +214,7 @@ def test_newest_incarnation_is_remembered_whatever_comes_later() -> None:
     assert eligibility.incarnation_min("a") == 0
 
 
-def test_a_region_that_lacks_what_was_committed_a_while_ago_does_not_reduce_until_it_has_it() -> None:
+def test_a_region_that_lacks_older_commits_does_not_reduce_until_it_has_them() -> None:
     """Also where each fragment was committed again just now."""
     world, ledger, history = Neighbourhood(), Ledger(), RoundHistory(2)
     asked = eligibility_of(world.liveness, history)

@@ -160,7 +160,7 @@ def test_member_takes_a_snapshot_once_and_sends_it() -> None:
     assert place.take() == [Send("a", Contributed(FIRST, OWN)), SendContribution(FIRST, 1, OWN, STRIPES)]
 
 
-def test_a_contribution_of_a_new_learner_is_sent_to_all_whatever_the_reducers_have_of_the_old_one() -> None:
+def test_a_new_learners_contribution_goes_to_all_whatever_they_have_of_the_old_one() -> None:
     place = Place()
     place.open()
     place.take()

@@ -252,7 +252,7 @@ def test_a_flood_of_one_cause_is_one_line_and_one_note_with_a_count() -> None:
     assert lines[-1]["event"] == "refused"
 
 
-def test_a_flood_of_words_that_all_differ_is_bounded_and_leaves_the_other_kinds_in_the_status() -> None:
+def test_a_flood_of_different_words_is_bounded_and_leaves_the_other_kinds_there() -> None:
     notes = NoteBook("us", lambda: 0)
     notes.add(Note("digest", "parameters differ", 3, 4, is_alarm=True))
     with capture_logs() as lines:

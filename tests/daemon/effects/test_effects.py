@@ -269,7 +269,7 @@ async def test_a_reduction_without_its_bytes_says_whose_are_missing(bench: Bench
     assert bench.table.is_empty
 
 
-async def test_merged_stripes_of_a_failed_ballot_are_given_up_and_those_of_a_committed_one_go_on(bench: Bench) -> None:
+async def test_merged_stripes_go_on_only_where_their_ballot_committed(bench: Bench) -> None:
     reduction = (await reduce_here(bench))[0]
     assert isinstance(reduction, ReductionDone)
     own_stripe = bench.stripes()[0]

@@ -212,7 +212,7 @@ def test_rates_and_blocked_time_survive_the_restart_of_a_learner(bench: Bench) -
     assert bench.side.tokens_total == 101_500
 
 
-def test_a_process_that_goes_on_for_a_dead_one_keeps_its_counters_and_adds_its_own_blocked_time(bench: Bench) -> None:
+def test_a_successor_keeps_the_counters_of_a_dead_process_and_adds_its_blocked_time(bench: Bench) -> None:
     bench.side.on_attach(attach(), 1, ())
     bench.now_ns = 10 * SECOND
     bench.side.on_message(report(100, 1000, blocked_ns=3 * SECOND))

@@ -47,7 +47,7 @@ def test_hosts_of_fakes_have_none_of_them() -> None:
     assert Troubles.of(fakes.world, fakes.hosts) == {}
 
 
-def test_rot_never_takes_the_last_good_copy_and_one_region_has_it_at_a_time_for_a_fragment(
+def test_rot_spares_the_last_good_copy_and_strikes_a_fragment_in_one_region(
     simulation: Simulation,
 ) -> None:
     troubles = Troubles(simulation.world, simulation.hosts)

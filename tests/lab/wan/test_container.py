@@ -168,7 +168,7 @@ def container(environment: dict[str, str], tmp_path: Path) -> Iterator[Container
 
 @pytest.mark.system
 @needs_namespaces
-def test_the_device_is_shaped_before_the_region_starts_and_again_when_the_network_comes_back(
+def test_the_device_is_shaped_before_the_start_and_again_with_a_new_network(
     container: Container,
 ) -> None:
     container.plug("eth0")

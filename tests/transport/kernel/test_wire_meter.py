@@ -246,7 +246,7 @@ def test_a_socket_that_may_not_change_its_congestion_control_is_known_to_go_by_l
     assert meter.goes_by_loss
 
 
-def test_a_bulk_connection_that_has_just_joined_is_paced_and_not_control_that_has_sent_more(
+def test_a_bulk_connection_that_has_just_joined_is_paced_and_control_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()

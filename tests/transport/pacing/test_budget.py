@@ -68,7 +68,7 @@ def test_what_the_overhead_did_not_foresee_is_charged() -> None:
     assert ready_at_ns(budget, "b", left * 100 // 106 + 2, now_ns=NS_PER_S) > NS_PER_S
 
 
-def test_a_sender_on_a_path_with_large_headers_stays_below_the_ceiling_by_the_kernels_count() -> None:
+def test_with_large_headers_a_sender_stays_below_the_ceiling_by_the_kernels_count() -> None:
     rate, budget, now_ns = 1_250_003, EgressBudget(["b"], now_ns=0), 0
     budget.set_region_rate(rate, now_ns=0)
     sent, data, other, sampled_ns = [], 0, 0, 0
