@@ -53,7 +53,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_events, "PERIOD_S", 0.02)
 
 
-async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, str]]:
+async def event_stream(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, str]]:
     """The fields of each event; of a comment, its text as `comment`."""
     fields: dict[str, str] = {}
     async for line in answer.content:
@@ -71,7 +71,7 @@ async def test_a_snapshot_comes_first_and_then_one_status_after_the_other() -> N
         assert answer.content_type == "text/event-stream"
         assert answer.headers["Cache-Control"] == "no-store"
         events = []
-        async for event in events(answer):
+        async for event in event_stream(answer):
             events.append(event)
             if len(events) == 4:
                 break
@@ -88,7 +88,7 @@ async def test_ten_viewers_cost_one_document_each_time() -> None:
     async def watch(session: aiohttp.ClientSession, url: str) -> list[int]:
         async with session.get(url) as answer:
             events: list[int] = []
-            async for event in events(answer):
+            async for event in event_stream(answer):
                 events += [json.loads(event["data"])["made"]] if event["event"] == "status" else []
                 if len(events) == 10:
                     break
@@ -110,7 +110,7 @@ async def test_ten_viewers_cost_one_document_each_time() -> None:
 
 
 async def _first(answer: aiohttp.ClientResponse, number: int) -> AsyncIterator[dict[str, str]]:
-    async for event in events(answer):
+    async for event in event_stream(answer):
         yield event
         number -= 1
         if not number:
