@@ -15,7 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
-from diloco_node.cli.options import load, parsed
+from diloco_node.cli.options import load, parse_option
 from diloco_node.errors import ConfigError
 
 CONFIG_NAME: Final = "run.toml"
@@ -144,7 +144,7 @@ def _budget(text: str) -> str:
     from diloco_node.config.units import parse_rate
 
     if text:
-        parsed("--budget", text, parse_rate)
+        parse_option("--budget", text, parse_rate)
     return text
 
 

@@ -57,7 +57,7 @@ def load(config: Path | None, values: Mapping[str, tuple[str, Any]], assignments
     return load_config(config, flags_from(values, assignments))
 
 
-def parsed(flag: str, text: str, parse: Callable[[str], T]) -> T:
+def parse_option(flag: str, text: str, parse: Callable[[str], T]) -> T:
     """Parse the value of a flag.
 
     Args:

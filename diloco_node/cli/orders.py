@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_node.cli.options import ConfigOption, parsed
+from diloco_node.cli.options import ConfigOption, parse_option
 from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError, PeersUnreachable
@@ -49,7 +49,7 @@ def set_budget(
         raise ConfigError("nothing to set: give --egress or --ingress, such as --egress 2Gbit/s")
     for flag, text in (("--egress", egress), ("--ingress", ingress)):
         if text is not None:
-            parsed(flag, text, parse_ceiling_or_none)
+            parse_option(flag, text, parse_ceiling_or_none)
     folder = region_folder(place, config)
     change = {key: value for key, value in (("egress", egress), ("ingress", ingress), ("peer", peer)) if value}
     answer = _order(folder, "budget", change)

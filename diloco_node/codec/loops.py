@@ -82,7 +82,7 @@ def compiler(*signatures: tuple[Any, ...], is_cached: bool = False) -> Callable[
     return cast(Callable[[F], F], _njit(list(signatures) or None, **options))
 
 
-def _compiled(function: F) -> F:
+def _compile_part(function: F) -> F:
     return compiler()(function)
 
 
@@ -91,7 +91,7 @@ def _callable(*signatures: tuple[Any, ...]) -> Callable[[F], F]:
     return compiler(*signatures, is_cached=bool(cast(Any, config).CACHE_DIR))
 
 
-@_compiled
+@_compile_part
 def _block_at(layout: I64, span: I64, piece: int, block: int) -> tuple[int, int, int]:
     """First value and first byte of a block of this piece, counted from the start of the span, and its values."""
     before = block - layout[piece, 0]
@@ -109,7 +109,7 @@ def _block_at(layout: I64, span: I64, piece: int, block: int) -> tuple[int, int,
     return first_value - span[FIRST_VALUE], first_byte - span[FIRST_BYTE], n
 
 
-@_compiled
+@_compile_part
 def _largest_bits(bits: I32, first: int, n: int) -> np.int32:
     """The bit pattern of the largest magnitude, which orders NaN above infinity above everything else."""
     o = np.uint64(first)
@@ -119,7 +119,7 @@ def _largest_bits(bits: I32, first: int, n: int) -> np.int32:
     return largest
 
 
-@_compiled
+@_compile_part
 def _copy_bytes(source: U8, at: int, target: U8, to: int, n: int) -> None:
     """target[to:to+n] = source[at:at+n], for values that lie at any byte."""
     a, b = np.uint64(at), np.uint64(to)
@@ -127,7 +127,7 @@ def _copy_bytes(source: U8, at: int, target: U8, to: int, n: int) -> None:
         target[b + i] = source[a + i]
 
 
-@_compiled
+@_compile_part
 def _squares(n: int, floats: F32, sums: F64) -> float:
     """Sum of decoded[i]^2, i < n, in float64: 32 sums by i mod 32, in order, folded in halves. Fills up with zeros."""
     for i in range(np.uint64(n), np.uint64(256)):
@@ -149,7 +149,7 @@ def _squares(n: int, floats: F32, sums: F64) -> float:
 # ---- encoding --------------------------------------------------------------------------------------------------------
 
 
-@_compiled
+@_compile_part
 def _encode_fp32(bits: I32, first: int, n: int, out: U8, to: int, floats: F32, sums: F64) -> float:
     raw_bits = floats.view(np.int32)
     raw = floats.view(np.uint8)
@@ -160,7 +160,7 @@ def _encode_fp32(bits: I32, first: int, n: int, out: U8, to: int, floats: F32, s
     return _squares(n, floats, sums)
 
 
-@_compiled
+@_compile_part
 def _encode_bf16(
     bits: I32, first: int, n: int, keep: np.int32, out: U8, to: int, codes: U8, floats: F32, sums: F64
 ) -> float:
@@ -177,7 +177,7 @@ def _encode_bf16(
     return _squares(n, floats, sums)
 
 
-@_compiled
+@_compile_part
 def _encode_codes(
     kind: int,
     x: F32,
@@ -212,7 +212,7 @@ def _encode_codes(
     return np.float64(scale) * np.float64(scale) * np.float64(total)
 
 
-@_compiled
+@_compile_part
 def _encode_block(
     kind: int, x: F32, bits: I32, first: int, n: int, out: U8, to: int, codes: U8, floats: F32, sums: F64
 ) -> float:
@@ -236,7 +236,7 @@ def _encode_block(
 # ---- decoding: unpack, then check and measure, then scale; each loop below takes the parts it needs -----------------
 
 
-@_compiled
+@_compile_part
 def _unpack(kind: int, payload: U8, at: int, n: int, codes: U8, floats: F32) -> np.uint32:
     """int4 and int8: codes as signed bytes to `codes`, returns the scale's bits. Others: to `floats`, returns 0."""
     pairs = codes.view(np.uint16)
@@ -265,7 +265,7 @@ def _unpack(kind: int, payload: U8, at: int, n: int, codes: U8, floats: F32) -> 
     return scale_bits
 
 
-@_compiled
+@_compile_part
 def _checked_norm(kind: int, scale_bits: np.uint32, n: int, codes: U8, floats: F32, sums: F64) -> float:
     """The squared norm of the unpacked block, or -1 if it is refused.
 
@@ -291,7 +291,7 @@ def _checked_norm(kind: int, scale_bits: np.uint32, n: int, codes: U8, floats: F
     return scale * scale * np.float64(total)
 
 
-@_compiled
+@_compile_part
 def _scale_up(kind: int, scale_bits: np.uint32, n: int, codes: U8, floats: F32) -> None:
     """Turn unpacked codes into values; those of bf16 and fp32 are values already."""
     int8_codes = codes.view(np.int8)

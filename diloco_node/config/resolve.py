@@ -239,7 +239,7 @@ def _check_names(sources: Sources) -> None:
 
 def _explain(error: ValidationError, sources: Sources) -> str:
     first, *more_errors = error.errors(include_url=False)
-    also = ", ".join(_dotted(_key_of(detail)) for detail in more_errors[:5])
+    also = ", ".join(_key_text(_key_of(detail)) for detail in more_errors[:5])
     more = f" (also wrong: {also})" if also else ""
     return _explain_one(first, sources) + more
 
@@ -253,25 +253,27 @@ def _explain_one(detail: ErrorDetails, sources: Sources) -> str:
     origin = sources.origin(key)
     if detail["type"] == "extra_forbidden":
         siblings = _fields_at(key[:-1])
-        hint = _did_you_mean(key[-1], siblings) or f"; [{_dotted(key[:-1])}] has {', '.join(siblings)}"
-        return f"{_dotted(key)} ({origin}) is not a setting{hint}"
+        hint = _did_you_mean(key[-1], siblings) or f"; [{_key_text(key[:-1])}] has {', '.join(siblings)}"
+        return f"{_key_text(key)} ({origin}) is not a setting{hint}"
     field = _field_at(key)
     if detail["type"] == "missing":
-        return f"{_dotted(key)} is not set: add {key[-1]} = {_example(field)} under [{_dotted(key[:-1])}] in run.toml"
+        return (
+            f"{_key_text(key)} is not set: add {key[-1]} = {_example(field)} under [{_key_text(key[:-1])}] in run.toml"
+        )
     value = toml_text(detail["input"])[:_SHOWN_CHARACTERS_MAX]
     if detail["type"] in {"model_type", "dict_type"}:
-        return f"{_dotted(key)} is {value} ({origin}): it must be a table, [{_dotted(key)}]"
+        return f"{_key_text(key)} is {value} ({origin}): it must be a table, [{_key_text(key)}]"
     reason = re.sub(r"^(Value error, |Assertion failed, )", "", detail["msg"])
     reason = re.sub(r"^Input should be a valid (\w+)(, .*)?$", r"it must be of type \1", reason)
     reason = re.sub(r"^(Input|String|Tuple|Value) should ", "it must ", reason)
-    return f"{_dotted(key)} is {value} ({origin}): {reason}; for example {key[-1]} = {_example(field)}"
+    return f"{_key_text(key)} is {value} ({origin}): {reason}; for example {key[-1]} = {_example(field)}"
 
 
 def _key(text: str) -> Key:
     return tuple(text.split("."))
 
 
-def _dotted(key: Key) -> str:
+def _key_text(key: Key) -> str:
     return ".".join(key)
 
 

@@ -82,6 +82,7 @@ class RegionCore:
         silent_heartbeats: int = SILENT_HEARTBEATS,
     ) -> None:
         self._region = region
+        # Sorted, this region among them: every iteration over regions takes this order.
         self._regions = tuple(sorted(regions))
         self._manifest = manifest
         self._settings = settings

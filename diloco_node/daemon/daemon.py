@@ -71,6 +71,7 @@ class Daemon:
         self._console = Console(spec.run_id, spec.state_dir, spec.settings, now_s=time.monotonic())
         self._history = RunHistory(spec.state_dir, sample_s=spec.history_every_s)
         self.learner_server = LearnerServer(spec.learner_socket, self)
+        # The ledger, files and sums have threads of their own: a slow disk holds up no sum.
         self._threads = Threads.start()
         self._admission = Admission(spec.state_dir, self._threads.disk)
         # All that run; a task that ends with an error ends the daemon.

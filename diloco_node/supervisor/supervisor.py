@@ -109,6 +109,7 @@ class _Supervisor:
         if spec.tracker_command is not None:
             self._tracker = Child("tracker", spec.tracker_command, signal.SIGTERM, spec, is_shown=False)
             self._children.append(self._tracker)
+        # The learner's, or None: without preloading, and without a learner.
         self._forks = self._learner.forks if self._learner is not None else None
         # Whether the fork server was started, which waits for the daemon.
         self._has_preloaded = False

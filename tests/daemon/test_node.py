@@ -14,7 +14,7 @@ import pytest
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.final_model import LINGER_S
-from diloco_node.lab.account_check import check_account
+from diloco_node.lab.demo.account_check import check_account
 from diloco_node.storage.trained import read_trained
 from tests.kit.node_kit import MANIFEST, NO_BUDGET
 from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop

@@ -17,7 +17,7 @@ from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import Entry, LedgerBase
 from diloco_node.daemon.manifest_file import load_manifest
-from diloco_node.lab.account_check import AccountReport, check_account
+from diloco_node.lab.demo.account_check import AccountReport, check_account
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_report import build_report, learner_status, longest_ledger, read_region_report
 from diloco_node.lab.demo.demo_run import Demo

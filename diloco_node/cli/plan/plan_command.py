@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
-from diloco_node.cli.options import parsed
+from diloco_node.cli.options import parse_option
 from diloco_node.errors import ConfigError
 from diloco_node.state_names import NODE_NAME
 
@@ -227,7 +227,7 @@ def _step_time(source: Source, flag: str | None) -> tuple[int, str]:
     if flag is not None:
         from diloco_node.config.units import parse_duration
 
-        step_time_ns = parsed("--step-time", flag, parse_duration).ns
+        step_time_ns = parse_option("--step-time", flag, parse_duration).ns
         if step_time_ns < 1:
             raise ConfigError("--step-time is 0: a step takes some time, as 1s or 250ms")
         return step_time_ns, "--step-time"
@@ -242,7 +242,7 @@ def _rtt(source: Source, flag: str | None, mesh: Path | None) -> tuple[int, str]
     if flag is not None:
         from diloco_node.config.units import parse_duration
 
-        return parsed("--rtt", flag, parse_duration).ns, "--rtt"
+        return parse_option("--rtt", flag, parse_duration).ns, "--rtt"
     return (source.rtt_ns, "as it runs") if source.rtt_ns else (RTT_NS, ASSUMED)
 
 
@@ -251,7 +251,7 @@ def _limits(budget: str | None, egress: str | None, ingress: str | None) -> tupl
     from diloco_node.config.units import parse_rate
 
     total, out, into = (
-        None if text is None else parsed(flag, text, parse_rate).bytes_per_s
+        None if text is None else parse_option(flag, text, parse_rate).bytes_per_s
         for flag, text in (("--budget", budget), ("--egress", egress), ("--ingress", ingress))
     )
     return (total if out is None else out), (total if into is None else into)

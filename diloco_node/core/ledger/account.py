@@ -5,7 +5,7 @@ Per learner, incarnation and fragment the intervals (a, b] of inclusions (member
 are carried: they are in the parameters of a living learner and will be in a later merge.
 
 Everybody who asks whether steps may be booked asks `Account.fault`: the leader before it merges, every region before it
-takes an entry. `lab.account_check` recomputes the account from the raw entries and shares no code with it.
+takes an entry. `lab.demo.account_check` recomputes the account from the raw entries and shares no code with it.
 """
 
 from __future__ import annotations

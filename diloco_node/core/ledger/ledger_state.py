@@ -65,6 +65,7 @@ class LedgerState:
         if entries and entries[-1].term > term:
             raise ValueError(f"term {term} is older than the last entry, of term {entries[-1].term}")
         self._region = region
+        # Sorted, this region among them; the same for the life of the run. `_peers` are the others.
         self._voters = tuple(sorted(voters))
         self._peers = tuple(peer for peer in self._voters if peer != region)
         self._heartbeat_ns = heartbeat_ns

@@ -135,7 +135,9 @@ class LearnerProxy:
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
         self._version_area = memory(learner_link.VERSION_AREA, 4 * manifest.size)
         self._contribution_area = memory(learner_link.CONTRIBUTION_AREA, self._offsets[-1])
+        # The bytes of `_contribution_area`; the learner writes them, this process only reads.
         self._contributions = np.frombuffer(self._contribution_area, np.uint8)
+        # Steps and tokens as the learner counts them itself; they outlive its process.
         self.counters = memory(learner_link.COUNTERS_AREA, AREA_BYTES)
         self.version_area = VersionArea(
             np.frombuffer(self._version_area, np.float32),

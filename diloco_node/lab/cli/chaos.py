@@ -43,14 +43,14 @@ def strike(
     """
     import asyncio
 
-    from diloco_node.cli.options import parsed
+    from diloco_node.cli.options import parse_option
     from diloco_node.config.units import parse_duration
     from diloco_node.errors import PeersUnreachable
     from diloco_node.lab.chaos.fault_plan import LASTING
 
     if lasts is None and kind in LASTING:
         lasts = FOR_DEFAULT
-    lasts_ns = parsed("--for", lasts, parse_duration).ns if lasts is not None else 0
+    lasts_ns = parse_option("--for", lasts, parse_duration).ns if lasts is not None else 0
     try:
         fault = asyncio.run(_strike(kind, target, lasts_ns, folder))
     except asyncio.CancelledError:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_node.cli.options import parsed
+from diloco_node.cli.options import parse_option
 from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError
 
@@ -155,9 +155,9 @@ def set_path(
         one_way,
         name=name,
         as_json=as_json,
-        delay_ns=None if delay is None else parsed("--delay", delay, parse_duration).ns,
-        jitter_ns=None if jitter is None else parsed("--jitter", jitter, parse_duration).ns,
-        loss_ppm=None if loss is None else parsed("--loss", loss, parse_loss),
+        delay_ns=None if delay is None else parse_option("--delay", delay, parse_duration).ns,
+        jitter_ns=None if jitter is None else parse_option("--jitter", jitter, parse_duration).ns,
+        loss_ppm=None if loss is None else parse_option("--loss", loss, parse_loss),
         rate=rate,
     )
 

@@ -14,8 +14,8 @@ from diloco_node.core.types import DiskNamedBody, Entry, FragmentPosition, Learn
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.errors import StorageError
-from diloco_node.lab.account_check import AccountReport, check_account
 from diloco_node.lab.chaos.story import RunSample, TimedMerge, timed_merges
+from diloco_node.lab.demo.account_check import AccountReport, check_account
 from diloco_node.planning.rates import format_rate
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import read_trained

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.cli.options import parsed
+from diloco_node.cli.options import parse_option
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.page.page_report import PAGE_NAME, write_page
 from diloco_node.cli.places import targets_in
@@ -114,7 +114,7 @@ def run_demo(options: DemoOptions) -> int:
     if options.has_outage and options.tokens:
         raise ConfigError("--outage is laid out for a time: give --seconds, not --tokens")
     if options.budget:
-        parsed("--budget", options.budget, parse_ceiling)
+        parse_option("--budget", options.budget, parse_ceiling)
     missing = [path for path in options.data if not Path(path).exists()]
     if missing:
         raise ConfigError(f"--data {missing[0]} does not exist; give files or folders of text")

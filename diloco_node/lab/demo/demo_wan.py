@@ -152,7 +152,7 @@ def _worst(pairs: Sequence[Mapping[str, Any]]) -> str:
 
 
 @dataclass(slots=True)
-class LossWatch:
+class OutageLosses:
     """Held-out losses of the regions' own parameters: the last before a heal, and one cycle after it.
 
     Attributes:
@@ -234,7 +234,7 @@ class DemoOutage:
             "seconds_to_equal_digests": None,
         }
         due = _most(peers)
-        losses = LossWatch(self.cycle_steps)
+        losses = OutageLosses(self.cycle_steps)
         losses.start(self.regions)
         await self.wan.heal(victim.name)
         self.say(
@@ -244,7 +244,7 @@ class DemoOutage:
         await self._watch_return(victim, peers, due, losses)
 
     async def _watch_return(
-        self, victim: RegionProcess, peers: Sequence[RegionProcess], due: Sequence[int], losses: LossWatch
+        self, victim: RegionProcess, peers: Sequence[RegionProcess], due: Sequence[int], losses: OutageLosses
     ) -> None:
         """Until the region has what the others had at the heal, and then the very bytes that another one has.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.cli.options import parsed
+from diloco_node.cli.options import parse_option
 from diloco_node.errors import ConfigError
 
 SPEEDS_APART_MAX: Final = 16.0
@@ -65,10 +65,10 @@ def parse_mix(speeds: str, batches: str, names: Sequence[str], *, ranks: str = "
         ConfigError: a wrong number of them, or one that can't be.
     """
     mix = LearnerMix(
-        parsed("--speeds", speeds, _speeds),
-        parsed("--batches", batches, _batches),
-        parsed("--ranks", ranks, _ranks),
-        parsed("--shard", shards, _shards),
+        parse_option("--speeds", speeds, _speeds),
+        parse_option("--batches", batches, _batches),
+        parse_option("--ranks", ranks, _ranks),
+        parse_option("--shard", shards, _shards),
     )
     lists: dict[str, Sequence[object]] = {
         "--speeds": mix.speeds,

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.cli.options import parsed
+from diloco_node.cli.options import parse_option
 from diloco_node.config.units import parse_duration
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.chaos import story
@@ -128,8 +128,8 @@ class DemoStorm:
             end_ns = int((options.seconds - CALM_S) * NS_PER_S)
             if end_ns <= 0:
                 raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
-        self._mtbf = parsed("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
-        self._victims = parsed("--victims", options.victims, parse_victims) if options.victims else VICTIMS
+        self._mtbf = parse_option("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
+        self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
         self.plan: FaultPlan
         if options.tape is not None:
             self.plan = read_tape(options.tape, self._names).until(end_ns)

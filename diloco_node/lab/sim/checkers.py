@@ -71,6 +71,7 @@ class Checkers:
         self.violations: list[str] = []
         self.history: list[Entry] = []
         self.commits = 0
+        # Set by the simulation before the first event.
         self.hosts: dict[str, Host] = {}
         self.busy = ""
         self.liars: frozenset[str] = frozenset()
@@ -79,6 +80,7 @@ class Checkers:
         self.oracle = Oracle(setup, self.violate)
         self._world = world
         self._setup = setup
+        # One for each region, made anew when its daemon starts again.
         self._memories = {name: RegionMemory() for name in setup.regions}
         # These keep the first value of a key; another value later is a violation.
         # By (voter, term), the candidate.
@@ -98,6 +100,7 @@ class Checkers:
             msg.MergeDecided: self._decides,
             msg.Contributed: self._contributes,
         }
+        # One check for each kind of effect; a kind without one is never checked.
         self._effect_checks: dict[type, Callable[[Host, Any], None]] = {
             ev.Send: self._send,
             ev.PersistLedger: self._proposes,

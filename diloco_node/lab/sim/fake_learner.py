@@ -124,6 +124,7 @@ class FakeLearner:
         self.incarnation = incarnation
         self.step = 0
         self.tokens = 0
+        # True once the run has told it to stop; no step follows.
         self.finished = False
         self.parts = [_blank(layout) for layout in setup.layouts]
         self._world = world

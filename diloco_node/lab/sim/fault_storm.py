@@ -136,7 +136,9 @@ class Chaos:
         self._raft = RaftFaults(world, network, hosts)
         gray = GrayFaults(world, network, checkers, hosts)
         troubles = Troubles.of(world, hosts)
+        # Weights, by kind, of the next fault; fixed for the whole run.
         self._odds = SCHEDULES[schedule] | (TROUBLES[schedule] if troubles else {})
+        # Each kind begins a fault and returns what heals it; None: it found nothing to strike.
         self._kinds: dict[str, Callable[[], Callable[[], None] | None]] = {
             "daemon killed": self._kill_daemon,
             "leader killed": self._kill_leader,

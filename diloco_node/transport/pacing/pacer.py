@@ -99,6 +99,7 @@ class Pacer:
         self._meter = meter
         self._send = send
         self._now_ns = now_ns
+        # The only wall clock here: ceilings may differ by the time of day.
         self._minute_of_day = minute_of_day or _local_minute
         # The budget as set; the ceilings of this minute are in `_egress` and `_grants`.
         self._plan = BudgetPlan()

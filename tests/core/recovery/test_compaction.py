@@ -31,7 +31,7 @@ from diloco_node.core.types import (
     SummaryBody,
 )
 from diloco_node.errors import ProtocolViolation
-from diloco_node.lab.account_check import check_account
+from diloco_node.lab.demo.account_check import check_account
 from tests.kit.rounds_kit import GENESIS, Ledger, committed_round, contribution
 
 BODIES: list[EntryBody] = [

@@ -175,7 +175,7 @@ class _Checker:
         return identity in self._trained or identity in self._uncounted
 
     def _count_lost(self) -> None:
-        """Of an incarnation without a count, what is booked of its furthest fragment was trained."""
+        """Steps of an incarnation without a count are those booked of its furthest fragment."""
         for identity in self._uncounted:
             steps, tokens = 0, 0
             for fragment in range(self._fragments):
@@ -204,7 +204,7 @@ class _Checker:
             self._check_position(learner, self._positions[learner])
 
     def _check_closed(self, learner: str, newest: int, tokens: tuple[int, ...]) -> None:
-        """Of closed incarnations only sums are left: together they trained what was merged or discarded."""
+        """Closed incarnations leave only sums: together they trained what was merged or discarded."""
         if learner in self._lost:
             return  # a count may be among those that were lost
         tokens_trained = sum(
@@ -221,9 +221,9 @@ class _Checker:
         """The intervals follow each other, and a step has the same tokens before it in every fragment."""
         step, tokens = self._start.get((*identity, fragment), (0, 0))
         if tokens_at.setdefault(step, tokens) != tokens:
-            self._fault(f"{_named(identity, fragment)}: {_pair((step, tokens))} summed up, {tokens_at[step]} elsewhere")
+            self._fault(f"{_label(identity, fragment)}: {_pair((step, tokens))} summed up, {tokens_at[step]} elsewhere")
         for interval in sorted(self._intervals.get((*identity, fragment), [])):
-            where = f"entry {interval.entry}: {_named(identity, fragment)}: {_text(interval)}"
+            where = f"entry {interval.entry}: {_label(identity, fragment)}: {_text(interval)}"
             if interval.step_from > step:
                 self._fault(f"{where} leaves out ({step}, {interval.step_from}]")
             elif interval.step_from < step:
@@ -238,14 +238,14 @@ class _Checker:
         return step, tokens
 
     def _check_rest(self, identity: _Identity, fragment: int, interval: tuple[int, int], *, is_alive: bool) -> None:
-        """What is covered was trained; of a dead incarnation, everything that was trained is covered."""
+        """Covered steps were trained; a dead incarnation has every trained step covered."""
         total = self._trained[identity]
         if interval[0] > total[0] or interval[1] > total[1]:
-            self._fault(f"{_named(identity, fragment)}: {_pair(interval)} merged or discarded, {_pair(total)} trained")
+            self._fault(f"{_label(identity, fragment)}: {_pair(interval)} merged or discarded, {_pair(total)} trained")
         elif interval[0] == total[0] and interval[1] != total[1]:
-            self._fault(f"{_named(identity, fragment)}: all steps are covered, but {_pair(interval)} of {_pair(total)}")
+            self._fault(f"{_label(identity, fragment)}: all steps are covered, but {_pair(interval)} of {_pair(total)}")
         elif not is_alive and interval != total and identity not in self._uncounted:
-            self._fault(f"{_named(identity, fragment)}: dead, but only {_pair(interval)} of {_pair(total)} are covered")
+            self._fault(f"{_label(identity, fragment)}: dead, but only {_pair(interval)} of {_pair(total)} are covered")
 
     def _check_monotonic(self, identity: _Identity, tokens_at: dict[int, int]) -> None:
         steps = sorted(tokens_at)
@@ -273,7 +273,7 @@ class _Checker:
             if (position.included_step, position.included_tokens) not in ends:
                 position_pair = _pair((position.included_step, position.included_tokens))
                 self._fault(
-                    f"{_named(identity, fragment)}: it was included up to {position_pair}, the ledger has no such"
+                    f"{_label(identity, fragment)}: it was included up to {position_pair}, the ledger has no such"
                 )
 
     def _fault(self, text: str) -> None:
@@ -316,7 +316,7 @@ class _Checker:
         return closed_tokens
 
 
-def _named(identity: _Identity, fragment: int) -> str:
+def _label(identity: _Identity, fragment: int) -> str:
     return f"{identity[0]} incarnation {identity[1]} fragment {fragment}"
 
 

@@ -19,7 +19,7 @@ from diloco_node.core.types import (
     Member,
     RoundBody,
 )
-from diloco_node.lab.account_check import AccountReport, check_account
+from diloco_node.lab.demo.account_check import AccountReport, check_account
 from tests.kit.account_kit import TOKENS_PER_STEP, account_round, offer, seal_all
 
 
