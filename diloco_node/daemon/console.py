@@ -71,7 +71,7 @@ class Console:
             return self._waiting(not_ready, now_s)
         lines = []
         if not self._is_joined or self._waits_for.startswith("told:"):
-            lines.append(self._joined(status))
+            lines.append(self._join_line(status))
             self._is_joined, self._pace_s, self._rounds = True, now_s, status["rounds_committed"]
         self._waits_for = ""
         if now_s - self._pace_s >= PACE_S:
@@ -87,7 +87,7 @@ class Console:
         self._waits_for = f"told:{cause}"
         return [f"does not merge yet: {reason}" if not self._is_joined else f"merges no more: {reason}"]
 
-    def _joined(self, status: Mapping[str, Any]) -> str:
+    def _join_line(self, status: Mapping[str, Any]) -> str:
         leader = status["leader"]
         place = "leads" if leader == status["region"] else f"follows {leader}"
         verb = "is back in" if self._is_joined else "joined"

@@ -64,22 +64,31 @@ class Daemon:
     """Owns everything in the process; `run` is its life."""
 
     def __init__(self, spec: NodeSpec, log_levels: PartLevels | None = None) -> None:
+        # As on disk in the state folder: an operator's changes are saved before they count.
         self.spec = spec
         self.notes = NoteBook(spec.region, time.monotonic_ns, lambda text: console_line(spec.region, f"ALARM: {text}"))
         self._log_levels = log_levels or PartLevels()
         self._console = Console(spec.run_id, spec.state_dir, spec.settings, now_s=time.monotonic())
+        self._history = RunHistory(spec.state_dir, sample_s=spec.history_every_s)
         self.learner_server = LearnerServer(spec.learner_socket, self)
         self._threads = Threads.start()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._ended: asyncio.Future[int] | None = None
-        self._store: RegionStore | None = None
-        self._node: Node | None = None
-        self._is_building = False
-        self._was_finished = False
         self._admission = Admission(spec.state_dir, self._threads.disk)
+        # All that run; a task that ends with an error ends the daemon.
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Resolved once, by the first reason to end; None before `run`.
+        self._ended: asyncio.Future[int] | None = None
+        # Open from `run` until the end of `_stop`.
+        self._store: RegionStore | None = None
+        # None until the model is known and the core has recovered; then for good.
+        self._node: Node | None = None
+        # Whether a node is being built, or was: there is never a second one.
+        self._is_building = False
+        # Whether the folder's run was over when this daemon came: then its last report stays.
+        self._was_finished = False
+        # The learner that attached before there was a node, if it is still there.
         self._waiting_attach: Attach | None = None
+        # The supervisor's facts about the learner's process; empty where it is started by somebody else.
         self._learner_process: dict[str, Any] = {}
-        self._history = RunHistory(spec.state_dir, sample_s=spec.history_every_s)
 
     async def run(self) -> int:
         """Start, serve, stop; the exit code.
@@ -282,7 +291,7 @@ class Daemon:
         self._waiting_attach = None
         if self._node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
-            self._node.reception.detached()
+            self._node.reception.on_detach()
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""

@@ -138,7 +138,7 @@ class PeerLines:
             if len(self._repeats) >= PEERS_MAX:
                 self._repeats.clear()
             repeats = self._repeats[peer] = Repeats(time.monotonic_ns, causes_max=PEER_CAUSES_MAX)
-        count = repeats.ended()
+        count = repeats.end_window()
         if not repeats.is_new(event["event"], numberless(str(event.get("reason", event.get("error", ""))))):
             raise structlog.DropEvent
         if count:

@@ -42,7 +42,7 @@ class Repeats:
         self._since_ns = now_ns()
         self._counts: dict[str, dict[Hashable, int]] = {}
 
-    def ended(self) -> list[tuple[str, int]]:
+    def end_window(self) -> list[tuple[str, int]]:
         """When a window is over: how many lines of each kind it held back, sorted. Empty in the middle of one."""
         now_ns = self._now_ns()
         if now_ns - self._since_ns < WINDOW_NS:

@@ -127,7 +127,7 @@ class RoundLog:
         elif (fragment := _fragment_of(event)) is not None:
             self._look_at(fragment, now_ns)
         if isinstance(event, ev.VersionApplied):
-            self._applied(event.fragment, event.version, now_ns)
+            self._end_apply(event.fragment, event.version, now_ns)
         self._reasons.clear()
 
     def _note_commits(self, now_ns: int) -> None:
@@ -180,7 +180,7 @@ class RoundLog:
         reason = self._reasons.get(fragment, "another ballot took its place")
         self._add(round_, "failed", now_ns, members=round_.members, missing=late, reason=reason)
 
-    def _applied(self, fragment: int, version: int, now_ns: int) -> None:
+    def _end_apply(self, fragment: int, version: int, now_ns: int) -> None:
         for at in sorted(place for place in self._applying if place[0] == fragment and place[1] <= version):
             round_ = self._applying.pop(at)
             round_.pass_time("apply", (), now_ns=now_ns)

@@ -69,13 +69,13 @@ def point_of(status: Mapping[str, Any], unix: float) -> Point | None:
     return [_number(facts[name]) for name in ALL_COLUMNS]
 
 
-def halved(points: Sequence[Point]) -> list[Point]:
+def halve(points: Sequence[Point]) -> list[Point]:
     """Each two points made one; a last one without a partner stays."""
-    pairs = [_joined(points[at], points[at + 1]) for at in range(0, len(points) - 1, 2)]
+    pairs = [_join(points[at], points[at + 1]) for at in range(0, len(points) - 1, 2)]
     return pairs + list(points[len(pairs) * 2 :])
 
 
-def _joined(first: Point, second: Point) -> Point:
+def _join(first: Point, second: Point) -> Point:
     return [
         _mean(before, after) if name in MEANS else after
         for name, before, after in zip(ALL_COLUMNS, first, second, strict=True)
@@ -120,7 +120,7 @@ class RunHistory:
         self._points.append(point)
         self._unwritten.append(point)
         if len(self._points) >= self._points_max:
-            self._points = halved(self._points)
+            self._points = halve(self._points)
             self.period_s *= 2
             self._is_whole = False
         return True

@@ -135,7 +135,7 @@ class HistoryFollower:
         self._state_dir = state_dir
         self._trackers = trackers
         self._seen: tuple[int, int] | None = None
-        self._until = self._remembered()
+        self._until = self._read_position()
 
     def look(self) -> int:
         """Hand on the points that each tracker does not have; how many there were.
@@ -183,7 +183,7 @@ class HistoryFollower:
             count += 1
         return count
 
-    def _remembered(self) -> dict[str, float]:
+    def _read_position(self) -> dict[str, float]:
         with contextlib.suppress(OSError, ValueError, AttributeError, OverflowError, RecursionError):
             document = json.loads((self._state_dir / TRACKED_NAME).read_bytes())
             return {name: float(unix) for name, unix in document.items() if isinstance(unix, (int, float))}
@@ -191,7 +191,7 @@ class HistoryFollower:
 
 
 @contextlib.contextmanager
-def opened(state_dir: Path, region: str, run_id: str, names: Sequence[str]) -> Iterator[dict[str, CurveTracker]]:
+def open_trackers(state_dir: Path, region: str, run_id: str, names: Sequence[str]) -> Iterator[dict[str, CurveTracker]]:
     """Open the trackers that can be opened; they are closed at the end.
 
     Raises:
@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
     """
     folder, region, run_id, *names = arguments
     over = threading.Event()
-    with opened(Path(folder), region, run_id, names) as trackers:
+    with open_trackers(Path(folder), region, run_id, names) as trackers:
         # After the libraries, which may have handlers of their own.
         signal.signal(signal.SIGTERM, lambda number, frame: over.set())
         follower = HistoryFollower(Path(folder), trackers)

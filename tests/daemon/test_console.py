@@ -12,7 +12,7 @@ from diloco_node.daemon.console import LINE_CHARS_MAX, PACE_S, WAIT_TOLD_S, Cons
 
 
 def status(**changes: Any) -> dict[str, Any]:
-    known = {
+    document = {
         "state": "training",
         "region": "us",
         "leader": "eu",
@@ -20,7 +20,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "rounds_committed": 0,
         "learner": {"step": 0, "loss": None, "tokens_per_second": None},
     }
-    return known | changes
+    return document | changes
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def test_a_run_from_joining_to_the_final_model(console: Console, tmp_path: Path)
     assert line.endswith("50 rounds, 2.0 a minute"), "since the line before"
     assert console.look(status(state="finished", rounds_committed=50), "", now_s=200.0) == []
     (tmp_path / "final.safetensors").touch()
-    said = console.look(status(state="finished", rounds_committed=50), "", now_s=201.0)
-    assert said == [f"run try is finished, 50 rounds; the model is in {tmp_path / 'final.safetensors'}"]
+    lines = console.look(status(state="finished", rounds_committed=50), "", now_s=201.0)
+    assert lines == [f"run try is finished, 50 rounds; the model is in {tmp_path / 'final.safetensors'}"]
     assert console.look(status(state="finished", rounds_committed=50), "", now_s=202.0) == []
 
 
@@ -52,8 +52,8 @@ def test_only_what_lasts_is_told_and_once(console: Console) -> None:
     assert console.look(status(), "no majority answers", now_s=6.0) == []
     assert console.look(status(), "no majority answers", now_s=5.0 + WAIT_TOLD_S) == [], "it began anew"
     assert console.look(status(), "no majority answers for 1 s", now_s=6.0) == []
-    told = console.look(status(), "no majority answers for 11 s", now_s=6.0 + WAIT_TOLD_S)
-    assert told == ["merges no more: no majority answers for 11 s"]
+    lines = console.look(status(), "no majority answers for 11 s", now_s=6.0 + WAIT_TOLD_S)
+    assert lines == ["merges no more: no majority answers for 11 s"]
     assert console.look(status(), "no majority answers for 12 s", now_s=50.0) == []
     assert console.look(status(leader="us"), "", now_s=60.0) == ["is back in run try: 3 regions, leads; trains"]
 

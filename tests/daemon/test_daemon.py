@@ -116,14 +116,14 @@ class Learner:
         async with asyncio.timeout(120):
             while True:
                 try:
-                    one = cls(*await asyncio.open_unix_connection(str(spec.learner_socket)))
+                    learner = cls(*await asyncio.open_unix_connection(str(spec.learner_socket)))
                     break
                 except OSError:
                     await asyncio.sleep(0.01)
         count = 0 if incarnation == NEW_PROCESS else 2
         positions, snapshots = (UNATTACHED,) * count, (NO_SNAPSHOT,) * count
-        one.say(Attach(LINK_PROTOCOL, 1, tensors, incarnation, "", 0, 0, 0, positions, snapshots))
-        return one
+        learner.say(Attach(LINK_PROTOCOL, 1, tensors, incarnation, "", 0, 0, 0, positions, snapshots))
+        return learner
 
     def say(self, message: Any) -> None:
         self.writer.write(frame(TO_DAEMON.encode(message)))
@@ -213,17 +213,17 @@ async def test_an_older_life_that_finds_a_new_daemon_first_or_last_does_not_disp
 
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
-    for life, other in (lives, reversed(lives)):
+    for life, other_life in (lives, reversed(lives)):
         learner = await Learner.attach(spec, life)
         answer = await learner.hear()
-        late = await Learner.attach(spec, other)
-        refused = await late.hear()
-        if life > other:
-            answer, refused = refused, answer
-        assert isinstance(answer, Refuse)
-        assert answer.is_final
-        assert isinstance(refused, Welcome)
-        assert refused.incarnation == max(lives)
+        late = await Learner.attach(spec, other_life)
+        refusal = await late.hear()
+        if life < other_life:
+            answer, refusal = refusal, answer
+        assert isinstance(refusal, Refuse)
+        assert refusal.is_final
+        assert isinstance(answer, Welcome)
+        assert answer.incarnation == max(lives)
         await learner.close()
         await late.close()
     assert await end(daemon, running) == 0
@@ -236,12 +236,12 @@ async def test_a_process_with_another_model_does_not_displace_the_learner(
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
     await learner.hear()
-    other = await Learner.attach(spec, tensors=MANIFEST.tensors[:1])
-    answer = await other.hear()
+    other_life = await Learner.attach(spec, tensors=MANIFEST.tensors[:1])
+    answer = await other_life.hear()
     assert isinstance(answer, Refuse)
     assert "not the run's model" in answer.reason
     assert daemon.learner_server.is_attached
-    await other.close()
+    await other_life.close()
     await learner.close()
     assert await end(daemon, running) == 0
 
@@ -274,9 +274,9 @@ async def test_a_newer_process_with_our_certificate_ends_this_one(
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
     await learner.hear()
-    told = nodes[0].transport._superseded
-    assert told is not None
-    told(SupersededError("a newer process of a runs"))
+    on_superseded = nodes[0].transport._superseded
+    assert on_superseded is not None
+    on_superseded(SupersededError("a newer process of a runs"))
     with pytest.raises(SupersededError) as caught:
         async with asyncio.timeout(120):
             await running
@@ -364,15 +364,15 @@ async def test_a_region_that_serves_says_nothing_of_the_learner_that_there_was_a
     begin_run(spec.state_dir, "run", names, finished="run.steps is reached")
     write_process(spec.state_dir, {"state": "done", "reason": "", "crashes": 0, "hangs": 0, "exit_code": 0})
     settings = ("rounds.sync_every=24",)
-    others = dict.fromkeys(names[1:])
-    daemon = Daemon(dataclasses.replace(spec, regions=names, peers=others, is_serving=True, shared_settings=settings))
+    peers = dict.fromkeys(names[1:])
+    daemon = Daemon(dataclasses.replace(spec, regions=names, peers=peers, is_serving=True, shared_settings=settings))
     running = asyncio.create_task(daemon.run())
     await until(lambda: bool(nodes) and daemon._node is not None)
     await in_thread(daemon._threads.background, bool)
     assert nodes[0].transport._hello.settings == settings, "peers are told what differs"
     status = daemon.status()
     assert status["learner_process"] == {}
-    assert [one["code"] for one in status["health"]["alerts"] if "LEARNER" in one["code"]] == []
+    assert [learner["code"] for learner in status["health"]["alerts"] if "LEARNER" in learner["code"]] == []
     assert await end(daemon, running) == 0
     assert not (spec.state_dir / HISTORY_NAME).exists()
 
@@ -460,8 +460,8 @@ async def test_an_attach_waits_for_the_disk_and_the_loop_does_not(
     await until(waiting.is_set)
     assert daemon.status()["learner"] is None, "the loop answers"
     third = await Learner.attach(spec)  # a newer process: the second is refused, with its number allotted
-    refused = await second.hear()
-    assert isinstance(refused, Refuse)
+    answer = await second.hear()
+    assert isinstance(answer, Refuse)
     third.say(Report(5, 50, None, 1, 0, None, None, 5))
     await until(lambda: daemon.notes.last[-1]["text"] == "Report before its welcome: ignored")
     assert daemon.status()["learner"] is None
@@ -524,8 +524,8 @@ async def test_what_recovery_found_damaged_is_an_alarm_and_in_the_status(
     theta = np.zeros(MANIFEST.fragments[0].size, np.float32)
     store.store_state(0, 0, theta, theta, b"d" * 32)
     store.close()
-    (damaged,) = spec.state_dir.glob("state/f000*")
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    (state_file,) = spec.state_dir.glob("state/f000*")
+    state_file.write_bytes(state_file.read_bytes()[:-1] + b"x")
     with (spec.state_dir / "ledger.log").open("ab") as file:
         file.write(b"half")
     (spec.state_dir / "learner").mkdir()
@@ -535,11 +535,11 @@ async def test_what_recovery_found_damaged_is_an_alarm_and_in_the_status(
     await until(lambda: "disk" in daemon.status())
     disk = daemon.status()["disk"]
     assert (disk["files_set_aside"], disk["ledger_cut_bytes"], disk["refused"]) == (1, 4, "")
-    told = [note for note in daemon.notes.last if note["kind"] == "disk"]
-    assert [note["is_alarm"] for note in told] == [True, True, False]
-    assert f"{damaged.name}.damaged" in told[0]["text"]
-    assert "trained-1" in told[1]["text"]
-    assert "4 bytes" in told[2]["text"]
+    notes = [note for note in daemon.notes.last if note["kind"] == "disk"]
+    assert [note["is_alarm"] for note in notes] == [True, True, False]
+    assert f"{state_file.name}.damaged" in notes[0]["text"]
+    assert "trained-1" in notes[1]["text"]
+    assert "4 bytes" in notes[2]["text"]
     learner = await Learner.attach(spec)
     welcome = await learner.hear()
     assert isinstance(welcome, Welcome)
@@ -592,8 +592,8 @@ async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_show
     write_process(spec.state_dir, {"state": "stopped", "reason": "crashed \x1b[2J", "crashes": 10, "hangs": 1})
     await until(lambda: len(daemon.notes.last) == 2)
     assert daemon.notes.last[1]["text"] == "the learner's process is stopped: crashed \\x1b[2J"
-    blamed = "the learner is stopped: crashed \\x1b[2J; "
-    assert daemon._not_ready_reason().startswith(blamed), "the learner comes first"
+    reason = "the learner is stopped: crashed \\x1b[2J; "
+    assert daemon._not_ready_reason().startswith(reason), "the learner comes first"
     assert daemon.status()["learner_process"]["reason"] == "crashed \\x1b[2J"
     assert await end(daemon, running) == 0
 

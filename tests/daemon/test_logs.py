@@ -29,8 +29,8 @@ for number in range(5000):
 
 
 def test_log_lines_of_a_peer_are_bounded_and_escaped() -> None:
-    done = subprocess.run([sys.executable, "-c", LINES], capture_output=True, text=True, check=True, timeout=240)
-    lines = done.stderr.splitlines()
+    process = subprocess.run([sys.executable, "-c", LINES], capture_output=True, text=True, check=True, timeout=240)
+    lines = process.stderr.splitlines()
     of_b = [line for line in lines if "peer=b" in line]
     assert len(of_b) == 2, "one of each event"
     assert len([line for line in lines if "peer=d" in line]) == PEER_CAUSES_MAX

@@ -14,31 +14,31 @@ def ends_with(state_dir: Path) -> tuple[int, str]:
     """Exit code and output of a daemon with this state folder."""
     path = state_dir.with_suffix(".json")
     dataclasses.replace(SPEC, state_dir=state_dir).save(path)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "diloco_node.daemon", str(path)],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr
+    return process.returncode, process.stdout + process.stderr
 
 
 def test_a_disk_that_refuses_is_worth_another_try(tmp_path: Path) -> None:
     (tmp_path / "us").write_text("a file, where the folder should be")
-    code, said = ends_with(tmp_path / "us")
-    assert (code, "can't use" in said) == (DISK_CODE, True), said
+    code, text = ends_with(tmp_path / "us")
+    assert (code, "can't use" in text) == (DISK_CODE, True), text
 
 
 def test_a_state_that_is_not_ours_to_use_is_not(tmp_path: Path) -> None:
     (tmp_path / "us").mkdir()
-    with (tmp_path / "us" / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        code, said = ends_with(tmp_path / "us")
-    assert (code, "is in use by another daemon" in said) == (6, True), said
+    with (tmp_path / "us" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, text = ends_with(tmp_path / "us")
+    assert (code, "is in use by another daemon" in text) == (6, True), text
 
 
 def test_it_imports_nothing_that_only_commands_and_learners_need() -> None:
     program = "import sys, diloco_node.daemon.program; print(*({'pydantic', 'torch', 'typer'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout == "\n"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert process.stdout == "\n"

@@ -61,7 +61,7 @@ def test_every_flipped_bit_is_damage_and_the_file_is_set_aside_for_the_learner_t
     save_manifest(tmp_path, MANIFEST)
     path = tmp_path / MANIFEST_NAME
     whole = path.read_bytes()
-    damaged = []
+    images = []
     for bit in range(0, 8 * len(whole), 37):
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
@@ -72,10 +72,10 @@ def test_every_flipped_bit_is_damage_and_the_file_is_set_aside_for_the_learner_t
             continue
         assert "set aside" in damage
         assert not path.exists()
-        damaged.append(bytes(data))
-    kept = {one.read_bytes() for one in tmp_path.iterdir()}
-    assert set(damaged) <= kept, "none is written over"
-    assert len(damaged) > 10
+        images.append(bytes(data))
+    images_kept = {path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(images) <= images_kept, "none is written over"
+    assert len(images) > 10
     save_manifest(tmp_path, MANIFEST)
     assert recover_manifest(tmp_path) == (MANIFEST, "")
 

@@ -47,12 +47,12 @@ class World:
         for region in self.regions.values():
             await region.start()
 
-    async def until(self, what: str, is_so: Callable[[], bool], *, within_s: float = 60.0) -> None:
+    async def until(self, subject: str, is_so: Callable[[], bool], *, within_s: float = 60.0) -> None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + within_s
         while not is_so():
             self.check()
-            assert loop.time() < deadline_s, f"not within {within_s} s: {what}; {self.describe()}"
+            assert loop.time() < deadline_s, f"not within {within_s} s: {subject}; {self.describe()}"
             await asyncio.sleep(POLL_S)
         self.check()
 
@@ -83,7 +83,7 @@ class World:
         models = {(region.folder / "final.safetensors").read_bytes() for region in self.regions.values()}
         assert len(models) == 1
         entries = max((region.node.core.ledger.entries for region in self.regions.values()), key=len)
-        trained = {
+        counters = {
             (name, life.incarnation): (life.steps, life.tokens)
             for name, region in self.regions.items()
             for life in read_trained(region.folder)
@@ -91,9 +91,9 @@ class World:
         positions = {name: region.node.learner.shown_status for name, region in self.regions.items()}
         report = check_account(
             entries,
-            trained,
-            fragment_sizes=[one.size for one in MANIFEST.fragments],
-            positions={name: one for name, one in positions.items() if one is not None},
+            counters,
+            fragment_sizes=[region.size for region in MANIFEST.fragments],
+            positions={name: region for name, region in positions.items() if region is not None},
         )
         assert report.faults == ()
         assert report.merged > 0
@@ -154,20 +154,22 @@ def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
 
 def test_a_leader_that_stops_hands_over_and_waits_for_nobody_when_it_is_alone(play: Play) -> None:
     async def scenario(world: World) -> None:
-        await world.until("all end", lambda: all(one.has_finished for one in world.regions.values()), within_s=120.0)
-        clock, there, waited = asyncio.get_running_loop(), dict(world.regions), []
+        await world.until(
+            "all end", lambda: all(region.has_finished for region in world.regions.values()), within_s=120.0
+        )
+        clock, there, waits_s = asyncio.get_running_loop(), dict(world.regions), []
         while there:
             await world.until(
-                "one leads", lambda: any(one.node.core.is_leader for one in there.values()) or len(there) == 1
+                "one leads", lambda: any(region.node.core.is_leader for region in there.values()) or len(there) == 1
             )
-            name = next((name for name, one in there.items() if one.node.core.is_leader), min(there))
+            name = next((name for name, region in there.items() if region.node.core.is_leader), min(there))
             leader, began_s = there.pop(name).node, clock.time()
             await leader.drain()
-            waited.append(clock.time() - began_s)
+            waits_s.append(clock.time() - began_s)
             assert not (leader.core.is_leader and there)
             world.network.disconnect(name)
-        assert 0 < max(waited) < node_module.DRAIN_S / 2
-        assert waited[-1] == 0
+        assert 0 < max(waits_s) < node_module.DRAIN_S / 2
+        assert waits_s[-1] == 0
 
     play(scenario)
 
@@ -181,10 +183,10 @@ def test_each_learner_is_told_where_the_median_learner_is(play: Play) -> None:
         fast.step_s /= 2
         await world.until("the run is half over", lambda: world.regions["a"].learner.step > STEPS // 2)
         for learner in (slow, fast):
-            own, told = learner.told[-1]
+            own_step, liveness = learner.told[-1]
             median = world.regions["a"].learner.step
-            assert 0.6 * median < told.global_step <= median, (own, told)
-            assert told.run_part == told.global_step / STEPS
+            assert 0.6 * median < liveness.global_step <= median, (own_step, liveness)
+            assert liveness.run_part == liveness.global_step / STEPS
         assert slow.step < 0.4 * median < 1.5 * median < fast.step
         await world.finish()
 
@@ -203,14 +205,14 @@ def test_stripes_follow_a_budget_that_is_set_while_the_run_goes_on(play: Play, m
             )
         await world.until("rounds go on", lambda: world.committed() >= 4)
         budgets["c"] = 10**6
-        told = [region.node.core.liveness for region in world.regions.values()]
-        await world.until("all know", lambda: all(one.budget("c").egress == 10**6 for one in told))
+        liveness = [region.node.core.liveness for region in world.regions.values()]
+        await world.until("all know", lambda: all(region.budget("c").egress == 10**6 for region in liveness))
         entries = len(world.regions["a"].node.core.ledger.entries)
         await world.finish()
         bodies = [entry.body for entry in world.regions["a"].node.core.ledger.entries[entries + 4 :]]
         reducers = [{stripe.reducer for stripe in body.stripes} for body in bodies if isinstance(body, RoundBody)]
         assert reducers
-        assert all(one == {"a", "b"} for one in reducers), "c has enough to do with its contribution"
+        assert all(region == {"a", "b"} for region in reducers), "c has enough to do with its contribution"
 
     play(scenario)
 
@@ -235,11 +237,11 @@ def test_a_learner_that_stands_still_through_several_versions_goes_on_with_its_o
         await world.until("rounds go on", lambda: world.committed() >= 4)
         learner = world.regions["b"].learner
         # Stopped right after it has contributed: what it is offered includes the snapshot, what follows does not.
-        made = learner._made
-        await world.until("it contributes", lambda: learner._made > made)
+        snapshots = learner._made
+        await world.until("it contributes", lambda: learner._made > snapshots)
         learner.paused.clear()
-        committed = world.committed()
-        await world.until("the others go on", lambda: world.committed() >= committed + 6)
+        commits = world.committed()
+        await world.until("the others go on", lambda: world.committed() >= commits + 6)
         learner.paused.set()
         await world.finish()
 
@@ -249,16 +251,16 @@ def test_a_learner_that_stands_still_through_several_versions_goes_on_with_its_o
 def test_a_region_that_is_cut_off_at_the_end_still_gets_what_it_lacks(play: Play) -> None:
     async def scenario(world: World) -> None:
         await world.until("the end is near", lambda: world.regions["a"].learner.step >= STEPS - 10)
-        for other in ("a", "b"):
-            world.network.cut("c", other)
+        for peer in ("a", "b"):
+            world.network.cut("c", peer)
         await world.until(
             "the others have finished", lambda: all(world.regions[name].node.view().is_final for name in ("a", "b"))
         )
         await asyncio.sleep(8.0)
         assert not world.regions["a"].has_finished
         assert not world.regions["c"].node.view().is_final
-        for other in ("a", "b"):
-            world.network.heal("c", other)
+        for peer in ("a", "b"):
+            world.network.heal("c", peer)
         await world.finish()
 
     play(scenario)
@@ -269,20 +271,22 @@ def test_a_region_that_comes_when_the_others_are_gone_gets_the_end_from_those_th
     the run."""
 
     async def scenario(world: World) -> None:
-        late, others = world.regions["c"], [world.regions[name] for name in ("a", "b")]
+        late, regions = world.regions["c"], [world.regions[name] for name in ("a", "b")]
         await world.until("the end is near", lambda: world.regions["a"].learner.step >= STEPS - 10)
-        for one in others:
-            world.network.cut("c", one.name)
-        await world.until("the others go", lambda: all(one.has_finished for one in others), within_s=4 * LINGER_S)
-        for one in others:
-            await one.stop_daemon()
-            await one.start_daemon(is_serving=True)
+        for region in regions:
+            world.network.cut("c", region.name)
+        await world.until(
+            "the others go", lambda: all(region.has_finished for region in regions), within_s=4 * LINGER_S
+        )
+        for region in regions:
+            await region.stop_daemon()
+            await region.start_daemon(is_serving=True)
         await asyncio.sleep(2 * LINGER_S)
-        assert all(one.node.view().is_final and not one.has_finished for one in others)
+        assert all(region.node.view().is_final and not region.has_finished for region in regions)
         assert late.learner.step > 2 * STEPS
         assert not late.node.view().finished
-        for one in others:
-            world.network.heal("c", one.name)
+        for region in regions:
+            world.network.heal("c", region.name)
         await world.finish()
 
     play(scenario)
@@ -292,9 +296,9 @@ def test_a_learner_that_attaches_anew_in_the_middle_of_everything_loses_nothing(
     async def scenario(world: World) -> None:
         region = world.regions["b"]
         for _ in range(5):
-            committed = world.committed()
-            await world.until("rounds go on", lambda n=committed: world.committed() > n)  # type: ignore[misc]
-            region.node.learner.detached()
+            commits = world.committed()
+            await world.until("rounds go on", lambda n=commits: world.committed() > n)  # type: ignore[misc]
+            region.node.learner.on_detach()
             region.learner.attach()
         await world.finish()
         assert region.learner.step >= STEPS - 5
@@ -310,7 +314,7 @@ def test_a_counter_that_rots_while_the_daemon_runs_keeps_no_learner_out(play: Pl
         rotten = bytearray(counter.read_bytes())
         rotten[3] ^= 1
         counter.write_bytes(rotten)
-        region.node.learner.detached()
+        region.node.learner.on_detach()
         region.learner.attach()
         await world.finish()
         assert counter.with_name(counter.name + ".damaged").read_bytes() == rotten

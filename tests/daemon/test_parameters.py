@@ -22,7 +22,7 @@ SIZE = MANIFEST.fragments[0].size
 
 
 @pytest.fixture
-async def held(tmp_path: Path) -> AsyncIterator[tuple[Parameters, RegionStore]]:
+async def pair(tmp_path: Path) -> AsyncIterator[tuple[Parameters, RegionStore]]:
     parameters, store = await make_parameters(tmp_path)
     yield parameters, store
     store.close()
@@ -48,31 +48,31 @@ async def test_the_step_gives_the_same_bits_however_the_payload_was_cut(tmp_path
     for reducers in (1, 2, 3, 7):
         parameters, store = await make_parameters(tmp_path / str(reducers))
         for version in (1, 2):
-            body, parts = a_round(parameters, version, reducers)
+            body, bodies = a_round(parameters, version, reducers)
             version_area = np.zeros(SIZE, np.float32)
-            await parameters.apply(body, parts, version_area)
+            await parameters.apply(body, bodies, version_area)
         assert version_area.tobytes() == (await theta(parameters)).tobytes()
         outcomes.add((await parameters.digest(0))[1])
         store.close()
     assert len(outcomes) == 1
 
 
-async def test_the_step_moves_against_the_outer_gradient_with_nesterov_momentum(held) -> None:
-    parameters, _ = held
-    body, parts = a_round(parameters)
+async def test_the_step_moves_against_the_outer_gradient_with_nesterov_momentum(pair) -> None:
+    parameters, _ = pair
+    body, bodies = a_round(parameters)
     before = await theta(parameters)
-    await parameters.apply(body, parts, None)
+    await parameters.apply(body, bodies, None)
     assert parameters.versions == [1, 0]
-    decoded = theta_of(0, 9)
+    gradient = theta_of(0, 9)
     factors = np.repeat(np.array(body.factors), [piece.size for piece in MANIFEST.fragments[0].pieces])
-    moved = before - await theta(parameters)
+    difference = before - await theta(parameters)
     scale = 1 + SETTINGS.outer_momentum
-    expected = SETTINGS.outer_lr * scale * factors * decoded
-    np.testing.assert_allclose(moved, expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+    step = SETTINGS.outer_lr * scale * factors * gradient
+    np.testing.assert_allclose(difference, step, rtol=0.02, atol=0.02 * np.abs(step).max())
 
 
-async def test_a_version_out_of_order_is_a_bug_and_changes_nothing(held) -> None:
-    parameters, _ = held
+async def test_a_version_out_of_order_is_a_bug_and_changes_nothing(pair) -> None:
+    parameters, _ = pair
     before = (await parameters.digest(0))[1]
     with pytest.raises(AssertionError):
         await parameters.apply(*a_round(parameters, version=2), None)
@@ -83,8 +83,8 @@ async def test_readers_see_a_version_whole(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(parameters_module, "OUTER_THREADS", 2)
     pool = HeldExecutor()
     parameters, store = await make_parameters(tmp_path, pool)
-    body, parts = a_round(parameters, reducers=2)
-    applying = asyncio.create_task(parameters.apply(body, parts, None))
+    body, bodies = a_round(parameters, reducers=2)
+    applying = asyncio.create_task(parameters.apply(body, bodies, None))
     await settle()
     out = np.zeros(SIZE, np.float32)
     reading = asyncio.create_task(parameters.copy_theta(0, out))
@@ -114,8 +114,8 @@ async def test_another_fragment_does_not_wait(tmp_path: Path) -> None:
     store.close()
 
 
-async def test_a_checkpoint_is_adopted_again_bit_by_bit(held) -> None:
-    parameters, store = held
+async def test_a_checkpoint_is_adopted_again_bit_by_bit(pair) -> None:
+    parameters, store = pair
     await parameters.apply(*a_round(parameters), None)
     before = await parameters.digest(0)
     assert await parameters.checkpoint(0) == before
@@ -126,8 +126,8 @@ async def test_a_checkpoint_is_adopted_again_bit_by_bit(held) -> None:
     await parameters.apply(*a_round(parameters, 2), None)  # what was adopted can be stepped
 
 
-async def test_states_that_are_set_aside_are_not_found_by_the_next_start(held) -> None:
-    parameters, store = held
+async def test_states_that_are_set_aside_are_not_found_by_the_next_start(pair) -> None:
+    parameters, store = pair
     for version in (1, 2):
         await parameters.apply(*a_round(parameters, version), None)
         await parameters.checkpoint(0)
@@ -136,8 +136,8 @@ async def test_states_that_are_set_aside_are_not_found_by_the_next_start(held) -
     assert store.set_aside == ["f000-v00000001.bin", "f000-v00000002.bin"]
 
 
-async def test_an_adopted_state_is_not_copied_on_the_loop(held, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, store = held
+async def test_an_adopted_state_is_not_copied_on_the_loop(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, store = pair
     arrays = store.read_state(0, 0)
     monkeypatch.setattr(store, "read_state", lambda *_: arrays)
     await parameters.adopt(0, 0)
@@ -145,28 +145,30 @@ async def test_an_adopted_state_is_not_copied_on_the_loop(held, monkeypatch: pyt
     assert parameters._momentum[0] is arrays[1]
 
 
-async def test_a_state_that_is_not_there_leaves_what_is_in_memory(held) -> None:
-    parameters, _ = held
+async def test_a_state_that_is_not_there_leaves_what_is_in_memory(pair) -> None:
+    parameters, _ = pair
     before = await parameters.digest(0)
     with pytest.raises(StorageError):
         await parameters.adopt(0, 4)
     assert await parameters.digest(0) == before
 
 
-async def test_the_whole_model_comes_by_tensor_in_its_shape(held) -> None:
-    parameters, _ = held
+async def test_the_whole_model_comes_by_tensor_in_its_shape(pair) -> None:
+    parameters, _ = pair
     tensors = parameters.full_tensors()
     assert {name: values.shape for name, values in tensors.items()} == {
         spec.name: spec.shape for spec in MANIFEST.tensors
     }
     for fragment in MANIFEST.fragments:
         for piece in fragment.pieces:
-            part = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
-            assert part.tobytes() == theta_of(fragment.index)[piece.offset : piece.offset + piece.size].tobytes()
+            values = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
+            assert values.tobytes() == theta_of(fragment.index)[piece.offset : piece.offset + piece.size].tobytes()
 
 
 def test_fragments_follow_each_other_in_the_version_area() -> None:
     offsets = fragment_offsets(MANIFEST)
     assert offsets[0] == 0
-    assert [stop - start for start, stop in itertools.pairwise(offsets)] == [one.size for one in MANIFEST.fragments]
+    assert [stop - start for start, stop in itertools.pairwise(offsets)] == [
+        fragment.size for fragment in MANIFEST.fragments
+    ]
     assert offsets[-1] == MANIFEST.size

@@ -33,11 +33,11 @@ print(faults[-1])
 def faults_of_a_block(mode: str, size_bytes: int) -> int:
     """Page faults for taking, writing and freeing a block for the sixth time."""
     command = [sys.executable, "-c", PROBE, mode, str(size_bytes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    if done.returncode == 3:
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    if process.returncode == 3:
         pytest.skip("the C library is not glibc")
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    assert process.returncode == 0, process.stderr
+    return int(process.stdout)
 
 
 def test_a_block_that_was_freed_is_used_again_without_asking_the_kernel() -> None:
@@ -58,13 +58,13 @@ print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
-@pytest.mark.parametrize(("soft", "hard", "raised"), [(64, 900, 900), (700, 700, 700), (128, 2**17, 2**16)])
-def test_the_limit_of_open_files_is_raised_as_far_as_it_makes_sense(soft: int, hard: int, raised: int) -> None:
+@pytest.mark.parametrize(("soft", "hard", "limit"), [(64, 900, 900), (700, 700, 700), (128, 2**17, 2**16)])
+def test_the_limit_of_open_files_is_raised_as_far_as_it_makes_sense(soft: int, hard: int, limit: int) -> None:
     if hard > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
         pytest.skip("this system allows less")
     command = [sys.executable, "-c", LIMITS, str(soft), str(hard)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    assert done.stdout.split() == [str(raised), str(raised), str(hard)]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    assert process.stdout.split() == [str(limit), str(limit), str(hard)]
 
 
 COLLECTOR = """
@@ -83,5 +83,7 @@ except ImportError:
 
 
 def test_the_garbage_collector_leaves_alone_what_was_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", COLLECTOR], capture_output=True, text=True, timeout=240, check=False)
-    assert done.stdout == "False True True\nTrue\n", done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", COLLECTOR], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert process.stdout == "False True True\nTrue\n", process.stderr

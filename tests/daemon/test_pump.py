@@ -38,17 +38,17 @@ class ManualClock:
 
 
 async def test_events_posted_from_inside_an_effect_wait_for_their_turn() -> None:
-    core, performed = ScriptedCore(), []
+    core, effects = ScriptedCore(), []
 
     def perform(effect: Effect) -> None:
         assert isinstance(effect, Note)
-        performed.append((effect.kind, effect.text))
+        effects.append((effect.kind, effect.text))
         if effect == Note("first", "a"):
             pump.post(FinishOrdered("b"))
 
     pump = Pump(core, perform, ManualClock().now_ns)
     pump.post(FinishOrdered("a"))
-    assert performed == [("first", "a"), ("second", "a"), ("first", "b"), ("second", "b")]
+    assert effects == [("first", "a"), ("second", "a"), ("first", "b"), ("second", "b")]
     pump.close()
 
 

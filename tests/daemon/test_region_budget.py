@@ -95,11 +95,11 @@ class Region:
         self.watch = BudgetWatch(MANIFEST, SETTINGS)
         self.step = self.rounds = 0
 
-    def run(self, steps: int, every: int, limits: dict[str, Any], **changes: Any) -> str:
-        """Steps, with one round every `every`; the line at the end."""
+    def run(self, steps: int, period: int, limits: dict[str, Any], **changes: Any) -> str:
+        """Steps, with one round every `period`; the line at the end."""
         for _ in range(steps):
             self.step += 1
-            self.rounds += self.step % every == 0
+            self.rounds += self.step % period == 0
             base = view_of()
             assert base.learner is not None
             learner = dataclasses.replace(base.learner, step=self.step, step_time_ns=STEP_NS)

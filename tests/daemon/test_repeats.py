@@ -17,12 +17,12 @@ def test_one_line_of_a_cause_in_a_window_and_then_how_many_there_were() -> None:
     assert repeats.is_new("refused", "c"), "another peer is another cause"
     assert repeats.is_new("peer", "b"), "another kind, too"
     clock.now_ns += WINDOW_NS - 1
-    assert repeats.ended() == []
+    assert repeats.end_window() == []
     clock.now_ns += 1
-    assert repeats.ended() == [("refused", 499)]
+    assert repeats.end_window() == [("refused", 499)]
     assert repeats.is_new("refused", "b"), "a new window"
     clock.now_ns += WINDOW_NS
-    assert repeats.ended() == [], "nothing was held back in it"
+    assert repeats.end_window() == [], "nothing was held back in it"
 
 
 def test_lines_that_all_differ_are_bounded_and_take_no_more_memory() -> None:
@@ -32,7 +32,7 @@ def test_lines_that_all_differ_are_bounded_and_take_no_more_memory() -> None:
     assert len(repeats._counts["refused"]) == 21
     assert repeats.is_new("committed", "1"), "what another kind says is not lost"
     clock.now_ns += WINDOW_NS
-    assert repeats.ended() == [("refused", 9_980)]
+    assert repeats.end_window() == [("refused", 9_980)]
 
 
 def test_numbers_are_no_cause_and_names_are() -> None:

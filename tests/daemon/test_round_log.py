@@ -18,8 +18,8 @@ MS = 1_000_000
 
 
 def log_of(world: World, name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = world.regions[name].node.status.document()["round_log"]
-    return found
+    rows: list[dict[str, Any]] = world.regions[name].node.status.document()["round_log"]
+    return rows
 
 
 def leader_of(world: World) -> str:
@@ -28,7 +28,9 @@ def leader_of(world: World) -> str:
 
 def test_every_region_times_the_rounds_and_the_leader_knows_whom_it_waits_for(play: Play) -> None:  # noqa: F811
     async def scenario(world: World) -> None:
-        await world.until("there is a leader", lambda: any(one.node.core.is_leader for one in world.regions.values()))
+        await world.until(
+            "there is a leader", lambda: any(region.node.core.is_leader for region in world.regions.values())
+        )
         leader = leader_of(world)
         slow = next(name for name in world.regions if name != leader)
         world.regions[slow].learner.step_s *= 3
@@ -51,7 +53,7 @@ def test_every_region_times_the_rounds_and_the_leader_knows_whom_it_waits_for(pl
         assert set(status["voters"]) == set(world.regions)
         assert 0 < status["commit_age_seconds"] < 5
         assert status["usual_commit_seconds"] > 0
-        assert sum(one["buckets"][-1][1] for one in status["phase_seconds"].values()) > 0
+        assert sum(histogram["buckets"][-1][1] for histogram in status["phase_seconds"].values()) > 0
         await world.finish()
         assert world.regions[leader].node.status.document()["run"]["eta_seconds"] == 0.0
 
@@ -63,9 +65,9 @@ def test_a_cut_member_is_missing_and_failed_ballots_have_their_reason(play: Play
         await world.until("some rounds", lambda: world.committed() >= 4)
         leader = leader_of(world)
         cut = next(name for name in world.regions if name != leader)
-        for other in world.regions:
-            if other != cut:
-                world.network.cut(cut, other)
+        for peer in world.regions:
+            if peer != cut:
+                world.network.cut(cut, peer)
         before = world.committed()
         await world.until("rounds without it", lambda: world.committed() >= before + 6)
         rows = log_of(world, leader)
@@ -73,30 +75,30 @@ def test_a_cut_member_is_missing_and_failed_ballots_have_their_reason(play: Play
         for row in rows:
             if row["outcome"] == "failed":
                 assert row["reason"]
-        for other in world.regions:
-            if other != cut:
-                world.network.heal(cut, other)
+        for peer in world.regions:
+            if peer != cut:
+                world.network.heal(cut, peer)
         await world.finish()
 
     play(scenario)
 
 
 def test_the_time_of_a_phase_is_blamed_on_who_was_late() -> None:
-    one = TrackedRound(0, 1, Ballot(1, 1), ("a", "b"), opened_ns=0, since_ns=0)
-    one.pass_time("gather", ("a", "b"), now_ns=0)
-    one.pass_time("gather", ("b",), now_ns=10 * MS)
-    one.pass_time("reduce", ("a",), now_ns=90 * MS)
-    one.pass_time("commit", (), now_ns=100 * MS)
-    assert one.waited_for() == {"region": "b", "phase": "gather"}
-    assert one.spent_ns == {"gather": 90 * MS, "reduce": 10 * MS}
+    round_ = TrackedRound(0, 1, Ballot(1, 1), ("a", "b"), opened_ns=0, since_ns=0)
+    round_.pass_time("gather", ("a", "b"), now_ns=0)
+    round_.pass_time("gather", ("b",), now_ns=10 * MS)
+    round_.pass_time("reduce", ("a",), now_ns=90 * MS)
+    round_.pass_time("commit", (), now_ns=100 * MS)
+    assert round_.waited_for() == {"region": "b", "phase": "gather"}
+    assert round_.spent_ns == {"gather": 90 * MS, "reduce": 10 * MS}
 
 
 def test_nobody_is_blamed_for_a_phase_that_mostly_waited_for_someone_unknown() -> None:
-    one = TrackedRound(0, 1, Ballot(1, 1), (), opened_ns=0, since_ns=0)
-    one.pass_time("gather", ("a",), now_ns=0)
-    one.pass_time("gather", (), now_ns=10 * MS)
-    one.pass_time("reduce", (), now_ns=100 * MS)
-    assert one.waited_for() is None
+    round_ = TrackedRound(0, 1, Ballot(1, 1), (), opened_ns=0, since_ns=0)
+    round_.pass_time("gather", ("a",), now_ns=0)
+    round_.pass_time("gather", (), now_ns=10 * MS)
+    round_.pass_time("reduce", (), now_ns=100 * MS)
+    assert round_.waited_for() is None
 
 
 class Script:
@@ -115,9 +117,9 @@ class Script:
         return self.followed.get(fragment)
 
     def open(self, version: int, *, ballot: int, fragment: int = 0, late: tuple[str, ...] = ()) -> None:
-        one = SimpleNamespace(version=version, ballot=Ballot(1, ballot), members=("us",), phase="gather")
-        one.late_regions = lambda _: late
-        self.leader.rounds[fragment] = one
+        round_ = SimpleNamespace(version=version, ballot=Ballot(1, ballot), members=("us",), phase="gather")
+        round_.late_regions = lambda _: late
+        self.leader.rounds[fragment] = round_
         self.log.observe(ev.TimerFired(), [])
 
     def commit(self, version: int, effects: Sequence[ev.Effect] = (), *, fragment: int = 0) -> None:
@@ -156,8 +158,8 @@ def test_of_a_long_run_the_last_rounds_are_kept_and_nothing_else() -> None:
     rows = script.log.rows()
     assert [row["version"] for row in rows] == list(range(301 - ROUNDS_KEPT, 301))
     assert (rows[-1]["members"], rows[-1]["missing"], rows[-1]["seconds"]) == (["us"], ["eu"], 0.01)
-    left = [script.log._open, script.log._applying, script.log._merged, script.log._reasons]
-    assert not any(left)
+    tables = [script.log._open, script.log._applying, script.log._merged, script.log._reasons]
+    assert not any(tables)
 
 
 def test_a_ballot_that_another_follows_has_failed_for_its_own_reason() -> None:

@@ -17,7 +17,7 @@ from diloco_node.daemon.run_history import (
     COLUMNS,
     HISTORY_NAME,
     RunHistory,
-    halved,
+    halve,
     point_of,
     read_history,
 )
@@ -47,8 +47,8 @@ def test_a_row_says_what_the_status_said(tmp_path: Path) -> None:
         "step": 8, "tokens": 80, "loss": 2.0, "tokens_per_second": 5.0, "bytes_out": 7, "bytes_in": 8, "val_loss": 3.0,
         "step_seconds": 0.5, "rounds": 2, "tokens_merged": 200, "participation": 0.75,
     }  # fmt: skip
-    shown = history.document()
-    assert (shown["columns"], len(shown["rows"][0])) == (list(COLUMNS), len(COLUMNS))
+    document = history.document()
+    assert (document["columns"], len(document["rows"][0])) == (list(COLUMNS), len(COLUMNS))
     assert history.document(since_unix=math.inf)["rows"] == []
 
 
@@ -116,7 +116,7 @@ def test_numbers_that_no_run_has_are_not_believed(
     (tmp_path / HISTORY_NAME).write_text(text.replace("HUGE", "1" + "0" * 400))
     found_s, points = read_history(tmp_path)
     assert (found_s, [point[0] for point in points]) == (period_s, unixes)
-    assert all(one is None for point in points for one in point[1:])
+    assert all(value is None for point in points for value in point[1:])
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -151,7 +151,7 @@ def test_whatever_lies_there_is_read_as_points_or_as_nothing(
 
 @given(st.lists(st.lists(st.one_of(st.none(), st.floats(0, 1e6)), min_size=13, max_size=13), max_size=40))
 def test_halving_keeps_the_end_and_the_bounds_of_every_column(points: list) -> None:
-    half = halved(points)
+    half = halve(points)
     assert len(half) == math.ceil(len(points) / 2)
     if points:
         assert half[-1][0] == points[-1][0]
@@ -163,16 +163,16 @@ def test_halving_keeps_the_end_and_the_bounds_of_every_column(points: list) -> N
 
 def test_rates_and_losses_are_averaged_and_of_counters_the_later_stays() -> None:
     first, second = ([float(at), *(10.0 * at for _ in ALL_COLUMNS[1:])] for at in (1, 3))
-    (one,) = halved([first, second])
-    means = {name for name, value in zip(ALL_COLUMNS, one, strict=True) if value == 20.0}
+    (value,) = halve([first, second])
+    means = {name for name, value in zip(ALL_COLUMNS, value, strict=True) if value == 20.0}
     assert means == {"loss", "loss_merged", "tokens_per_second", "val_loss", "step_seconds"}
-    assert {value for name, value in zip(ALL_COLUMNS, one, strict=True) if name not in means} == {3.0, 30.0}
+    assert {value for name, value in zip(ALL_COLUMNS, value, strict=True) if name not in means} == {3.0, 30.0}
 
 
 def test_only_what_a_viewer_has_not_seen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = RunHistory(tmp_path)
+    history = RunHistory(tmp_path)
     for unix in (10.0, 20.0, 30.0):
         monkeypatch.setattr(module.time, "time", lambda unix=unix: unix)
-        kept.take(status(1))
-    assert [row[0] for row in kept.document(20.0)["rows"]] == [30.0]
-    assert kept.document(20.0)["columns"] == list(COLUMNS)
+        history.take(status(1))
+    assert [row[0] for row in history.document(20.0)["rows"]] == [30.0]
+    assert history.document(20.0)["columns"] == list(COLUMNS)

@@ -13,16 +13,16 @@ from diloco_node.errors import ConfigError
 
 def other_than_default(settings: RunSettings) -> RunSettings:
     """Every field another value than the default's, of the same type."""
-    changed: dict[str, object] = {}
+    changes: dict[str, object] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if isinstance(value, bool):
-            changed[field.name] = not value
+            changes[field.name] = not value
         elif isinstance(value, (Codec, MergeRule, CarryMode)):
-            changed[field.name] = next(one for one in type(value) if one is not value)
+            changes[field.name] = next(choice for choice in type(value) if choice is not value)
         else:
-            changed[field.name] = value + 1
-    return RunSettings(**changed)  # type: ignore[arg-type]
+            changes[field.name] = value + 1
+    return RunSettings(**changes)  # type: ignore[arg-type]
 
 
 SPEC = NodeSpec(

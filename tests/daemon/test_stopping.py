@@ -45,10 +45,10 @@ def test_a_process_that_does_not_stop_ends_with_its_code_and_says_what_is_left(
     stop: str, where: str, code: int
 ) -> None:
     script = STUCK.format(code=code, stop=stop)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == code, ended.stderr
-    assert "task dialer of b:" in ended.stderr
-    assert where in ended.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == code, process.stderr
+    assert "task dialer of b:" in process.stderr
+    assert where in process.stderr
 
 
 async def test_a_stop_in_time_ends_nothing() -> None:

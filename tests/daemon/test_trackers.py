@@ -15,7 +15,7 @@ import pytest
 
 from diloco_node.daemon import trackers as trackers_module
 from diloco_node.daemon.run_history import HISTORY_NAME, row_of
-from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, main, opened
+from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, main, open_trackers
 
 
 def write_history(folder: Path, steps: range) -> None:
@@ -56,8 +56,8 @@ def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) 
     assert values["train/loss"] == 2.49
     assert set(values) == set(KEYS.values()) - {"train/val_loss"}, "what is not known is no point"
     write_history(tmp_path, range(1, 6))
-    again, other = Recorder(), Recorder()
-    assert HistoryFollower(tmp_path, {"tensorboard": again, "wandb": other}).look() == 2 + 5
+    again, recorder = Recorder(), Recorder()
+    assert HistoryFollower(tmp_path, {"tensorboard": again, "wandb": recorder}).look() == 2 + 5
     assert [point[0] for point in again.points] == [40, 50]
 
 
@@ -68,9 +68,9 @@ def test_a_tracker_that_fails_keeps_nothing_from_another_one_and_makes_it_repeat
     trackers = {"good": Recorder(), "broken": Broken()}
     write_history(tmp_path, range(1, 4))
     for _ in range(2):
-        with pytest.raises(ExceptionGroup, match="took no points") as raised:
+        with pytest.raises(ExceptionGroup, match="took no points") as failure:
             HistoryFollower(tmp_path, {name: trackers[name] for name in names}).look()
-        assert [str(error) for error in raised.value.exceptions] == ["planted"]
+        assert [str(error) for error in failure.value.exceptions] == ["planted"]
     assert [point[0] for point in trackers["good"].points] == [10, 20, 30]
 
 
@@ -99,11 +99,11 @@ def test_what_a_tracker_that_does_not_open_leaves_to_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
 ) -> None:
     """They get their points, and are closed, before the process ends for its supervisor to try again."""
-    closed: list[Recorder] = []
+    recorders: list[Recorder] = []
 
     class Closing(Recorder):
         def close(self) -> None:
-            closed.append(self)
+            recorders.append(self)
 
     def broken(folder: Path, region: str, run_id: str) -> Recorder:
         raise RuntimeError(f"planted {folder.name} {region} {run_id}")
@@ -113,10 +113,10 @@ def test_what_a_tracker_that_does_not_open_leaves_to_the_others(
     handlers: list[int] = []
     monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(number))
     write_history(tmp_path, range(1, 4))
-    with pytest.raises(ExceptionGroup, match="did not open") as raised:
+    with pytest.raises(ExceptionGroup, match="did not open") as failure:
         main([str(tmp_path), "us", "run1", *names])
-    assert [str(error) for error in raised.value.exceptions] == [f"planted {tmp_path.name} us run1"]
-    assert [[point[0] for point in one.points] for one in closed] == [[10, 20, 30]]
+    assert [str(error) for error in failure.value.exceptions] == [f"planted {tmp_path.name} us run1"]
+    assert [[point[0] for point in recorder.points] for recorder in recorders] == [[10, 20, 30]]
     assert handlers == [signal.SIGTERM]
 
 
@@ -125,12 +125,12 @@ def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_history(tmp_path, range(1, 4))
-    with opened(tmp_path, "us-east", "run1", ["tensorboard"]) as trackers:
+    with open_trackers(tmp_path, "us-east", "run1", ["tensorboard"]) as trackers:
         assert HistoryFollower(tmp_path, trackers).look() == 3
-    drawn = EventAccumulator(str(tmp_path / "tensorboard" / "run1" / "us-east"))
-    drawn.Reload()
-    assert set(drawn.Tags()["tensors"]) == set(KEYS.values()) - {"train/val_loss"}
-    events = drawn.Tensors("train/loss")
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard" / "run1" / "us-east"))
+    accumulator.Reload()
+    assert set(accumulator.Tags()["tensors"]) == set(KEYS.values()) - {"train/val_loss"}
+    events = accumulator.Tensors("train/loss")
     assert [event.step for event in events] == [10, 20, 30]
     assert events[0].tensor_proto.float_val[0] == pytest.approx(2.49)
     assert events[0].wall_time == 1_700_000_001.0
@@ -154,9 +154,9 @@ def test_the_process_follows_until_it_is_told_to_stop_and_hands_on_the_rest(tmp_
             time.sleep(0.05)
         write_history(tmp_path, range(1, 6))
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, said
+        output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
     assert json.loads((tmp_path / TRACKED_NAME).read_text()) == {name: 1_700_000_005.0}
-    left = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
-    expected = {"tensorboard": ".0", "trackio": ".db", "wandb": ".wandb"}[name]
-    assert expected in left, sorted(map(str, tmp_path.rglob("*")))
+    suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    suffix = {"tensorboard": ".0", "trackio": ".db", "wandb": ".wandb"}[name]
+    assert suffix in suffixes, sorted(map(str, tmp_path.rglob("*")))

@@ -101,17 +101,17 @@ class FakeDaemon:
         self._loop.close()
 
     def _on_loop(self, make: Callable[[], object]) -> None:
-        done: Future[None] = Future()
+        future: Future[None] = Future()
 
         async def run() -> None:
             try:
                 await make()  # type: ignore[misc]
-                done.set_result(None)
+                future.set_result(None)
             except Exception as error:  # noqa: BLE001 - handed to the waiting thread
-                done.set_exception(error)
+                future.set_exception(error)
 
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(run()))
-        done.result(PATIENCE_S)
+        future.result(PATIENCE_S)
 
     # ---- LearnerHandler ----------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class FakeDaemon:
             self.learner_attached(message)
             return
         if isinstance(message, InitialState) and not self.theta:
-            self.theta = [part.copy() for part in self._version_parts()]
+            self.theta = [theta.copy() for theta in self._version_parts()]
             if self.is_genesis_automatic:
                 for index in range(self.fragments):
                     self._offer(index, NO_SNAPSHOT)
@@ -198,9 +198,9 @@ class FakeDaemon:
         deadline_s = time.monotonic() + PATIENCE_S
         with self._changed:
             while True:
-                found = [message for message in self.said if isinstance(message, kind)]
-                if len(found) >= count:
-                    return found[count - 1]
+                messages = [message for message in self.said if isinstance(message, kind)]
+                if len(messages) >= count:
+                    return messages[count - 1]
                 assert self._changed.wait(deadline_s - time.monotonic()), (
                     f"no {kind.__name__} number {count}: {self.said[-5:]}"
                 )
@@ -215,7 +215,7 @@ class FakeDaemon:
     def encoded(self, fragment: int) -> bytes:
         """What lies in the fragment's place of the contribution area."""
         assert self.manifest is not None
-        sizes = [FragmentBlocks(part.piece_sizes, self.codec).encoded_bytes for part in self.manifest.fragments]
+        sizes = [FragmentBlocks(fragment.piece_sizes, self.codec).encoded_bytes for fragment in self.manifest.fragments]
         area = request_area(self.folder / "memory.sock", CONTRIBUTION_AREA, sum(sizes))
         start = sum(sizes[:fragment])
         return bytes(area[start : start + sizes[fragment]])
@@ -236,7 +236,7 @@ class FakeDaemon:
         assert self.manifest is not None
         area = request_area(self.folder / "memory.sock", VERSION_AREA, 4 * self.manifest.size)
         whole = np.frombuffer(area, np.float32)
-        ends = np.cumsum([part.size for part in self.manifest.fragments])
+        ends = np.cumsum([fragment.size for fragment in self.manifest.fragments])
         return np.split(whole, ends[:-1])
 
 

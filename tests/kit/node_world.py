@@ -106,33 +106,33 @@ class Network:
     under_way: Counter[frozenset[str]] = field(default_factory=Counter)
     broken_transfers: int = 0
 
-    def is_up(self, one: str, other: str) -> bool:
-        return frozenset((one, other)) not in self.cuts and {one, other} <= self.handlers.keys()
+    def is_up(self, region_a: str, region_b: str) -> bool:
+        return frozenset((region_a, region_b)) not in self.cuts and {region_a, region_b} <= self.handlers.keys()
 
     def connect(self, transport: MemoryTransport) -> None:
         self.handlers[transport.region] = transport
-        for other in sorted(self.handlers):
-            if other != transport.region and self.is_up(other, transport.region):
-                self._change(other, transport.region, is_up=True)
+        for peer in sorted(self.handlers):
+            if peer != transport.region and self.is_up(peer, transport.region):
+                self._change(peer, transport.region, is_up=True)
 
     def disconnect(self, region: str) -> None:
-        for other in sorted(self.handlers):
-            if other != region and self.is_up(other, region):
-                self._change(other, region, is_up=False)
+        for peer in sorted(self.handlers):
+            if peer != region and self.is_up(peer, region):
+                self._change(peer, region, is_up=False)
         self.handlers.pop(region, None)
 
-    def cut(self, one: str, other: str) -> None:
-        if self.is_up(one, other):
-            self._change(one, other, is_up=False)
-        self.cuts.add(frozenset((one, other)))
+    def cut(self, region_a: str, region_b: str) -> None:
+        if self.is_up(region_a, region_b):
+            self._change(region_a, region_b, is_up=False)
+        self.cuts.add(frozenset((region_a, region_b)))
 
-    def heal(self, one: str, other: str) -> None:
-        self.cuts.discard(frozenset((one, other)))
-        if self.is_up(one, other):
-            self._change(one, other, is_up=True)
+    def heal(self, region_a: str, region_b: str) -> None:
+        self.cuts.discard(frozenset((region_a, region_b)))
+        if self.is_up(region_a, region_b):
+            self._change(region_a, region_b, is_up=True)
 
-    def _change(self, one: str, other: str, *, is_up: bool) -> None:
-        for here, there in ((one, other), (other, one)):
+    def _change(self, region_a: str, region_b: str, *, is_up: bool) -> None:
+        for here, there in ((region_a, region_b), (region_b, region_a)):
             if here in self.handlers:
                 self.handlers[here].changed(there, is_up=is_up)
 
@@ -183,7 +183,7 @@ class MemoryTransport:
             if not self.network.is_up(self.region, peer):
                 raise LinkLost(f"{peer}: down")
             self.network.transfers += 1
-            there, lost = self.network.handlers[peer], self._lost[peer]
+            there, loss = self.network.handlers[peer], self._lost[peer]
             begin = decode_bulk(encode_begin(self.network.transfers, header, body.nbytes))
             assert isinstance(begin, TransferBegin)
             buffer = there._handler.transfer_opened(self.region, begin.header, begin.raw_bytes)
@@ -194,13 +194,13 @@ class MemoryTransport:
                 # Read when it is sent, as gRPC does.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout((stop - start) / RATE_BYTES_PER_S + DELAY_S / 2):
-                        await lost.wait()
-                if buffer is not None and not lost.is_set():
+                        await loss.wait()
+                if buffer is not None and not loss.is_set():
                     buffer[start:stop] = body[start:stop]
             self.network.under_way[pair] -= 1
             if buffer is not None:
-                there._handler.transfer_closed(self.region, begin.header, buffer, is_whole=not lost.is_set())
-            if lost.is_set():
+                there._handler.transfer_closed(self.region, begin.header, buffer, is_whole=not loss.is_set())
+            if loss.is_set():
                 self.network.broken_transfers += 1
                 raise LinkLost(f"{peer}: lost on the way")
 
@@ -217,8 +217,8 @@ class MemoryTransport:
         raise AssertionError(f"{self.region} strikes {peer}, which is honest: {error}")
 
     def peer_status(self) -> dict[str, Any]:
-        one = SimpleNamespace(state=SimpleNamespace(value="up"), address=None, error="", connections=1)
-        return dict.fromkeys(self._peers, one)
+        status = SimpleNamespace(state=SimpleNamespace(value="up"), address=None, error="", connections=1)
+        return dict.fromkeys(self._peers, status)
 
 
 @dataclass
@@ -241,7 +241,7 @@ class FakeLearner:
         settings = region.settings
         self._settings = settings
         self._rng = np.random.default_rng(seed)
-        self._blocks = [FragmentBlocks(one.piece_sizes, settings.codec_up) for one in MANIFEST.fragments]
+        self._blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in MANIFEST.fragments]
         self._offsets = fragment_offsets(MANIFEST)
         self._contribution_offsets = [0]
         for blocks in self._blocks:
@@ -250,7 +250,7 @@ class FakeLearner:
         self._contributions = np.frombuffer(
             request_area(region.memory.path, CONTRIBUTION_AREA, self._contribution_offsets[-1]), np.uint8
         )
-        self.theta = [self._rng.standard_normal(one.size).astype(np.float32) for one in MANIFEST.fragments]
+        self.theta = [self._rng.standard_normal(fragment.size).astype(np.float32) for fragment in MANIFEST.fragments]
         self.base: list[F32] = [np.zeros(0, np.float32)] * len(self.theta)
         self.positions = [FragmentPosition(-1, 0, 0, 0)] * len(self.theta)
         self._snapshots: dict[int, _Snapshot] = {}
@@ -330,13 +330,13 @@ class FakeLearner:
                     self._counter.close()
                 self._say(Done(self.step, self.tokens, None, None, 0))
 
-    def _snapshot(self, wanted: SnapshotRequested) -> SnapshotReady | SnapshotDenied:
-        fragment, position = wanted.fragment, self.positions[wanted.fragment]
-        held = self._snapshots.get(fragment)
-        if held is not None and held.version == wanted.version:
-            return SnapshotReady(held.contribution)
-        if wanted.base_version != position.base_version or self.step <= position.included_step:
-            return SnapshotDenied(fragment, wanted.version, "another base, or no steps")
+    def _snapshot(self, request: SnapshotRequested) -> SnapshotReady | SnapshotDenied:
+        fragment, position = request.fragment, self.positions[request.fragment]
+        pending = self._snapshots.get(fragment)
+        if pending is not None and pending.version == request.version:
+            return SnapshotReady(pending.contribution)
+        if request.base_version != position.base_version or self.step <= position.included_step:
+            return SnapshotDenied(fragment, request.version, "another base, or no steps")
         first = self._contribution_offsets[fragment]
         out = self._contributions[first : self._contribution_offsets[fragment + 1]]
         norms = kernels.encode_delta(self._blocks[fragment], self.base[fragment], self.theta[fragment], out)
@@ -352,44 +352,46 @@ class FakeLearner:
             self.tokens - position.included_tokens,
             tuple(norms.tolist()),
         )
-        self._snapshots[fragment] = _Snapshot(self.theta[fragment].copy(), contribution, wanted.version)
+        self._snapshots[fragment] = _Snapshot(self.theta[fragment].copy(), contribution, request.version)
         return SnapshotReady(contribution)
 
-    def _apply(self, offered: VersionOffered) -> OfferApplied:
-        fragment, position = offered.fragment, self.positions[offered.fragment]
-        if offered.version <= position.base_version:
+    def _apply(self, offer: VersionOffered) -> OfferApplied:
+        fragment, position = offer.fragment, self.positions[offer.fragment]
+        if offer.version <= position.base_version:
             return OfferApplied(fragment, position.base_version, position, 1.0, 0)
-        new, held, taken = self._place(fragment).copy(), self._snapshots.pop(fragment, None), None
-        if offered.included_snapshot >= 0:
-            taken = held
-            assert taken is not None, f"{self.region.name}: {offered} names a snapshot that is resolved"
-            assert taken.contribution.snapshot == offered.included_snapshot, (offered, taken)
+        new, pending, snapshot = self._place(fragment).copy(), self._snapshots.pop(fragment, None), None
+        if offer.included_snapshot >= 0:
+            snapshot = pending
+            assert snapshot is not None, f"{self.region.name}: {offer} names a snapshot that is resolved"
+            assert snapshot.contribution.snapshot == offer.included_snapshot, (offer, snapshot)
         if position.base_version < 0:
             self.theta[fragment] = new.copy()
         else:
             plan = carry_plan(
                 self._settings.carry,
-                is_included=taken is not None,
-                versions_missed=offered.version - (position.base_version if taken is None else taken.version),
+                is_included=snapshot is not None,
+                versions_missed=offer.version - (position.base_version if snapshot is None else snapshot.version),
                 steps_since_inclusion=self.step
-                - (position.included_step if taken is None else taken.contribution.step_to),
+                - (position.included_step if snapshot is None else snapshot.contribution.step_to),
                 carry_steps_limit=self._settings.carry_steps_limit,
             )
             anchors = {Anchor.BASE: self.base[fragment], Anchor.NONE: None}
-            anchor = taken.values if plan.anchor is Anchor.SNAPSHOT and taken is not None else anchors.get(plan.anchor)
+            anchor = (
+                snapshot.values if plan.anchor is Anchor.SNAPSHOT and snapshot is not None else anchors.get(plan.anchor)
+            )
             self.theta[fragment] = carry_over(plan, new=new, theta=self.theta[fragment], anchor=anchor)
         self.base[fragment] = new
         self.positions[fragment] = position_after(
             position,
             inclusion=None
-            if taken is None
-            else (taken.contribution.step_to, position.included_tokens + taken.contribution.tokens),
+            if snapshot is None
+            else (snapshot.contribution.step_to, position.included_tokens + snapshot.contribution.tokens),
             step=self.step,
             tokens=self.tokens,
-            version=offered.version,
+            version=offer.version,
             mode=self._settings.carry,
         )
-        return OfferApplied(fragment, offered.version, self.positions[fragment], 1.0, 0)
+        return OfferApplied(fragment, offer.version, self.positions[fragment], 1.0, 0)
 
     def _place(self, fragment: int) -> F32:
         return self._versions[self._offsets[fragment] : self._offsets[fragment + 1]]
@@ -403,7 +405,7 @@ def _now_ns() -> int:
 
 
 class Region:
-    """What `Daemon` does for its node, and the node."""
+    """A node, and as much of `Daemon` around it as it needs."""
 
     def __init__(
         self,
@@ -426,7 +428,7 @@ class Region:
             regions=names,
             listen_host="",
             listen_port=0,
-            peers={one: None for one in names if one != name},
+            peers={peer: None for peer in names if peer != name},
             is_advertised=True,
             state_dir=folder,
             identity_dir=folder,
@@ -476,10 +478,10 @@ class Region:
     async def stop_daemon(self) -> None:
         """Only the learner goes on, and what is on disk stays."""
         await self.node.stop()
-        ended = [task for task in self._tasks if task.get_name() != "learner"]
-        for task in ended:
+        tasks = [task for task in self._tasks if task.get_name() != "learner"]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*ended, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self.store.close()
 
     async def start_daemon(self, *, is_serving: bool = False) -> None:

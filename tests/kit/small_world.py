@@ -43,7 +43,7 @@ class Small:
         **settings: object,
     ) -> None:
         def setup(rng: object, _: int) -> object:
-            drawn = draw_setup(rng, regions)  # type: ignore[arg-type]
+            setup_ = draw_setup(rng, regions)  # type: ignore[arg-type]
             own_settings = {
                 "fragments": 4,
                 "sync_every": 8,
@@ -55,28 +55,28 @@ class Small:
                 "ballot_deadline_min_ns": 2 * SECOND,
                 "summary_entries": 1024,
             } | settings
-            changed = replace(drawn.settings, **own_settings)  # type: ignore[arg-type]
-            manifest = build_manifest(drawn.manifest.tensors[:4], 4)
-            layouts = tuple(FragmentLayout.of(part.piece_sizes) for part in manifest.fragments)
+            run_settings = replace(setup_.settings, **own_settings)  # type: ignore[arg-type]
+            manifest = build_manifest(setup_.manifest.tensors[:4], 4)
+            layouts = tuple(FragmentLayout.of(fragment.piece_sizes) for fragment in manifest.fragments)
             return replace(
-                drawn,
-                settings=changed,
+                setup_,
+                settings=run_settings,
                 manifest=manifest,
                 layouts=layouts,
                 step_ns_min=100 * MS,
                 step_ns_max=100 * MS,
-                slower=dict(zip(drawn.regions, slower, strict=False)),
-                apply_lag_max=0 if slower else drawn.apply_lag_max,
+                slower=dict(zip(setup_.regions, slower, strict=False)),
+                apply_lag_max=0 if slower else setup_.apply_lag_max,
                 is_theta_shared=False,
             )
 
-        def links(_: object, drawn: object) -> dict[tuple[str, str], FakeLink]:
-            names = drawn.regions  # type: ignore[attr-defined]
+        def links(_: object, setup_: object) -> dict[tuple[str, str], FakeLink]:
+            names = setup_.regions  # type: ignore[attr-defined]
             return {
-                (one, other): FakeLink(20 * MS, MS, loss, 0.0, 2_000_000)
-                for one in names
-                for other in names
-                if one != other
+                (source, target): FakeLink(20 * MS, MS, loss, 0.0, 2_000_000)
+                for source in names
+                for target in names
+                if source != target
             }
 
         patch.setattr(run, "draw_setup", setup)
@@ -126,8 +126,8 @@ class Small:
 
     def cut(self, name: str) -> list[tuple[str, str]]:
         """Cut a region from all others, both directions."""
-        pairs = [(name, other) for other in sorted(self.hosts) if other != name]
-        pairs += [(other, name) for name, other in pairs]
+        pairs = [(name, peer) for peer in sorted(self.hosts) if peer != name]
+        pairs += [(peer, name) for name, peer in pairs]
         for source, target in pairs:
             self.sim.network.cut(source, target)
         return pairs

@@ -16,8 +16,9 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError
+from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
+from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
 from diloco_node.wire.learner_link import OfferApplied, SnapshotDenied, SnapshotReady, SnapshotRequested, VersionOffered
 
 SEED = 499
@@ -146,7 +147,7 @@ def test_included_snapshot_carries_what_came_after_it() -> None:
     assert bench.decoded() == [2.0]  # base - theta, like a gradient
     assert ready.contribution.squared_norms == (4.0,)
     bench.step(-0.5, steps=1)  # theta 7.5
-    applied = bench.offer(0, 1, 9.0, included=ready.contribution.snapshot)
+    applied = bench.offer(0, 1, 9.0, snapshot=ready.contribution.snapshot)
     assert value(bench) == 8.5  # 9 + (7.5 - 8)
     assert applied == OfferApplied(0, 1, FragmentPosition(1, 4, 4, 40), 1.0, 1)
     # The next contribution covers (4, ...] and begins with the half that was carried.
@@ -185,7 +186,7 @@ def test_a_model_on_a_device_comes_to_the_bits_of_one_on_the_cpu(device: str, dt
             for index in range(2):
                 snapshot = bench.ready(version, fragment=index).contribution.snapshot
                 part = whole[version, bench.starts[index] : bench.starts[index + 1]]
-                bench.offer(index, version, part, included=snapshot)
+                bench.offer(index, version, part, snapshot=snapshot)
         assert [one.data_ptr() for one in model.parameters()] == addresses
         held = b"".join(one.detach().float().cpu().numpy().tobytes() for one in model.parameters())
         found.append((held, bench.contribution_area.tobytes()))
@@ -213,7 +214,7 @@ def test_jump_over_versions_from_the_last_included_snapshot() -> None:
     bench.step(-2.0, steps=4)
     ready = bench.ready(1)
     bench.step(-1.0, steps=2)
-    applied = bench.offer(0, 4, 3.0, included=ready.contribution.snapshot)  # versions 1 to 3 were never seen
+    applied = bench.offer(0, 4, 3.0, snapshot=ready.contribution.snapshot)  # versions 1 to 3 were never seen
     assert value(bench) == 2.875  # 3 + (7 - 8) / 8
     assert applied.position == FragmentPosition(4, 4, 4, 40)
 
@@ -243,7 +244,7 @@ def test_overwrite_keeps_nothing_of_the_own_steps() -> None:
     bench.step(-2.0, steps=4)
     ready = bench.ready(1)
     bench.step(-0.5, steps=1)
-    applied = bench.offer(0, 1, 9.0, included=ready.contribution.snapshot)
+    applied = bench.offer(0, 1, 9.0, snapshot=ready.contribution.snapshot)
     assert value(bench) == 9.0
     assert (applied.carried_steps, applied.position.included_step) == (0, 5)
 
@@ -280,7 +281,7 @@ def test_round_that_passed_without_it_gets_a_new_snapshot_against_the_old_base()
     assert second.contribution.step_to == 2
     assert bench.decoded() == [4.0]
     with pytest.raises(LearnerError, match=rf"includes snapshot {first.contribution.snapshot}.* holds 2"):
-        bench.offer(0, 1, 9.0, included=first.contribution.snapshot)
+        bench.offer(0, 1, 9.0, snapshot=first.contribution.snapshot)
 
 
 def test_apply_resolves_the_snapshot() -> None:
@@ -288,10 +289,10 @@ def test_apply_resolves_the_snapshot() -> None:
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
     number = bench.ready(1).contribution.snapshot
-    bench.offer(0, 1, 9.0, included=number)
+    bench.offer(0, 1, 9.0, snapshot=number)
     assert bench.fragments.unresolved() == (-1,)
     with pytest.raises(LearnerError, match="holds none"):
-        bench.offer(0, 2, 9.0, included=number + 1)
+        bench.offer(0, 2, 9.0, snapshot=number + 1)
 
 
 def test_offer_that_crossed_the_report_of_the_same_snapshot_is_carried_from_the_base() -> None:
@@ -300,9 +301,9 @@ def test_offer_that_crossed_the_report_of_the_same_snapshot_is_carried_from_the_
     bench.step(-2.0)
     number = bench.ready(1).contribution.snapshot
     bench.step(-0.5)
-    bench.offer(0, 1, 9.0, included=number)  # 9 + (7.5 - 8)
+    bench.offer(0, 1, 9.0, snapshot=number)  # 9 + (7.5 - 8)
     assert value(bench) == 8.5
-    applied = bench.offer(0, 2, 4.0, included=number)  # 4 + half of (8.5 - 9): version 2 left it out
+    applied = bench.offer(0, 2, 4.0, snapshot=number)  # 4 + half of (8.5 - 9): version 2 left it out
     assert value(bench) == 3.75
     assert applied.position.base_version == 2
     assert applied.position.included_step == 1
@@ -317,7 +318,7 @@ def test_no_snapshot_against_another_base_or_without_steps() -> None:
     assert isinstance(denied, SnapshotDenied)
     assert denied.reason == "base is version 2, asked for one against 1"
     number = bench.ready(3).contribution.snapshot
-    bench.offer(0, 3, 9.0, included=number)
+    bench.offer(0, 3, 9.0, snapshot=number)
     assert isinstance(bench.snapshot(4), SnapshotDenied)  # all its steps are in version 3
 
 
@@ -369,7 +370,7 @@ def test_idle_low_precision_learner_contributes_exactly_zero(dtype: torch.dtype)
         ready = bench.ready(version)
         assert not bench.decoded().any()
         included = ready.contribution.snapshot if version % 2 else -1
-        bench.offer(0, version, rng.standard_normal(size).astype(np.float32), included=included)
+        bench.offer(0, version, rng.standard_normal(size).astype(np.float32), snapshot=included)
 
 
 def test_low_precision_base_is_what_is_held_and_carried_steps_stay_in() -> None:
@@ -440,7 +441,7 @@ def test_memory_of_snapshots_is_used_again() -> None:
         bench.step(0.1)
         for index in range(2):
             number = bench.ready(version, fragment=index).contribution.snapshot
-            bench.offer(index, version, 1.0, included=number)
+            bench.offer(index, version, 1.0, snapshot=number)
         bench.step(0.1)
         bench.ready(version + 2, base=version)  # a round that will pass without it
         bench.ready(version + 3, base=version)
@@ -456,6 +457,6 @@ def test_memory_of_many_snapshots_at_once_is_given_back() -> None:
     taken = [bench.ready(1, fragment=index).contribution.snapshot for index in range(count)]
     held = [weakref.ref(one.buffer) for one in bench.fragments._snapshots.values()]
     for index, number in enumerate(taken):
-        bench.offer(index, 1, 1.0, included=number)
+        bench.offer(index, 1, 1.0, snapshot=number)
     bench.fragments._worker.wait_for(lambda: None)  # the thread has let go of what it did last
     assert len([one for one in held if one() is not None]) == 2

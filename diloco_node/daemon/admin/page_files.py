@@ -36,10 +36,10 @@ HEADERS: Final = {
 def page_routes() -> list[web.RouteDef]:
     """`/` and the files it loads from `/page/`; nothing else of the folder is served."""
     names = {"/": INDEX} | {f"/page/{name}": name for name in (*MODULES, LIBRARY, *STYLES, ICON)}
-    return [web.get(path, _served(name)) for path, name in names.items()]
+    return [web.get(path, _serve(name)) for path, name in names.items()]
 
 
-def _served(name: str) -> Any:
+def _serve(name: str) -> Any:
     path = FOLDER / name
 
     async def serve(request: web.Request) -> web.Response:

@@ -56,7 +56,7 @@ class NoteBook:
     def add(self, note: Note) -> None:
         """Take one."""
         self.alarms += note.is_alarm
-        for kind, count in self._repeats.ended():
+        for kind, count in self._repeats.end_window():
             log.info("held back", region=self._region, part=part_of(kind), kind=kind, count=count)
             self._recent.clear()
         text = escaped(note.text)

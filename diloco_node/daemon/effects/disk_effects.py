@@ -101,14 +101,14 @@ class DiskEffects:
             chunks = [stripe.encoded for stripe in stripes]
             write = partial(self.store.store_payload, fragment, version, digest, chunks)
             await self._until_written(f"payload {fragment}.{version}", self.files, write)
-        self.fetcher.stored(fragment, version)
+        self.fetcher.drop_fetch(fragment, version)
         self.post(ev.PayloadStored(fragment, version, digest))
 
     async def store_initial_state(self, version_area: VersionArea, generation: int) -> None:
         """Write Theta_0 of the whole model: this region can propose genesis then.
 
         Args:
-            version_area: the learner's Theta_0 is read where it lies; nothing is offered there before `initial_taken`.
+            version_area: the learner's Theta_0 is read where it lies; nothing is offered there until `release_initial`.
             generation: of the learner that has written it there; in a later one another learner may be writing.
         """
         async with self._initial_lock:
@@ -126,7 +126,7 @@ class DiskEffects:
             if version_area.generation != generation:
                 return  # it may have been written over while it was read; the next learner lays down its own
             self.post(ev.InitialStateStored(manifest.digest, tuple(digests)))
-            version_area.initial_taken()
+            version_area.release_initial()
 
     async def write_final(self) -> None:
         """Write final.safetensors."""

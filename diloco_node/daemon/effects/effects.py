@@ -99,9 +99,9 @@ class Effects:
         """Requests for bytes are the daemon's business, everything else the core's."""
         match message:
             case PayloadRequested() | StateRequested():
-                self.fetcher.requested(peer, message)
+                self.fetcher.serve(peer, message)
             case Refused():
-                self.fetcher.refused(peer, message)
+                self.fetcher.on_refusal(peer, message)
             case _:
                 try:
                     self.post(ev.MessageArrived(peer, message))
@@ -136,7 +136,7 @@ class Effects:
             case MergedStripe() if is_whole:
                 self.spawn(self.stripes.merged_arrived(peer, header, body), f"merged from {peer}")
             case Payload() | State():
-                self.spawn(self.fetcher.arrived(peer, header, body, is_whole=is_whole), f"fetched from {peer}")
+                self.spawn(self.fetcher.take_transfer(peer, header, body, is_whole=is_whole), f"fetched from {peer}")
 
 
 def build_effects(

@@ -79,7 +79,7 @@ class Fetcher:
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
             self._fail(key, "no link")
 
-    def refused(self, peer: str, message: Refused) -> None:
+    def on_refusal(self, peer: str, message: Refused) -> None:
         """The peer can't help."""
         for is_payload in (True, False):
             key = (peer, message.fragment, is_payload)
@@ -108,13 +108,13 @@ class Fetcher:
             return raw_bytes == self.parameters.blocks[header.fragment].encoded_bytes
         return raw_bytes == 8 * self.parameters.manifest.fragments[header.fragment].size
 
-    def stored(self, fragment: int, version: int) -> None:
+    def drop_fetch(self, fragment: int, version: int) -> None:
         """The payload came by itself, as merged stripes: that is the answer, and what the peer sends is not needed."""
         for key in sorted(self._pending):
             if key[1:] == (fragment, True) and self._pending[key].order.version == version:
                 self._pending.pop(key).watchdog.cancel()
 
-    async def arrived(self, peer: str, header: Payload | State, body: U8, *, is_whole: bool) -> None:
+    async def take_transfer(self, peer: str, header: Payload | State, body: U8, *, is_whole: bool) -> None:
         """Check and store what came; tell the core."""
         key = (peer, header.fragment, isinstance(header, Payload))
         pending = self._pending.get(key)
@@ -165,7 +165,7 @@ class Fetcher:
         pending.watchdog.cancel()
         self.post(FetchFailed(key[0], key[1], pending.order.version, reason))
 
-    def requested(self, peer: str, message: PayloadRequested | StateRequested) -> None:
+    def serve(self, peer: str, message: PayloadRequested | StateRequested) -> None:
         """A peer requests bytes; answer with a transfer or Refused."""
         if not 0 <= message.fragment < len(self.parameters.versions):
             self.transport.send(peer, Refused(message.fragment, message.version, "unknown"))

@@ -85,7 +85,7 @@ class StripeTable:
             for round_ in self._rounds.values()
         )
 
-    def ballot_known(self, ballot: Ballot, fragment: int, version: int, stripes: tuple[Stripe, ...]) -> None:
+    def note_ballot(self, ballot: Ballot, fragment: int, version: int, stripes: tuple[Stripe, ...]) -> None:
         """How a ballot cuts the fragment: merged stripes that do not fit are refused from now on."""
         self._open(fragment, version).layouts[ballot] = stripes
 
@@ -148,7 +148,9 @@ class StripeTable:
         """A stripe of a contribution, whichever ballot brought it; None if it is not here."""
         return self._find(contribution.fragment, version).contributions.get(_key(contribution, block_start, block_stop))
 
-    def merged(self, ballot: Ballot, stripe: int, fragment: int, version: int, *, sender: str) -> MergedPart | None:
+    def merged_stripe(
+        self, ballot: Ballot, stripe: int, fragment: int, version: int, *, sender: str
+    ) -> MergedPart | None:
         """A merged stripe; None while it is not there."""
         return self._find(fragment, version).merged.get((ballot, stripe, sender))
 

@@ -58,7 +58,7 @@ class Sending:
         self._tasks[task] = header
         task.add_done_callback(lambda task: self._tasks.pop(task, None))
 
-    def contributed_again(self, fragment: int, ballot: Ballot) -> None:
+    def drop_earlier_ballots(self, fragment: int, ballot: Ballot) -> None:
         """A later ballot asks for the contribution: what is left of it for ballots before comes too late."""
         self._give_up(
             lambda header: (
@@ -68,11 +68,11 @@ class Sending:
             )
         )
 
-    def ballot_failed(self, ballot: Ballot) -> None:
+    def drop_ballot(self, ballot: Ballot) -> None:
         """Nobody applies what this ballot merged."""
         self._give_up(lambda header: isinstance(header, MergedStripe) and header.ballot == ballot)
 
-    def committed(self, fragment: int, version: int) -> None:
+    def drop_older_rounds(self, fragment: int, version: int) -> None:
         """A round committed. Its own stripes go on, for slower regions wait for them; those of rounds before are void.
 
         A region that still lacks those fetches the payload when it gets there, from whoever is best reached.

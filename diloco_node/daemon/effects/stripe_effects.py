@@ -66,8 +66,8 @@ class StripeEffects:
         """Stream each stripe of the learner's contribution to its reducer; the own one is kept here."""
         contribution = order.contribution
         fragment = contribution.fragment
-        self.table.ballot_known(order.ballot, fragment, order.version, order.stripes)
-        self.sending.contributed_again(fragment, order.ballot)
+        self.table.note_ballot(order.ballot, fragment, order.version, order.stripes)
+        self.sending.drop_earlier_ballots(fragment, order.ballot)
         missing = [(index, stripe) for index, stripe in enumerate(order.stripes) if index not in order.skip]
         missing.sort(key=lambda pair: (pair[1].reducer == self.region, pair[0]))  # those that have a way to go first
 
@@ -166,7 +166,7 @@ class StripeEffects:
     def send_merged(self, order: ev.SendMerged) -> None:
         """Stream a stripe that was reduced here to peers."""
         name = (order.ballot, order.stripe, order.fragment, order.version)
-        stripe = self.table.merged(*name, sender=self.region)
+        stripe = self.table.merged_stripe(*name, sender=self.region)
         if stripe is None:
             return
         header = MergedStripe(*name, order.digest, order.block_start, order.block_stop)
@@ -214,12 +214,12 @@ class StripeEffects:
         self.drafts.close(order.ballot, fragment, version, is_committed=order.committed)
         self.table.close(order.ballot, fragment, version, is_committed=order.committed)
         if order.committed:
-            self.sending.committed(fragment, version)
+            self.sending.drop_older_rounds(fragment, version)
         elif version <= self.parameters.versions[fragment]:
             # Late bytes of a round that is over; its merged stripes may still be on their way to slower regions.
             self.table.forget(fragment, version)
         else:
-            self.sending.ballot_failed(order.ballot)
+            self.sending.drop_ballot(order.ballot)
 
     def expects(self, peer: str, header: ContributionStripe | MergedStripe, raw_bytes: int) -> bool:
         """Whether a stripe that a peer begins to send makes sense."""

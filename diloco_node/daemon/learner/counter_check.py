@@ -60,7 +60,7 @@ def position_fault(position: FragmentPosition, step: int, tokens: int) -> str:
     return ""
 
 
-class Plausible:
+class CounterCheck:
     """Limits on what the attached learner can have done by now.
 
     Args:
@@ -74,7 +74,7 @@ class Plausible:
         self._step = 0
         self._attached_ns = 0
 
-    def attached(self, step: int, *, now_ns: int) -> None:
+    def begin(self, step: int, *, now_ns: int) -> None:
         """It says that it has made so many steps."""
         self._step, self._attached_ns = step, now_ns
 

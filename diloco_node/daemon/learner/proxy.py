@@ -20,7 +20,7 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, LearnerStatus, RunSettings
-from diloco_node.daemon.learner.counter_check import Plausible, attach_fault
+from diloco_node.daemon.learner.counter_check import CounterCheck, attach_fault
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn
@@ -94,32 +94,49 @@ class LearnerProxy:
         region: str,
         note: Callable[[ev.Note], None],
     ) -> None:
-        self.facts = LearnerFacts()
-        self._note = note
-        self._plausible = Plausible(region, [len(fragment.pieces) for fragment in manifest.fragments])
-        self._newest: LearnerStatus | None = None
-        self.status: LearnerStatus | None = None
-        self.done: learner_link.Done | None = None
-        self.pid = 0
-        self._last_status: LearnerStatus | None = None
-        self.steps_total = 0
-        self.tokens_total = 0
-        self._steps_before = 0
-        self._tokens_before = 0
-        self._blocked_before_ns = 0
-        self._incarnation = 0
-        self.blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
         self._send = send
         self._post = post
+        self._note = note
         self._now_ns = now_ns
         self._spawn = spawn
         self._save_counters = save_counters
         self._store_initial_state = store_initial_state
+
+        # For the status alone: nothing is decided by it.
+        self.facts = LearnerFacts()
+
+        # The process and the incarnation that were welcomed last; 0 before the first. They stay when it detaches.
+        self.pid = 0
+        self._incarnation = 0
+        # Where the attached learner stands; None exactly while none is attached.
+        self.status: LearnerStatus | None = None
+        # The newest status of any learner that this daemon has seen: what a process claims may not lie behind it.
+        self._newest: LearnerStatus | None = None
+        # The last word of the present incarnation; None while it steps.
+        self.done: learner_link.Done | None = None
+        # The status of a learner that was done when it detached, for the last report.
+        self._last_status: LearnerStatus | None = None
+        self._counter_check = CounterCheck(region, [len(fragment.pieces) for fragment in manifest.fragments])
+
+        # Of all incarnations so far; always `_before` plus what the present one counts.
+        self.steps_total = 0
+        self.tokens_total = 0
+        self._steps_before = 0
+        self._tokens_before = 0
+        # Of all processes before this one; `facts.blocked_ns` is this plus what the present one reports.
+        self._blocked_before_ns = 0
+
+        # Orders not yet answered, by fragment: an answer takes its order out, so none counts twice.
+        self._requested: dict[int, ev.TakeSnapshot] = {}
         self._is_overwriting = settings.carry is CarryMode.OVERWRITE
+
+        # Memory of the supervisor, which outlives daemon and learner. Contribution f lies at `_offsets[f]`.
+        self.blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
         self._version_area = memory(learner_link.VERSION_AREA, 4 * manifest.size)
         self._contribution_area = memory(learner_link.CONTRIBUTION_AREA, self._offsets[-1])
         self._contributions = np.frombuffer(self._contribution_area, np.uint8)
+        self.counters = memory(learner_link.COUNTERS_AREA, AREA_BYTES)
         self.version_area = VersionArea(
             np.frombuffer(self._version_area, np.float32),
             fragment_offsets(manifest),
@@ -128,8 +145,6 @@ class LearnerProxy:
             spawn=spawn,
             now_ns=now_ns,
         )
-        self.counters = memory(learner_link.COUNTERS_AREA, AREA_BYTES)
-        self._requested: dict[int, ev.TakeSnapshot] = {}
 
     @property
     def incarnation(self) -> int:
@@ -143,7 +158,7 @@ class LearnerProxy:
             return self._last_status
         return self.status
 
-    def attached(
+    def on_attach(
         self,
         attach: learner_link.Attach,
         incarnation: int,
@@ -159,7 +174,7 @@ class LearnerProxy:
             writes_initial: it is to write Theta_0 into the version area.
         """
         self._refuse_requested("the learner restarted")
-        self.version_area.attached(writes_initial=writes_initial)
+        self.version_area.begin_learner(writes_initial=writes_initial)
         self.done = None
         if (attach.pid, incarnation) != (self.pid, self._incarnation):
             # Another process: it has blocked for no time yet.
@@ -179,7 +194,7 @@ class LearnerProxy:
             positions=attach.positions,
         )
         self._newest = self.status
-        self._plausible.attached(attach.step, now_ns=self._now_ns())
+        self._counter_check.begin(attach.step, now_ns=self._now_ns())
         self._steps_before = sum(steps for _, steps, _ in trained_before)
         self._tokens_before = sum(tokens for _, _, tokens in trained_before)
         self._note_totals()
@@ -196,41 +211,41 @@ class LearnerProxy:
         """
         match message:
             case learner_link.Report():
-                self._reported(message)
+                self._on_report(message)
             case learner_link.SnapshotReady():
-                self._snapshot_ready(message)
+                self._on_snapshot_ready(message)
             case learner_link.SnapshotDenied():
-                self._snapshot_denied(message)
+                self._on_snapshot_denied(message)
             case learner_link.OfferApplied():
-                self._version_applied(message)
+                self._on_version_applied(message)
             case learner_link.InitialState():
-                self._initial_state_written()
+                self._on_initial_state()
             case learner_link.Done():
-                self._finished(message)
+                self._on_done(message)
             case learner_link.Failed():
-                self._failed(message.reason)
+                self._on_failure(message.reason)
             case learner_link.Warned():
-                self._warned(message.text)
+                self._on_warning(message.text)
             case learner_link.Attach():
                 raise AssertionError("an Attach is the reception's")
             case _:
                 assert_never(message)
 
-    def detached(self) -> None:
+    def on_detach(self) -> None:
         """Its connection is gone."""
         self._refuse_requested("the learner is gone")
-        self.version_area.detached()
+        self.version_area.end_learner()
         if self.done is not None:
             self._last_status = self.status
         self.status = None
         self._post(ev.LearnerDetached())
 
-    def _reported(self, report: learner_link.Report) -> None:
+    def _on_report(self, report: learner_link.Report) -> None:
         """Take the report of an inner step."""
         if self.status is None:
             return
         now_ns = self._now_ns()
-        fault = self._plausible.report_fault(self.status, report.step, report.tokens, now_ns=now_ns)
+        fault = self._counter_check.report_fault(self.status, report.step, report.tokens, now_ns=now_ns)
         if fault:
             self._ignore("a report", fault)
             return
@@ -256,28 +271,28 @@ class LearnerProxy:
             self.facts.val_loss_global = message.val_loss_global
         self.facts.blocked_ns = self._blocked_before_ns + message.blocked_ns
 
-    def _snapshot_ready(self, message: learner_link.SnapshotReady) -> None:
+    def _on_snapshot_ready(self, message: learner_link.SnapshotReady) -> None:
         """The answer to SnapshotRequested: its bytes lie in the contribution area."""
         contribution = message.contribution
         order = self._requested.get(contribution.fragment)
         if self.status is None or order is None or order.base_version != contribution.base_version:
             return
         del self._requested[contribution.fragment]
-        fault = self._plausible.contribution_fault(self.status, contribution, now_ns=self._now_ns())
+        fault = self._counter_check.contribution_fault(self.status, contribution, now_ns=self._now_ns())
         if fault:
             self._ignore("a snapshot", fault)
             self._post(ev.SnapshotRefused(order.fragment, order.version, "the learner's answer makes no sense"))
         else:
             self._post(ev.SnapshotTaken(contribution))
 
-    def _snapshot_denied(self, message: learner_link.SnapshotDenied) -> None:
+    def _on_snapshot_denied(self, message: learner_link.SnapshotDenied) -> None:
         """The answer to SnapshotRequested when it could not."""
         order = self._requested.get(message.fragment)
         if order is not None and order.version == message.version:
             del self._requested[message.fragment]
             self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
-    def _version_applied(self, message: learner_link.OfferApplied) -> None:
+    def _on_version_applied(self, message: learner_link.OfferApplied) -> None:
         """It took a version: its place in the version area is free.
 
         Steps that it threw away on the way are told to the others, so the counters that say them must be durable first.
@@ -287,23 +302,23 @@ class LearnerProxy:
         if not self.version_area.is_offered(message.fragment, message.version):
             fault = f"version {message.version} of fragment {message.fragment} was not offered"
         else:
-            fault = self._plausible.applied_fault(message, now_ns=self._now_ns())
+            fault = self._counter_check.applied_fault(message, now_ns=self._now_ns())
         if fault:
             self._ignore("an applied version", fault)
             return
         is_over = message.position.included_step > self.status.positions[message.fragment].included_step
         if is_over and (self._is_overwriting or message.carry_factor <= 0.0):
-            self._spawn(self._applied_when_durable(message), f"applied {message.fragment}")
+            self._spawn(self._advance_when_durable(message), f"applied {message.fragment}")
         else:
-            self._applied(message)
+            self._advance(message)
 
-    async def _applied_when_durable(self, message: learner_link.OfferApplied) -> None:
+    async def _advance_when_durable(self, message: learner_link.OfferApplied) -> None:
         generation = self.version_area.generation
         await self._save_counters(self._incarnation)
         if generation == self.version_area.generation:  # else it has said anew where it stands
-            self._applied(message)
+            self._advance(message)
 
-    def _applied(self, message: learner_link.OfferApplied) -> None:
+    def _advance(self, message: learner_link.OfferApplied) -> None:
         if self.status is None:
             return
         positions = list(self.status.positions)
@@ -312,15 +327,15 @@ class LearnerProxy:
         if message.carry_factor < 1.0:
             self.facts.discounted_versions += 1
         self._post(ev.LearnerReported(self.status))
-        self.version_area.applied(message.fragment, message.version)
+        self.version_area.release(message.fragment, message.version)
 
-    def _finished(self, message: learner_link.Done) -> None:
+    def _on_done(self, message: learner_link.Done) -> None:
         """It has stopped stepping."""
         self.done = message
         self._note_figures(message)
         if self.status is not None:
             step, tokens = message.step, message.tokens
-            fault = self._plausible.report_fault(self.status, step, tokens, now_ns=self._now_ns())
+            fault = self._counter_check.report_fault(self.status, step, tokens, now_ns=self._now_ns())
             if fault:
                 self._ignore("the end of its counters", fault)
                 step, tokens = self.status.step, self.status.tokens
@@ -328,7 +343,7 @@ class LearnerProxy:
             self._note_totals()
             self._post(ev.LearnerReported(self.status))
 
-    def _initial_state_written(self) -> None:
+    def _on_initial_state(self) -> None:
         """Theta_0 lies in the version area."""
         area = self.version_area
         if area.is_lent:
@@ -367,14 +382,14 @@ class LearnerProxy:
             with contextlib.suppress(BufferError):
                 area.close()
 
-    def _warned(self, text: str) -> None:
+    def _on_warning(self, text: str) -> None:
         """A loss or a norm is out of its range."""
         if self.facts.first_report_ns:  # what it says before its first step is of the model
             self.facts.warnings += 1
             self._note_trouble(text, has_failed=False)
         self._note(ev.Note("learner", f"the learner warns: {text}", is_alarm=True))
 
-    def _failed(self, reason: str) -> None:
+    def _on_failure(self, reason: str) -> None:
         """It ends with an error."""
         text = f"the learner failed: {reason}"
         self._note_trouble(text, has_failed=True)

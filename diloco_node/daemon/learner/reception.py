@@ -93,12 +93,12 @@ class Reception:
             if isinstance(message, Report):
                 self._send_news_of_position()
 
-    def detached(self) -> None:
+    def on_detach(self) -> None:
         """Forget the learner: its connection is gone, whether or not it was welcomed."""
         self._attaches += 1
         self._is_welcomed = False
         self._waiting_attach = None
-        self._learner.detached()
+        self._learner.on_detach()
 
     def core_changed(self) -> None:
         """Welcome the learner that waits, once the core knows which incarnations there were."""
@@ -180,7 +180,7 @@ class Reception:
             )
         )
         self._send_position(position)
-        self._learner.attached(
+        self._learner.on_attach(
             attach,
             incarnation,
             tuple((life.incarnation, life.steps, life.tokens) for life in predecessors),

@@ -55,17 +55,17 @@ class VersionArea:
         """The fragment's place, shape (n,), float32, not a copy."""
         return self.area[self.offsets[fragment] : self.offsets[fragment + 1]]
 
-    def attached(self, *, writes_initial: bool) -> None:
+    def begin_learner(self, *, writes_initial: bool) -> None:
         """A learner is attached: what the one before was offered is void.
 
         Args:
-            writes_initial: it is to write Theta_0: every place is its own until `initial_taken`.
+            writes_initial: it is to write Theta_0: every place is its own until `release_initial`.
         """
         self._begin_generation()
         self._has_learner = True
         self._is_lent = writes_initial
 
-    def detached(self) -> None:
+    def end_learner(self) -> None:
         """Its connection is gone. It may live and read on, until it attaches again or another one does."""
         self._begin_generation()
 
@@ -79,7 +79,7 @@ class VersionArea:
         offer = self._offered.get(fragment)
         return offer is not None and offer.version == version
 
-    def applied(self, fragment: int, version: int) -> None:
+    def release(self, fragment: int, version: int) -> None:
         """The learner has taken a version: the place is free, and the next one may be offered."""
         offer = self._offered.get(fragment)
         if offer is None or version < offer.version:
@@ -91,7 +91,7 @@ class VersionArea:
             self._waiting[fragment] = replace(waiting, included_snapshot=NO_SNAPSHOT)
         self._offer_waiting(fragment)
 
-    def initial_taken(self) -> None:
+    def release_initial(self) -> None:
         """Theta_0 has been read out: the places are free again."""
         self._take_back()
         for fragment in sorted(self._waiting):

@@ -58,10 +58,10 @@ class Region:
             raise ConfigError("the learner runs already")
         return "stopped"
 
-    def set_log_level(self, part: str, level: str) -> dict[str, str]:
-        if part == "wire":
+    def set_log_level(self, log_part: str, level: str) -> dict[str, str]:
+        if log_part == "wire":
             raise ConfigError("the log has no part 'wire'")
-        return {part: level}
+        return {log_part: level}
 
     def handlers(self) -> AdminHandlers:
         return AdminHandlers(
@@ -78,7 +78,7 @@ class Region:
 
 
 @pytest.fixture
-async def served(tmp_path: Path):
+async def site(tmp_path: Path):
     region = Region()
     registry = CollectorRegistry()
     Counter("diloco_rounds", "rounds", registry=registry).inc(7)
@@ -89,8 +89,8 @@ async def served(tmp_path: Path):
     await server.stop()
 
 
-async def test_health_tells_apart_alive_and_ready(served) -> None:
-    region, _, session = served
+async def test_health_tells_apart_alive_and_ready(site) -> None:
+    region, _, session = site
     assert (await session.get("/livez")).status == 200
     answer = await session.get("/readyz")
     assert answer.status == 503
@@ -99,16 +99,16 @@ async def test_health_tells_apart_alive_and_ready(served) -> None:
     assert (await session.get("/readyz")).status == 200
 
 
-async def test_status_and_metrics_are_read_only_documents(served) -> None:
-    region, _, session = served
+async def test_status_and_metrics_are_read_only_documents(site) -> None:
+    region, _, session = site
     assert (await (await session.get("/api/v1/status")).json()) == {"region": "us-east", "step": 3}
     assert "diloco_rounds_total 7.0" in await (await session.get("/metrics")).text()
     assert (await session.get("/api/v1/finish")).status == 405
     assert region.finished == []
 
 
-async def test_a_command_needs_the_token_from_the_state_folder(served, tmp_path: Path) -> None:
-    region, _, session = served
+async def test_a_command_needs_the_token_from_the_state_folder(site, tmp_path: Path) -> None:
+    region, _, session = site
     assert (await session.post("/api/v1/finish")).status == 401
     assert (await session.post("/api/v1/finish", headers={"Authorization": "Bearer wrong"})).status == 401
     assert region.finished == []
@@ -118,8 +118,8 @@ async def test_a_command_needs_the_token_from_the_state_folder(served, tmp_path:
     assert region.finished == ["asked by the operator"]
 
 
-async def test_a_budget_is_set_with_the_token_and_refused_with_a_reason(served, tmp_path: Path) -> None:
-    region, _, session = served
+async def test_a_budget_is_set_with_the_token_and_refused_with_a_reason(site, tmp_path: Path) -> None:
+    region, _, session = site
     assert (await session.post("/api/v1/budget", json={"egress": "1Gbit/s"})).status == 401
     headers = {"Authorization": f"Bearer {(tmp_path / ADMIN_TOKEN_NAME).read_text()}"}
     answer = await session.post("/api/v1/budget", json={"egress": "1Gbit/s"}, headers=headers)
@@ -134,16 +134,16 @@ async def test_a_budget_is_set_with_the_token_and_refused_with_a_reason(served, 
     assert region.budgets == [{"egress": "1Gbit/s"}]
 
 
-async def test_a_foreign_host_header_is_refused(served) -> None:
-    _, _, session = served
-    refused = await session.get("/api/v1/status", headers={"Host": "evil.example"})
-    assert refused.status == 403
-    assert "ssh -L" in (await refused.json())["error"], "it says how to ask from elsewhere"
+async def test_a_foreign_host_header_is_refused(site) -> None:
+    _, _, session = site
+    answer = await session.get("/api/v1/status", headers={"Host": "evil.example"})
+    assert answer.status == 403
+    assert "ssh -L" in (await answer.json())["error"], "it says how to ask from elsewhere"
     assert (await session.get("/api/v1/status", headers={"Host": "localhost:1"})).status == 200
 
 
-async def test_the_same_is_served_on_a_socket_in_the_state_folder(served, tmp_path: Path) -> None:
-    region, _, _ = served
+async def test_the_same_is_served_on_a_socket_in_the_state_folder(site, tmp_path: Path) -> None:
+    region, _, _ = site
     path = tmp_path / ADMIN_SOCKET_NAME
     assert path.stat().st_mode & 0o077 == 0
     async with aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(str(path))) as session:
@@ -174,10 +174,12 @@ async def test_a_long_state_folder_has_its_socket_elsewhere(tmp_path: Path) -> N
 
 
 async def test_a_taken_port_is_one_clear_error(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        server = AdminServer(Region().handlers(), CollectorRegistry(), port=taken.getsockname()[1], state_dir=tmp_path)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        server = AdminServer(
+            Region().handlers(), CollectorRegistry(), port=listener.getsockname()[1], state_dir=tmp_path
+        )
         with pytest.raises(BindError, match="admin_port"):
             await server.start()
 
@@ -190,8 +192,8 @@ async def test_another_address_is_bound_beside_loopback_and_keeps_the_rules(tmp_
         for host in ("127.0.0.1", "127.0.0.2"):
             async with aiohttp.ClientSession(f"http://{host}:{server.port}") as session:
                 # A published port is asked for by a loopback name; the address itself is refused, as any other name.
-                named = await session.get("/livez", headers={"Host": "localhost:7401"})
-                assert named.status == 200
+                answer = await session.get("/livez", headers={"Host": "localhost:7401"})
+                assert answer.status == 200
                 assert (await session.get("/livez", headers={"Host": "127.0.0.2"})).status == 403
                 assert (await session.post("/api/v1/finish", headers={"Host": "localhost"})).status == 401
         assert region.finished == []
@@ -212,8 +214,8 @@ def token(folder: Path) -> dict[str, str]:
     return {"Authorization": f"Bearer {(folder / ADMIN_TOKEN_NAME).read_text()}"}
 
 
-async def test_a_measurement_tells_what_goes_on_and_then_its_document(served, tmp_path: Path, monkeypatch) -> None:
-    region, _, session = served
+async def test_a_measurement_tells_what_goes_on_and_then_its_document(site, tmp_path: Path, monkeypatch) -> None:
+    region, _, session = site
     monkeypatch.setattr(admin, "PROGRESS_S", 0.01)
     async with session.post("/api/v1/measure", json={"peer": "b"}, headers=token(tmp_path)) as answer:
         assert answer.status == 200
@@ -221,21 +223,21 @@ async def test_a_measurement_tells_what_goes_on_and_then_its_document(served, tm
         assert first == {"now": "round trips to b"}
         region.measured.set()
         lines = [json.loads(line) async for line in answer.content]
-    others = [line for line in lines if line != first]
-    assert others == [{"so_far": {"rows": [0, 0]}}, {"document": {"rows": []}}], "the newest, once"
+    later_lines = [line for line in lines if line != first]
+    assert later_lines == [{"so_far": {"rows": [0, 0]}}, {"document": {"rows": []}}], "the newest, once"
     assert region.asked == [{"peer": "b"}]
 
 
-async def test_a_measurement_that_fails_says_why_and_its_exit_code(served, tmp_path: Path) -> None:
-    region, _, session = served
+async def test_a_measurement_that_fails_says_why_and_its_exit_code(site, tmp_path: Path) -> None:
+    region, _, session = site
     region.measured.set()
     async with session.post("/api/v1/measure", json={}, headers=token(tmp_path)) as answer:
         lines = [json.loads(line) async for line in answer.content]
     assert lines == [{"error": "a has no link to b", "exit_code": 5}]
 
 
-async def test_a_measurement_needs_the_token_and_an_object(served, tmp_path: Path) -> None:
-    region, _, session = served
+async def test_a_measurement_needs_the_token_and_an_object(site, tmp_path: Path) -> None:
+    region, _, session = site
     assert (await session.post("/api/v1/measure", json={})).status == 401
     assert (await session.get("/api/v1/measure", headers=token(tmp_path))).status == 405
     for body in (b"{", b"[1]", b""):
@@ -247,8 +249,8 @@ async def test_a_measurement_needs_the_token_and_an_object(served, tmp_path: Pat
     assert region.asked == []
 
 
-async def test_who_goes_away_ends_its_measurement(served, tmp_path: Path, monkeypatch) -> None:
-    region, _, session = served
+async def test_who_goes_away_ends_its_measurement(site, tmp_path: Path, monkeypatch) -> None:
+    region, _, session = site
     monkeypatch.setattr(admin, "PROGRESS_S", 0.01)
     answer = await session.post("/api/v1/measure", json={"peer": "b"}, headers=token(tmp_path))
     await answer.content.readline()
@@ -256,8 +258,8 @@ async def test_who_goes_away_ends_its_measurement(served, tmp_path: Path, monkey
     await asyncio.wait_for(region.gave_up.wait(), 120)
 
 
-async def test_lifting_a_quarantine_needs_the_token_and_a_peer_that_there_is(served, tmp_path: Path) -> None:
-    _, _, session = served
+async def test_lifting_a_quarantine_needs_the_token_and_a_peer_that_there_is(site, tmp_path: Path) -> None:
+    _, _, session = site
     assert (await session.post("/api/v1/quarantine/lift", json={"peer": "b"})).status == 401
     assert (await session.get("/api/v1/quarantine/lift", headers=token(tmp_path))).status == 405
     for peer, was in (("b", True), ("c", False)):
@@ -273,8 +275,8 @@ async def test_lifting_a_quarantine_needs_the_token_and_a_peer_that_there_is(ser
         assert text in (await answer.json())["error"]
 
 
-async def test_starting_the_learner_needs_the_token_and_one_that_does_not_run(served, tmp_path: Path) -> None:
-    region, _, session = served
+async def test_starting_the_learner_needs_the_token_and_one_that_does_not_run(site, tmp_path: Path) -> None:
+    region, _, session = site
     assert (await session.post("/api/v1/learner/start", json={})).status == 401
     assert (await session.get("/api/v1/learner/start", headers=token(tmp_path))).status == 405
     region.reason = ""
@@ -337,11 +339,11 @@ STRANGERS: dict[str, tuple[str, list[str], int]] = {
 }
 
 
-async def test_a_log_level_is_set_with_the_token_and_refused_with_a_reason(served, tmp_path: Path) -> None:
-    _, _, session = served
-    url, wanted = "/api/v1/log-level", {"part": "transport", "level": "error"}
-    assert (await session.post(url, json=wanted)).status == 401
-    answer = await session.post(url, json=wanted, headers=token(tmp_path))
+async def test_a_log_level_is_set_with_the_token_and_refused_with_a_reason(site, tmp_path: Path) -> None:
+    _, _, session = site
+    url, order = "/api/v1/log-level", {"part": "transport", "level": "error"}
+    assert (await session.post(url, json=order)).status == 401
+    answer = await session.post(url, json=order, headers=token(tmp_path))
     assert (answer.status, await answer.json()) == (200, {"levels": {"transport": "error"}})
     for wrong in ({}, {"part": "transport"}, {"part": 3, "level": "info"}, {"part": "wire", "level": "info"}):
         assert (await session.post(url, json=wrong, headers=token(tmp_path))).status == 400
@@ -357,8 +359,8 @@ async def answer_to(port: int, lines: list[str]) -> int:
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-async def test_a_request_that_no_operator_makes_is_refused(served, tmp_path: Path, name: str) -> None:
-    region, server, _ = served
+async def test_a_request_that_no_operator_makes_is_refused(site, tmp_path: Path, name: str) -> None:
+    region, server, _ = site
     secret = (tmp_path / ADMIN_TOKEN_NAME).read_text()
     request, headers, status = STRANGERS[name]
     lines = [line.replace("{token}", secret) for line in (request, *headers)]
@@ -367,22 +369,22 @@ async def test_a_request_that_no_operator_makes_is_refused(served, tmp_path: Pat
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost:1", "127.0.0.1", "127.0.0.1:7401", "[::1]", "[::1]:65535"])
-async def test_loopback_s_names_are_answered_with_any_port(served, host: str) -> None:
-    _, server, _ = served
+async def test_loopback_s_names_are_answered_with_any_port(site, host: str) -> None:
+    _, server, _ = site
     assert await answer_to(server.port, ["GET /api/v1/status HTTP/1.1", f"Host: {host}"]) == 200
 
 
 def test_a_token_that_a_full_disk_left_empty_is_made_anew(tmp_path: Path) -> None:
     (tmp_path / ADMIN_TOKEN_NAME).touch(mode=0o600)
-    made = admin.load_token(tmp_path)
-    assert len(made) > 20
-    assert admin.load_token(tmp_path) == made
+    token = admin.load_token(tmp_path)
+    assert len(token) > 20
+    assert admin.load_token(tmp_path) == token
 
 
 async def test_connections_over_the_limit_are_closed_and_the_socket_still_answers(
-    served, tmp_path: Path, monkeypatch
+    site, tmp_path: Path, monkeypatch
 ) -> None:
-    _, server, _ = served
+    _, server, _ = site
     monkeypatch.setattr(listening, "CONNECTIONS_MAX", 3)
     connector = aiohttp.UnixConnector(str(tmp_path / ADMIN_SOCKET_NAME))
     async with crowded(server.port, 3), aiohttp.ClientSession("http://localhost", connector=connector) as session:

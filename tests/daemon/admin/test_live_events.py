@@ -70,14 +70,14 @@ async def test_a_snapshot_comes_first_and_then_one_status_after_the_other() -> N
     async with serving(source) as (_, url), aiohttp.ClientSession() as session, session.get(url) as answer:
         assert answer.content_type == "text/event-stream"
         assert answer.headers["Cache-Control"] == "no-store"
-        seen = []
+        events = []
         async for event in events(answer):
-            seen.append(event)
-            if len(seen) == 4:
+            events.append(event)
+            if len(events) == 4:
                 break
-    assert [event["event"] for event in seen] == ["snapshot", "status", "status", "status"]
-    assert [json.loads(event["data"]).get("made") for event in seen] == [None, 1, 2, 3]
-    ids = [int(event["id"]) for event in seen]
+    assert [event["event"] for event in events] == ["snapshot", "status", "status", "status"]
+    assert [json.loads(event["data"]).get("made") for event in events] == [None, 1, 2, 3]
+    ids = [int(event["id"]) for event in events]
     assert ids == sorted(set(ids))
     assert source.since == [None]
 
@@ -87,26 +87,26 @@ async def test_ten_viewers_cost_one_document_each_time() -> None:
 
     async def watch(session: aiohttp.ClientSession, url: str) -> list[int]:
         async with session.get(url) as answer:
-            seen: list[int] = []
+            events: list[int] = []
             async for event in events(answer):
-                seen += [json.loads(event["data"])["made"]] if event["event"] == "status" else []
-                if len(seen) == 10:
+                events += [json.loads(event["data"])["made"]] if event["event"] == "status" else []
+                if len(events) == 10:
                     break
-            return seen
+            return events
 
     async with serving(source) as (live, url), aiohttp.ClientSession() as session:
         rows = await asyncio.gather(*(watch(session, url) for _ in range(10)))
-        for seen in rows:
-            assert seen == sorted(set(seen)), "each document at most once, and in order"
+        for events in rows:
+            assert events == sorted(set(events)), "each document at most once, and in order"
         assert source.made < 10 * 10, "not one for each viewer"
         await eventually(lambda: not live.viewers)
         await asyncio.sleep(0.1)
-        made = source.made
+        documents = source.made
         await asyncio.sleep(0.2)
-        assert source.made == made, "nobody looks on, nothing is made"
+        assert source.made == documents, "nobody looks on, nothing is made"
         async with session.get(url) as answer:
-            seen = [event["event"] async for event in _first(answer, 2)]
-        assert seen == ["snapshot", "status"], "it begins again"
+            events = [event["event"] async for event in _first(answer, 2)]
+        assert events == ["snapshot", "status"], "it begins again"
 
 
 async def _first(answer: aiohttp.ClientResponse, number: int) -> AsyncIterator[dict[str, str]]:
@@ -135,8 +135,8 @@ async def test_one_viewer_too_many_is_refused_and_a_place_gets_free(monkeypatch:
 )
 async def test_who_comes_back_gets_what_is_new(header: str, since: float | None) -> None:
     source = Source()
-    sent = {"Last-Event-ID": header}
-    async with serving(source) as (_, url), aiohttp.request("GET", url, headers=sent) as answer:
+    headers = {"Last-Event-ID": header}
+    async with serving(source) as (_, url), aiohttp.request("GET", url, headers=headers) as answer:
         assert [event["event"] async for event in _first(answer, 1)] == ["snapshot"]
     assert source.since == [since]
 
@@ -146,16 +146,16 @@ async def test_a_stream_on_which_nothing_comes_is_kept_open_by_comments(monkeypa
     source = Source()
     source.hold.clear()
     async with serving(source) as (_, url), aiohttp.ClientSession() as session, session.get(url) as answer:
-        seen = [event async for event in _first(answer, 3)]
-    assert seen[1:] == [{"comment": "keep-alive"}] * 2
+        events = [event async for event in _first(answer, 3)]
+    assert events[1:] == [{"comment": "keep-alive"}] * 2
 
 
 async def test_who_reads_slowly_misses_documents_and_holds_up_nobody() -> None:
     queue: asyncio.Queue[bytes | None] = asyncio.Queue(live_events.QUEUE_MAX)
     for number in range(100):
         live_events._put(queue, b"%d" % number)
-    kept = [queue.get_nowait() for _ in range(queue.qsize())]
-    assert kept == [b"96", b"97", b"98", b"99"]
+    documents = [queue.get_nowait() for _ in range(queue.qsize())]
+    assert documents == [b"96", b"97", b"98", b"99"]
 
 
 async def test_who_takes_nothing_for_long_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,43 +89,43 @@ LINES = [
 
 
 def test_metrics_say_what_the_document_says() -> None:
-    shown = collected(whole_document()).decode().splitlines()
-    assert not [line for line in LINES if line not in shown]
-    assert not any('direction="ingress"' in line for line in shown), "no limit, no sample"
+    text = collected(whole_document()).decode().splitlines()
+    assert not [line for line in LINES if line not in text]
+    assert not any('direction="ingress"' in line for line in text), "no limit, no sample"
 
 
 def test_before_the_model_is_known_the_process_is_counted_already() -> None:
     process = {"state": "waiting", "restarts": 3, "crashes": 3, "exit_code": 1}
     document = {"region": "us", "run_id": "run1", "state": "starting", "learner_process": process}
-    shown = collected(document | {"health": health_of(document)}).decode()
-    assert "diloco_learner_restarts_total 3.0" in shown
-    assert 'diloco_alerts{code="A-LEARNER-CRASHES",severity="warning"} 1.0' in shown
-    assert "diloco_ledger_term" not in shown
+    text = collected(document | {"health": health_of(document)}).decode()
+    assert "diloco_learner_restarts_total 3.0" in text
+    assert 'diloco_alerts{code="A-LEARNER-CRASHES",severity="warning"} 1.0' in text
+    assert "diloco_ledger_term" not in text
 
 
 def test_without_a_learner_nothing_is_said_of_it_but_its_totals() -> None:
-    shown = collected(status_of(view_of(learner=None), learner_of(None))).decode()
-    assert "diloco_learner_attached 0.0" in shown
-    assert "diloco_learner_steps_total 150.0" in shown
+    text = collected(status_of(view_of(learner=None), learner_of(None))).decode()
+    assert "diloco_learner_attached 0.0" in text
+    assert "diloco_learner_steps_total 150.0" in text
     for name in ("step_seconds", "loss", "tokens_per_second", "report_age_seconds"):
-        assert f"\ndiloco_learner_{name} " not in shown
+        assert f"\ndiloco_learner_{name} " not in text
 
 
 def test_a_follower_leads_nothing_and_a_silent_peer_is_not_alive() -> None:
     peer = whole_document()["peers"][0] | {"is_alive": False, "link": "dialing"}
     document = whole_document() | {"role": "follower", "peers": [peer, peer | {"name": "ap"}]}
     alarm = {"code": "A-PEER-DOWN", "severity": "warning"}
-    shown = collected(document | {"health": {"alerts": [alarm, alarm]}}).decode().splitlines()
-    assert "diloco_ledger_is_leader 0.0" in shown
-    assert 'diloco_peer_alive{peer="ap"} 0.0' in shown
-    assert 'diloco_peer_link_up{peer="ap"} 0.0' in shown
-    assert 'diloco_alerts{code="A-PEER-DOWN",severity="warning"} 2.0' in shown
+    text = collected(document | {"health": {"alerts": [alarm, alarm]}}).decode().splitlines()
+    assert "diloco_ledger_is_leader 0.0" in text
+    assert 'diloco_peer_alive{peer="ap"} 0.0' in text
+    assert 'diloco_peer_link_up{peer="ap"} 0.0' in text
+    assert 'diloco_alerts{code="A-PEER-DOWN",severity="warning"} 2.0' in text
 
 
 def test_names_keep_the_rules() -> None:
-    found = families()
-    assert len(found) > 40
-    for family in found:
+    names = families()
+    assert len(names) > 40
+    for family in names:
         assert family.name.startswith("diloco_")
         assert len(family.documentation) > 8
         assert family.documentation.replace(" ", "_") != family.name
@@ -136,26 +136,26 @@ def test_names_keep_the_rules() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_finds_no_fault() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         ["promtool", "check", "metrics"],
         input=collected(whole_document()),
         capture_output=True,
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_the_page_names_each_metric() -> None:
     """`_x` stands for the group's name with `_x`, as in `diloco_ledger_term`, `_commit_index`."""
     text = (ROOT / "docs/operate.md").read_text()
     table = text[text.index("| group | metrics |") : text.index("## Logs")]
-    named = set()
+    metric_names = set()
     for row in (line for line in table.splitlines() if line.startswith("|")):
         names = re.findall(r"`(\w+)`", row)
         group = "_".join(next((name for name in names if name.startswith("diloco_")), "").split("_")[:2])
-        named |= {
+        metric_names |= {
             f"{group}{name}" if name.startswith("_") else name for name in names if "diloco" in name or name[0] == "_"
         }
     counters = {"counter": "_total"}
-    assert named == {family.name + counters.get(family.type, "") for family in families()}
+    assert metric_names == {family.name + counters.get(family.type, "") for family in families()}

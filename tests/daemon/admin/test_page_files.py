@@ -17,13 +17,13 @@ BYTES_MAX = 200_000
 def test_the_page_is_small_and_every_file_of_it_is_used() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
     assert sum(files.values()) < BYTES_MAX
-    used = {*MODULES, *STYLES, page_files.LIBRARY, page_files.ICON, page_files.INDEX}
-    assert set(files) == used | {"uplot.LICENSE"}
+    names = {*MODULES, *STYLES, page_files.LIBRARY, page_files.ICON, page_files.INDEX}
+    assert set(files) == names | {"uplot.LICENSE"}
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_inline() -> None:
-    own = [FOLDER / name for name in (*MODULES, "page.css", page_files.INDEX)]
-    addresses = {found for path in own for found in re.findall(r"https?://[^\s\"')]+", path.read_text())}
+    paths = [FOLDER / name for name in (*MODULES, "page.css", page_files.INDEX)]
+    addresses = {address for path in paths for address in re.findall(r"https?://[^\s\"')]+", path.read_text())}
     assert addresses == {"http://www.w3.org/2000/svg"}, "a namespace, and never asked for"
     index = (FOLDER / page_files.INDEX).read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", index)
@@ -44,8 +44,8 @@ def test_no_name_stands_at_the_top_of_two_modules() -> None:
 
 def test_modules_import_only_from_those_before_them() -> None:
     for at, name in enumerate(MODULES):
-        imported = set(re.findall(r'from "\./([\w.]+)"', (FOLDER / name).read_text()))
-        assert imported <= set(MODULES[:at])
+        imports = set(re.findall(r'from "\./([\w.]+)"', (FOLDER / name).read_text()))
+        assert imports <= set(MODULES[:at])
 
 
 async def test_every_file_is_served_with_a_policy_and_nothing_else_is(tmp_path: Path) -> None:

@@ -48,72 +48,72 @@ class Scripted:
 
 
 @pytest.fixture
-def scripted(tmp_path: Path) -> Scripted:
+def script(tmp_path: Path) -> Scripted:
     return Scripted(tmp_path)
 
 
-def test_the_time_that_is_left_follows_the_pace(scripted: Scripted) -> None:
-    assert scripted.document()["run"]["eta_seconds"] is None, "one look is no pace"
+def test_the_time_that_is_left_follows_the_pace(script: Scripted) -> None:
+    assert script.document()["run"]["eta_seconds"] is None, "one look is no pace"
     for at in range(11):
-        scripted.now_ns, scripted.part = (10 + at * 2) * SECOND, 0.01 * at
-        scripted.facts.mark()
-    run = scripted.document()["run"]
+        script.now_ns, script.part = (10 + at * 2) * SECOND, 0.01 * at
+        script.facts.mark()
+    run = script.document()["run"]
     assert run["eta_seconds"] == pytest.approx(0.9 / 0.005)
     assert (run["id"], run["step"], run["total_steps"], run["tokens"]) == ("try", 25, 250, 900)
     for _ in range(300):  # nothing moves any more
-        scripted.now_ns += 2 * SECOND
-        scripted.facts.mark()
-    assert scripted.document()["run"]["eta_seconds"] is None or scripted.document()["run"]["eta_seconds"] > 4000
+        script.now_ns += 2 * SECOND
+        script.facts.mark()
+    assert script.document()["run"]["eta_seconds"] is None or script.document()["run"]["eta_seconds"] > 4000
 
 
-def test_what_is_first_heard_after_a_start_is_no_pace(scripted: Scripted) -> None:
+def test_what_is_first_heard_after_a_start_is_no_pace(script: Scripted) -> None:
     """The ledger says 50 %, the learners that are heard a moment later 55 %; a percent takes an hour."""
-    for at_s, part in ((2, 0.5), (4, 0.55), *((at, 0.55 + at / 360_000) for at in range(12, 73, 2))):
-        scripted.now_ns, scripted.part = at_s * SECOND, part
-        scripted.facts.mark()
-    assert scripted.document()["run"]["eta_seconds"] == pytest.approx(0.45 * 360_000, rel=0.01)
+    for at_s, progress in ((2, 0.5), (4, 0.55), *((at, 0.55 + at / 360_000) for at in range(12, 73, 2))):
+        script.now_ns, script.part = at_s * SECOND, progress
+        script.facts.mark()
+    assert script.document()["run"]["eta_seconds"] == pytest.approx(0.45 * 360_000, rel=0.01)
 
 
-def test_a_run_that_moves_with_rare_merges_has_a_pace(scripted: Scripted) -> None:
+def test_a_run_that_moves_with_rare_merges_has_a_pace(script: Scripted) -> None:
     for at_s in range(20, 6000, 2):
-        scripted.now_ns, scripted.part = at_s * SECOND, 0.01 * (at_s // 1200)
-        scripted.facts.mark()
+        script.now_ns, script.part = at_s * SECOND, 0.01 * (at_s // 1200)
+        script.facts.mark()
         if at_s > 2500:
-            eta_s = scripted.document()["run"]["eta_seconds"]
-            assert eta_s == pytest.approx((1.0 - scripted.part) * 120_000, rel=0.02)
+            eta_s = script.document()["run"]["eta_seconds"]
+            assert eta_s == pytest.approx((1.0 - script.part) * 120_000, rel=0.02)
 
 
-def test_a_run_without_an_end_has_none(scripted: Scripted) -> None:
-    scripted.part = None
-    scripted.facts.mark()
-    assert scripted.document()["run"]["eta_seconds"] is None
-    scripted.history.finished = SimpleNamespace(reason="enough")
-    assert scripted.document()["run"]["eta_seconds"] == 0.0
+def test_a_run_without_an_end_has_none(script: Scripted) -> None:
+    script.part = None
+    script.facts.mark()
+    assert script.document()["run"]["eta_seconds"] is None
+    script.history.finished = SimpleNamespace(reason="enough")
+    assert script.document()["run"]["eta_seconds"] == 0.0
 
 
-def test_a_region_votes_while_the_ledger_names_its_folder(scripted: Scripted) -> None:
-    assert scripted.document()["voters"] is None, "before the run has begun nobody is named"
-    scripted.ledger.disks.begin({"eu": b"e", "us": b"u"}, 1)
-    assert scripted.document()["voters"] == ["eu", "us"]
-    scripted.ledger.disks.begin({"eu": NO_DISK, "us": b"u"}, 2)
-    assert scripted.document()["voters"] == ["us"]
+def test_a_region_votes_while_the_ledger_names_its_folder(script: Scripted) -> None:
+    assert script.document()["voters"] is None, "before the run has begun nobody is named"
+    script.ledger.disks.begin({"eu": b"e", "us": b"u"}, 1)
+    assert script.document()["voters"] == ["eu", "us"]
+    script.ledger.disks.begin({"eu": NO_DISK, "us": b"u"}, 2)
+    assert script.document()["voters"] == ["us"]
 
 
-def test_disk_certificate_and_tokens_are_shown(scripted: Scripted, tmp_path: Path) -> None:
-    scripted.facts.look()
-    scripted.refusals["ledger"] = "No space left on device"
-    document = scripted.document()
+def test_disk_certificate_and_tokens_are_shown(script: Scripted, tmp_path: Path) -> None:
+    script.facts.look()
+    script.refusals["ledger"] = "No space left on device"
+    document = script.document()
     assert document["disk"]["refused"] == "ledger: No space left on device"
     assert 0 < document["disk"]["free_bytes"] < document["disk"]["total_bytes"]
     assert document["certificate"]["days_left"] == pytest.approx(12, abs=0.1)
     assert document["token_account"] == {"trained": 1000, "carried": 300, "run_merged": 700, "run_discarded": 5}
     assert document["steps_of"] == {"eu": 2, "us": 2}
-    assert scripted.document(tokens=600)["token_account"]["carried"] == 0, "the folder was lost, the ledger was not"
+    assert script.document(tokens=600)["token_account"]["carried"] == 0, "the folder was lost, the ledger was not"
     assert disk_space(tmp_path / "gone") == {}
 
 
-def test_a_warning_of_the_learner_has_its_age(scripted: Scripted) -> None:
-    assert scripted.document()["learner_warning"] is None
-    scripted.now_ns = 40 * SECOND
-    shown = scripted.document(last_warning="nan", last_warning_ns=10 * SECOND, has_failed=True)["learner_warning"]
-    assert shown == {"text": "nan", "age_seconds": 30.0, "is_failure": True}
+def test_a_warning_of_the_learner_has_its_age(script: Scripted) -> None:
+    assert script.document()["learner_warning"] is None
+    script.now_ns = 40 * SECOND
+    document = script.document(last_warning="nan", last_warning_ns=10 * SECOND, has_failed=True)["learner_warning"]
+    assert document == {"text": "nan", "age_seconds": 30.0, "is_failure": True}

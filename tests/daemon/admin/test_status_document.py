@@ -50,7 +50,7 @@ def view_of(fragments: int = 2, **changes: Any) -> RegionView:
         "applied_index": 10,
         "committed_versions": (3,) * fragments,
         "versions": (3,) * fragments,
-        "digests": tuple((3, bytes([one % 256]) * 16) for one in range(fragments)),
+        "digests": tuple((3, bytes([value % 256]) * 16) for value in range(fragments)),
         "learner": learner,
         "rounds": (RoundView(1, 4, Ballot(4, 2), 1, ("eu", "us"), ("us",), 2 * SECOND, 9 * SECOND, "waits for eu"),),
         "peers": (PeerView("eu", True, 40_000_000, ("us",), learner, 9),),
@@ -83,7 +83,7 @@ TRANSPORT: Any = SimpleNamespace(
     traffic=lambda: {"eu": PeerTraffic(1000, 2000, True)},
     peer_status=lambda: {"eu": PeerStatus(LinkState.UP, "eu:1", 3.0, "", 0, 3)},
     rejections=Counter({("eu", "corrupt"): 2}),
-    quarantined=lambda peer: "in quarantine for 600 s more" if peer == "eu" else "",
+    quarantine_reason=lambda peer: "in quarantine for 600 s more" if peer == "eu" else "",
     budget_status=lambda: {
         "egress_bytes_per_s": 125_000,
         "ingress_bytes_per_s": None,
@@ -165,12 +165,12 @@ def test_what_only_the_leader_or_nobody_knows_is_null() -> None:
 
 
 def test_an_alarm_that_is_told_is_handed_on_once() -> None:
-    heard: list[str] = []
-    notes = NoteBook("us", lambda: 0, heard.append)
+    alarms: list[str] = []
+    notes = NoteBook("us", lambda: 0, alarms.append)
     for _ in range(3):
         notes.add(Note("digest", "parameters differ \x1b[2J", is_alarm=True))
     notes.add(Note("open", "all is well"))
-    assert heard == ["parameters differ \\x1b[2J"]
+    assert alarms == ["parameters differ \\x1b[2J"]
 
 
 def test_the_rate_is_of_now_and_the_age_of_the_last_report_is_shown() -> None:
@@ -178,9 +178,9 @@ def test_the_rate_is_of_now_and_the_age_of_the_last_report_is_shown() -> None:
     learner = learner_of(view.learner, first_report_ns=1 * SECOND, last_report_ns=3 * SECOND)
     for at in range(5):
         learner.facts.tokens.add(1000 * at, now_ns=SECOND + at * SECOND // 2)
-    shown = status_of(view, learner)["learner"]
-    assert shown["report_age_seconds"] == 2.0
-    assert shown["current_tokens_per_second"] == pytest.approx(4000 / 3.0), "a second late after two usual pauses"
+    document = status_of(view, learner)["learner"]
+    assert document["report_age_seconds"] == 2.0
+    assert document["current_tokens_per_second"] == pytest.approx(4000 / 3.0), "a second late after two usual pauses"
 
 
 def test_a_digest_is_shown_when_every_fragment_has_been_hashed_at_its_version() -> None:
@@ -188,8 +188,8 @@ def test_a_digest_is_shown_when_every_fragment_has_been_hashed_at_its_version() 
     assert status_of(view)["digest"] == model_digest([digest for _, digest in view.digests])
     behind = view_of(digests=((2, b"a" * 16), (3, b"b" * 16)))
     assert status_of(behind)["digest"] is None
-    swapped = view_of(digests=tuple(reversed(view.digests)))
-    assert status_of(swapped)["digest"] != status_of(view)["digest"]
+    other_order = view_of(digests=tuple(reversed(view.digests)))
+    assert status_of(other_order)["digest"] != status_of(view)["digest"]
 
 
 @pytest.mark.parametrize(
@@ -321,12 +321,12 @@ def texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for key, one in value.items():
+        for key, item in value.items():
             yield from texts(key)
-            yield from texts(one)
+            yield from texts(item)
     elif isinstance(value, list):
-        for one in value:
-            yield from texts(one)
+        for item in value:
+            yield from texts(item)
 
 
 def test_a_report_is_whole_or_the_old_one(tmp_path: Path) -> None:
@@ -350,12 +350,12 @@ def test_a_status_costs_no_more_for_each_fragment_when_there_are_many() -> None:
     def least_s(fragments: int) -> float:
         view = view_of(fragments=fragments)
         learner = learner_of(view.learner)
-        found = []
+        times_s = []
         for _ in range(7):
             started_s = time.process_time()
             status_of(view, learner, notes)
-            found.append(time.process_time() - started_s)
-        return min(found)
+            times_s.append(time.process_time() - started_s)
+        return min(times_s)
 
     ratios = []
     for _ in range(5):

@@ -25,8 +25,8 @@ BALLOT = Ballot(1, 7)
 
 def part(start: int, stop: int, seed: int = 0) -> MergedPart:
     size = BLOCKS.span_bytes(start, stop)
-    encoded = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-    return MergedPart(encoded, stripe_digest(encoded), start, stop, "r")
+    body = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    return MergedPart(body, stripe_digest(body), start, stop, "r")
 
 
 FIRST, SECOND = part(0, 9), part(9, BLOCKS.block_count)
@@ -41,29 +41,29 @@ class Bench:
         self.drafts = Drafts(self.store, pool, self.tasks.spawn)
         self.payloads = folder / "payloads"
 
-    def add(self, one: MergedPart, ballot: Ballot = BALLOT) -> None:
-        self.drafts.add(ballot, 0, 1, one.block_start, one.encoded, blocks=BLOCKS)
+    def add(self, stripe: MergedPart, ballot: Ballot = BALLOT) -> None:
+        self.drafts.add(ballot, 0, 1, stripe.block_start, stripe.encoded, blocks=BLOCKS)
 
     async def finish(self) -> bool:
-        done = await self.drafts.finish(BALLOT, 0, 1, DIGEST, [FIRST, SECOND])
+        task = await self.drafts.finish(BALLOT, 0, 1, DIGEST, [FIRST, SECOND])
         await self.tasks.finish()
         assert self.tasks.errors == []
-        return done
+        return task
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    one = Bench(tmp_path / "region", InlineExecutor())
-    yield one
-    one.store.close()
+    stripe = Bench(tmp_path / "region", InlineExecutor())
+    yield stripe
+    stripe.store.close()
 
 
 @pytest.mark.parametrize("order", [(FIRST, SECOND), (SECOND, FIRST)])
 async def test_a_payload_that_was_written_stripe_by_stripe_is_read_back(
     bench: Bench, order: tuple[MergedPart, ...]
 ) -> None:
-    for one in order:
-        bench.add(one)
+    for stripe in order:
+        bench.add(stripe)
     assert await bench.finish()
     content = bench.store.read_payload(0, 1, DIGEST)
     assert content.tobytes() == FIRST.encoded.tobytes() + SECOND.encoded.tobytes()
@@ -85,8 +85,8 @@ async def test_a_draft_without_a_stripe_or_with_another_one_is_none(bench: Bench
 
 
 async def test_bytes_that_were_written_before_others_of_their_place_arrived_name_nothing(bench: Bench) -> None:
-    unchecked = part(0, 9, seed=3)
-    bench.add(unchecked)
+    draft_stripe = part(0, 9, seed=3)
+    bench.add(draft_stripe)
     bench.add(FIRST)
     bench.add(SECOND)
     assert not await bench.finish(), "the disk may have either"
@@ -103,8 +103,8 @@ async def test_a_draft_takes_no_more_bytes_than_the_payload_has(tmp_path: Path) 
         bench.add(part(start, BLOCKS.block_count))
     await settle()
     assert len(bench.tasks.running) <= 1
-    done = bench.tasks.spawn(_discarded(bench), "close")
-    while not done.done():
+    task = bench.tasks.spawn(_discarded(bench), "close")
+    while not task.done():
         await pool.let_go(len(pool.calls))
         await settle()
     assert bench.tasks.errors == []
@@ -133,16 +133,16 @@ async def test_finishing_waits_for_the_writes(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "region", pool)
     bench.add(FIRST)
     bench.add(SECOND)
-    done = bench.tasks.spawn(_set(bench), "finish")
+    task = bench.tasks.spawn(_set(bench), "finish")
     await settle()
     await pool.let_go()  # the file is opened once
     assert len(pool.calls) == 2
     await pool.let_go()
-    assert not done.done()
+    assert not task.done()
     await pool.let_go()
     await pool.let_go()
     await settle()
-    assert done.done()
+    assert task.done()
     assert len(list(bench.payloads.glob("f000*"))) == 1
     bench.store.close()
 

@@ -50,10 +50,10 @@ from tests.kit.node_kit import MANIFEST, HeldExecutor, contribution_of, make_par
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     parameters, store = await make_parameters(tmp_path)
-    one = Bench(tmp_path, parameters, store)
-    yield one
-    one.tasks.running and await one.tasks.finish()
-    assert one.tasks.errors == []
+    bench_ = Bench(tmp_path, parameters, store)
+    yield bench_
+    bench_.tasks.running and await bench_.tasks.finish()
+    assert bench_.tasks.errors == []
     store.close()
 
 
@@ -64,14 +64,14 @@ async def test_stripes_of_a_contribution_go_to_their_reducers_and_the_own_one_st
     events = await bench.do(bench.send_order())
     assert events == [arrived(bench, bench.own())]
     ((peer, header, body),) = bench.transport.transfers
-    own, other = bench.stripes()
+    own_stripe, peer_stripe = bench.stripes()
     assert (peer, header) == (
         "b",
-        ContributionStripe(BALLOT, 1, 1, bench.own(), other.block_start, other.block_stop),
+        ContributionStripe(BALLOT, 1, 1, bench.own(), peer_stripe.block_start, peer_stripe.block_stop),
     )
-    held = bench.table.contribution(1, bench.own(), own.block_start, own.block_stop)
-    assert held is not None
-    assert held.tobytes() + body == bench.learner.contribution_area[0].tobytes()
+    copy = bench.table.contribution(1, bench.own(), own_stripe.block_start, own_stripe.block_stop)
+    assert copy is not None
+    assert copy.tobytes() + body == bench.learner.contribution_area[0].tobytes()
 
 
 async def test_stripes_that_are_held_already_are_not_sent_again(bench: Bench) -> None:
@@ -86,10 +86,10 @@ async def test_a_snapshot_into_the_contribution_area_does_not_change_what_waits_
     await settle()
     bench.learner.contribution_area[0][:] = 0
     await bench.transport.deliver()
-    own, _ = bench.stripes()
-    held = bench.table.contribution(1, bench.own(), own.block_start, own.block_stop)
-    assert held is not None
-    assert held.tobytes() + bench.transport.transfers[0][2] == before
+    own_stripe, _ = bench.stripes()
+    copy = bench.table.contribution(1, bench.own(), own_stripe.block_start, own_stripe.block_stop)
+    assert copy is not None
+    assert copy.tobytes() + bench.transport.transfers[0][2] == before
 
 
 async def test_bytes_of_a_learner_that_was_restarted_meanwhile_are_not_sent(bench: Bench) -> None:
@@ -99,13 +99,13 @@ async def test_bytes_of_a_learner_that_was_restarted_meanwhile_are_not_sent(benc
 
 
 async def test_own_stripes_are_checked_side_by_side(bench: Bench) -> None:
-    held = HeldExecutor()
-    bench.stripe_effects.pool = held
+    executor = HeldExecutor()
+    bench.stripe_effects.pool = executor
     bench.effects.perform(bench.send_order(stripes=bench.stripes(reducers=("a", "a", "a"))))
     await settle()
-    await held.let_go(3)  # the copies
-    assert len(held.calls) == 3, "a check for each of them"
-    await held.let_go(3)
+    await executor.let_go(3)  # the copies
+    assert len(executor.calls) == 3, "a check for each of them"
+    await executor.let_go(3)
     await bench.tasks.finish()
     assert [event.stripe for event in bench.posted] == [0, 1, 2]
 
@@ -239,40 +239,42 @@ async def test_a_failed_ballot_leaves_the_contributions_for_the_next_one(bench: 
 
 
 async def reduce_here(bench: Bench) -> list[Event]:
-    own = bench.stripes()[0]
+    own_stripe = bench.stripes()[0]
     assert await bench.receive("b", contribution_header(bench), contribution_body(bench))
-    ones = (1.0,) * len(MANIFEST.fragments[0].pieces)
+    coefficients = (1.0,) * len(MANIFEST.fragments[0].pieces)
     names = (contribution_of("b"),)
-    return await bench.do(ReduceStripe(BALLOT, 0, 1, 0, own.block_start, own.block_stop, names, (ones,), None))
+    return await bench.do(
+        ReduceStripe(BALLOT, 0, 1, 0, own_stripe.block_start, own_stripe.block_stop, names, (coefficients,), None)
+    )
 
 
 async def test_a_reduced_stripe_is_told_kept_and_sent(bench: Bench) -> None:
-    reduced, merged = await reduce_here(bench)
-    assert isinstance(reduced, ReductionDone)
-    assert isinstance(merged, MergedStripeArrived)
-    assert (merged.ballot, merged.stripe, merged.digest) == (BALLOT, 0, reduced.digest)
-    own = bench.stripes()[0]
-    order = SendMerged(BALLOT, 0, 0, 1, reduced.digest, own.block_start, own.block_stop, ("b", "c"))
+    reduction, body = await reduce_here(bench)
+    assert isinstance(reduction, ReductionDone)
+    assert isinstance(body, MergedStripeArrived)
+    assert (body.ballot, body.stripe, body.digest) == (BALLOT, 0, reduction.digest)
+    own_stripe = bench.stripes()[0]
+    order = SendMerged(BALLOT, 0, 0, 1, reduction.digest, own_stripe.block_start, own_stripe.block_stop, ("b", "c"))
     assert await bench.do(order) == []
     assert [peer for peer, _, _ in bench.transport.transfers] == ["b", "c"]
-    assert all(stripe_digest(body) == reduced.digest for _, _, body in bench.transport.transfers)
+    assert all(stripe_digest(body) == reduction.digest for _, _, body in bench.transport.transfers)
 
 
 async def test_a_reduction_without_its_bytes_says_whose_are_missing(bench: Bench) -> None:
-    own = bench.stripes()[0]
-    names, ones = (contribution_of("c"),), (1.0,) * len(MANIFEST.fragments[0].pieces)
-    order = ReduceStripe(BALLOT, 0, 1, 0, own.block_start, own.block_stop, names, (ones,), None)
+    own_stripe = bench.stripes()[0]
+    names, coefficients = (contribution_of("c"),), (1.0,) * len(MANIFEST.fragments[0].pieces)
+    order = ReduceStripe(BALLOT, 0, 1, 0, own_stripe.block_start, own_stripe.block_stop, names, (coefficients,), None)
     assert await bench.do(order) == []
     assert bench.notes[-1].text == "no bytes from c"
     assert bench.table._rounds == {}
 
 
 async def test_merged_stripes_of_a_failed_ballot_are_given_up_and_those_of_a_committed_one_go_on(bench: Bench) -> None:
-    reduced = (await reduce_here(bench))[0]
-    assert isinstance(reduced, ReductionDone)
-    own = bench.stripes()[0]
+    reduction = (await reduce_here(bench))[0]
+    assert isinstance(reduction, ReductionDone)
+    own_stripe = bench.stripes()[0]
     bench.transport.is_slow = True
-    send = SendMerged(BALLOT, 0, 0, 1, reduced.digest, own.block_start, own.block_stop, ("b",))
+    send = SendMerged(BALLOT, 0, 0, 1, reduction.digest, own_stripe.block_start, own_stripe.block_stop, ("b",))
     bench.effects.perform(send)
     await settle()
     bench.parameters.versions[0] = 1
@@ -290,11 +292,13 @@ async def test_merged_stripes_of_a_failed_ballot_are_given_up_and_those_of_a_com
 
 
 async def test_a_failed_ballots_merged_stripe_stops_at_once(bench: Bench) -> None:
-    reduced = (await reduce_here(bench))[0]
-    assert isinstance(reduced, ReductionDone)
-    own = bench.stripes()[0]
+    reduction = (await reduce_here(bench))[0]
+    assert isinstance(reduction, ReductionDone)
+    own_stripe = bench.stripes()[0]
     bench.transport.is_slow = True
-    bench.effects.perform(SendMerged(BALLOT, 0, 0, 1, reduced.digest, own.block_start, own.block_stop, ("b",)))
+    bench.effects.perform(
+        SendMerged(BALLOT, 0, 0, 1, reduction.digest, own_stripe.block_start, own_stripe.block_stop, ("b",))
+    )
     await settle()
     bench.effects.perform(CloseBallot(BALLOT, 0, 1, committed=False))
     await settle()
@@ -322,11 +326,13 @@ async def test_once_the_ballot_is_known_a_merged_stripe_comes_from_its_reducer_o
 async def test_a_second_stripe_of_the_same_name_changes_nothing(bench: Bench) -> None:
     """Two that were begun before the first had been checked."""
     stripe = bench.stripes()[1]
-    other = bench.merged_bytes(stripe, seed=9)
-    first, second = bench.merged_header(1), bench.merged_header(1, digest=stripe_digest(other))
-    buffers = [bench.effects.transfer_opened(peer, one, len(other)) for peer, one in (("b", first), ("b", second))]
+    peer_stripe = bench.merged_bytes(stripe, seed=9)
+    first, second = bench.merged_header(1), bench.merged_header(1, digest=stripe_digest(peer_stripe))
+    buffers = [
+        bench.effects.transfer_opened(peer, bench_, len(peer_stripe)) for peer, bench_ in (("b", first), ("b", second))
+    ]
     for peer, header, buffer, body in zip(
-        ("b", "b"), (first, second), buffers, (bench.merged_bytes(stripe), other), strict=True
+        ("b", "b"), (first, second), buffers, (bench.merged_bytes(stripe), peer_stripe), strict=True
     ):
         assert buffer is not None
         buffer[:] = body
@@ -375,8 +381,8 @@ async def test_a_payload_is_stored_whole_and_told(bench: Bench, no_wait: None) -
     digest = await bench.receive_payload()
     bench.store.refusals = {"payload": 2}
     assert await bench.do(StorePayload(BALLOT, 0, 1, digest, bench.stripes())) == [PayloadStored(0, 1, digest)]
-    expected = b"".join(bench.merged_bytes(stripe) for stripe in bench.stripes())
-    assert bench.store.read_payload(0, 1, digest).tobytes() == expected
+    payload = b"".join(bench.merged_bytes(stripe) for stripe in bench.stripes())
+    assert bench.store.read_payload(0, 1, digest).tobytes() == payload
 
 
 async def test_stripes_that_are_no_whole_fragment_are_not_stored_under_their_digest(bench: Bench) -> None:
@@ -391,10 +397,10 @@ async def test_stripes_that_are_no_whole_fragment_are_not_stored_under_their_dig
 
 async def test_a_payload_is_stored_though_its_ballot_is_closed_right_after(bench: Bench) -> None:
     digest = await bench.receive_payload()
-    done = await bench.do(
+    events = await bench.do(
         StorePayload(BALLOT, 0, 1, digest, bench.stripes()), CloseBallot(BALLOT, 0, 1, committed=False)
     )
-    assert done == [PayloadStored(0, 1, digest)]
+    assert events == [PayloadStored(0, 1, digest)]
     assert bench.store.read_payload(0, 1, digest).nbytes > 0
 
 
@@ -422,10 +428,10 @@ async def stored_payload(bench: Bench) -> bytes:
 async def test_a_version_is_applied_told_and_hashed(bench: Bench) -> None:
     digest = await stored_payload(bench)
     place = bench.learner.version_area.places[0] = np.zeros(MANIFEST.fragments[0].size, np.float32)
-    applied, hashed = await bench.do(ApplyVersion(bench.round(digest)))
-    assert applied == VersionApplied(0, 1)
-    assert isinstance(hashed, DigestComputed)
-    assert (hashed.fragment, hashed.version) == (0, 1)
+    version_event, digest_event = await bench.do(ApplyVersion(bench.round(digest)))
+    assert version_event == VersionApplied(0, 1)
+    assert isinstance(digest_event, DigestComputed)
+    assert (digest_event.fragment, digest_event.version) == (0, 1)
     theta = await apply(bench)
     assert place.tobytes() == theta.tobytes() != theta_of(0).tobytes()
     assert bench.learner.version_area.written == [(0, 1)]
@@ -450,9 +456,9 @@ async def test_other_stripes_of_the_same_ballot_are_never_applied(bench: Bench) 
     await bench.parameters.adopt(0, 0)
     bench.table.close(BALLOT, 0, 1, is_committed=True)
     for index, stripe in enumerate(bench.stripes()):
-        other = bench.merged_bytes(stripe, seed=99)
-        header = bench.merged_header(index, digest=stripe_digest(other))
-        assert await bench.receive(stripe.reducer, header, other)
+        peer_stripe = bench.merged_bytes(stripe, seed=99)
+        header = bench.merged_header(index, digest=stripe_digest(peer_stripe))
+        assert await bench.receive(stripe.reducer, header, peer_stripe)
     await bench.do(ApplyVersion(bench.round(digest)))
     assert (await apply(bench)).tobytes() == right.tobytes()
 
@@ -514,31 +520,31 @@ class FakeArea:
     def place(self, fragment: int) -> np.ndarray:
         return theta_of(fragment, self.seed)
 
-    def initial_taken(self) -> None:
+    def release_initial(self) -> None:
         self.taken.append(self.generation)
 
 
 async def test_theta_0_of_a_learner_that_is_gone_is_not_read_from_what_the_next_one_writes(bench: Bench) -> None:
     area: Any = FakeArea()
-    disk, held = bench.effects.disk, HeldExecutor()
-    disk.files = held
+    disk, executor = bench.effects.disk, HeldExecutor()
+    disk.files = executor
     store = disk.store_initial_state
     bench.tasks.spawn(store(area, area.generation), "first")
     bench.tasks.spawn(store(area, area.generation), "told again, and waits for the first")
     await settle()
     area.generation, area.seed = 2, 2  # another learner begins to write
-    await held.let_go()
+    await executor.let_go()
     fragments = 1
-    while held.calls:
-        await held.let_go()
+    while executor.calls:
+        await executor.let_go()
         fragments += 1
     assert fragments == 2, "the first goes on; who waited reads and writes nothing"
     assert area.taken == []
     assert bench.posted == []
     bench.tasks.spawn(store(area, area.generation), "second")
     await settle()
-    while held.calls:
-        await held.let_go()
+    while executor.calls:
+        await executor.let_go()
     zeros = [np.zeros_like(theta_of(fragment)) for fragment in range(2)]
     digests = tuple(fragment_digest(theta_of(fragment, 2), zeros[fragment]) for fragment in range(2))
     assert bench.posted == [InitialStateStored(MANIFEST.digest, digests)]
@@ -552,18 +558,18 @@ async def test_the_final_model_is_written(bench: Bench) -> None:
 
 async def test_the_loop_is_not_held_up_by_copies_and_checks(bench: Bench) -> None:
     """Whatever is in proportion to the fragment runs in the pool: while it stands still nothing has happened."""
-    held = HeldExecutor()
-    bench.stripe_effects.pool = held
+    executor = HeldExecutor()
+    bench.stripe_effects.pool = executor
     bench.effects.perform(bench.send_order())
     await settle()
     assert bench.posted == []
-    assert len(held.calls) == 2, "a copy for each of the stripes"
-    await held.let_go(2)
+    assert len(executor.calls) == 2, "a copy for each of the stripes"
+    await executor.let_go(2)
     assert bench.transport.transfers == []
-    await held.let_go()
+    await executor.let_go()
     assert len(bench.transport.transfers) == 1, "what the other one gets was checked"
     assert bench.posted == []
-    await held.let_go()
+    await executor.let_go()
     assert len(bench.posted) == 1, "the own stripe was checked"
     body = contribution_body(bench)
     buffer = bench.effects.transfer_opened("b", contribution_header(bench), len(body))
@@ -572,12 +578,12 @@ async def test_the_loop_is_not_held_up_by_copies_and_checks(bench: Bench) -> Non
     bench.effects.transfer_closed("b", contribution_header(bench), buffer, is_whole=True)
     await settle()
     assert len(bench.posted) == 1
-    await held.let_go()
+    await executor.let_go()
     assert len(bench.posted) == 2
 
 
 async def test_the_core_hears_of_a_lost_link_before_the_fetches_that_fail_with_it(bench: Bench) -> None:
     bench.effects.perform(FetchState("b", 0, 1, b"d" * 32))
     bench.effects.link_changed("b", is_up=False)
-    told = [type(event) for event in bench.posted]
-    assert told == [LinkChanged, FetchFailed], "else it asks b again, which fails at once, and again"
+    kinds = [type(event) for event in bench.posted]
+    assert kinds == [LinkChanged, FetchFailed], "else it asks b again, which fails at once, and again"

@@ -75,7 +75,7 @@ class Bench:
     async def arrive(self, peer: str, header: Payload | State, body: bytes, *, is_whole: bool = True) -> bool:
         if not self.fetcher.expects(peer, header, len(body)):
             return False
-        await self.fetcher.arrived(peer, header, np.frombuffer(body, np.uint8), is_whole=is_whole)
+        await self.fetcher.take_transfer(peer, header, np.frombuffer(body, np.uint8), is_whole=is_whole)
         return True
 
     def watchdogs(self) -> int:
@@ -85,11 +85,11 @@ class Bench:
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     parameters, store = await make_parameters(tmp_path)
-    one = Bench(parameters, store)
-    yield one
-    for pending in one.fetcher._pending.values():
+    bench_ = Bench(parameters, store)
+    yield bench_
+    for pending in bench_.fetcher._pending.values():
         pending.watchdog.cancel()
-    assert one.tasks.errors == []
+    assert bench_.tasks.errors == []
     store.close()
 
 
@@ -175,19 +175,19 @@ async def test_a_lost_link_fails_what_was_asked_of_that_peer(bench: Bench) -> No
 
 async def test_a_refusal_fails_the_version_it_names_only(bench: Bench) -> None:
     bench.fetcher.ask(bench.payload_order())
-    bench.fetcher.refused("b", Refused(0, 9, "gone"))
-    bench.fetcher.refused("c", Refused(0, 1, "gone"))
+    bench.fetcher.on_refusal("b", Refused(0, 9, "gone"))
+    bench.fetcher.on_refusal("c", Refused(0, 1, "gone"))
     assert bench.posted == []
-    bench.fetcher.refused("b", Refused(0, 1, "gone"))
+    bench.fetcher.on_refusal("b", Refused(0, 1, "gone"))
     assert bench.posted == [FetchFailed("b", 0, 1, "gone")]
 
 
 async def test_a_payload_that_came_by_itself_ends_the_fetch_of_it(bench: Bench) -> None:
     """The core counts it as stored: a failure of this fetch later would be taken for one of the next."""
     bench.fetcher.ask(bench.payload_order())
-    bench.fetcher.stored(0, 2)
+    bench.fetcher.drop_fetch(0, 2)
     assert bench.watchdogs() == 1
-    bench.fetcher.stored(0, 1)
+    bench.fetcher.drop_fetch(0, 1)
     assert bench.fetcher._pending == {}
     bench.fetcher.ask(bench.payload_order(version=2))
     assert not await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
@@ -197,10 +197,10 @@ async def test_a_payload_that_came_by_itself_ends_the_fetch_of_it(bench: Bench) 
 async def test_the_late_transfer_of_an_earlier_fetch_does_not_end_the_later_one(bench: Bench) -> None:
     bench.fetcher.ask(bench.payload_order())
     assert bench.fetcher.expects("b", Payload(0, 1, bench.digest), len(bench.body))
-    bench.fetcher.stored(0, 1)
+    bench.fetcher.drop_fetch(0, 1)
     bench.fetcher.ask(bench.payload_order(version=2))
     body = np.frombuffer(bench.body, np.uint8)
-    await bench.fetcher.arrived("b", Payload(0, 1, bench.digest), body, is_whole=False)
+    await bench.fetcher.take_transfer("b", Payload(0, 1, bench.digest), body, is_whole=False)
     assert bench.posted == []
     assert bench.watchdogs() == 1
 
@@ -211,8 +211,8 @@ async def test_a_state_is_taken_at_the_very_version_and_digest_that_the_ledger_n
     assert bench.transport.sent == [("b", StateRequested(0, 3, header.digest))]
     for version in (2, 4, 2**62):
         assert not await bench.arrive("b", replace(header, version=version), body), "another version"
-    other, other_body = bench.state(3, seed=7)
-    assert not await bench.arrive("b", other, other_body), "another state of the version"
+    other_digest, other_body = bench.state(3, seed=7)
+    assert not await bench.arrive("b", other_digest, other_body), "another state of the version"
     assert not await bench.arrive("b", header, body[:-4])
     assert await bench.arrive("b", header, body)
     assert bench.posted == [StateStored(0, 3, header.digest)]
@@ -269,7 +269,7 @@ async def test_a_payload_is_served_from_disk(bench: Bench) -> None:
     edge = bench.parameters.blocks[0].span_bytes(0, bench.stripes[0].block_stop)
     body = np.frombuffer(bench.body, np.uint8)
     bench.store.store_payload(0, 1, bench.digest, [body[:edge], body[edge:]])
-    bench.fetcher.requested("c", PayloadRequested(0, 1, bench.digest))
+    bench.fetcher.serve("c", PayloadRequested(0, 1, bench.digest))
     await bench.tasks.finish()
     assert bench.transport.transfers == [("c", Payload(0, 1, bench.digest), bench.body)]
     assert bench.fetcher.serves == 0
@@ -278,7 +278,7 @@ async def test_a_payload_is_served_from_disk(bench: Bench) -> None:
 async def test_a_state_is_served_from_disk_at_the_version_that_was_asked_for(bench: Bench) -> None:
     digest = bench.keep(8)
     bench.keep(16, seed=3)
-    bench.fetcher.requested("c", StateRequested(0, 8, digest))
+    bench.fetcher.serve("c", StateRequested(0, 8, digest))
     await bench.tasks.finish()
     ((_, header, body),) = bench.transport.transfers
     theta, momentum = np.split(np.frombuffer(body, np.float32), 2)
@@ -288,7 +288,7 @@ async def test_a_state_is_served_from_disk_at_the_version_that_was_asked_for(ben
 
 async def test_a_state_that_is_not_what_the_ledger_names_is_not_served(bench: Bench) -> None:
     bench.keep(8)
-    bench.fetcher.requested("c", StateRequested(0, 8, b"other" * 6 + b"!!"))
+    bench.fetcher.serve("c", StateRequested(0, 8, b"other" * 6 + b"!!"))
     await bench.tasks.finish()
     assert bench.transport.sent == [("c", Refused(0, 8, "gone"))]
     assert bench.store.set_aside == [], "it is whole, only another one"
@@ -296,15 +296,15 @@ async def test_a_state_that_is_not_what_the_ledger_names_is_not_served(bench: Be
 
 async def test_a_state_is_not_read_on_the_loop(bench: Bench) -> None:
     digest = bench.keep(0)
-    held = HeldExecutor()
-    bench.fetcher.files = held
+    executor = HeldExecutor()
+    bench.fetcher.files = executor
     read: list[int] = []
     real = bench.store.read_state_bytes
     bench.store.read_state_bytes = lambda *args: read.append(1) or real(*args)  # type: ignore[method-assign,func-returns-value]
-    bench.fetcher.requested("c", StateRequested(0, 0, digest))
+    bench.fetcher.serve("c", StateRequested(0, 0, digest))
     await settle()
     assert read == [], "reading and hashing a fragment takes too long for the loop"
-    await held.let_go()
+    await executor.let_go()
     await bench.tasks.finish()
     ((_, header, _),) = bench.transport.transfers
     assert header == State(0, 0, digest)
@@ -322,7 +322,7 @@ async def test_a_state_is_not_read_on_the_loop(bench: Bench) -> None:
 async def test_what_is_not_here_is_refused_with_the_reason(
     bench: Bench, want: PayloadRequested | StateRequested, reason: str
 ) -> None:
-    bench.fetcher.requested("c", want)
+    bench.fetcher.serve("c", want)
     await bench.tasks.finish()
     assert bench.transport.sent == [("c", Refused(want.fragment, want.version, reason))]
     assert bench.fetcher.serves == 0
@@ -333,7 +333,7 @@ async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) ->
         raise StorageError("can't read it: too many open files")
 
     bench.store.read_payload = refuse  # type: ignore[method-assign]
-    bench.fetcher.requested("c", PayloadRequested(0, 1, bench.digest))
+    bench.fetcher.serve("c", PayloadRequested(0, 1, bench.digest))
     await bench.tasks.finish()
     assert bench.transport.sent == [("c", Refused(0, 1, "busy"))], "a peer that is gone is not asked for it again"
 
@@ -342,18 +342,18 @@ async def test_a_peer_that_asks_all_the_time_leaves_the_others_their_part(bench:
     bench.transport.is_slow = True
     digest = bench.keep(0)
     for _ in range(100):
-        bench.fetcher.requested("c", StateRequested(0, 0, digest))
+        bench.fetcher.serve("c", StateRequested(0, 0, digest))
     await settle(50)
     assert bench.fetcher.serves == SERVES_OF_A_PEER_MAX
     assert set(bench.transport.sent) == {("c", Refused(0, 0, "busy"))}
     for _ in range(SERVES_OF_A_PEER_MAX):
-        bench.fetcher.requested("b", StateRequested(0, 0, digest))
+        bench.fetcher.serve("b", StateRequested(0, 0, digest))
     await settle(50)
     assert {peer for peer, _ in bench.transport.sent} == {"c"}, "b is served"
     await bench.transport.deliver()
     await bench.tasks.finish()
     assert bench.fetcher.serves == 0
-    bench.fetcher.requested("c", StateRequested(0, 0, digest))
+    bench.fetcher.serve("c", StateRequested(0, 0, digest))
     await settle(50)
     assert bench.fetcher.serves == 1, "and c again, when its own are done"
     await bench.transport.deliver()
@@ -364,7 +364,7 @@ async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
     bench.transport.is_slow = True
     digest = bench.keep(0)
     for number in range(SERVES_MAX + 1):
-        bench.fetcher.requested(f"c{number}", StateRequested(0, 0, digest))
+        bench.fetcher.serve(f"c{number}", StateRequested(0, 0, digest))
         await settle(50)
     assert bench.fetcher.serves == SERVES_MAX
     assert bench.transport.sent == [(f"c{SERVES_MAX}", Refused(0, 0, "busy"))]
@@ -375,7 +375,7 @@ async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
 
 async def test_a_link_lost_while_serving_frees_the_place(bench: Bench) -> None:
     bench.transport.is_down = True
-    bench.fetcher.requested("c", StateRequested(0, 0, bench.keep(0)))
+    bench.fetcher.serve("c", StateRequested(0, 0, bench.keep(0)))
     await bench.tasks.finish()
     assert bench.fetcher.serves == 0
     assert bench.transport.sent == []

@@ -24,11 +24,11 @@ def model(seed: int = 7) -> dict[str, np.ndarray]:
 def test_every_value_lands_at_its_place(tmp_path: Path) -> None:
     tensors = model()
     save_file(tensors, tmp_path / "m.safetensors")
-    parts = read_initial(tmp_path / "m.safetensors", MANIFEST)
-    for fragment, part in zip(MANIFEST.fragments, parts, strict=True):
+    thetas = read_initial(tmp_path / "m.safetensors", MANIFEST)
+    for fragment, theta in zip(MANIFEST.fragments, thetas, strict=True):
         for piece in fragment.pieces:
-            expected = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
-            assert part[piece.offset : piece.offset + piece.size].tobytes() == expected.tobytes()
+            values = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
+            assert theta[piece.offset : piece.offset + piece.size].tobytes() == values.tobytes()
 
 
 def change(name: str, value: np.ndarray | None) -> dict[str, np.ndarray]:

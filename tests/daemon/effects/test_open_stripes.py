@@ -48,61 +48,61 @@ def whole(values: np.ndarray) -> np.ndarray:
     return out
 
 
-def decoded(blocks: FragmentBlocks, part: np.ndarray) -> np.ndarray:
+def decoded(blocks: FragmentBlocks, body: np.ndarray) -> np.ndarray:
     out = np.zeros(blocks.values, np.float32)
-    kernels.decode(blocks, part, out)
+    kernels.decode(blocks, body, out)
     return out
 
 
 @pytest.fixture
-def parts() -> list[np.ndarray]:
+def contributions() -> list[np.ndarray]:
     rng = np.random.default_rng(499)
     return [whole((rng.standard_normal(UP.values) * 10.0**k).astype(np.float32)) for k in (-3, 0, 3)]
 
 
-def test_the_merge_is_the_weighted_sum_in_the_given_order(parts) -> None:
+def test_the_merge_is_the_weighted_sum_in_the_given_order(contributions) -> None:
     coefficients = [(0.25, 1.0), (0.5, 0.0), (0.125, 2.0)]
-    reduced, encoded, residual = reduce_stripe(
-        order(["a", "b", "c"], coefficients), parts, UP, DOWN, residual_before=None, keeps_residual=True
+    reduction, body, residual = reduce_stripe(
+        order(["a", "b", "c"], coefficients), contributions, UP, DOWN, residual_before=None, keeps_residual=True
     )
     total = np.zeros(UP.values, np.float32)
-    for part, pair in zip(parts, coefficients, strict=True):
+    for contribution, pair in zip(contributions, coefficients, strict=True):
         per_value = np.repeat(np.array(pair, np.float32), SIZES)
-        total = total + per_value * decoded(UP, part)
-    expected = np.zeros(DOWN.encoded_bytes, np.uint8)
-    norms = kernels.encode(DOWN, total, expected)
-    assert encoded.tobytes() == expected.tobytes()
-    assert reduced.digest == stripe_digest(expected)
-    assert reduced.squared_norms == tuple(norms)
+        total = total + per_value * decoded(UP, contribution)
+    reference = np.zeros(DOWN.encoded_bytes, np.uint8)
+    norms = kernels.encode(DOWN, total, reference)
+    assert body.tobytes() == reference.tobytes()
+    assert reduction.digest == stripe_digest(reference)
+    assert reduction.squared_norms == tuple(norms)
     assert residual is not None
-    np.testing.assert_allclose(residual, total - decoded(DOWN, expected), rtol=0, atol=1e-6 * np.abs(total).max())
+    np.testing.assert_allclose(residual, total - decoded(DOWN, reference), rtol=0, atol=1e-6 * np.abs(total).max())
 
 
-def test_norms_of_contributions_come_back_without_their_coefficients(parts) -> None:
-    reduced, _, residual = reduce_stripe(
-        order(["a"], [(0.0, 7.0)]), parts[:1], UP, DOWN, residual_before=None, keeps_residual=False
+def test_norms_of_contributions_come_back_without_their_coefficients(contributions) -> None:
+    reduction, _, residual = reduce_stripe(
+        order(["a"], [(0.0, 7.0)]), contributions[:1], UP, DOWN, residual_before=None, keeps_residual=False
     )
-    values = decoded(UP, parts[0]).astype(np.float64)
+    values = decoded(UP, contributions[0]).astype(np.float64)
     np.testing.assert_allclose(
-        reduced.contribution_norms[0], [(values[:5000] ** 2).sum(), (values[5000:] ** 2).sum()], rtol=1e-7
+        reduction.contribution_norms[0], [(values[:5000] ** 2).sum(), (values[5000:] ** 2).sum()], rtol=1e-7
     )
     assert residual is None
 
 
-def test_a_residual_is_added_before_the_encoding(parts) -> None:
+def test_a_residual_is_added_before_the_encoding(contributions) -> None:
     before = np.full(UP.values, 3.0, np.float32)
     silent = whole(np.zeros(UP.values, np.float32))
-    _, encoded, _ = reduce_stripe(
+    _, body, _ = reduce_stripe(
         order(["a"], [(1.0, 1.0)]), [silent], UP, DOWN, residual_before=before, keeps_residual=False
     )
-    np.testing.assert_allclose(decoded(DOWN, encoded), 3.0, rtol=1e-2)
+    np.testing.assert_allclose(decoded(DOWN, body), 3.0, rtol=1e-2)
 
 
-def test_a_part_of_another_size_is_refused_by_name(parts) -> None:
+def test_a_part_of_another_size_is_refused_by_name(contributions) -> None:
     with pytest.raises(PayloadCorrupt, match="of b for fragment 0"):
         reduce_stripe(
             order(["a", "b"], [(1.0, 1.0)] * 2),
-            [parts[0], parts[1][:-1]],
+            [contributions[0], contributions[1][:-1]],
             UP,
             DOWN,
             residual_before=None,
@@ -111,12 +111,12 @@ def test_a_part_of_another_size_is_refused_by_name(parts) -> None:
 
 
 def test_a_merged_stripe_that_no_encoder_wrote_is_refused_on_arrival() -> None:
-    part = np.zeros(DOWN.encoded_bytes, np.uint8)
-    kernels.encode(DOWN, np.ones(DOWN.values, np.float32), part)
-    assert checked_digest(DOWN, part, 0, DOWN.block_count) == stripe_digest(part)
-    part[:4] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
+    stripe = np.zeros(DOWN.encoded_bytes, np.uint8)
+    kernels.encode(DOWN, np.ones(DOWN.values, np.float32), stripe)
+    assert checked_digest(DOWN, stripe, 0, DOWN.block_count) == stripe_digest(stripe)
+    stripe[:4] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
     with pytest.raises(PayloadCorrupt):
-        checked_digest(DOWN, part, 0, DOWN.block_count)
+        checked_digest(DOWN, stripe, 0, DOWN.block_count)
 
 
 def part_of(size: int, value: int = 0, *, sender: str = "r", blocks: tuple[int, int] = (0, 4)) -> MergedPart:
@@ -126,19 +126,19 @@ def part_of(size: int, value: int = 0, *, sender: str = "r", blocks: tuple[int, 
 def test_a_commit_frees_the_round_and_keeps_its_residual_only() -> None:
     table = StripeTable()
     table.keep_contribution(1, name("a"), 0, 4, np.zeros(10, np.uint8), limit_bytes=100)
-    lost, won = Ballot(1, 1), Ballot(1, 2)
-    for ballot in (lost, won):
+    failed_ballot, won = Ballot(1, 1), Ballot(1, 2)
+    for ballot in (failed_ballot, won):
         assert table.keep_merged(ballot, 0, 0, 1, part_of(7), limit_bytes=100)
         table.keep_residual(ballot, 0, 0, 1, np.full(3, float(ballot.number), np.float32))
-    table.close(lost, 0, 1, is_committed=False)
-    assert table.payload(lost, 0, 1, [Stripe("r", 0, 4)]) == []
+    table.close(failed_ballot, 0, 1, is_committed=False)
+    assert table.payload(failed_ballot, 0, 1, [Stripe("r", 0, 4)]) == []
     assert table.buffered_bytes() == 17
     table.close(won, 0, 1, is_committed=True)
     assert table.buffered_bytes() == 0
-    assert table.residual(0, lost, 0) is None
-    kept = table.residual(0, won, 0)
-    assert kept is not None
-    assert kept.tolist() == [2.0, 2.0, 2.0]
+    assert table.residual(0, failed_ballot, 0) is None
+    residual = table.residual(0, won, 0)
+    assert residual is not None
+    assert residual.tolist() == [2.0, 2.0, 2.0]
     assert table.residual(0, won, 1) is None
 
 
@@ -149,9 +149,9 @@ def test_each_stripe_has_its_own_residual() -> None:
         table.keep_residual(BALLOT, stripe, 0, 1, np.full(3, float(stripe), np.float32))
     table.close(BALLOT, 0, 1, is_committed=True)
     for stripe in (0, 2):
-        kept = table.residual(0, BALLOT, stripe)
-        assert kept is not None
-        assert kept.tolist() == [float(stripe)] * 3
+        residual = table.residual(0, BALLOT, stripe)
+        assert residual is not None
+        assert residual.tolist() == [float(stripe)] * 3
 
 
 def test_the_payload_is_in_stripe_order_and_of_one_ballot() -> None:
@@ -159,7 +159,7 @@ def test_the_payload_is_in_stripe_order_and_of_one_ballot() -> None:
     for stripe in (2, 0, 1):
         assert table.keep_merged(BALLOT, stripe, 3, 5, part_of(1, stripe), limit_bytes=100)
     assert table.keep_merged(Ballot(9, 9), 3, 3, 5, part_of(1, 99), limit_bytes=100)
-    assert [int(part.encoded[0]) for part in table.payload(BALLOT, 3, 5, [Stripe("r", 0, 4)] * 3)] == [0, 1, 2]
+    assert [int(stripe.encoded[0]) for stripe in table.payload(BALLOT, 3, 5, [Stripe("r", 0, 4)] * 3)] == [0, 1, 2]
 
 
 def test_a_merged_stripe_that_was_told_is_not_replaced_nor_held_off_by_another_sender() -> None:
@@ -168,13 +168,13 @@ def test_a_merged_stripe_that_was_told_is_not_replaced_nor_held_off_by_another_s
     assert table.fits(MergedStripe(BALLOT, 0, 0, 1, b"digest", 0, 4), "r")
     assert table.keep_merged(BALLOT, 0, 0, 1, part_of(5, 1), limit_bytes=100)
     assert not table.keep_merged(BALLOT, 0, 0, 1, part_of(5, 2), limit_bytes=100)
-    assert [int(one.encoded[0]) for one in table.payload(BALLOT, 0, 1, [Stripe("r", 0, 4)])] == [1]
+    assert [int(stripe.encoded[0]) for stripe in table.payload(BALLOT, 0, 1, [Stripe("r", 0, 4)])] == [1]
 
 
 def test_a_question_leaves_nothing_behind() -> None:
     table = StripeTable()
     assert table.payload(BALLOT, 0, 1, [Stripe("r", 0, 4)]) == []
-    assert table.merged(BALLOT, 0, 0, 1, sender="r") is None
+    assert table.merged_stripe(BALLOT, 0, 0, 1, sender="r") is None
     assert table.contribution(1, name("a"), 0, 4) is None
     assert table._rounds == {}
 
@@ -215,7 +215,7 @@ def test_merged_stripes_of_a_known_ballot_come_from_their_reducer_in_their_range
         return MergedStripe(BALLOT, stripe, 0, 1, b"digest", start, stop)
 
     assert table.fits(header(1, 3, 7), "anybody"), "before the ballot is known anything may be right"
-    table.ballot_known(BALLOT, 0, 1, (Stripe("r", 0, 3), Stripe("s", 3, 7)))
+    table.note_ballot(BALLOT, 0, 1, (Stripe("r", 0, 3), Stripe("s", 3, 7)))
     assert table.fits(header(0, 0, 3), "r")
     assert table.fits(header(1, 3, 7), "s")
     assert not table.fits(header(1, 3, 7), "r"), "another region's stripe"

@@ -18,8 +18,8 @@ from tests.kit.transport_kit import Mesh, Recorder, address, eventually, meshed
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
+    async with meshed(tmp_path) as mesh_:
+        yield mesh_
 
 
 async def contribute(sender: GrpcTransport, bench: Bench, name: str, snapshot: int, *, is_poisoned: bool) -> None:
@@ -28,9 +28,9 @@ async def contribute(sender: GrpcTransport, bench: Bench, name: str, snapshot: i
     body = np.frombuffer(contribution_body(bench), np.uint8).copy()
     if is_poisoned:
         body[:4] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
-    seen = len(taken(bench)), len(bench.notes)
+    counts = len(taken(bench)), len(bench.notes)
     await sender.transfer("b", header, body.data)
-    await eventually(lambda: (len(taken(bench)), len(bench.notes)) != seen)
+    await eventually(lambda: (len(taken(bench)), len(bench.notes)) != counts)
 
 
 def taken(bench: Bench) -> list[Contribution]:
@@ -48,8 +48,8 @@ async def test_three_poisoned_contributions_shut_out_who_sends_them_and_nobody_e
         senders[name] = await mesh.start(name, {"b": address(b)})
     a, at_a = senders["a"]
     c, at_c = senders["c"]
-    for seen in (at_a, at_c):
-        await seen.until(lambda seen=seen: seen.is_up.get("b"))
+    for place in (at_a, at_c):
+        await place.until(lambda place=place: place.is_up.get("b"))
 
     await contribute(a, bench, "a", 1, is_poisoned=True)
     await contribute(a, bench, "a", 1, is_poisoned=True)  # as the next ballot asks for it
@@ -64,7 +64,7 @@ async def test_three_poisoned_contributions_shut_out_who_sends_them_and_nobody_e
     assert [note.kind for note in bench.notes if note.is_alarm] == ["corrupt"] * 4
 
     await contribute(c, bench, "c", 1, is_poisoned=False)
-    assert [one.learner for one in taken(bench)] == ["c"]
+    assert [contribution.learner for contribution in taken(bench)] == ["c"]
     assert at_c.changes == [("b", True)], "the link of the others never went down"
     assert not b.quarantine_reason("c")
 

@@ -29,49 +29,51 @@ def of_incarnation(number: int) -> Attach:
 def later() -> Iterator[Process]:
     """A process that was started after this one, and lives."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        found = process_of(child.pid)
-        assert found is not None
-        yield found
+        process = process_of(child.pid)
+        assert process is not None
+        yield process
         child.communicate()
 
 
 @pytest.fixture
-def own() -> Process:
-    found = process_of(os.getpid())
-    assert found is not None
-    return found
+def own_process() -> Process:
+    process = process_of(os.getpid())
+    assert process is not None
+    return process
 
 
-def test_the_kernel_says_who_was_started_first(own: Process, later: Process) -> None:
-    assert process_of(os.getpid()) == own
-    assert own.is_older_than(replace(own, start_ticks=own.start_ticks + 1))
-    assert not own.is_older_than(own)
-    assert not own.is_older_than(replace(own, start_ticks=own.start_ticks + 1, boot="another"))
-    assert not later.is_older_than(own)
+def test_the_kernel_says_who_was_started_first(own_process: Process, later: Process) -> None:
+    assert process_of(os.getpid()) == own_process
+    assert own_process.is_older_than(replace(own_process, start_ticks=own_process.start_ticks + 1))
+    assert not own_process.is_older_than(own_process)
+    assert not own_process.is_older_than(replace(own_process, start_ticks=own_process.start_ticks + 1, boot="another"))
+    assert not later.is_older_than(own_process)
     assert process_of(2**22 + 1) is None
 
 
 @pytest.mark.parametrize("is_same_daemon", [True, False])
-def test_an_incarnation_that_is_over_does_not_come_back(tmp_path: Path, own: Process, *, is_same_daemon: bool) -> None:
+def test_an_incarnation_that_is_over_does_not_come_back(
+    tmp_path: Path, own_process: Process, *, is_same_daemon: bool
+) -> None:
     order = Admission(tmp_path, InlineExecutor())
     first, second = allot_incarnation(tmp_path), allot_incarnation(tmp_path)
-    order.let_in(own)
+    order.let_in(own_process)
     if not is_same_daemon:
         order = Admission(tmp_path, InlineExecutor())
-    assert "over when incarnation 2 began" in order.rejection_reason(of_incarnation(first), own)
-    assert order.rejection_reason(of_incarnation(second), own) == ""
-    assert order.rejection_reason(ATTACH, own) == "", "a new one is newer than all"
-    assert "incarnation 7" in order.rejection_reason(of_incarnation(second), own, known_incarnation=7), (
+    assert "over when incarnation 2 began" in order.rejection_reason(of_incarnation(first), own_process)
+    assert order.rejection_reason(of_incarnation(second), own_process) == ""
+    assert order.rejection_reason(ATTACH, own_process) == "", "a new one is newer than all"
+    assert "incarnation 7" in order.rejection_reason(of_incarnation(second), own_process, known_incarnation=7), (
         "the disk was lost, the ledger knows"
     )
 
 
 @pytest.mark.parametrize("is_same_daemon", [True, False])
 def test_a_process_that_was_started_earlier_and_attaches_later_is_refused(
-    tmp_path: Path, own: Process, later: Process, *, is_same_daemon: bool
+    tmp_path: Path, own_process: Process, later: Process, *, is_same_daemon: bool
 ) -> None:
     order = Admission(tmp_path, InlineExecutor())
-    earlier = replace(own, start_ticks=later.start_ticks - 1)
+    earlier = replace(own_process, start_ticks=later.start_ticks - 1)
     assert order.rejection_reason(ATTACH, later) == ""
     order.let_in(later)
     if not is_same_daemon:
@@ -81,32 +83,32 @@ def test_a_process_that_was_started_earlier_and_attaches_later_is_refused(
     assert order.rejection_reason(ATTACH, None) == "", "of a process that can't be seen nothing is known"
 
 
-def test_who_was_started_later_and_is_gone_holds_nobody_off(tmp_path: Path, own: Process) -> None:
+def test_who_was_started_later_and_is_gone_holds_nobody_off(tmp_path: Path, own_process: Process) -> None:
     order = Admission(tmp_path, InlineExecutor())
-    order.let_in(replace(own, start_ticks=own.start_ticks + 1))  # its number is another process's now
-    assert order.rejection_reason(ATTACH, own) == ""
+    order.let_in(replace(own_process, start_ticks=own_process.start_ticks + 1))  # its number is another process's now
+    assert order.rejection_reason(ATTACH, own_process) == ""
 
 
-def test_without_its_file_the_lives_decide(tmp_path: Path, own: Process, later: Process) -> None:
+def test_without_its_file_the_lives_decide(tmp_path: Path, own_process: Process, later: Process) -> None:
     order = Admission(tmp_path, InlineExecutor())
     (tmp_path / HOLDER_NAME).write_text("not a process")
-    assert order.rejection_reason(ATTACH, own) == ""
+    assert order.rejection_reason(ATTACH, own_process) == ""
     (tmp_path / HOLDER_NAME).unlink()
     (tmp_path / HOLDER_NAME).mkdir()
     order.let_in(later)  # the disk refuses: that is said, and no reason to refuse a learner
-    assert "started later" in order.rejection_reason(ATTACH, own), "this daemon knows all the same"
+    assert "started later" in order.rejection_reason(ATTACH, own_process), "this daemon knows all the same"
     order = Admission(tmp_path, InlineExecutor())
-    assert order.rejection_reason(ATTACH, own) == ""
+    assert order.rejection_reason(ATTACH, own_process) == ""
 
 
-def test_an_incarnation_that_was_never_allotted_does_not_come_in(tmp_path: Path, own: Process) -> None:
+def test_an_incarnation_that_was_never_allotted_does_not_come_in(tmp_path: Path, own_process: Process) -> None:
     order = Admission(tmp_path, InlineExecutor())
     newest = allot_incarnation(tmp_path)
-    assert order.rejection_reason(of_incarnation(newest), own) == ""
+    assert order.rejection_reason(of_incarnation(newest), own_process) == ""
     for number in (newest + 1, 2**40):
-        assert "was never allotted here, the newest is 1" in order.rejection_reason(of_incarnation(number), own)
-    assert order.rejection_reason(of_incarnation(newest + 1), own, known_incarnation=newest + 1) == ""
+        assert "was never allotted here, the newest is 1" in order.rejection_reason(of_incarnation(number), own_process)
+    assert order.rejection_reason(of_incarnation(newest + 1), own_process, known_incarnation=newest + 1) == ""
 
 
-def test_a_folder_that_knows_nothing_takes_what_its_learner_says(tmp_path: Path, own: Process) -> None:
-    assert Admission(tmp_path, InlineExecutor()).rejection_reason(of_incarnation(3), own) == ""
+def test_a_folder_that_knows_nothing_takes_what_its_learner_says(tmp_path: Path, own_process: Process) -> None:
+    assert Admission(tmp_path, InlineExecutor()).rejection_reason(of_incarnation(3), own_process) == ""

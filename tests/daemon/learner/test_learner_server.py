@@ -60,8 +60,8 @@ class Daemon:
     def learner_detached(self, reason: str) -> None:
         self._note(f"detached: {reason}")
 
-    def _note(self, what: object) -> None:
-        self.calls.append(what)
+    def _note(self, record: object) -> None:
+        self.calls.append(record)
         self.changed.set()
 
     async def wait_for(self, count: int) -> list[object]:
@@ -131,9 +131,9 @@ async def test_newer_process_takes_the_place_of_the_older(tmp_path: Path) -> Non
         newer.say(ATTACH)
         calls = await daemon.wait_for(3)
         assert calls == [ATTACH, "detached: a newer learner process (pid 17) has attached to this region", ATTACH]
-        said = await older.hear()
-        assert isinstance(said, Refuse)
-        assert said.is_final
+        message = await older.hear()
+        assert isinstance(message, Refuse)
+        assert message.is_final
         assert await older.is_hung_up()
         older.leave()
         newer.say(REPORT)
@@ -177,10 +177,10 @@ async def test_another_protocol_is_refused_for_good(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, daemon):
         learner = await dial(server)
         learner.say(Attach(LINK_PROTOCOL + 1, 17, ATTACH.tensors, 0, "", 0, 0, 0, (), ()))
-        said = await learner.hear()
-        assert isinstance(said, Refuse)
-        assert said.is_final
-        assert "install one version" in said.reason
+        message = await learner.hear()
+        assert isinstance(message, Refuse)
+        assert message.is_final
+        assert "install one version" in message.reason
         assert await learner.is_hung_up()
         assert daemon.calls == []
         learner.leave()
@@ -201,9 +201,9 @@ async def test_violation_hangs_up_and_the_server_lives_on(tmp_path: Path, garbag
     async with serving(tmp_path) as (server, daemon):
         learner = await dial(server)
         learner.writer.write(garbage)
-        said = await learner.hear()
-        assert isinstance(said, Refuse)
-        assert not said.is_final
+        message = await learner.hear()
+        assert isinstance(message, Refuse)
+        assert not message.is_final
         assert await learner.is_hung_up()
         learner.leave()
         calls_before = len(daemon.calls)
@@ -239,10 +239,10 @@ async def test_learner_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch
         learner = await dial(server)
         learner.say(ATTACH)
         await daemon.wait_for(1)
-        sent = 0
+        count = 0
         while server.send(Stop("x" * 4000)):
-            sent += 1
-            assert sent < 10_000
+            count += 1
+            assert count < 10_000
         await daemon.wait_for(2)
         assert not server.is_attached
         learner.leave()
@@ -286,10 +286,12 @@ def test_new_process_stands_at_minus_one_everywhere() -> None:
 
 
 def test_known_learner_with_another_number_of_fragments_is_refused() -> None:
-    known = Attach(LINK_PROTOCOL, 17, ATTACH.tensors, 4, "run", 9, 90, 5, (FragmentPosition(0, 0, 0, 0),) * 2, (-1, -1))
-    assert known.in_fragments(2) == known
+    attach = Attach(
+        LINK_PROTOCOL, 17, ATTACH.tensors, 4, "run", 9, 90, 5, (FragmentPosition(0, 0, 0, 0),) * 2, (-1, -1)
+    )
+    assert attach.in_fragments(2) == attach
     with pytest.raises(ProtocolViolation, match="expected 3"):
-        known.in_fragments(3)
+        attach.in_fragments(3)
     with pytest.raises(ProtocolViolation, match="expected 3"):
         Attach(LINK_PROTOCOL, 17, ATTACH.tensors, 4, "run", 9, 90, 5, (), ()).in_fragments(3)
 

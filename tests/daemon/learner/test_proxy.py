@@ -112,17 +112,17 @@ def bench() -> Iterator[Bench]:
     # A Unix socket's path is short; pytest's folders are not.
     folder = Path(tempfile.mkdtemp(prefix="dl-"))
     with MemoryStore(folder / "m.sock") as memory:
-        one = Bench(memory.path)
-        yield one
-        one.side.close()
+        bench_ = Bench(memory.path)
+        yield bench_
+        bench_.side.close()
     shutil.rmtree(folder)
 
 
 def test_reports_reach_the_core_with_what_was_measured(bench: Bench) -> None:
-    bench.side.attached(attach(), 3, ((1, 10, 100), (2, 5, 50)))
-    (attached,) = bench.take()
-    assert isinstance(attached, LearnerAttached)
-    assert (attached.status.incarnation, attached.snapshots, attached.trained_before) == (
+    bench.side.on_attach(attach(), 3, ((1, 10, 100), (2, 5, 50)))
+    (event,) = bench.take()
+    assert isinstance(event, LearnerAttached)
+    assert (event.status.incarnation, event.snapshots, event.trained_before) == (
         3,
         (-1,) * FRAGMENTS,
         ((1, 10, 100), (2, 5, 50)),
@@ -138,7 +138,7 @@ def test_reports_reach_the_core_with_what_was_measured(bench: Bench) -> None:
 
 
 def test_a_learner_that_stands_still_is_silent_and_has_no_rate(bench: Bench) -> None:
-    bench.side.attached(attach(), 3, ())
+    bench.side.on_attach(attach(), 3, ())
     bench.now_ns = 100 * SECOND
     assert bench.side.silence() == "", "it has reported nothing yet: it may wait for the others"
     for step in range(1, 101):
@@ -148,13 +148,13 @@ def test_a_learner_that_stands_still_is_silent_and_has_no_rate(bench: Bench) -> 
     bench.now_ns += 75 * SECOND
     assert bench.side.silence() == "the learner has reported no step for 75 s; a step takes 50 ms"
     assert bench.side.facts.tokens.per_second(now_ns=bench.now_ns) == 0.0
-    bench.side.attached(attach(), 4, ())
+    bench.side.on_attach(attach(), 4, ())
     assert bench.side.silence() == "", "the next one has not begun"
     assert bench.side.facts.tokens.per_second(now_ns=bench.now_ns) is None
 
 
 def test_the_last_warning_and_a_failure_are_kept_apart(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.now_ns = 5 * SECOND
     facts = bench.side.facts
     bench.side.on_message(Warned("the model has batch normalisation"))
@@ -168,7 +168,7 @@ def test_the_last_warning_and_a_failure_are_kept_apart(bench: Bench) -> None:
 
 
 def test_every_report_reaches_the_core_for_the_learner_leaves_out_those_that_need_not(bench: Bench) -> None:
-    bench.side.attached(attach(), 3, ())
+    bench.side.on_attach(attach(), 3, ())
     bench.take()
     for step in range(1, 21):
         bench.side.on_message(report(step, 100 * step))
@@ -177,12 +177,12 @@ def test_every_report_reaches_the_core_for_the_learner_leaves_out_those_that_nee
 
 
 async def test_theta_0_is_stored_when_it_was_asked_for_and_only_then(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, (), writes_initial=True)
+    bench.side.on_attach(attach(), 1, (), writes_initial=True)
     bench.side.on_message(InitialState())
     await bench.tasks.finish()
     assert bench.initial_states == [bench.side.version_area.generation]
     assert bench.take_notes() == ""
-    bench.side.attached(attach(), 2, ())
+    bench.side.on_attach(attach(), 2, ())
     bench.side.on_message(InitialState())
     await bench.tasks.finish()
     assert len(bench.initial_states) == 1
@@ -197,11 +197,11 @@ def test_a_report_without_a_learner_is_nothing(bench: Bench) -> None:
 
 
 def test_rates_and_blocked_time_survive_the_restart_of_a_learner(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.now_ns = 10 * SECOND
     bench.side.on_message(report(100, 100_000, blocked_ns=3 * SECOND))
-    bench.side.detached()
-    bench.side.attached(attach(), 2, ((1, 100, 100_000),))
+    bench.side.on_detach()
+    bench.side.on_attach(attach(), 2, ((1, 100, 100_000),))
     for seconds, tokens in ((20, 1000), (21, 1500)):
         bench.now_ns = seconds * SECOND
         bench.side.on_message(report(tokens // 100, tokens, blocked_ns=SECOND))
@@ -213,11 +213,11 @@ def test_rates_and_blocked_time_survive_the_restart_of_a_learner(bench: Bench) -
 
 
 def test_a_process_that_goes_on_for_a_dead_one_keeps_its_counters_and_adds_its_own_blocked_time(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.now_ns = 10 * SECOND
     bench.side.on_message(report(100, 1000, blocked_ns=3 * SECOND))
-    bench.side.detached()
-    bench.side.attached(attach(101, 1010, pid=8), 1, ())
+    bench.side.on_detach()
+    bench.side.on_attach(attach(101, 1010, pid=8), 1, ())
     bench.side.on_message(report(102, 1020, blocked_ns=SECOND))
     assert bench.side.facts.blocked_ns == 4 * SECOND
     assert bench.side.facts.attached_step == 101
@@ -225,11 +225,11 @@ def test_a_process_that_goes_on_for_a_dead_one_keeps_its_counters_and_adds_its_o
 
 
 def test_a_reconnect_of_the_same_learner_counts_nothing_twice(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.now_ns = 10 * SECOND
     bench.side.on_message(report(100, 1000, blocked_ns=3 * SECOND))
-    bench.side.detached()
-    bench.side.attached(attach(100, 1000), 1, ())
+    bench.side.on_detach()
+    bench.side.on_attach(attach(100, 1000), 1, ())
     bench.side.on_message(report(101, 1010, blocked_ns=4 * SECOND))
     assert bench.side.facts.blocked_ns == 4 * SECOND
     assert bench.side.facts.first_report_ns == 10 * SECOND
@@ -239,7 +239,7 @@ def test_a_reconnect_of_the_same_learner_counts_nothing_twice(bench: Bench) -> N
 
 
 def test_a_snapshot_is_asked_for_and_its_answer_handed_on_once(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.take()
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
     assert bench.said == [SnapshotRequested(0, 1, 0)]
@@ -250,7 +250,7 @@ def test_a_snapshot_is_asked_for_and_its_answer_handed_on_once(bench: Bench) -> 
 
 
 def test_a_denial_is_handed_on_once(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.take()
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
     for _ in range(2):
@@ -259,7 +259,7 @@ def test_a_denial_is_handed_on_once(bench: Bench) -> None:
 
 
 def test_a_late_answer_for_the_round_before_does_not_answer_this_one(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.take()
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
     bench.side.take_snapshot(TakeSnapshot(0, 2, 1))
@@ -272,11 +272,11 @@ def test_a_late_answer_for_the_round_before_does_not_answer_this_one(bench: Benc
 
 
 def test_every_question_is_answered_when_the_learner_goes(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     for fragment in (1, 0):
         bench.side.take_snapshot(TakeSnapshot(fragment, 1, 0))
     bench.take()
-    bench.side.detached()
+    bench.side.on_detach()
     assert bench.take() == [
         SnapshotRefused(0, 1, "the learner is gone"),
         SnapshotRefused(1, 1, "the learner is gone"),
@@ -287,16 +287,16 @@ def test_every_question_is_answered_when_the_learner_goes(bench: Bench) -> None:
 
 
 def test_the_next_learner_is_not_asked_what_the_one_before_was(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
     bench.take()
-    bench.side.attached(attach(), 2, ())
+    bench.side.on_attach(attach(), 2, ())
     first, second = bench.take()
     assert first == SnapshotRefused(0, 1, "the learner restarted")
     assert isinstance(second, LearnerAttached)
     assert bench.side.has_restarted_since(1)
     assert not bench.side.has_restarted_since(2)
-    bench.side.detached()
+    bench.side.on_detach()
     assert not bench.side.has_restarted_since(2), "nobody has written over its contribution area yet"
 
 
@@ -304,7 +304,7 @@ def test_the_next_learner_is_not_asked_what_the_one_before_was(bench: Bench) -> 
 
 
 def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.take()
     position = FragmentPosition(4, 9, 8, 800)
     bench.offer(1, 4)
@@ -317,7 +317,7 @@ def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench
 
 
 def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.side.stop("steps_max")
     assert bench.said == [Stop("steps_max")]
     bench.take()
@@ -327,15 +327,15 @@ def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
     assert event.status.finished
     assert (event.status.step, bench.side.steps_total, bench.side.tokens_total) == (50, 50, 5000)
     assert (bench.side.facts.val_loss, bench.side.facts.val_loss_global, bench.side.facts.blocked_ns) == (2.25, 2.0, 7)
-    bench.side.detached()
+    bench.side.on_detach()
     assert bench.side.done is not None
     assert bench.side.status is None
-    shown = bench.side.shown_status
-    assert shown is not None, "the report is written when the learner has gone"
-    assert (shown.step, shown.finished) == (50, True)
-    bench.side.attached(attach(), 2, ())
+    status = bench.side.shown_status
+    assert status is not None, "the report is written when the learner has gone"
+    assert (status.step, status.finished) == (50, True)
+    bench.side.on_attach(attach(), 2, ())
     assert bench.side.done is None
-    bench.side.detached()
+    bench.side.on_detach()
     assert bench.side.shown_status is None, "this one died"
 
 
@@ -348,20 +348,20 @@ def test_places_of_fragments_do_not_overlap_and_are_what_the_learner_maps(bench:
     contribution_area = np.frombuffer(request_area(bench.memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8)
     rng = np.random.default_rng(499)
     contribution_area[:] = rng.integers(0, 256, contributions_bytes, np.uint8)
-    seen = b""
+    area_bytes = b""
     for fragment, blocks in enumerate(bench.side.blocks):
         bench.side.version_area.place(fragment)[:] = fragment + 1
         half = blocks.block_count // 2
         for start, stop in ((0, half), (half, blocks.block_count)):
-            seen += bench.side.contribution_bytes(fragment, start, stop).tobytes()
-    assert seen == contribution_area.tobytes()
-    sizes = [one.size for one in MANIFEST.fragments]
+            area_bytes += bench.side.contribution_bytes(fragment, start, stop).tobytes()
+    assert area_bytes == contribution_area.tobytes()
+    sizes = [bench_.size for bench_ in MANIFEST.fragments]
     assert version_area.tolist() == np.repeat(np.arange(1.0, FRAGMENTS + 1), sizes).tolist()
 
 
 def test_facts_of_an_attach_are_taken_over(bench: Bench) -> None:
-    told = replace(attach(12, 1200), snapshots=(5,) * FRAGMENTS)
-    bench.side.attached(told, 1, ())
+    attach_message = replace(attach(12, 1200), snapshots=(5,) * FRAGMENTS)
+    bench.side.on_attach(attach_message, 1, ())
     (event,) = bench.take()
     assert isinstance(event, LearnerAttached)
     assert (event.status.step, event.status.tokens, event.snapshots) == (12, 1200, (5,) * FRAGMENTS)
@@ -375,53 +375,53 @@ async def test_what_a_living_learner_threw_away_is_told_when_its_counters_are_du
     bench: Bench, carry: CarryMode, factor: float, *, is_discarding: bool
 ) -> None:
     """The core reports every step up to the position that no version includes: a power cut must not forget them."""
-    one = Bench(bench.memory, carry)
-    one.may_sync.clear()
-    one.side.attached(attach(), 3, ())
-    one.side.on_message(report(12, 1200))
-    one.take()
-    one.offer(0, 5)
-    one.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), factor, 0))
+    bench_ = Bench(bench.memory, carry)
+    bench_.may_sync.clear()
+    bench_.side.on_attach(attach(), 3, ())
+    bench_.side.on_message(report(12, 1200))
+    bench_.take()
+    bench_.offer(0, 5)
+    bench_.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), factor, 0))
     await settle()
-    assert (one.take() == []) is is_discarding, "not before"
-    assert one.side.status is not None
-    assert (one.side.status.positions[0].base_version == 5) is not is_discarding
-    one.side.on_message(report(13, 1300))
-    assert not any(event.status.positions[0].included_step == 12 for event in one.take()) or not is_discarding
-    one.may_sync.set()
-    await one.tasks.finish()
-    assert one.synced == [3] * is_discarding
-    assert one.side.status.positions[0] == FragmentPosition(5, 12, 12, 1200)
-    assert one.side.status.step == 13, "what it said meanwhile stays"
+    assert (bench_.take() == []) is is_discarding, "not before"
+    assert bench_.side.status is not None
+    assert (bench_.side.status.positions[0].base_version == 5) is not is_discarding
+    bench_.side.on_message(report(13, 1300))
+    assert not any(event.status.positions[0].included_step == 12 for event in bench_.take()) or not is_discarding
+    bench_.may_sync.set()
+    await bench_.tasks.finish()
+    assert bench_.synced == [3] * is_discarding
+    assert bench_.side.status.positions[0] == FragmentPosition(5, 12, 12, 1200)
+    assert bench_.side.status.step == 13, "what it said meanwhile stays"
     if is_discarding:
-        (event,) = one.take()
+        (event,) = bench_.take()
         assert event.status.positions[0].included_step == 12
-    one.side.close()
+    bench_.side.close()
 
 
 async def test_what_was_thrown_away_before_the_learner_attached_anew_is_in_its_attach_alone(bench: Bench) -> None:
-    one = Bench(bench.memory, CarryMode.OVERWRITE)
-    one.may_sync.clear()
-    one.side.attached(attach(), 3, ())
-    one.offer(0, 5)
-    one.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), 1.0, 0))
+    bench_ = Bench(bench.memory, CarryMode.OVERWRITE)
+    bench_.may_sync.clear()
+    bench_.side.on_attach(attach(), 3, ())
+    bench_.offer(0, 5)
+    bench_.side.on_message(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), 1.0, 0))
     await settle()
-    one.side.detached()
-    one.side.attached(attach(), 4, ())
-    one.take()
-    one.may_sync.set()
-    await one.tasks.finish()
-    assert one.take() == []
-    assert one.side.status is not None
-    assert one.side.status.positions[0].included_step == 0
-    one.side.close()
+    bench_.side.on_detach()
+    bench_.side.on_attach(attach(), 4, ())
+    bench_.take()
+    bench_.may_sync.set()
+    await bench_.tasks.finish()
+    assert bench_.take() == []
+    assert bench_.side.status is not None
+    assert bench_.side.status.positions[0].included_step == 0
+    bench_.side.close()
 
 
 # ---- a learner that lies ---------------------------------------------------------------------------------------------
 
 
 def test_counters_never_go_back(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.side.on_message(report(10, 1000))
     bench.take()
     for step, tokens in ((9, 1000), (10, 999), (0, 0)):
@@ -434,7 +434,7 @@ def test_counters_never_go_back(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("step", "tokens"), [(1 << 40, 1 << 41), (1 << 48, 5), (10, 1 << 50)])
 def test_more_than_a_learner_can_do_is_ignored(bench: Bench, step: int, tokens: int) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.take()
     bench.side.on_message(report(step, tokens))
     assert "a report is ignored" in bench.take_notes()
@@ -447,7 +447,7 @@ def test_more_than_a_learner_can_do_is_ignored(bench: Bench, step: int, tokens: 
 
 @pytest.mark.parametrize(("fragment", "version"), [(0, 2), (0, 0), (1, 1), (999, 1)])
 def test_what_was_not_offered_was_not_applied(bench: Bench, fragment: int, version: int) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.take()
     bench.offer(0, 1)
     bench.side.on_message(OfferApplied(fragment, version, FragmentPosition(version, 0, 0, 0), 1.0, 0))
@@ -466,7 +466,7 @@ def test_what_was_not_offered_was_not_applied(bench: Bench, fragment: int, versi
     ],
 )
 def test_a_position_that_can_not_be_is_ignored(bench: Bench, position: FragmentPosition) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.take()
     bench.offer(0, 1)
     bench.side.on_message(OfferApplied(0, 1, position, 1.0, 0))
@@ -487,7 +487,7 @@ def test_a_position_that_can_not_be_is_ignored(bench: Bench, position: FragmentP
     ],
 )
 def test_a_snapshot_that_can_not_be_is_declined(bench: Bench, change: dict[str, object]) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
     bench.take()
     contribution = replace(contribution_of("a", 0, base=0), **change)  # type: ignore[arg-type]
@@ -497,9 +497,9 @@ def test_a_snapshot_that_can_not_be_is_declined(bench: Bench, change: dict[str, 
 
 
 def test_what_a_process_says_when_it_attaches_is_asked_for_sense(bench: Bench) -> None:
-    bench.side.attached(attach(), 1, ())
+    bench.side.on_attach(attach(), 1, ())
     bench.side.on_message(report(100, 1000))
-    bench.side.detached()
+    bench.side.on_detach()
     good = replace(attach(100, 1000), incarnation=1, run_id="run")
     assert bench.side.attach_fault(good, run_id="run") == ""
     assert bench.side.attach_fault(attach(), run_id="run") == "", "a new process"

@@ -56,12 +56,12 @@ class Bench:
         self.said.append(message)
         return True
 
-    async def offer(self, fragment: int, version: int, included: int = -1) -> None:
-        self.version_area.offer(OfferVersion(fragment, version, included))
+    async def offer(self, fragment: int, version: int, snapshot: int = -1) -> None:
+        self.version_area.offer(OfferVersion(fragment, version, snapshot))
         await settle()
 
     def versions(self) -> list[tuple[int, int, int]]:
-        return [(one.fragment, one.version, one.included_snapshot) for one in self.said]  # type: ignore[union-attr]
+        return [(offer.fragment, offer.version, offer.included_snapshot) for offer in self.said]  # type: ignore[union-attr]
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ async def test_an_older_answer_frees_nothing(bench: Bench) -> None:
 async def test_a_snapshot_that_the_version_before_has_resolved_is_not_named_again(bench: Bench) -> None:
     """The learner was busy through two commits: both offers were decided against the base that it had then."""
     bench.parameters.versions[0] = 5
-    await bench.offer(0, 5, included=3)
+    await bench.offer(0, 5, snapshot=3)
     bench.parameters.versions[0] = 6
-    await bench.offer(0, 6, included=3)
+    await bench.offer(0, 6, snapshot=3)
     bench.version_area.applied(0, 5)
     await settle()
     assert bench.versions() == [(0, 5, 3), (0, 6, -1)]
@@ -123,8 +123,8 @@ async def test_a_snapshot_that_the_version_before_has_resolved_is_not_named_agai
 async def test_an_offer_that_never_reached_the_learner_resolves_nothing(bench: Bench) -> None:
     bench.parameters.is_slow = True
     bench.parameters.versions[0] = 5
-    await bench.offer(0, 5, included=3)
-    await bench.offer(0, 6, included=3)
+    await bench.offer(0, 5, snapshot=3)
+    await bench.offer(0, 6, snapshot=3)
     bench.parameters.versions[0] = 6
     bench.parameters.gates.pop().set()
     await settle()
@@ -146,7 +146,7 @@ async def test_an_offer_that_came_while_the_replica_moved_on_is_not_forgotten(be
 @pytest.mark.parametrize("is_back", [False, True])
 async def test_an_offer_for_a_learner_that_is_gone_is_not_told_to_the_next_one(bench: Bench, is_back: bool) -> None:
     bench.parameters.is_slow = True
-    await bench.offer(0, 0, included=4)
+    await bench.offer(0, 0, snapshot=4)
     bench.version_area.detached()
     if is_back:
         bench.version_area.attached(writes_initial=False)
@@ -158,7 +158,7 @@ async def test_an_offer_for_a_learner_that_is_gone_is_not_told_to_the_next_one(b
 
 async def test_the_next_learner_gets_its_own_offer_after_a_void_copy(bench: Bench) -> None:
     bench.parameters.is_slow = True
-    await bench.offer(0, 0, included=4)
+    await bench.offer(0, 0, snapshot=4)
     bench.version_area.attached(writes_initial=False)
     await bench.offer(0, 0)
     bench.parameters.gates.pop().set()
@@ -172,9 +172,9 @@ async def test_the_next_learner_gets_its_own_offer_after_a_void_copy(bench: Benc
 async def test_an_offer_that_waited_for_one_learner_is_not_made_to_the_next(bench: Bench) -> None:
     await bench.offer(0, 0)
     bench.parameters.versions[0] = 1
-    await bench.offer(0, 1, included=4)
+    await bench.offer(0, 1, snapshot=4)
     bench.version_area.attached(writes_initial=True)
-    bench.version_area.initial_taken()
+    bench.version_area.release_initial()
     await settle()
     assert bench.versions() == [(0, 0, -1)]
 
@@ -202,7 +202,7 @@ async def test_the_whole_version_area_is_the_learners_while_it_writes_theta_0(be
     await bench.offer(1, 1, 2)
     assert bench.said == []
     bench.area[:] = 77.0  # the learner writes over what was there before
-    bench.version_area.initial_taken()
+    bench.version_area.release_initial()
     await settle()
     assert bench.versions() == [(0, 1, -1), (1, 1, 2)]
 
@@ -235,5 +235,5 @@ async def test_the_places_are_lent_for_theta_0_once_and_only_when_it_is_wanted()
     assert not bench.version_area.is_lent
     bench.version_area.attached(writes_initial=True)
     assert bench.version_area.is_lent
-    bench.version_area.initial_taken()
+    bench.version_area.release_initial()
     assert not bench.version_area.is_lent
