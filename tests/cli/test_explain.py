@@ -47,7 +47,7 @@ def test_help_explains_a_code(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_explains_alerts_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "A-PEER-DOWN"]) == 0
     out = capsys.readouterr().out
-    assert "no link to a peer" in out
+    assert "does not hear a peer" in out
     assert "docs/alerts.md" in out
     assert "exit" not in out
 
