@@ -22,8 +22,9 @@ from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec
 from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
+from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
+from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
 from diloco_node.wire.learner_link import SnapshotReady, SnapshotRequested, VersionOffered
 
 FRAGMENTS = 24

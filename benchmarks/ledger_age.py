@@ -65,7 +65,7 @@ class Region:
             settings_digest="s",
             manifest=MANIFEST,
             settings=replace(SETTINGS, summary_entries=summary_entries),
-            recovered=recovered,
+            recovery=recovered,
             seed=1,
             now_ns=0,
         )

@@ -181,19 +181,19 @@ def goodput_table(
     for (learners, is_elastic), (goodputs, uptimes) in GOODPUT_PRINTED.items():
         for index, chips in enumerate(CHIPS):
             formula = closed_form(chips, learners, is_elastic=is_elastic, model=model)
-            simulated = (
+            simulation = (
                 simulate_cluster(chips, learners, is_elastic=is_elastic, seed=seed, steps=steps, model=model)
                 if is_simulated
                 else (math.nan, math.nan)
             )
-            printed = goodputs[index] / 100, uptimes[index] / 100
-            cells.append(GoodputCell(learners, is_elastic, chips, *printed, *formula, *simulated))
+            paper = goodputs[index] / 100, uptimes[index] / 100
+            cells.append(GoodputCell(learners, is_elastic, chips, *paper, *formula, *simulation))
     return cells
 
 
 def root_mean_square(differences: list[float]) -> float:
     """Of at least one number."""
-    return math.sqrt(sum(one * one for one in differences) / len(differences))
+    return math.sqrt(sum(difference * difference for difference in differences) / len(differences))
 
 
 VALUES: Final = 5_000_000_000
@@ -295,8 +295,8 @@ def bandwidth_table() -> tuple[BandwidthCell, ...]:
 def _cells() -> Iterator[BandwidthCell]:
     for setting in SETTINGS:
         for method in (DATA_PARALLEL, *VALUE_BITS):
-            printed = BANDWIDTH_PRINTED[setting.name, method].split()
-            for utilisation, text in zip(UTILISATIONS, printed, strict=True):
+            words = BANDWIDTH_PRINTED[setting.name, method].split()
+            for utilisation, text in zip(UTILISATIONS, words, strict=True):
                 is_covered = method != DATA_PARALLEL or utilisation <= DATA_PARALLEL_UTILISATION_MAX
                 yield BandwidthCell(
                     setting.name, method, utilisation, text, _bandwidth(setting, method, utilisation), is_covered
@@ -331,30 +331,30 @@ def bandwidth_document() -> dict[str, Any]:
     """Every cell of the paper's table with our figure, and the honest figures; rates in Gbit/s."""
     return {
         "parameters": VALUES,
-        "settings": {one.name: dataclasses.asdict(one) for one in SETTINGS},
+        "settings": {setting.name: dataclasses.asdict(setting) for setting in SETTINGS},
         "cells": [
             {**dataclasses.asdict(cell), "deviation": cell.deviation, "is_rounding": cell.is_rounding}
             for cell in bandwidth_table()
         ],
         "sync_every": SYNC_EVERY,
-        "honest": [dataclasses.asdict(one) for one in bandwidth_honest()],
+        "honest": [dataclasses.asdict(need) for need in bandwidth_honest()],
     }
 
 
 def render_bandwidth(document: Mapping[str, Any]) -> Any:
     """Two tables: printed / computed, and what P = H = 24 takes."""
-    parts = [f"{one:.0%}" for one in UTILISATIONS]
-    table = _table("printed/computed", "", *parts)
+    columns = [f"{utilisation:.0%}" for utilisation in UTILISATIONS]
+    table = _table("printed/computed", "", *columns)
     cells = list(document["cells"])
-    for start in range(0, len(cells), len(parts)):
-        row = cells[start : start + len(parts)]
+    for start in range(0, len(cells), len(columns)):
+        row = cells[start : start + len(columns)]
         setting = document["settings"][row[0]["setting"]]
-        shown = (f"{cell['printed']}/{_figure(cell)}" for cell in row)
-        table.add_row(_setting(setting) if row[0]["method"] == DATA_PARALLEL else "", row[0]["method"], *shown)
+        figures = (f"{cell['printed']}/{_figure(cell)}" for cell in row)
+        table.add_row(_setting(setting) if row[0]["method"] == DATA_PARALLEL else "", row[0]["method"], *figures)
     honest = _table("links never idle", "", "bf16", "int4", "here: int4 up, int8 down", "here: int4 both")
-    for one in document["honest"]:
-        rates = (f"{one[key]:.2f}" for key in ("bf16", "int4", "here", "here_int4"))
-        honest.add_row(_setting(one["setting"]), "", *rates)
+    for need in document["honest"]:
+        rates = (f"{need[key]:.2f}" for key in ("bf16", "int4", "here", "here_int4"))
+        honest.add_row(_setting(need["setting"]), "", *rates)
     return Group(
         Text("Gbit/s for 5 B parameters, M = 8, by part of the time that is compute (paper, table 13)", style="bold"),
         table,
@@ -396,27 +396,27 @@ def goodput_document(seed: int, steps: int) -> dict[str, Any]:
 def _distance(differences: list[float]) -> dict[str, float]:
     return {
         "root_mean_square": root_mean_square(differences),
-        "largest": max(abs(one) for one in differences),
+        "largest": max(abs(difference) for difference in differences),
     }
 
 
 def render_goodput(document: Mapping[str, Any]) -> Any:
     """Goodput and uptime, each cell as printed/formula/simulated."""
-    parts: list[Any] = []
+    blocks: list[Any] = []
     for name in ("goodput", "uptime"):
-        parts += [
+        blocks += [
             Text(f"{name} in %: printed/formula/simulated", style="bold"),
             _goodput_rows(document, name),
             Text(""),
         ]
     model, formula, simulation = document["model"], document["formula"], document["simulation"]
-    parts.append(
+    blocks.append(
         Text(
             f"Goodput of the {document['elastic_cells']} elastic cells, percentage points from the paper: formula "
             f"{_points(formula)}; simulation {_points(simulation)}."
         )
     )
-    parts.append(
+    blocks.append(
         Text(
             f"Fitted, for the paper leaves them open: step {model['step_s']:g} s, "
             f"{model['down_s'] + model['up_s']:g} s lost per interruption, slices of {model['slice_chips']} "
@@ -425,7 +425,7 @@ def render_goodput(document: Mapping[str, Any]) -> Any:
             style="dim",
         )
     )
-    return Group(*parts)
+    return Group(*blocks)
 
 
 def _points(distance: Mapping[str, float]) -> str:
@@ -449,8 +449,8 @@ def _chips(chips: int) -> str:
 
 def _table(*columns: str) -> Any:
     """The first two columns are words."""
-    adjusted = [(name, "left" if index < 2 else "right") for index, name in enumerate(columns)]
-    return plain_table(*adjusted, is_wrapping=False)
+    headings = [(name, "left" if index < 2 else "right") for index, name in enumerate(columns)]
+    return plain_table(*headings, is_wrapping=False)
 
 
 def main() -> None:

@@ -53,6 +53,8 @@ def storages(holder: Any) -> dict[int, int]:
             waiting.extend(one.values())
         elif hasattr(one, "buffer"):  # a snapshot
             waiting.append(one.buffer)
+        elif hasattr(one, "_zeros"):  # the contribution area
+            waiting += [one._area, one._zeros]
         elif hasattr(one, "_free"):  # room for snapshots
             waiting.extend(one._free)
         elif hasattr(one, "anchor_followed"):  # a version on its way
@@ -64,7 +66,7 @@ def held_bytes(fragments: Any) -> dict[str, int]:
     """What one rank's `LearnerFragments` holds: in shared memory, and in memory of its own."""
     shared = {
         one.untyped_storage().data_ptr()
-        for one in (*fragments._places[:1], torch.from_numpy(fragments._contribution_area))
+        for one in (*fragments._places[:1], torch.from_numpy(fragments._contributions._area))
         if one.numel()
     }
     held = storages(fragments)

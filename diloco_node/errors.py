@@ -32,14 +32,14 @@ from __future__ import annotations
 from typing import ClassVar, Final
 
 INTERRUPTED_CODE: Final = 130
-"""What a command ends with that was told to stop, by Ctrl-C or SIGTERM: as a shell has it."""
+"""Exit code of a command that was told to stop, by Ctrl-C or SIGTERM: as a shell has it."""
 
 
 class DilocoError(Exception):
     """The program failed in a way that has no name of its own."""
 
     exit_code: ClassVar[int] = 1
-    """What the command line ends with when nobody handles the error."""
+    """Exit code of the command line when nobody handles the error."""
 
     code: ClassVar[str] = "E-RUNTIME"
     """Stable: shown with the error, explained by `diloco-node help CODE` and in docs/errors.md."""
@@ -89,7 +89,7 @@ class LinkLost(PeerError):
 
 
 class PeerCertificateRefused(LinkLost):
-    """One side of a connection does not take the other's certificate: another run's, another region's, or expired."""
+    """A side of a connection does not take the other's certificate: another run's, another region's, or expired."""
 
     code = "E-PEER-CERT"
     remedy = (

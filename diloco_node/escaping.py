@@ -2,7 +2,7 @@
 
 A peer chooses the words of its reasons and errors. A terminal obeys escape sequences, a log is read line by line, and
 bidirectional marks show a text in another order than it has. So wherever text leaves for people's eyes it goes through
-here. What is stored or hashed stays as it came.
+here. Stored and hashed texts stay as they came.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ def escaped(text: str) -> str:
     nothing: backslashes stay."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
 
 
 def escaped_document(value: Any) -> Any:
-    """A JSON-like value with all of its texts, keys too, escaped. What is not text stays the same object."""
+    """A JSON-like value with all of its texts, keys too, escaped. Values that are no text stay the same objects."""
     if isinstance(value, str):
         return escaped(value)
     if isinstance(value, dict):
         return {
-            escaped_document(key): one if type(one) in _NUMBERS else escaped_document(one) for key, one in value.items()
+            escaped_document(key): item if type(item) in _NUMBERS else escaped_document(item)
+            for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [one if type(one) in _NUMBERS else escaped_document(one) for one in value]
+        return [item if type(item) in _NUMBERS else escaped_document(item) for item in value]
     return value

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from diloco_node.cli.examples import add_examples
 from diloco_node.cli.application import operator_app, run
+from diloco_node.cli.examples import add_examples
 from diloco_node.lab.cli.commands import add_laboratory
 
 app = operator_app()

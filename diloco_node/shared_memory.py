@@ -4,8 +4,8 @@ An **area** is anonymous memory (`memfd_create`) with a name and a size. The sup
 it is first asked for and keeps it open, so that daemon and learner, each of which may die and come back, find what was
 in it. `request_area` maps it. Two requests with the same name and size get the same memory. Another size *replaces* the
 area: the daemon names the sizes, and it asks for another one only when the model is another one, so the old contents
-are worthless. Who still maps the old area keeps it until he unmaps it. Areas are sealed against shrinking and growing:
-a mapping never faults.
+are worthless. A process that still maps the old area keeps it until it unmaps it. Areas are
+sealed against shrinking and growing: a mapping never faults.
 
 `multiprocessing.shared_memory` is not used: on Python 3.11 a process that merely attached unlinks the segment when it
 exits, and /dev/shm has 64 MiB in a container.
@@ -50,7 +50,7 @@ class _Area:
 class MemoryStore:
     """Creates memfd areas and serves them over a Unix socket to processes of the same user.
 
-    Use as a context manager. The areas live until `close`. One thread serves; requests are tiny.
+    Use as a context manager. The areas live until `close`. A single thread serves; requests are tiny.
 
     Args:
         path: where the socket is bound; a stale socket file there is replaced.
@@ -96,7 +96,7 @@ class MemoryStore:
         self._areas.clear()
 
     def contents(self, name: str) -> bytes | None:
-        """What a small area holds now, at most `CONTENTS_BYTES_MAX`; None if there is none of this name."""
+        """Return the contents of a small area, at most `CONTENTS_BYTES_MAX`; None if there is none of this name."""
         area = self._areas.get(name)
         if area is None:
             return None
@@ -125,8 +125,8 @@ class MemoryStore:
             return
         request = connection.recv(REQUEST_BYTES_MAX)
         try:
-            asked = json.loads(request)
-            area = self._area(asked["name"], asked["size_bytes"])
+            fields = json.loads(request)
+            area = self._area(fields["name"], fields["size_bytes"])
         except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
             connection.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             return
@@ -137,14 +137,14 @@ class MemoryStore:
             raise ValueError(f"area name {name!r} is not lower-case letters, digits, - and _")
         if not isinstance(size_bytes, int) or not 0 < size_bytes <= AREA_BYTES_MAX:
             raise ValueError(f"area {name}: size {size_bytes!r} B is not in 1..{AREA_BYTES_MAX}")
-        found = self._areas.get(name)
-        if found is not None and found.size_bytes == size_bytes:
-            return found
-        if found is None and len(self._areas) >= AREAS_MAX:
+        current = self._areas.get(name)
+        if current is not None and current.size_bytes == size_bytes:
+            return current
+        if current is None and len(self._areas) >= AREAS_MAX:
             raise ValueError(f"area {name}: there are {AREAS_MAX} areas already")
         area = _Area(_create(name, size_bytes), size_bytes)
-        if found is not None:
-            os.close(found.fd)
+        if current is not None:
+            os.close(current.fd)
         self._areas[name] = area
         return area
 
@@ -183,9 +183,9 @@ def request_area(path: Path, name: str, size_bytes: int) -> mmap.mmap:
                 f"memory area {name}: no answer from {path} ({error}); is the supervisor alive?"
             ) from error
     try:
-        said = json.loads(answer) if answer else {"error": "the connection was closed (another user?)"}
-        if "error" in said or len(fds) != 1 or said.get("size_bytes") != size_bytes:
-            raise LearnerError(f"memory area {name} of {size_bytes} B refused: {said.get('error', said)}")
+        reply = json.loads(answer) if answer else {"error": "the connection was closed (another user?)"}
+        if "error" in reply or len(fds) != 1 or reply.get("size_bytes") != size_bytes:
+            raise LearnerError(f"memory area {name} of {size_bytes} B refused: {reply.get('error', reply)}")
         return mmap.mmap(fds[0], size_bytes)
     finally:
         for fd in fds:

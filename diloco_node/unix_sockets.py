@@ -17,7 +17,7 @@ from typing import Final
 from diloco_node.errors import BindError
 
 SOCKET_PATH_BYTES_MAX: Final = 107
-"""What fits into sockaddr_un on Linux."""
+"""Longest path that fits into sockaddr_un on Linux."""
 
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -57,7 +57,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of this machine, told from all others.
+    """The identity of a process of this machine.
 
     Attributes:
         start_ticks: when the kernel started it, since the machine was booted. boot: which boot.
@@ -67,9 +67,9 @@ class Process:
     start_ticks: int
     boot: str
 
-    def is_older_than(self, other: Process) -> bool:
+    def is_older_than(self, process: Process) -> bool:
         """Whether it was started before the other one, as far as that can be told."""
-        return self.boot == other.boot and self.start_ticks < other.start_ticks
+        return self.boot == process.boot and self.start_ticks < process.start_ticks
 
 
 def peer_process(connection: socket.socket) -> Process | None:

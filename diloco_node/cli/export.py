@@ -69,8 +69,9 @@ def export(
     folder = region_folder(run_folder(place, None))
     model = read_merged(folder)
     document, source = _model_source(folder, model.manifest, config, base)
+    weights = source if base is not None or _has_weights(source) else None
     with new_folder(out, is_forced=force) as fresh:
-        result = save_model(fresh, model.tensors, document, base=source, dtype=dtype.value)
+        result = save_model(fresh, model.tensors, document, base=weights, tokenizer=source, dtype=dtype.value)
         report = as_document(model, result)
         (fresh / REPORT_NAME).write_text(json.dumps(report, indent=2) + "\n")
     typer.echo(report_line(report, out))
@@ -89,18 +90,19 @@ def _check_out(out: Path, *, is_forced: bool) -> None:
         raise ConfigError(f"{out} has no {REPORT_NAME}: --force replaces earlier exports only; name another folder")
 
 
+def _has_weights(source: str | None) -> bool:
+    return source is not None and (not Path(source).is_dir() or any(Path(source).glob("*.safetensors")))
+
+
 def _model_source(
     folder: Path, manifest: Manifest, config: Path | None, base: Path | None
 ) -> tuple[dict[str, Any], str | None]:
-    """The model's config, and the saved model that has what is not merged, if there is one."""
+    """The model's config, and the folder or name of the model that it began with, if there is one."""
     from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 
     trainer = read_object(folder / TRAINER_NAME).get("model", {}) if (folder / TRAINER_NAME).is_file() else {}
     name = trainer.get("hf")
-    if base is None and name and (not Path(name).is_dir() or any(Path(name).glob("*.safetensors"))):
-        source: str | None = str(name)
-    else:
-        source = None if base is None else str(base)
+    source = str(base) if base is not None else name
     if config is not None or base is not None:
         return read_config(config or base or Path()), source
     if name:

@@ -71,7 +71,7 @@ class FragmentBlocks:
         block_count: blocks of the fragment.
         encoded_bytes: bytes of the whole encoded fragment.
         layout: int64, shape (pieces + 1, 4), read-only. Per piece: its first block, first value, first byte, and its
-            kind (`KIND_OF_CODEC`); the last row holds the totals. What the compiled loops read.
+            kind (`KIND_OF_CODEC`); the last row holds the totals. The compiled loops read it.
 
     Raises:
         ValueError: there is no piece, or a piece without values.
@@ -85,9 +85,9 @@ class FragmentBlocks:
         self._codecs = tuple(piece_codec(size, codec) for size in self.piece_sizes)
         self._first_block, self._first_value, self._first_byte = [0], [0], [0]
         for size, kind in zip(self.piece_sizes, self._codecs, strict=True):
-            full, rest = divmod(size, BLOCK_VALUES)
-            size_bytes = full * block_bytes(kind, BLOCK_VALUES) + (block_bytes(kind, rest) if rest else 0)
-            self._first_block.append(self._first_block[-1] + full + (rest > 0))
+            full, tail = divmod(size, BLOCK_VALUES)
+            size_bytes = full * block_bytes(kind, BLOCK_VALUES) + (block_bytes(kind, tail) if tail else 0)
+            self._first_block.append(self._first_block[-1] + full + (tail > 0))
             self._first_value.append(self._first_value[-1] + size)
             self._first_byte.append(self._first_byte[-1] + size_bytes)
         self.block_count = self._first_block[-1]
@@ -147,14 +147,14 @@ class FragmentBlocks:
         span = self.byte_slice(block_start, block_stop)
         return int(span.stop - span.start)
 
-    def split(self, parts: int, block_start: int = 0, block_stop: int | None = None) -> list[tuple[int, int]]:
-        """Cut a span into at most `parts` non-empty spans with about the same number of blocks, for threads."""
+    def split(self, stripes: int, block_start: int = 0, block_stop: int | None = None) -> list[tuple[int, int]]:
+        """Cut a span into at most `stripes` non-empty spans with about the same number of blocks, for threads."""
         stop = self.block_count if block_stop is None else block_stop
         self.check_span(block_start, stop)
-        if parts < 1:
-            raise ValueError(f"parts must be at least 1, got {parts}")
+        if stripes < 1:
+            raise ValueError(f"stripes must be at least 1, got {stripes}")
         count = stop - block_start
-        edges = [block_start + count * part // parts for part in range(parts + 1)]
+        edges = [block_start + count * index // stripes for index in range(stripes + 1)]
         return [(start, end) for start, end in pairwise(edges) if start < end]
 
     def check_span(self, block_start: int, block_stop: int) -> None:

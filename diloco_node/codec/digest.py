@@ -1,7 +1,7 @@
-"""What equal bytes are compared by: digests of stripes, payloads and fragments, 32 bytes each.
+"""Digests of stripes, payloads and fragments, 32 bytes each, by which equal bytes are known.
 
 Bulk is hashed with BLAKE3, which is as hard to collide as SHA-256 and three times as fast on one core (6 GB/s instead
-of 1.8): hashing was 40 % of a daemon's CPU time. What is over digests only stays SHA-256, as everything in the ledger.
+of 1.8): hashing was 40 % of a daemon's CPU time. Digests of digests stay SHA-256, as everything in the ledger.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LEAF_BYTES: Final = 1 << 20
 """A fragment is hashed in leaves of this size, so that threads can share the work and a leaf is a chunk of recovery."""
 
 
-def stripe_digest(encoded: bytes | bytearray | memoryview | NDArray[np.uint8]) -> bytes:
+def stripe_digest(payload: bytes | bytearray | memoryview | NDArray[np.uint8]) -> bytes:
     """BLAKE3 of an encoded stripe (scales and codes, before zstd). Releases the GIL."""
-    return blake3(encoded.data if isinstance(encoded, np.ndarray) else encoded).digest()
+    return blake3(payload.data if isinstance(payload, np.ndarray) else payload).digest()
 
 
 def payload_digest(stripe_digests: Iterable[bytes]) -> bytes:
@@ -54,9 +54,9 @@ def fragment_digest(theta: F32, momentum: F32, pool: Executor | None = None) -> 
                 f"{name} must be a contiguous vector of {theta.size} float32, found {array.dtype}, shape {array.shape}"
             )
     leaves = [
-        part[start : start + LEAF_BYTES]
-        for part in (theta.view(np.uint8), momentum.view(np.uint8))
-        for start in range(0, part.size, LEAF_BYTES)
+        stripe[start : start + LEAF_BYTES]
+        for stripe in (theta.view(np.uint8), momentum.view(np.uint8))
+        for start in range(0, stripe.size, LEAF_BYTES)
     ]
     digests = map(stripe_digest, leaves) if pool is None else pool.map(stripe_digest, leaves)
     return sha256(theta.size.to_bytes(8, "little") + b"".join(digests)).digest()

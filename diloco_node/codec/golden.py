@@ -86,8 +86,8 @@ def golden_input(seed: int) -> F32:
     """The vector: integers from a linear congruence, scaled by exact powers of two. No library's random numbers."""
     n = sum(PIECES)
     index = np.arange(n, dtype=np.uint64)
-    mixed = ((index + np.uint64(seed * 65_537)) * np.uint64(2_654_435_761) >> np.uint64(3)) & np.uint64(0xFFFFFF)
-    values = (mixed.astype(np.int64) - (1 << 23)).astype(np.float32) * np.float32(2.0**-20)
+    bits = ((index + np.uint64(seed * 65_537)) * np.uint64(2_654_435_761) >> np.uint64(3)) & np.uint64(0xFFFFFF)
+    values = (bits.astype(np.int64) - (1 << 23)).astype(np.float32) * np.float32(2.0**-20)
     exponents = np.array([0, -20, 3, -143, -102, -103, 60, 0], dtype=np.int32)[
         (index // np.uint64(256)).astype(int) % 8
     ]
@@ -104,28 +104,28 @@ def golden_digests(codec: Codec) -> dict[str, str]:
     """The first 16 hex digits of the SHA-256 of what each kernel gives under this codec, by name."""
     blocks = FragmentBlocks(PIECES, codec)
     x, y = golden_input(1), golden_input(2)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
 
     def note(name: str, *arrays: NDArray[np.generic]) -> None:
-        found[name] = sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
+        digests[name] = sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
 
-    encoded = np.zeros(blocks.encoded_bytes, dtype=np.uint8)
-    norms = kernels.encode(blocks, x, encoded)
-    note("encode", encoded, norms)
-    delta = np.zeros_like(encoded)
+    payload = np.zeros(blocks.encoded_bytes, dtype=np.uint8)
+    norms = kernels.encode(blocks, x, payload)
+    note("encode", payload, norms)
+    delta = np.zeros_like(payload)
     note("encode_delta", delta, kernels.encode_delta(blocks, x, y, delta))
-    note("squared_norms", kernels.squared_norms(blocks, encoded))
-    decoded = np.zeros_like(x)
-    note("decode", decoded, kernels.decode(blocks, encoded, decoded))
+    note("squared_norms", kernels.squared_norms(blocks, payload))
+    output = np.zeros_like(x)
+    note("decode", output, kernels.decode(blocks, payload, output))
     coefficients = np.array([1 / 3, -0.7, 1e-3, 0.9, 2.5], dtype=np.float32)
     acc = y.copy()
-    note("accumulate", acc, kernels.accumulate(blocks, encoded, 0, blocks.block_count, coefficients, acc))
+    note("accumulate", acc, kernels.accumulate(blocks, payload, 0, blocks.block_count, coefficients, acc))
     theta, momentum, copy = y.copy(), x.copy(), np.zeros_like(x)
-    kernels.outer_step(blocks, encoded, coefficients, 0.7, 0.9, theta, momentum, copy)
+    kernels.outer_step(blocks, payload, coefficients, 0.7, 0.9, theta, momentum, copy)
     note("outer_step with copy", theta, momentum, copy)
-    kernels.outer_step(blocks, encoded, coefficients, 0.4, 0.8, theta, momentum)
+    kernels.outer_step(blocks, payload, coefficients, 0.4, 0.8, theta, momentum)
     note("outer_step", theta, momentum)
-    return found
+    return digests
 
 
 def check_golden() -> None:
@@ -136,11 +136,11 @@ def check_golden() -> None:
     """
     wrong = []
     for codec in Codec:
-        values, expected = BY_HAND[codec]
-        if _first_bytes(codec, values, len(bytes.fromhex(expected))) != bytes.fromhex(expected):
+        values, first_bytes = BY_HAND[codec]
+        if _first_bytes(codec, values, len(bytes.fromhex(first_bytes))) != bytes.fromhex(first_bytes):
             wrong.append(f"{codec} by hand")
-        found = golden_digests(codec)
-        wrong += [f"{codec} {name}" for name, digest in DIGESTS[codec].items() if found[name] != digest]
+        digests = golden_digests(codec)
+        wrong += [f"{codec} {name}" for name, digest in DIGESTS[codec].items() if digests[name] != digest]
     if wrong:
         raise GoldenMismatch(
             f"this machine rounds otherwise than the others in: {', '.join(wrong)}; it can't keep equal versions "
@@ -152,6 +152,6 @@ def _first_bytes(codec: Codec, values: list[float], count: int) -> bytes:
     blocks = FragmentBlocks((4096,) if codec is not Codec.BF16 else (4000,), codec)
     x = np.zeros(blocks.values, dtype=np.float32)
     x[: len(values)] = values
-    encoded = np.zeros(blocks.encoded_bytes, dtype=np.uint8)
-    kernels.encode(blocks, x, encoded)
-    return encoded[:count].tobytes()
+    payload = np.zeros(blocks.encoded_bytes, dtype=np.uint8)
+    kernels.encode(blocks, x, payload)
+    return payload[:count].tobytes()

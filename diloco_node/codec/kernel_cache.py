@@ -19,14 +19,14 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from diloco_node.errors import ConfigError
 
 CACHE_NAME: Final = "diloco-node"
 
 DAMAGE: Final = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError)
-"""What unpickling half a file can raise."""
+"""Errors that unpickling half a file can raise."""
 
 log = logging.getLogger("diloco_node.codec")
 _lock: Final = threading.Lock()
@@ -66,8 +66,8 @@ def cache_folder() -> Path | None:
 
 
 def _candidates() -> Iterator[Path]:
-    if wanted := os.environ.get("NUMBA_CACHE_DIR"):
-        yield Path(wanted)
+    if place := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(place)
     with suppress(RuntimeError):
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / CACHE_NAME
 
@@ -89,11 +89,12 @@ def _refusal(folder: Path) -> str:
 def _numba_cache(folder: Path | None) -> Iterator[None]:
     """Have numba keep there what is compiled inside; the training script's own functions stay where they were."""
     try:
-        from numba import config
+        from numba import config as numba_config
     except OSError as error:
         raise ConfigError(
             f"{error}; allow it in SELinux (execmem), or in systemd (MemoryDenyWriteExecute=no)"
         ) from None
+    config: Any = numba_config  # its attributes are made as it is imported
     if config.DISABLE_JIT:
         raise ConfigError("NUMBA_DISABLE_JIT is set, and the codec's loops are to be compiled: unset it")
     before, config.CACHE_DIR = config.CACHE_DIR, "" if folder is None else str(folder)

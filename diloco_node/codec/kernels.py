@@ -1,7 +1,7 @@
 """Encode, decode, reduce and apply: the typed face of the compiled loops.
 
-One rule for all of them: a call works on the span of blocks [block_start, block_stop), and every array is exactly
-that span (`FragmentBlocks.value_slice`, `byte_slice`), the per-piece arrays excepted, which are always whole. Without
+The same rule holds for all of them: a call works on the span of blocks [block_start, block_stop), and every array is
+exactly that span (`FragmentBlocks.value_slice`, `byte_slice`). Only the per-piece arrays are always whole. Without
 a range the span is the whole fragment. Spans of one fragment can run in different threads: the loops release the GIL
 and share nothing.
 
@@ -81,7 +81,7 @@ def encode_delta(
     return _encode(blocks, base, theta, out, block_start, block_stop)
 
 
-def squared_norms(blocks: FragmentBlocks, encoded: Buffer, block_start: int = 0, block_stop: int | None = None) -> F64:
+def squared_norms(blocks: FragmentBlocks, payload: Buffer, block_start: int = 0, block_stop: int | None = None) -> F64:
     """Check what arrived and measure it, without decoding it anywhere.
 
     Run it on a stripe when it arrives: what passes here is not refused by `accumulate`, `decode` or `outer_step` later.
@@ -94,13 +94,13 @@ def squared_norms(blocks: FragmentBlocks, encoded: Buffer, block_start: int = 0,
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
-    refused = loops().norms_span(*span.place, span.encoded(encoded), norms, *_scratch())
-    span.raise_if_corrupt(refused)
+    bad_block = loops().norms_span(*span.place, span.payload(payload), norms, *_scratch())
+    span.raise_if_corrupt(bad_block)
     return norms
 
 
 def decode(
-    blocks: FragmentBlocks, encoded: Buffer, out: F32, block_start: int = 0, block_stop: int | None = None
+    blocks: FragmentBlocks, payload: Buffer, out: F32, block_start: int = 0, block_stop: int | None = None
 ) -> F64:
     """Decode a span into `out`, shape (values of the span,), float32, overwritten.
 
@@ -108,13 +108,13 @@ def decode(
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
-    source, target = span.encoded(encoded), span.writable(out, np.float32, "out")
+    source, target = span.payload(payload), span.writable(out, np.float32, "out")
     span.raise_if_corrupt(loops().decode_span(*span.place, source, target, norms, *_scratch()))
     return norms
 
 
 def accumulate(
-    blocks: FragmentBlocks, encoded: Buffer, block_start: int, block_stop: int, coefficients: F32, acc: F32
+    blocks: FragmentBlocks, payload: Buffer, block_start: int, block_stop: int, coefficients: F32, acc: F32
 ) -> F64:
     """Add one contribution's stripe to the sum: `acc += coefficients[piece] * decoded`, each operation rounded to
     float32.
@@ -123,7 +123,7 @@ def accumulate(
 
     Args:
         blocks: layout of the fragment.
-        encoded: bytes of the span.
+        payload: bytes of the span.
         block_start, block_stop: the span.
         coefficients: shape (pieces,), float32.
         acc: shape (values of the span,), float32; changed in place, and half changed when the bytes are refused.
@@ -137,7 +137,7 @@ def accumulate(
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
-    source, target = span.encoded(encoded), span.writable(acc, np.float32, "acc")
+    source, target = span.payload(payload), span.writable(acc, np.float32, "acc")
     factors = span.per_piece(coefficients, "coefficients")
     span.raise_if_corrupt(loops().accumulate_span(*span.place, source, factors, target, norms, *_scratch()))
     return norms
@@ -145,7 +145,7 @@ def accumulate(
 
 def outer_step(
     blocks: FragmentBlocks,
-    encoded: Buffer,
+    payload: Buffer,
     factors: F32,
     lr: float,
     mu: float,
@@ -164,7 +164,7 @@ def outer_step(
 
     Args:
         blocks: layout of the fragment.
-        encoded: bytes of the span of the merged payload.
+        payload: bytes of the span of the merged payload.
         factors: shape (pieces,), float32; share and radius of the merge.
         lr: outer learning rate; rounded to float32.
         mu: outer momentum, 0 for plain SGD; rounded to float32.
@@ -182,13 +182,13 @@ def outer_step(
     Source: Decoupled DiLoCo (arXiv 2604.21428), outer optimizer; the form of torch.optim.SGD(nesterov=True).
     """
     span = _Span(blocks, block_start, block_stop)
-    source = span.encoded(encoded)
+    source = span.payload(payload)
     scale = span.per_piece(factors, "factors")
     arrays = span.writable(theta, np.float32, "theta"), span.writable(momentum, np.float32, "momentum")
     copy = None if out_theta is None else span.writable(out_theta, np.float32, "out_theta")
     if not is_checked:
-        unused = np.zeros(blocks.pieces, dtype=np.float64)
-        span.raise_if_corrupt(loops().norms_span(*span.place, source, unused, *_scratch()))
+        norms = np.zeros(blocks.pieces, dtype=np.float64)
+        span.raise_if_corrupt(loops().norms_span(*span.place, source, norms, *_scratch()))
     loops().outer_span(*span.place, source, scale, np.float32(lr), np.float32(mu), *arrays, copy, *_scratch())
 
 
@@ -206,14 +206,14 @@ def _encode(
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
     source = span.read_only(values, np.float32, "values")
-    other = None if minus is None else span.read_only(minus, np.float32, "theta")
+    subtrahend = None if minus is None else span.read_only(minus, np.float32, "theta")
     target = span.writable(_as_bytes(out), np.uint8, "out", span.bytes_count)
     difference = np.empty(256, np.float32)
-    refused = loops().encode_span(*span.place, source, other, target, norms, difference, *_scratch())
-    if refused >= 0:
-        piece = blocks.piece_of(refused)
+    bad_block = loops().encode_span(*span.place, source, subtrahend, target, norms, difference, *_scratch())
+    if bad_block >= 0:
+        piece = blocks.piece_of(bad_block)
         raise PayloadCorrupt(
-            f"values to encode are NaN, infinite or above 2^100 in block {refused} (piece {piece}): "
+            f"values to encode are NaN, infinite or above 2^100 in block {bad_block} (piece {piece}): "
             "the training run has diverged or its memory is damaged"
         )
     return norms
@@ -233,7 +233,7 @@ class _Span:
         entries = np.array([piece, block_start, stop, first_value, first_byte], dtype=np.int64)
         self.place = blocks.layout, entries
 
-    def encoded(self, buffer: Buffer) -> U8:
+    def payload(self, buffer: Buffer) -> U8:
         """The encoded bytes as an array; their length comes from a peer, so a wrong one is PayloadCorrupt."""
         array = _as_bytes(buffer)
         if array.size != self.bytes_count:
@@ -261,19 +261,19 @@ class _Span:
             raise ValueError(f"{name} is read-only")
         return self._checked(array, dtype, name, size)
 
-    def raise_if_corrupt(self, refused: int) -> None:
+    def raise_if_corrupt(self, block: int) -> None:
         """Turn a loop's answer into the error."""
-        if refused >= 0:
-            piece = self.blocks.piece_of(refused)
+        if block >= 0:
+            piece = self.blocks.piece_of(block)
             raise PayloadCorrupt(
-                f"block {refused} (piece {piece}) of the encoded fragment holds an illegal scale or value"
+                f"block {block} (piece {piece}) of the encoded fragment holds an illegal scale or value"
             )
 
     def _checked(self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None) -> NDArray[_Scalar]:
-        expected = self.values_count if size is None else size
-        if array.dtype != dtype or array.ndim != 1 or array.size != expected or not array.flags.c_contiguous:
+        count = self.values_count if size is None else size
+        if array.dtype != dtype or array.ndim != 1 or array.size != count or not array.flags.c_contiguous:
             raise ValueError(
-                f"{name} must be a contiguous vector of {expected} {np.dtype(dtype)}, "
+                f"{name} must be a contiguous vector of {count} {np.dtype(dtype)}, "
                 f"found {array.dtype} of shape {array.shape}"
             )
         if not array.flags.aligned:

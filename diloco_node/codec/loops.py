@@ -1,13 +1,13 @@
 """The inner loops of the codec, for numba to compile. Call them through `kernels`, which checks sizes and raises the
 errors; `kernel_cache` says where numba keeps the machine code, and is the only one to import this.
 
-What keeps the bytes equal on every machine: no fast-math, no contraction of `a * b + c` into one rounding, reductions
-over integers where the order would matter, and a fixed order where they are floats. All loops are in this one file,
-for numba's cache notices only changes of the file that the called function is in.
+The bytes are equal on every machine: there is no fast-math and no contraction of `a * b + c` into one rounding.
+Reductions are over integers where the order would matter, and in a fixed order where they are over floats. All loops
+are in this one file, for numba's cache notices only changes of the file that the called function is in.
 
 Written so that LLVM vectorises them: unsigned indices (signed ones are checked for negative values), integer maximum
 over the bit patterns instead of a float maximum, codes in a small scratch array between quantising and packing.
-Scratch memory of every call: `codes` 512 bytes, `decoded` 256 float32, `sums` 32 float64.
+Scratch memory of every call: `codes` 512 bytes, `floats` 256 float32, `sums` 32 float64.
 
 The loops return the first block that they refuse, or -1. Refused while encoding: a magnitude above 2^100, infinity,
 NaN. Refused while decoding: what the encoder can't have written (see `_checked_norm`).
@@ -88,7 +88,7 @@ def _compiled(function: F) -> F:
 
 def _callable(*signatures: tuple[Any, ...]) -> Callable[[F], F]:
     """Compile what Python calls. Only these are cached, with the loops that they call: no cached part can be stale."""
-    return compiler(*signatures, is_cached=bool(config.CACHE_DIR))
+    return compiler(*signatures, is_cached=bool(cast(Any, config).CACHE_DIR))
 
 
 @_compiled
@@ -128,45 +128,45 @@ def _copy_bytes(source: U8, at: int, target: U8, to: int, n: int) -> None:
 
 
 @_compiled
-def _squares(n: int, decoded: F32, sums: F64) -> float:
+def _squares(n: int, floats: F32, sums: F64) -> float:
     """Sum of decoded[i]^2, i < n, in float64: 32 sums by i mod 32, in order, folded in halves. Fills up with zeros."""
     for i in range(np.uint64(n), np.uint64(256)):
-        decoded[i] = np.float32(0.0)
+        floats[i] = np.float32(0.0)
     for lane in range(np.uint64(32)):
         total = 0.0
         for row in range(np.uint64(8)):
-            value = np.float64(decoded[lane + row * np.uint64(32)])
+            value = np.float64(floats[lane + row * np.uint64(32)])
             total += value * value
         sums[lane] = total
     for lane in range(np.uint64(16)):
         sums[lane] += sums[lane + np.uint64(16)]
     for lane in range(np.uint64(8)):
         sums[lane] += sums[lane + np.uint64(8)]
-    folded: float = ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]))
-    return folded
+    result: float = ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]))
+    return result
 
 
 # ---- encoding --------------------------------------------------------------------------------------------------------
 
 
 @_compiled
-def _encode_fp32(bits: I32, first: int, n: int, out: U8, to: int, decoded: F32, sums: F64) -> float:
-    raw_bits = decoded.view(np.int32)
-    raw = decoded.view(np.uint8)
+def _encode_fp32(bits: I32, first: int, n: int, out: U8, to: int, floats: F32, sums: F64) -> float:
+    raw_bits = floats.view(np.int32)
+    raw = floats.view(np.uint8)
     o = np.uint64(first)
     for i in range(np.uint64(n)):
         raw_bits[i] = bits[o + i]
     _copy_bytes(raw, 0, out, to, 4 * n)
-    return _squares(n, decoded, sums)
+    return _squares(n, floats, sums)
 
 
 @_compiled
 def _encode_bf16(
-    bits: I32, first: int, n: int, keep: np.int32, out: U8, to: int, codes: U8, decoded: F32, sums: F64
+    bits: I32, first: int, n: int, keep: np.int32, out: U8, to: int, codes: U8, floats: F32, sums: F64
 ) -> float:
     """`keep` is -1, or 0 to flush the block."""
     pairs = codes.view(np.uint16)
-    raw_bits = decoded.view(np.int32)
+    raw_bits = floats.view(np.int32)
     o = np.uint64(first)
     for i in range(np.uint64(n)):
         u = np.int32(bits[o + i])
@@ -174,7 +174,7 @@ def _encode_bf16(
         pairs[i] = np.uint16(h)
         raw_bits[i] = np.int32(h << np.int32(16))
     _copy_bytes(codes, 0, out, to, 2 * n)
-    return _squares(n, decoded, sums)
+    return _squares(n, floats, sums)
 
 
 @_compiled
@@ -214,17 +214,17 @@ def _encode_codes(
 
 @_compiled
 def _encode_block(
-    kind: int, x: F32, bits: I32, first: int, n: int, out: U8, to: int, codes: U8, decoded: F32, sums: F64
+    kind: int, x: F32, bits: I32, first: int, n: int, out: U8, to: int, codes: U8, floats: F32, sums: F64
 ) -> float:
     """Encode x[first:first+n] at out[to:]; the squared norm of the decoded block, or -1 if it is refused."""
     largest = np.int32(_largest_bits(bits, first, n))
     if largest > MAGNITUDE_MAX_BITS:
         return -1.0
     if kind == FP32:
-        return _encode_fp32(bits, first, n, out, to, decoded, sums)
+        return _encode_fp32(bits, first, n, out, to, floats, sums)
     if kind == BF16:
         keep = np.int32(0) if largest < FLUSH_BITS else np.int32(-1)
-        return _encode_bf16(bits, first, n, keep, out, to, codes, decoded, sums)
+        return _encode_bf16(bits, first, n, keep, out, to, codes, floats, sums)
     scale, inverse = np.float32(0.0), np.float32(0.0)
     if largest >= FLUSH_BITS:
         absmax = np.int32(largest).view(np.float32)
@@ -237,28 +237,28 @@ def _encode_block(
 
 
 @_compiled
-def _unpack(kind: int, encoded: U8, at: int, n: int, codes: U8, decoded: F32) -> np.uint32:
-    """int4 and int8: codes as signed bytes to `codes`, returns the scale's bits. Others: to `decoded`, returns 0."""
+def _unpack(kind: int, payload: U8, at: int, n: int, codes: U8, floats: F32) -> np.uint32:
+    """int4 and int8: codes as signed bytes to `codes`, returns the scale's bits. Others: to `floats`, returns 0."""
     pairs = codes.view(np.uint16)
-    raw_bits = decoded.view(np.int32)
-    raw = decoded.view(np.uint8)
+    raw_bits = floats.view(np.int32)
+    raw = floats.view(np.uint8)
     if kind == FP32:
-        _copy_bytes(encoded, at, raw, 0, 4 * n)
+        _copy_bytes(payload, at, raw, 0, 4 * n)
         return np.uint32(0)
     if kind == BF16:
-        _copy_bytes(encoded, at, codes, 0, 2 * n)
+        _copy_bytes(payload, at, codes, 0, 2 * n)
         for i in range(np.uint64(n)):
             raw_bits[i] = np.int32(np.int32(pairs[i]) << np.int32(16))
         return np.uint32(0)
     scale_bits = np.uint32(0)
     for i in range(4):
-        scale_bits |= np.uint32(np.uint32(encoded[np.uint64(at + i)]) << np.uint32(8 * i))
+        scale_bits |= np.uint32(np.uint32(payload[np.uint64(at + i)]) << np.uint32(8 * i))
     if kind == INT8:
-        _copy_bytes(encoded, at + 4, codes, 0, n)
+        _copy_bytes(payload, at + 4, codes, 0, n)
         return scale_bits
     p = np.uint64(at + 4)
     for i in range(np.uint64((n + 1) // 2)):
-        t = np.uint16(encoded[p + i])
+        t = np.uint16(payload[p + i])
         low = np.uint8(((t & np.uint16(15)) ^ np.uint16(8)) - np.uint16(8))
         high = np.uint16(((t >> np.uint16(4)) ^ np.uint16(8)) - np.uint16(8))
         pairs[i] = np.uint16(low) | np.uint16(high << np.uint16(8))
@@ -266,19 +266,19 @@ def _unpack(kind: int, encoded: U8, at: int, n: int, codes: U8, decoded: F32) ->
 
 
 @_compiled
-def _checked_norm(kind: int, scale_bits: np.uint32, n: int, codes: U8, decoded: F32, sums: F64) -> float:
+def _checked_norm(kind: int, scale_bits: np.uint32, n: int, codes: U8, floats: F32, sums: F64) -> float:
     """The squared norm of the unpacked block, or -1 if it is refused.
 
     Refused: a value above 2^100, NaN or infinity; a scale that is negative, not finite, above 2^100 or below what
     the encoder writes; a code -8 or -128; a code that is not zero under a scale that is; a used padding half-byte.
     """
-    signed = codes.view(np.int8)
-    raw_bits = decoded.view(np.int32)
+    int8_codes = codes.view(np.int8)
+    raw_bits = floats.view(np.int32)
     if kind >= BF16:
-        return -1.0 if _largest_bits(raw_bits, 0, n) > MAGNITUDE_MAX_BITS else _squares(n, decoded, sums)
+        return -1.0 if _largest_bits(raw_bits, 0, n) > MAGNITUDE_MAX_BITS else _squares(n, floats, sums)
     lowest, total = np.int8(0), np.int32(0)
     for i in range(np.uint64(n)):
-        q = signed[i]
+        q = int8_codes[i]
         lowest = min(lowest, q)
         total = np.int32(total + np.int32(np.int16(q) * np.int16(q)))
     if lowest == (-8 if kind == INT4 else -128) or (kind == INT4 and n % 2 == 1 and codes[np.uint64(n)] != 0):
@@ -292,13 +292,13 @@ def _checked_norm(kind: int, scale_bits: np.uint32, n: int, codes: U8, decoded: 
 
 
 @_compiled
-def _scale_up(kind: int, scale_bits: np.uint32, n: int, codes: U8, decoded: F32) -> None:
+def _scale_up(kind: int, scale_bits: np.uint32, n: int, codes: U8, floats: F32) -> None:
     """Turn unpacked codes into values; those of bf16 and fp32 are values already."""
-    signed = codes.view(np.int8)
+    int8_codes = codes.view(np.int8)
     if kind < BF16:
         scale = np.uint32(scale_bits).view(np.float32)
         for i in range(np.uint64(n)):
-            decoded[i] = scale * np.float32(signed[i])
+            floats[i] = scale * np.float32(int8_codes[i])
 
 
 # ---- what is called --------------------------------------------------------------------------------------------------
@@ -317,12 +317,12 @@ def encode_span(
     norms: F64,
     difference: F32,
     codes: U8,
-    decoded: F32,
+    floats: F32,
     sums: F64,
 ) -> int:
     """Encode values (or values - minus, unless minus is None); add the decoded squared norms per piece to `norms`.
 
-    `difference`: scratch, 256 float32. Not `decoded`: vectorised loops need source and target apart.
+    `difference`: scratch, 256 float32. Not `floats`: vectorised loops need source and target apart.
     """
     difference_bits = difference.view(np.int32)
     value_bits = values.view(np.int32)
@@ -333,12 +333,12 @@ def encode_span(
         value, byte, n = _block_at(layout, span, piece, block)
         kind = layout[piece, 3]
         if minus is None:
-            norm = _encode_block(kind, values, value_bits, value, n, out, byte, codes, decoded, sums)
+            norm = _encode_block(kind, values, value_bits, value, n, out, byte, codes, floats, sums)
         else:
             o = np.uint64(value)
             for i in range(np.uint64(n)):
                 difference[i] = values[o + i] - minus[o + i]
-            norm = _encode_block(kind, difference, difference_bits, 0, n, out, byte, codes, decoded, sums)
+            norm = _encode_block(kind, difference, difference_bits, 0, n, out, byte, codes, floats, sums)
         if norm < 0.0:
             return block
         norms[piece] += norm
@@ -346,7 +346,7 @@ def encode_span(
 
 
 @_callable((*_PLACE, _BYTES, _NORMS, *_SCRATCH))
-def norms_span(layout: I64, span: I64, encoded: U8, norms: F64, codes: U8, decoded: F32, sums: F64) -> int:
+def norms_span(layout: I64, span: I64, payload: U8, norms: F64, codes: U8, floats: F32, sums: F64) -> int:
     """Check every block and add the squared norms per piece to `norms`."""
     piece = span[PIECE]
     for block in range(span[START], span[STOP]):
@@ -354,7 +354,7 @@ def norms_span(layout: I64, span: I64, encoded: U8, norms: F64, codes: U8, decod
             piece += 1
         _, byte, n = _block_at(layout, span, piece, block)
         kind = layout[piece, 3]
-        norm = _checked_norm(kind, _unpack(kind, encoded, byte, n, codes, decoded), n, codes, decoded, sums)
+        norm = _checked_norm(kind, _unpack(kind, payload, byte, n, codes, floats), n, codes, floats, sums)
         if norm < 0.0:
             return block
         norms[piece] += norm
@@ -362,7 +362,7 @@ def norms_span(layout: I64, span: I64, encoded: U8, norms: F64, codes: U8, decod
 
 
 @_callable((*_PLACE, _BYTES, _VALUES_OUT, _NORMS, *_SCRATCH))
-def decode_span(layout: I64, span: I64, encoded: U8, out: F32, norms: F64, codes: U8, decoded: F32, sums: F64) -> int:
+def decode_span(layout: I64, span: I64, payload: U8, out: F32, norms: F64, codes: U8, floats: F32, sums: F64) -> int:
     """Write the decoded values to `out`, and add their squared norms per piece to `norms`."""
     piece = span[PIECE]
     for block in range(span[START], span[STOP]):
@@ -370,21 +370,21 @@ def decode_span(layout: I64, span: I64, encoded: U8, out: F32, norms: F64, codes
             piece += 1
         value, byte, n = _block_at(layout, span, piece, block)
         kind = layout[piece, 3]
-        scale_bits = _unpack(kind, encoded, byte, n, codes, decoded)
-        norm = _checked_norm(kind, scale_bits, n, codes, decoded, sums)
+        scale_bits = _unpack(kind, payload, byte, n, codes, floats)
+        norm = _checked_norm(kind, scale_bits, n, codes, floats, sums)
         if norm < 0.0:
             return block
         norms[piece] += norm
-        _scale_up(kind, scale_bits, n, codes, decoded)
+        _scale_up(kind, scale_bits, n, codes, floats)
         o = np.uint64(value)
         for i in range(np.uint64(n)):
-            out[o + i] = decoded[i]
+            out[o + i] = floats[i]
     return -1
 
 
 @_callable((*_PLACE, _BYTES, _VALUES, _VALUES_OUT, _NORMS, *_SCRATCH))
 def accumulate_span(
-    layout: I64, span: I64, encoded: U8, coefficients: F32, acc: F32, norms: F64, codes: U8, decoded: F32, sums: F64
+    layout: I64, span: I64, payload: U8, coefficients: F32, acc: F32, norms: F64, codes: U8, floats: F32, sums: F64
 ) -> int:
     """acc += coefficients[piece] * decoded, two roundings; add the squared norms of the decoded values to `norms`."""
     piece = span[PIECE]
@@ -393,16 +393,16 @@ def accumulate_span(
             piece += 1
         value, byte, n = _block_at(layout, span, piece, block)
         kind = layout[piece, 3]
-        scale_bits = _unpack(kind, encoded, byte, n, codes, decoded)
-        norm = _checked_norm(kind, scale_bits, n, codes, decoded, sums)
+        scale_bits = _unpack(kind, payload, byte, n, codes, floats)
+        norm = _checked_norm(kind, scale_bits, n, codes, floats, sums)
         if norm < 0.0:
             return block
         norms[piece] += norm
-        _scale_up(kind, scale_bits, n, codes, decoded)
+        _scale_up(kind, scale_bits, n, codes, floats)
         o = np.uint64(value)
         c = coefficients[piece]
         for i in range(np.uint64(n)):
-            acc[o + i] += c * decoded[i]
+            acc[o + i] += c * floats[i]
     return -1
 
 
@@ -413,7 +413,7 @@ def accumulate_span(
 def outer_span(
     layout: I64,
     span: I64,
-    encoded: U8,
+    payload: U8,
     factors: F32,
     lr: np.float32,
     mu: np.float32,
@@ -421,7 +421,7 @@ def outer_span(
     momentum: F32,
     out: F32 | None,
     codes: U8,
-    decoded: F32,
+    floats: F32,
     sums: F64,
 ) -> None:
     """The outer step on one span; `out` (or None) gets the new theta too. See `kernels.outer_step` for the order.
@@ -434,11 +434,11 @@ def outer_span(
             piece += 1
         value, byte, n = _block_at(layout, span, piece, block)
         kind = layout[piece, 3]
-        _scale_up(kind, _unpack(kind, encoded, byte, n, codes, decoded), n, codes, decoded)
+        _scale_up(kind, _unpack(kind, payload, byte, n, codes, floats), n, codes, floats)
         o = np.uint64(value)
         factor = factors[piece]
         for i in range(np.uint64(n)):
-            d = factor * decoded[i]
+            d = factor * floats[i]
             m = mu * momentum[o + i] + d
             momentum[o + i] = m
             new = theta[o + i] - lr * (d + mu * m)

@@ -33,13 +33,13 @@ _COMPRESSED_MISSES_MAX: Final = 2
 _SAMPLE_EVERY: Final = 16
 
 SAMPLE_BYTES: Final = 32 << 10
-"""Of a chunk, to see whether it would pay where it did not of late: all of it, with the way to a thread and back, costs
+"""Bytes of a chunk to try where compression did not pay of late: all of it, with the way to a thread and back, costs
 more.
 """
 
 
 class CompressionPolicy:
-    """Stops trying where compression does not pay, and looks again now and then. One per stream of similar chunks.
+    """Stops trying where compression does not pay, and looks again now and then: for a stream of similar chunks.
 
     After 2 chunks in a row that did not pay only every 16th is tried, a sample of it first, until one pays. A pure
     function of the sizes seen.
@@ -108,7 +108,7 @@ def compress_chunk(raw: memoryview, policy: CompressionPolicy | None = None) -> 
 def decompress_chunk(data: bytes | memoryview, target: memoryview) -> None:
     """Decode one compressed chunk into its place. Safe in any thread.
 
-    What the frame's header declares is compared with the size of `target` before any decoder runs or memory is taken:
+    The size in the frame's header is compared with that of `target` before any decoder runs or memory is taken:
     zstd's own limits don't hold when a frame declares a size.
 
     Args:

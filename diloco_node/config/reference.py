@@ -122,8 +122,8 @@ def explanation(key: str) -> str:
     field = dict(settings()).get(f"{prefix}.{name}")
     if field is None:
         return "docs/settings.md has a table of its parts."
-    allowed, default = _allowed(field).replace("`", ""), _default(field).strip("`")
-    words = f"Allowed: {allowed}. Default: {default}. Touch it when: {touch_when(field)}."
+    bounds, default = _allowed(field).replace("`", ""), _default(field).strip("`")
+    words = f"Allowed: {bounds}. Default: {default}. Touch it when: {touch_when(field)}."
     return f"{field.description}. {words}"
 
 

@@ -93,7 +93,9 @@ class NodeConfig:
 
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from; "default" if nobody set it."""
-        return self.origins.get(_key(key), "default")
+        path = _key(key)
+        below = (origin for key, origin in self.origins.items() if key[: len(path)] == path)
+        return self.origins.get(path) or next(below, "default")
 
     def state_dir(self, region: str) -> Path:
         """The region's own folder."""

@@ -76,7 +76,7 @@ class RegionCore:
         settings_digest: str,
         manifest: Manifest,
         settings: RunSettings,
-        recovered: Recovered,
+        recovery: Recovered,
         seed: int,
         now_ns: int,
         silent_heartbeats: int = SILENT_HEARTBEATS,
@@ -91,14 +91,14 @@ class RegionCore:
         self._effects = EffectBuffer(region)
         # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
         self.history = RoundHistory(fragments)
-        base = recovered.base
+        base = recovery.base
         if base.index:
             self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
         self.versions = Versions(
             region=region,
             fragments=fragments,
             manifest_digest=manifest.digest,
-            recovered=recovered,
+            recovery=recovery,
             history=self.history,
             effects=self._effects,
             payload_versions=settings.payload_versions,
@@ -107,12 +107,12 @@ class RegionCore:
         self.ledger = LedgerCore(
             region=region,
             voters=self._regions,
-            disk=recovered.disk,
+            disk=recovery.disk,
             heartbeat_ns=settings.heartbeat_ns,
             election_timeout_ns=settings.election_timeout_ns,
-            term=recovered.term,
-            voted_for=recovered.voted_for,
-            entries=recovered.entries,
+            term=recovery.term,
+            voted_for=recovery.voted_for,
+            entries=recovery.entries,
             seed=seed,
             now_ns=now_ns,
             has_payload=self._has_payload,

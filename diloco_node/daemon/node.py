@@ -76,7 +76,7 @@ class Node:
             settings_digest=spec.settings_digest,
             manifest=manifest,
             settings=spec.settings,
-            recovered=recovery,
+            recovery=recovery,
             seed=spec.seed,
             now_ns=now_ns(),
         )

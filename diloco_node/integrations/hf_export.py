@@ -36,16 +36,22 @@ class SavedModel:
 
 
 def save_model(
-    folder: Path, tensors: Mapping[str, F32], config: Mapping[str, Any], *, base: str | None, dtype: str
+    folder: Path,
+    tensors: Mapping[str, F32],
+    config: Mapping[str, Any],
+    *,
+    base: str | None,
+    tokenizer: str | None,
+    dtype: str,
 ) -> SavedModel:
-    """Write weights, `config.json` and, where the base has one, the tokenizer.
+    """Write weights, `config.json` and the tokenizer.
 
     Args:
         folder: empty.
         tensors: merged ones, under the names of `model.named_parameters()`.
         config: what config.json says.
         base: folder or name of a saved model, for frozen parameters and buffers. None: as the config makes them.
-        dtype: such as "bfloat16".
+        tokenizer: folder or name of a model that may have one. dtype: such as "bfloat16".
 
     Raises:
         ConfigError: the tensors do not fit the config, or the base can't be loaded.
@@ -73,7 +79,7 @@ def save_model(
     merged_ids = {id(parameters[name]) for name in plain if name in parameters}
     other_names = sorted(name for name in lacking.missing_keys if id(parameters.get(name)) not in merged_ids)
     model.to(kind).save_pretrained(folder)
-    _save_tokenizer(base, folder)
+    _save_tokenizer(tokenizer, folder)
     random = () if base is not None else tuple(name for name in other_names if name in parameters)
     return SavedModel(False, tuple(other_names), random)
 
@@ -115,13 +121,13 @@ def _model(folder: Path, base: str | None) -> Any:
         raise ConfigError(f"{place} makes no model: {_one_line(error)}") from error
 
 
-def _save_tokenizer(base: str | None, folder: Path) -> None:
+def _save_tokenizer(place: str | None, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    if base is None:
+    if place is None:
         return
     try:
-        tokenizer = AutoTokenizer.from_pretrained(base)
+        tokenizer = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, KeyError, AttributeError):  # there is none
         return
     tokenizer.save_pretrained(folder)

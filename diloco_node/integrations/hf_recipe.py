@@ -112,9 +112,9 @@ def load_model(settings: Settings) -> tuple[Any, Any]:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # the libraries have no common class of errors
         raise ConfigError(f"model.hf: {settings.hf} can't be loaded: {_one_line(error)}") from error
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocabulary:
-        raise ConfigError(f"model.hf: the tokenizer has {len(tokenizer)} tokens, the model {vocabulary}: name another")
+    vocabulary, tokens = model.get_input_embeddings().num_embeddings, tokenizer.vocab_size
+    if tokens > vocabulary:
+        raise ConfigError(f"model.hf: the tokenizer has {tokens} tokens, the model {vocabulary}: name another")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or settings.context
     if settings.context > positions:
         raise ConfigError(f"model.context is {settings.context}, the model has {positions} positions: set at most that")
@@ -254,7 +254,7 @@ class RecipeCallback(DilocoCallback):
         self.diloco.evaluated(val_loss=loss, val_loss_global=global_loss)
 
     def _loss(self, model: Any, parameters: Mapping[str, torch.Tensor], args: Any) -> float:
-        values = {name: value.to(args.device) for name, value in parameters.items()}
+        values = {name: parameters[name].to(args.device) for name, _ in model.named_parameters()}  # tied ones once
         blocks, size, total = self._blocks.held_out, args.eval_batch_size, 0.0
         for start in range(0, len(blocks), size):
             inputs = {name: value.to(args.device) for name, value in collate(blocks[start : start + size]).items()}

@@ -55,29 +55,29 @@ _Identity = tuple[str, int]
 
 def check_account(
     entries: Iterable[Entry],
-    trained: Mapping[tuple[str, int], tuple[int, int]],
+    totals: Mapping[tuple[str, int], tuple[int, int]],
     *,
     fragment_sizes: Sequence[int],
     positions: Mapping[str, LearnerStatus] | None = None,
     summary: RunSummary | None = None,
-    lost: Collection[str] = (),
+    lost_regions: Collection[str] = (),
 ) -> AccountReport:
     """Recompute the account of a run from its ledger and the learners' own counts.
 
     Args:
         entries: committed ones, from entry 1 or behind the summary (hash chain: `entries.verify_chain`).
-        trained: per (learner, incarnation) the steps and tokens that it counted itself and that were persisted apart
+        totals: per (learner, incarnation) the steps and tokens that it counted itself and that were persisted apart
             from the ledger. The highest incarnation of a learner is taken as alive, the others as dead.
         fragment_sizes: values of each fragment, by index: their weights in the report, and how many there are.
         positions: per learner its last report. With them a lost inclusion at the end of an account is found
             too; without them it would look like steps that are carried.
         summary: what stands for the entries before the first one; None: there are none.
-        lost: learners whose region's folder was replaced: counts of theirs may be missing from `trained`.
+        lost_regions: learners whose region's folder was replaced: counts of theirs may be missing from `totals`.
 
     Returns:
         The report. It never raises for what is wrong in the data: that is a fault in the report.
     """
-    checker = _Checker(trained, len(fragment_sizes), positions or {}, lost)
+    checker = _Checker(totals, len(fragment_sizes), positions or {}, lost_regions)
     if summary is not None:
         checker.begin(summary)
     for entry in entries:
@@ -91,13 +91,13 @@ class _Checker:
 
     def __init__(
         self,
-        trained: Mapping[_Identity, tuple[int, int]],
+        totals: Mapping[_Identity, tuple[int, int]],
         fragments: int,
         positions: Mapping[str, LearnerStatus],
-        lost: Collection[str],
+        lost_regions: Collection[str],
     ) -> None:
-        self._trained = dict(trained)
-        self._lost = lost
+        self._trained = dict(totals)
+        self._lost = lost_regions
         self._uncounted: set[_Identity] = set()
         self._fragments = fragments
         self._positions = positions
@@ -119,11 +119,11 @@ class _Checker:
                 at = fragment if len(line.steps) > 1 else 0
                 self._start[line.learner, line.incarnation, fragment] = (line.steps[at], line.tokens[at])
             self._know((line.learner, line.incarnation))
-        for one in summary.included:
-            name = (one.learner, one.incarnation, one.fragment)
-            self._included[name] = one.version
-            self._ends.setdefault(name, set()).add((one.step_to, one.tokens_to))
-        self._closed = {one.learner: (one.incarnation, one.tokens) for one in summary.closed}
+        for inclusion in summary.included:
+            name = (inclusion.learner, inclusion.incarnation, inclusion.fragment)
+            self._included[name] = inclusion.version
+            self._ends.setdefault(name, set()).add((inclusion.step_to, inclusion.tokens_to))
+        self._closed = {closure.learner: (closure.incarnation, closure.tokens) for closure in summary.closed}
 
     def read(self, entry: Entry) -> None:
         body = entry.body
@@ -134,9 +134,11 @@ class _Checker:
             self._add((body.learner, body.incarnation), body.fragment, interval)
 
     def _read_round(self, index: int, body: RoundBody) -> None:
-        expected = self._versions.get(body.fragment, 0) + 1
-        if body.version != expected:
-            self._fault(f"entry {index}: fragment {body.fragment} goes to version {body.version}, expected {expected}")
+        next_version = self._versions.get(body.fragment, 0) + 1
+        if body.version != next_version:
+            self._fault(
+                f"entry {index}: fragment {body.fragment} goes to version {body.version}, expected {next_version}"
+            )
         self._versions[body.fragment] = body.version
         learners = [member.contribution.learner for member in body.members]
         if len(set(learners)) != len(learners):
@@ -144,18 +146,18 @@ class _Checker:
         for member in body.members:
             self._read_member(index, body, member.contribution)
 
-    def _read_member(self, index: int, body: RoundBody, made: Contribution) -> None:
-        where = f"entry {index}: {made.learner} incarnation {made.incarnation} fragment {body.fragment}"
-        if made.fragment != body.fragment:
-            self._fault(f"{where}: the contribution is of fragment {made.fragment}")
-        last = self._included.get((made.learner, made.incarnation, body.fragment), 0)
-        if not last <= made.base_version < body.version:
+    def _read_member(self, index: int, body: RoundBody, contribution: Contribution) -> None:
+        where = f"entry {index}: {contribution.learner} incarnation {contribution.incarnation} fragment {body.fragment}"
+        if contribution.fragment != body.fragment:
+            self._fault(f"{where}: the contribution is of fragment {contribution.fragment}")
+        last = self._included.get((contribution.learner, contribution.incarnation, body.fragment), 0)
+        if not last <= contribution.base_version < body.version:
             self._fault(
-                f"{where}: base version {made.base_version} for version {body.version}, last included in {last}"
+                f"{where}: base version {contribution.base_version} for version {body.version}, last included in {last}"
             )
-        self._included[made.learner, made.incarnation, body.fragment] = body.version
-        interval = _Interval(made.step_from, made.step_to, made.tokens, True, index)
-        self._add((made.learner, made.incarnation), body.fragment, interval)
+        self._included[contribution.learner, contribution.incarnation, body.fragment] = body.version
+        interval = _Interval(contribution.step_from, contribution.step_to, contribution.tokens, True, index)
+        self._add((contribution.learner, contribution.incarnation), body.fragment, interval)
 
     def _add(self, identity: _Identity, fragment: int, interval: _Interval) -> None:
         if not 0 <= fragment < self._fragments:
@@ -177,10 +179,10 @@ class _Checker:
         for identity in self._uncounted:
             steps, tokens = 0, 0
             for fragment in range(self._fragments):
-                own = self._intervals.get((*identity, fragment), [])
+                intervals = self._intervals.get((*identity, fragment), [])
                 start = self._start.get((*identity, fragment), (0, 0))
-                steps = max(steps, start[0], *(interval.step_to for interval in own))
-                tokens = max(tokens, start[1] + sum(interval.tokens for interval in own))
+                steps = max(steps, start[0], *(interval.step_to for interval in intervals))
+                tokens = max(tokens, start[1] + sum(interval.tokens for interval in intervals))
             self._trained[identity] = (steps, tokens)
 
     def check(self) -> None:
@@ -195,8 +197,8 @@ class _Checker:
                 continue
             tokens_at: dict[int, int] = {0: 0}
             for fragment in range(self._fragments):
-                covered = self._check_contiguous(identity, fragment, tokens_at)
-                self._check_rest(identity, fragment, covered, is_alive=newest[identity[0]] == identity[1])
+                interval = self._check_contiguous(identity, fragment, tokens_at)
+                self._check_rest(identity, fragment, interval, is_alive=newest[identity[0]] == identity[1])
             self._check_monotonic(identity, tokens_at)
         for learner in sorted(self._positions):
             self._check_position(learner, self._positions[learner])
@@ -205,12 +207,14 @@ class _Checker:
         """Of closed incarnations only sums are left: together they trained what was merged or discarded."""
         if learner in self._lost:
             return  # a count may be among those that were lost
-        trained = sum(own[1] for (name, number), own in self._trained.items() if name == learner and number <= newest)
-        for fragment, booked in enumerate(tokens):
-            if booked != trained:
+        tokens_trained = sum(
+            pair[1] for (name, number), pair in self._trained.items() if name == learner and number <= newest
+        )
+        for fragment, bookings in enumerate(tokens):
+            if bookings != tokens_trained:
                 self._fault(
-                    f"{learner} fragment {fragment}: incarnations up to {newest} trained {trained} tokens, "
-                    f"{booked} are merged or discarded"
+                    f"{learner} fragment {fragment}: incarnations up to {newest} trained {tokens_trained} tokens, "
+                    f"{bookings} are merged or discarded"
                 )
 
     def _check_contiguous(self, identity: _Identity, fragment: int, tokens_at: dict[int, int]) -> tuple[int, int]:
@@ -226,24 +230,22 @@ class _Checker:
                 self._fault(f"{where} counts ({interval.step_from}, {min(step, interval.step_to)}] twice")
             step = max(step, interval.step_to)
             tokens += interval.tokens
-            known = tokens_at.setdefault(step, tokens)
-            if known != tokens:
-                self._fault(f"{where} makes {tokens} tokens up to step {step}, another fragment's account {known}")
+            earlier_tokens = tokens_at.setdefault(step, tokens)
+            if earlier_tokens != tokens:
+                self._fault(
+                    f"{where} makes {tokens} tokens up to step {step}, another fragment's account {earlier_tokens}"
+                )
         return step, tokens
 
-    def _check_rest(self, identity: _Identity, fragment: int, covered: tuple[int, int], *, is_alive: bool) -> None:
+    def _check_rest(self, identity: _Identity, fragment: int, interval: tuple[int, int], *, is_alive: bool) -> None:
         """What is covered was trained; of a dead incarnation, everything that was trained is covered."""
-        trained = self._trained[identity]
-        if covered[0] > trained[0] or covered[1] > trained[1]:
-            self._fault(f"{_named(identity, fragment)}: {_pair(covered)} merged or discarded, {_pair(trained)} trained")
-        elif covered[0] == trained[0] and covered[1] != trained[1]:
-            self._fault(
-                f"{_named(identity, fragment)}: all steps are covered, but {_pair(covered)} of {_pair(trained)}"
-            )
-        elif not is_alive and covered != trained and identity not in self._uncounted:
-            self._fault(
-                f"{_named(identity, fragment)}: dead, but only {_pair(covered)} of {_pair(trained)} are covered"
-            )
+        total = self._trained[identity]
+        if interval[0] > total[0] or interval[1] > total[1]:
+            self._fault(f"{_named(identity, fragment)}: {_pair(interval)} merged or discarded, {_pair(total)} trained")
+        elif interval[0] == total[0] and interval[1] != total[1]:
+            self._fault(f"{_named(identity, fragment)}: all steps are covered, but {_pair(interval)} of {_pair(total)}")
+        elif not is_alive and interval != total and identity not in self._uncounted:
+            self._fault(f"{_named(identity, fragment)}: dead, but only {_pair(interval)} of {_pair(total)} are covered")
 
     def _check_monotonic(self, identity: _Identity, tokens_at: dict[int, int]) -> None:
         steps = sorted(tokens_at)
@@ -256,9 +258,9 @@ class _Checker:
     def _check_position(self, learner: str, status: LearnerStatus) -> None:
         """The learner's own marks are ends of intervals; the ledger may be ahead (not applied yet), never behind."""
         identity = (learner, status.incarnation)
-        trained = self._trained.get(identity)
-        if trained is None or status.step > trained[0] or status.tokens > trained[1]:
-            self._fault(f"{learner} incarnation {status.incarnation}: says {status.step} steps, counted {trained}")
+        total = self._trained.get(identity)
+        if total is None or status.step > total[0] or status.tokens > total[1]:
+            self._fault(f"{learner} incarnation {status.incarnation}: says {status.step} steps, counted {total}")
         if len(status.positions) != self._fragments:
             self._fault(f"{learner}: {len(status.positions)} positions for {self._fragments} fragments")
         for fragment, position in enumerate(status.positions[: self._fragments]):
@@ -269,9 +271,9 @@ class _Checker:
                 tokens += interval.tokens
                 ends.add((interval.step_to, tokens))
             if (position.included_step, position.included_tokens) not in ends:
-                own = _pair((position.included_step, position.included_tokens))
+                position_pair = _pair((position.included_step, position.included_tokens))
                 self._fault(
-                    f"{_named(identity, fragment)}: the learner was included up to {own}, the ledger has no such"
+                    f"{_named(identity, fragment)}: it was included up to {position_pair}, the ledger has no such"
                 )
 
     def _fault(self, text: str) -> None:
@@ -279,20 +281,23 @@ class _Checker:
 
     def report(self, fragment_sizes: Sequence[int]) -> AccountReport:
         total = sum(fragment_sizes)
-        merged, discarded = (
-            sum((Fraction(size * one, total) for size, one in zip(fragment_sizes, own, strict=True)), Fraction(0))
-            for own in self._totals
+        merges, discards = (
+            sum(
+                (Fraction(size * amount, total) for size, amount in zip(fragment_sizes, amounts, strict=True)),
+                Fraction(0),
+            )
+            for amounts in self._totals
         )
         for (_, _, fragment), intervals in self._intervals.items():
             share = Fraction(fragment_sizes[fragment], total) if 0 <= fragment < self._fragments else Fraction(0)
-            merged += share * sum(interval.tokens for interval in intervals if interval.is_merged)
-            discarded += share * sum(interval.tokens for interval in intervals if not interval.is_merged)
-        trained = sum(tokens for _, tokens in self._trained.values()) + self._closed_uncounted()
-        merged_tokens, discarded_tokens = round(merged), round(discarded)
+            merges += share * sum(interval.tokens for interval in intervals if interval.is_merged)
+            discards += share * sum(interval.tokens for interval in intervals if not interval.is_merged)
+        trained_tokens = sum(tokens for _, tokens in self._trained.values()) + self._closed_uncounted()
+        merged_tokens, discarded_tokens = round(merges), round(discards)
         return AccountReport(
-            trained=trained,
+            trained=trained_tokens,
             merged=merged_tokens,
-            carried=trained - merged_tokens - discarded_tokens,
+            carried=trained_tokens - merged_tokens - discarded_tokens,
             discarded=discarded_tokens,
             balanced=not self._faults,
             faults=tuple(sorted(self._faults)),
@@ -301,14 +306,14 @@ class _Checker:
 
     def _closed_uncounted(self) -> int:
         """Tokens that closed incarnations booked, of those whose counts were lost."""
-        uncounted = 0
+        closed_tokens = 0
         for learner, (newest, tokens) in self._closed.items():
             if learner in self._lost:
-                counted = (
-                    own[1] for (name, number), own in self._trained.items() if name == learner and number <= newest
+                counted_tokens = (
+                    pair[1] for (name, number), pair in self._trained.items() if name == learner and number <= newest
                 )
-                uncounted += max(0, max(tokens, default=0) - sum(counted))
-        return uncounted
+                closed_tokens += max(0, max(tokens, default=0) - sum(counted_tokens))
+        return closed_tokens
 
 
 def _named(identity: _Identity, fragment: int) -> str:
@@ -320,5 +325,5 @@ def _text(interval: _Interval) -> str:
     return f"{kind} ({interval.step_from}, {interval.step_to}]"
 
 
-def _pair(covered: tuple[int, int]) -> str:
-    return f"{covered[0]} steps ({covered[1]} tokens)"
+def _pair(interval: tuple[int, int]) -> str:
+    return f"{interval[0]} steps ({interval[1]} tokens)"

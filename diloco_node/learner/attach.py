@@ -44,11 +44,11 @@ from diloco_node.learner.daemon_session import (
 from diloco_node.learner.layouts.shard_map import agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import LearnerFragments
-from diloco_node.learner.loss import LateLoss, finite
+from diloco_node.learner.loss import finite
+from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.process_signals import TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one
-from diloco_node.learner.spikes import IN_A_ROW, SpikeWatch
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome
 
 log = logging.getLogger("diloco_node.learner")
@@ -97,17 +97,17 @@ def attach(
     if step not in ("call", "auto"):
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
     tensors = ModelTensors(model, masters=masters, merge=merge, buffers=buffers, untied=untied)
-    kept = as_one(optimizer)
-    if kept is not None:
-        tensors.check_optimizer(kept)
+    joint = as_one(optimizer)
+    if joint is not None:
+        tensors.check_optimizer(joint)
     if step == "auto" and isinstance(optimizer, list | tuple) and len(optimizer) > 1:
         raise LearnerError('attach(step="auto") counts the steps of one optimizer: with several, call step() yourself')
     return Diloco(
-        kept,
+        joint,
         tensors=tensors,
         stateful=stateful or {},
         checkpoint_every_s=checkpoint_every_s,
-        auto_step=AutoStep(model, kept) if step == "auto" else None,
+        auto_step=AutoStep(model, joint) if step == "auto" else None,
     )
 
 
@@ -135,28 +135,35 @@ class Diloco:
         checkpoint_every_s: float,
         auto_step: AutoStep | None = None,
     ) -> None:
+        # What the loop reads. Set when the run is joined, and as long as the process trains alone.
         self.region = ""
         self.region_index = 0
         self.region_names: tuple[str, ...] = ()
+        # Equal on all ranks from each boundary to the next.
         self.global_step = 0
         self.progress: float | None = None
+        # Once True it stays so, with its first reason.
         self.should_stop = False
         self.stop_reason = ""
+        # Of this process; `LearnerFragments` has those of the incarnation.
         self.steps = 0
         self.tokens = 0
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
+        # Inside `step` so far; only grows.
         self._blocked_ns = 0
+        # When the last report was sent, by the clock of `step`.
         self._reported_ns = 0
-        self._loss, self._grad_norm = LateLoss(), LateLoss()
-        ends = os.environ.get(ON_SPIKE_VARIABLE) == "rollback"
-        names = ((self._loss, "loss"), (self._grad_norm, "gradient norm"))
-        self._watched = [(late, SpikeWatch(name, is_rolling_back=ends)) for late, name in names]
+        self._losses = LossWatch(is_rolling_back=os.environ.get(ON_SPIKE_VARIABLE) == "rollback")
+        # As the loop measured them last; None before, and if they were not finite.
         self._val_loss: float | None = None
         self._val_loss_global: float | None = None
+        # On rank 0 of a region with a daemon; None on the others.
         self._session: LearnerSession | None = None
+        # Both on every rank of a run from `_join` on; None alone.
         self._fragments: LearnerFragments | None = None
         self._boundaries: StepBoundaries | None = None
+        # Once True nothing is told or written any more.
         self._is_closed = False
         self._terminate = TerminateFlag()
         self._ranks = Ranks()
@@ -192,13 +199,13 @@ class Diloco:
         return tuple(position.base_version for position in self._session.fragments.positions)
 
     def step(self, *, tokens: int, loss: Tensor | float | None = None, grad_norm: Tensor | float | None = None) -> None:
-        """One inner step (one `optimizer.step()`) was made: the step boundary. Never waits for the network.
+        """Mark a step boundary: one inner step (one `optimizer.step()`) was made. Never waits for the network.
 
         With gradient accumulation call it once per optimizer step, with the tokens of all micro-batches.
 
         Args:
             tokens: trained in this step by this rank; a number on the CPU, for one on a GPU would be waited for.
-            loss: of this step; a tensor is read later, without waiting for the device. Of several values the mean.
+            loss: of this step; a tensor is read later, without waiting for the device. Several values are averaged.
             grad_norm: of this step, before clipping, such as `clip_grad_norm_` returns it; read later as well.
 
         Raises:
@@ -231,41 +238,22 @@ class Diloco:
         if session is not None:
             session.timer.stepped(started_ns)
             session.run_clock.stepped()
-            self._loss.offer(loss)
-            self._grad_norm.offer(grad_norm)
-            self._check_values(session)
+            self._losses.offer(loss, grad_norm)
+            self._losses.check(session.run_clock.global_step, session.warn)
         assert self._boundaries is not None
         self.tokens += self._crossed(self._boundaries.cross(tokens, is_step=True)).tokens
         if session is not None and (started_ns - self._reported_ns >= REPORT_EVERY_NS or session.is_news):
             self._reported_ns = started_ns
             self._report(session)
 
-    def _crossed(self, agreed: Boundary) -> Boundary:
-        """What the ranks agreed on, as the loop sees it."""
-        self.global_step, self.progress = agreed.global_step, agreed.part
-        asked = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
-        self._stop_if(agreed.is_stopping, (self._session and self._session.stop_reason) or asked)
-        if agreed.wants_checkpoint and agreed.is_idle:
+    def _crossed(self, boundary: Boundary) -> Boundary:
+        """Show the loop what the ranks agreed on."""
+        self.global_step, self.progress = boundary.global_step, boundary.part
+        fallback = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
+        self._stop_if(boundary.is_stopping, (self._session and self._session.stop_reason) or fallback)
+        if boundary.wants_checkpoint and boundary.is_idle:
             self._checkpoints.save(self._progress())
-        return agreed
-
-    def _check_values(self, session: LearnerSession) -> None:
-        """Say what is wrong with loss or gradient norm; end before a diverged learner's work is merged."""
-        step = session.run_clock.global_step
-        for late, watch in self._watched:
-            value = late.fresh()
-            fault = "" if value is None else watch.seen(value)
-            if not fault:
-                continue
-            count = watch.wrong_in_a_row
-            if count in (1, IN_A_ROW):
-                log.warning("step %d: %s", step, fault)
-                session.warn(f"step {step}: {fault}")
-            if watch.towards_end >= IN_A_ROW:
-                raise LearnerError(
-                    f"step {step}: {fault}, {count} times in a row. The next start takes the merged "
-                    "parameters; if it comes back, lower the learning rate or look at the data"
-                )
+        return boundary
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:
@@ -277,7 +265,7 @@ class Diloco:
             Report(
                 step=session.fragments.step,
                 tokens=session.fragments.tokens,
-                loss=self._loss.newest(),
+                loss=self._losses.loss.newest(),
                 step_time_ns=session.timer.average_ns,
                 blocked_ns=self._blocked_ns,
                 val_loss=self._val_loss,
@@ -311,7 +299,7 @@ class Diloco:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
 
         They are the model's parameters, and once the run's last merges have begun those from just before: what the
-        last rounds leave is the global parameters plus a few steps. Copies. Who calls it: see `global_state_dict`.
+        last rounds leave is the global parameters plus a few steps. Copies. For its callers see `global_state_dict`.
 
         Raises:
             LearnerError: on another rank.
@@ -328,8 +316,8 @@ class Diloco:
         if fragments is None:
             return self._tensors.own_state(is_kept=self._ranks.is_first or not is_cut)
         whole = fragments.gathered(vectors_of(fragments))
-        rest = self._tensors.rest_of_state()
-        return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, rest)
+        remainder = self._tensors.rest_of_state()
+        return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, remainder)
 
     def settle(self, seconds: float) -> None:
         """Go on taking versions for some time without stepping; after the loop, to end on the run's last versions.
@@ -340,8 +328,8 @@ class Diloco:
             LearnerError: some rank does not.
         """
         if self._boundaries is not None and not self._is_closed:
-            for agreed in self._boundaries.settle(seconds):
-                self._crossed(agreed)
+            for boundary in self._boundaries.settle(seconds):
+                self._crossed(boundary)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
@@ -407,7 +395,7 @@ class Diloco:
     def _join(self) -> None:
         self._tensors.check_known(self._ranks.all_bytes)
         socket, memory = os.environ.get("DILOCO_SOCKET", ""), os.environ.get("DILOCO_SUPERVISOR", "")
-        has_daemon = [bool(one) for one in self._ranks.all_bytes(b"1" if socket else b"")]
+        has_daemon = [bool(flag) for flag in self._ranks.all_bytes(b"1" if socket else b"")]
         if any(has_daemon) and not has_daemon[0]:
             raise LearnerError(
                 f"DILOCO_SOCKET is set on rank {has_daemon.index(True)}, but not on rank 0: the daemon's host must "
@@ -423,8 +411,8 @@ class Diloco:
             return
         die_with_supervisor()
         self._terminate.install()
-        own = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)
-        specs, shards = agreed(self._ranks.all_bytes(own))
+        description = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)
+        specs, shards = agreed(self._ranks.all_bytes(description))
         if self._ranks.is_first:
             if not memory:
                 raise ConfigError("DILOCO_SOCKET is set, but DILOCO_SUPERVISOR is not: start through diloco-node start")
@@ -455,11 +443,11 @@ class Diloco:
                 rank=self._ranks.rank,
                 exchange=exchange_of(self._ranks, shards, manifest),
             )
-        resumed = self._checkpoints.resume(
+        progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
-        self.global_step = max(self.global_step, resumed.global_step)
+        self.global_step = max(self.global_step, progress.global_step)
         if self._session is not None:
             self._session.resumed(self.global_step)
         self._boundaries = StepBoundaries(
@@ -469,17 +457,17 @@ class Diloco:
 
     def _welcome(self) -> Welcome | None:
         session = self._session
-        found = session.join(lambda: self._terminate.is_set) if session is not None else None
-        told = self._ranks.share_bytes(b"" if found is None else TO_LEARNER.encode(found))
-        if not told:
+        welcome = session.join(lambda: self._terminate.is_set) if session is not None else None
+        body = self._ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
+        if not body:
             return None
-        message = TO_LEARNER.decode(told)
+        message = TO_LEARNER.decode(body)
         assert isinstance(message, Welcome)
         return message
 
 
 def _count(tokens: Any) -> int:
-    """What a loop counts, as the integer that everybody downstream expects.
+    """Return what a loop counts as the integer that every reader expects.
 
     Raises:
         LearnerError: it is none.

@@ -11,23 +11,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 NAMED_MAX: Final = 3
 
 
-def batch_norm_warning(model: nn.Module, merged: Iterable[str]) -> str:
-    """What is wrong with batch normalisation in a run; empty for a model without, or with statistics that are merged.
+def batch_norm_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
+    """Say what is wrong with batch normalisation; empty for a model without, or with statistics that are merged.
 
     Args:
-        merged: names of the tensors that the run merges.
+        merged_names: names of the tensors that the run merges.
     """
-    known = set(merged)
-    found = [
+    name_set = set(merged_names)
+    layers = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None and f"{name}.running_mean" not in known
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and f"{name}.running_mean" not in name_set
     ]
-    if not found:
+    if not layers:
         return ""
-    more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
+    more = f" and {len(layers) - NAMED_MAX} more" if len(layers) > NAMED_MAX else ""
     return (
-        f"the model has batch normalisation ({', '.join(found[:NAMED_MAX])}{more}): its running statistics are not "
+        f"the model has batch normalisation ({', '.join(layers[:NAMED_MAX])}{more}): its running statistics are not "
         "merged, and final.safetensors has none. Compute them anew for the merged model "
         "(torch.optim.swa_utils.update_bn), or use another normalisation"
     )

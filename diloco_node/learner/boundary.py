@@ -29,7 +29,7 @@ log = logging.getLogger("diloco_node.learner")
 
 @dataclass(frozen=True, slots=True)
 class StepBoundaries:
-    """What one rank needs at each boundary.
+    """The parts that one rank needs at each boundary.
 
     Attributes:
         session: with the daemon, on rank 0. is_stopping: this process was asked to stop.
@@ -42,7 +42,7 @@ class StepBoundaries:
     is_stopping: Callable[[], bool]
 
     def cross(self, tokens: int, *, is_step: bool) -> Boundary:
-        """What the ranks agree on, carried out. Without `is_step` no step was made: only versions are taken.
+        """Carry out what the ranks agree on, and return it. Without `is_step` no step was made: versions are taken.
 
         Raises:
             LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
@@ -51,15 +51,15 @@ class StepBoundaries:
         fragments.verify()
         has_orders = session is not None and session.hear()
         # Without the link's lock: another rank may take its time, and the daemon may be a new one then.
-        agreed = self.ranks.agree(self._brought(tokens, has_orders=has_orders), fragments=count)
+        boundary = self.ranks.agree(self._brought(tokens, has_orders=has_orders), fragments=count)
         with session.boundary() if session is not None else contextlib.nullcontext():
-            orders = session.orders() if session is not None and agreed.has_orders else NO_ORDERS
-            if agreed.has_orders:
+            orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
+            if boundary.has_orders:
                 orders = self.ranks.share_orders(orders, fragments=count)
             if is_step:
                 fragments.step += 1
-                fragments.tokens += agreed.tokens
-            answers = self._carry_out(agreed, orders)
+                fragments.tokens += boundary.tokens
+            answers = self._carry_out(boundary, orders)
             if session is not None:
                 # The daemon hears of this boundary, also from the encoder, only after its step was counted.
                 if is_step:
@@ -67,13 +67,13 @@ class StepBoundaries:
                 for answer in answers:
                     session.reply(answer)
             fragments.encode_taken()
-        self.checkpoints.all_wrote(agreed.written_step)
-        return agreed
+        self.checkpoints.all_wrote(boundary.written_step)
+        return boundary
 
     def _brought(self, tokens: int, *, has_orders: bool) -> Boundary:
-        """What this rank brings."""
+        """Return what this rank brings to the agreement."""
         fragments, session = self.fragments, self.session
-        own = Boundary(
+        boundary = Boundary(
             tokens,
             self.is_stopping(),
             arrived=fragments.arrived(),
@@ -81,17 +81,17 @@ class StepBoundaries:
             written_step=self.checkpoints.written_step,
         )
         if session is None:
-            return own
+            return boundary
         return replace(
-            own,
-            is_stopping=own.is_stopping or session.stop_reason is not None,
+            boundary,
+            is_stopping=boundary.is_stopping or session.stop_reason is not None,
             has_orders=has_orders,
             wants_checkpoint=self.checkpoints.is_due and fragments.is_placed,
             global_step=session.run_clock.global_step,
             part=session.run_clock.part,
         )
 
-    def _carry_out(self, agreed: Boundary, orders: Orders) -> list[Answer]:
+    def _carry_out(self, boundary: Boundary, orders: Orders) -> list[Answer]:
         """Returns what to tell the daemon."""
         fragments, session = self.fragments, self.session
         answers: list[Answer] = []
@@ -106,7 +106,7 @@ class StepBoundaries:
             if answer is not None:
                 answers.append(answer)
         # One rank alone has what it is offered; of several each says so at the next boundary.
-        for index in agreed.arrived if self.ranks.size > 1 else fragments.arrived():
+        for index in boundary.arrived if self.ranks.size > 1 else fragments.arrived():
             answers.append(fragments.finish(index))
         return answers
 
@@ -114,9 +114,9 @@ class StepBoundaries:
         """Boundaries until every fragment has a version, or somebody was asked to stop. Returns the last one."""
         noted_s = time.monotonic()
         while True:
-            agreed = self.cross(0, is_step=False)
-            if self.fragments.is_placed or agreed.is_stopping:
-                return agreed
+            boundary = self.cross(0, is_step=False)
+            if self.fragments.is_placed or boundary.is_stopping:
+                return boundary
             self._wait(WAIT_SLICE_S)
             if self.ranks.is_first and time.monotonic() - noted_s > NOTE_EVERY_S:
                 noted_s = time.monotonic()

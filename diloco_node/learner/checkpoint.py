@@ -1,11 +1,11 @@
-"""What a restarted learner can't get from the run: optimizer state, where it was in the data and on the schedule.
+"""The state that a restarted learner can't get from the run: optimizer, place in the data and on the schedule.
 
-Parameters are not in it: a new incarnation takes all of them from the global state. One safetensors file per
-checkpoint, with everything that is no tensor as JSON in its metadata, and a SHA-256 over both. Never pickle. The
+Parameters are not in it: a new incarnation takes all of them from the global state. A checkpoint is one
+safetensors file. Everything else is JSON in its metadata, with a SHA-256 over both. Never pickle. The
 training thread copies the tensors, those of a GPU by its own copy engine, which nobody waits for here (D-094). A
 background thread writes a temporary name, fsyncs, renames, fsyncs the folder. The
-last two are kept, and a damaged one falls back to the one before. A full disk is logged and never stops training. Of
-several ranks each writes its own part (`learner.checkpointing`).
+last two are kept, and a damaged one falls back to the one before. A full disk is logged and never stops training.
+Each of several ranks writes its own part (`learner.checkpointing`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WRITER_STOP_S: Final = 60.0
 DAMAGED: Final = ".damaged"
 
 _STATEFUL: Final = "stateful"
-"""What the names of its tensors begin with."""
+"""Prefix of the names of its tensors."""
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -79,7 +79,7 @@ NO_PROGRESS: Final = TrainingProgress("", incarnation=0, global_step=0, step=0, 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RankPlace:
-    """One rank of so many."""
+    """A rank, and how many there are."""
 
     rank: int
     ranks: int
@@ -90,7 +90,7 @@ ALONE: Final = RankPlace(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """What a checkpoint's file is called: its incarnation and step, and of several ranks which one wrote it."""
+    """Name of a checkpoint's file: incarnation, step, and among several ranks the one that wrote it."""
 
     incarnation: int
     step: int
@@ -110,10 +110,10 @@ class FileName:
     @classmethod
     def parse(cls, text: str) -> FileName | None:
         """The inverse of `text`; None if it is no such name."""
-        found = _NAME.fullmatch(text)
-        if found is None:
+        match = _NAME.fullmatch(text)
+        if match is None:
             return None
-        incarnation, step, rank, ranks = found.groups()
+        incarnation, step, rank, ranks = match.groups()
         place = ALONE if rank is None else RankPlace(int(rank), int(ranks))
         return cls(int(incarnation), int(step), place)
 
@@ -123,7 +123,7 @@ _NAME: Final = re.compile(r"learner-(\d{8,})-(\d{12,})(?:-(\d{5})-of-(\d{5}))?\.
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint in memory.
+    """A checkpoint in memory.
 
     Attributes:
         tensors: of the optimizer, the random generator, and `stateful`, CPU.
@@ -137,13 +137,13 @@ class Checkpoint:
 
     def document(self) -> str:
         """Everything that is no tensor, as JSON."""
-        parts = {
+        fields = {
             "format": FORMAT,
             "progress": {name: getattr(self.progress, name) for name in TrainingProgress.__slots__},
             "optimizer": self.optimizer,
             "stateful": self.stateful,
         }
-        return json.dumps(parts, sort_keys=True, allow_nan=False)
+        return json.dumps(fields, sort_keys=True, allow_nan=False)
 
     @classmethod
     def from_parts(cls, document: str, tensors: dict[str, Tensor]) -> Checkpoint:
@@ -152,13 +152,13 @@ class Checkpoint:
         Raises:
             LearnerError: another format. KeyError, TypeError, ValueError: not ours.
         """
-        parts = json.loads(document)
-        if parts["format"] != FORMAT:
-            raise LearnerError(f"format {parts['format']}, expected {FORMAT}")
-        return cls(TrainingProgress(**parts["progress"]), tensors, parts["optimizer"], parts["stateful"])
+        fields = json.loads(document)
+        if fields["format"] != FORMAT:
+            raise LearnerError(f"format {fields['format']}, expected {FORMAT}")
+        return cls(TrainingProgress(**fields["progress"]), tensors, fields["optimizer"], fields["stateful"])
 
     def kept(self) -> Kept:
-        """What it has of the optimizer."""
+        """Return its part of the optimizer."""
         return Kept.from_document(self.optimizer, self.tensors)
 
     def restore(
@@ -167,23 +167,23 @@ class Checkpoint:
         stateful: Mapping[str, Stateful],
         *,
         rng: bool,
-        others: Sequence[Kept] = (),
+        siblings: Sequence[Kept] = (),
     ) -> None:
         """Put it back.
 
         Args:
             rng: also torch's random generator on the CPU; not on ranks other than the one that saved.
-            others: what other ranks have kept of the optimizer.
+            siblings: what other ranks have kept of the optimizer.
 
         Raises:
             LearnerError: the optimizer, or one of the stateful parts, is not what was saved.
         """
         try:
             if optimizer is not None and self.optimizer:
-                optimizer.restore([self.kept(), *others])
-            for name, part in stateful.items():
+                optimizer.restore([self.kept(), *siblings])
+            for name, component in stateful.items():
                 if name in self.stateful:
-                    part.load_state_dict(unflatten(self.stateful[name], self.tensors))
+                    component.load_state_dict(unflatten(self.stateful[name], self.tensors))
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
             raise LearnerError(
                 f"the learner's checkpoint at step {self.progress.global_step} does not fit this training script "
@@ -234,15 +234,18 @@ class CheckpointWriter:
         assert not self.is_busy
         begun_s = time.monotonic()
         self.written = None
-        own = None if optimizer is None else optimizer.keep()
-        tensors = {} if own is None else own.tensors
+        moments = None if optimizer is None else optimizer.keep()
+        tensors = {} if moments is None else moments.tensors
         tensors["rng"] = torch.get_rng_state()
-        kept = {name: flatten(f"{_STATEFUL}.{name}", part.state_dict(), tensors) for name, part in stateful.items()}
+        states = {
+            name: flatten(f"{_STATEFUL}.{name}", component.state_dict(), tensors)
+            for name, component in stateful.items()
+        }
         checkpoint = Checkpoint(
             progress=progress,
             tensors={name: self._copy(name, tensor) for name, tensor in tensors.items()},
-            optimizer={} if own is None else own.document(),
-            stateful=kept,
+            optimizer={} if moments is None else moments.document(),
+            stateful=states,
         )
         self._copies = checkpoint.tensors
         self._thread = threading.Thread(
@@ -269,11 +272,11 @@ class CheckpointWriter:
         self,
         checkpoint: Checkpoint,
         whole: tuple[int, int] | None,
-        copied: Sequence[torch.cuda.Event],
+        events: Sequence[torch.cuda.Event],
         begun_s: float,
     ) -> None:
         try:
-            for event in copied:
+            for event in events:
                 event.synchronize()
             write_checkpoint(self._folder, checkpoint, self._place, whole=whole)
             self.took_s = time.monotonic() - begun_s
@@ -292,9 +295,9 @@ def _host_memory(tensor: Tensor) -> Tensor:
 
 
 def _copied(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
-    """One event for each GPU that copies: it comes when the copies that were ordered so far are made.
+    """Return an event for each GPU that copies: it comes when the copies that were ordered so far are made.
 
-    What the loop orders after them waits on the device, so an optimizer's next step does not change what is copied.
+    The loop's later orders wait on the device, so an optimizer's next step does not change what is copied.
     """
     events = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -310,8 +313,8 @@ def write_checkpoint(
     """Write one checkpoint durably, and remove all but two of this place, and older ones of other layouts.
 
     Args:
-        whole: age of the newest one that is known to have the files of all ranks: it stays. Of several ranks one alone
-            may fail to write, time after time.
+        whole: age of the newest one that is known to have the files of all ranks: it stays. A single
+            rank may fail to write, time after time.
 
     Raises:
         OSError, SafetensorError: the disk.
@@ -338,9 +341,9 @@ def write_checkpoint(
     sync_folder(folder)
     names = newest_first(folder)
     new = FileName.parse(path.name)
-    own = [name for name in names if name.place == place and name != new]
-    stays = [name for name in own if name.age == whole] or own[: KEPT - 1]
-    for old in own:
+    own_names = [name for name in names if name.place == place and name != new]
+    stays = [name for name in own_names if name.age == whole] or own_names[: KEPT - 1]
+    for old in own_names:
         if old not in stays:
             (folder / old.text).unlink()
     oldest = whole or (stays[-1].age if stays else None)
@@ -355,8 +358,8 @@ def write_checkpoint(
 def read_newest(folder: Path, manifest_digest: str) -> Checkpoint | None:
     """The newest whole checkpoint of one rank for this model, or None. Damaged ones are logged and passed over."""
     for name in newest_first(folder):
-        if name.place == ALONE and (found := read_usable(folder / name.text, manifest_digest)) is not None:
-            return found
+        if name.place == ALONE and (checkpoint := read_usable(folder / name.text, manifest_digest)) is not None:
+            return checkpoint
     return None
 
 
@@ -396,7 +399,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _set_aside(path: Path) -> None:
-    """Keep it for people, where the next checkpoint would remove it. One at most, so that a bad disk is not filled."""
+    """Keep it for people, where the next checkpoint would remove it. At most one stays, lest a bad disk fills up."""
     with contextlib.suppress(OSError):
         for old in path.parent.glob(f"learner-*{DAMAGED}"):
             old.unlink(missing_ok=True)
@@ -415,8 +418,8 @@ def _remove_partial(folder: Path, place: RankPlace) -> None:
 def newest_first(folder: Path) -> list[FileName]:
     """By incarnation, then step, which only grow; clocks don't."""
     with contextlib.suppress(OSError):
-        found = [FileName.parse(path.name) for path in folder.glob("learner-*.safetensors")]
-        return sorted((name for name in found if name is not None), key=lambda name: name.age, reverse=True)
+        names = [FileName.parse(path.name) for path in folder.glob("learner-*.safetensors")]
+        return sorted((name for name in names if name is not None), key=lambda name: name.age, reverse=True)
     return []
 
 

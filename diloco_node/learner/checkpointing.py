@@ -41,7 +41,7 @@ from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.ranks import Ranks
 
 COST_PART: Final = 0.01
-"""Of the time, for copying and writing checkpoints."""
+"""Share of the time that copying and writing checkpoints may take."""
 
 EVERY_MIN_S: Final = 2.0
 """More often brings back nothing: steps that no merge had taken are lost anyway, some ten of them."""
@@ -50,7 +50,7 @@ BYTES_PER_S: Final = 1e9
 """How fast the first one is expected to be written; the next ones as fast as the one before."""
 
 MOMENT_BYTES: Final = 8
-"""Of a parameter in the state of AdamW."""
+"""Bytes that AdamW keeps for a parameter."""
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -85,23 +85,23 @@ class Checkpointing:
         Raises:
             LearnerError: the checkpoint does not fit this training script, or only some ranks want one.
         """
-        asked = ranks.all_bytes(b"1" if self._every_s > 0 else b"")
-        if not all(asked):
-            if any(asked):
+        wishes = ranks.all_bytes(b"1" if self._every_s > 0 else b"")
+        if not all(wishes):
+            if any(wishes):
                 raise LearnerError("attach(checkpoint_every_s=0) on some ranks only: give all of them the same")
             return NO_PROGRESS
         folder = state_dir / "learner" / "checkpoints"
         if self._optimizer is not None:
             self._parts = OptimizerParts(self._optimizer, tensors, shards, ranks.rank)
         self._writer = CheckpointWriter(folder, RankPlace(ranks.rank, ranks.size))
-        self._expected_s = MOMENT_BYTES * sum(local_part(one).numel() for one in tensors.names) / BYTES_PER_S
-        seen = json.dumps([name.text for name in newest_first(folder)]).encode()
-        for group in _groups([_names(text) for text in ranks.all_bytes(seen)]):
-            found = self._read(folder, manifest_digest, ranks, group)
-            if found is not None:
+        self._expected_s = MOMENT_BYTES * sum(local_part(tensor).numel() for tensor in tensors.names) / BYTES_PER_S
+        listing = json.dumps([name.text for name in newest_first(folder)]).encode()
+        for group in _groups([_names(text) for text in ranks.all_bytes(listing)]):
+            checkpoint = self._read(folder, manifest_digest, ranks, group)
+            if checkpoint is not None:
                 self._whole = next(iter(group)).age
-                log.info("optimizer and data position from the checkpoint at step %d", found.progress.global_step)
-                return found.progress
+                log.info("optimizer and data position from the checkpoint at step %d", checkpoint.progress.global_step)
+                return checkpoint.progress
         return NO_PROGRESS
 
     def _read(
@@ -112,57 +112,59 @@ class Checkpointing:
         Args:
             viewers: its files, by rank, and the lowest rank that sees each.
         """
-        own = {
+        checkpoints = {
             name: read_usable(folder / name.text, manifest_digest)
             for name, viewer in viewers.items()
             if viewer == ranks.rank
         }
-        is_whole = all(one is not None for one in own.values())
+        is_whole = all(checkpoint is not None for checkpoint in checkpoints.values())
         if not all(ranks.all_bytes(b"1" if is_whole else b"")):
             return None
         files: dict[FileName, Checkpoint] = {}
         for name, viewer in viewers.items():
-            mine = own.get(name)
-            document = ranks.share_bytes(b"" if mine is None else mine.document().encode(), source=viewer)
-            files[name] = mine or Checkpoint.from_parts(document.decode(), {})
-        if len({one.progress for one in files.values()}) > 1:
+            local = checkpoints.get(name)
+            document = ranks.share_bytes(b"" if local is None else local.document().encode(), source=viewer)
+            files[name] = local or Checkpoint.from_parts(document.decode(), {})
+        if len({checkpoint.progress for checkpoint in files.values()}) > 1:
             log.warning("passing over a checkpoint whose files are not of one moment: %s", next(iter(files)).text)
             return None
         of_rank = {name.place.rank: name for name in files}
         # Its own part where it had one; what belongs to nobody is the same in that of rank 0.
         first = ranks.rank if len(files) == ranks.size else 0
-        needed = {first} | (
+        needed_ranks = {first} | (
             set()
             if self._parts is None
             else self._parts.missing({rank: files[name].kept() for rank, name in of_rank.items()}, first)
         )
         for rank, name in of_rank.items():
-            if rank in needed and name not in own:
-                own[name] = _seen(folder / name.text)
-        wanted = ranks.all_bytes(json.dumps([rank for rank in needed if own.get(of_rank[rank]) is None]).encode())
-        for rank in sorted({rank for ranks_wanted in wanted for rank in json.loads(ranks_wanted)}):
+            if rank in needed_ranks and name not in checkpoints:
+                checkpoints[name] = _seen(folder / name.text)
+        wishes = ranks.all_bytes(
+            json.dumps([rank for rank in needed_ranks if checkpoints.get(of_rank[rank]) is None]).encode()
+        )
+        for rank in sorted({rank for ranks_wanted in wishes for rank in json.loads(ranks_wanted)}):
             name = of_rank[rank]
-            mine = own.get(name)
+            local = checkpoints.get(name)
             is_viewer = viewers[name] == ranks.rank
-            body = ranks.share_bytes(save(mine.tensors) if is_viewer and mine else b"", source=viewers[name])
-            if rank in needed and mine is None:
-                own[name] = Checkpoint.from_parts(files[name].document(), load(body))
-        begun = own[of_rank[first]]
-        assert begun is not None
-        others = [own[of_rank[rank]] for rank in sorted(needed - {first})]
-        begun.restore(
+            body = ranks.share_bytes(save(local.tensors) if is_viewer and local else b"", source=viewers[name])
+            if rank in needed_ranks and local is None:
+                checkpoints[name] = Checkpoint.from_parts(files[name].document(), load(body))
+        base = checkpoints[of_rank[first]]
+        assert base is not None
+        extras = [checkpoints[of_rank[rank]] for rank in sorted(needed_ranks - {first})]
+        base.restore(
             self._parts,
             self._stateful,
             rng=first == ranks.rank,
-            others=[one.kept() for one in others if one is not None],
+            siblings=[extra.kept() for extra in extras if extra is not None],
         )
-        return begun
+        return base
 
     @property
     def written_step(self) -> int:
-        """Of the checkpoint that was saved last, once this rank's part is on disk; -1 for none."""
-        written = None if self._writer is None else self._writer.written
-        return -1 if written is None else written[1]
+        """Step of the checkpoint that was saved last, once this rank's part is on disk; -1 for none."""
+        age = None if self._writer is None else self._writer.written
+        return -1 if age is None else age[1]
 
     def all_wrote(self, step: int) -> None:
         """All ranks say that their `written_step` is this one: what is older is not needed any more."""
@@ -210,30 +212,31 @@ class Checkpointing:
 
 
 def _names(text: bytes) -> list[FileName]:
-    return [name for one in json.loads(text) if (name := FileName.parse(one)) is not None]
+    return [name for item in json.loads(text) if (name := FileName.parse(item)) is not None]
 
 
-def _groups(seen: list[list[FileName]]) -> list[dict[FileName, int]]:
+def _groups(listings: list[list[FileName]]) -> list[dict[FileName, int]]:
     """The checkpoints of which all files are there, newest first: its files in the order of ranks, and who reads each.
 
-    That is the rank that wrote it where it sees it, else one that does: no rank is to read the files of all.
+    The writer of a file reads it where it sees it, else another that does: no rank is to read the files of all.
     """
     seers: dict[FileName, list[int]] = {}
-    for rank, names in enumerate(seen):
+    for rank, names in enumerate(listings):
         for name in names:
             seers.setdefault(name, []).append(rank)
     viewers = {
-        name: min(((rank - name.place.rank) % len(seen), rank) for rank in ranks)[1] for name, ranks in seers.items()
+        name: min(((rank - name.place.rank) % len(listings), rank) for rank in ranks)[1]
+        for name, ranks in seers.items()
     }
     groups: dict[tuple[tuple[int, int], int], dict[FileName, int]] = {}
-    for name in sorted(viewers, key=lambda one: one.place):
+    for name in sorted(viewers, key=lambda name: name.place):
         groups.setdefault((name.age, name.place.ranks), {})[name] = viewers[name]
     whole = [(key, group) for key, group in groups.items() if len(group) == key[1]]
-    return [group for _, group in sorted(whole, key=lambda one: one[0], reverse=True)]
+    return [group for _, group in sorted(whole, key=lambda entry: entry[0], reverse=True)]
 
 
 def _seen(path: Path) -> Checkpoint | None:
-    """A file of another rank, where this host has it. What is damaged, its own reader has said."""
+    """A file of another rank, where this host has it. Its own reader has already named damage."""
     try:
         return read_checkpoint(path)
     except (OSError, LearnerError, SafetensorError):

@@ -2,9 +2,9 @@
 
 The training thread never waits for it. `send` puts a message into a bounded queue, newer reports replace older ones;
 `commands` yields what the daemon said. When the daemon dies the thread dials until there is another, and says where the
-learner stands with an `Attach` made under `lock`. What the old daemon had asked is void from then on: its offers point
-to places in the version area that the new daemon may write again. That is why the training thread holds `lock` while it
-carries out a command.
+learner stands with an `Attach` made under `lock`. From then on the old daemon's requests are void: its offers point
+to places in the version area that the new daemon may write again. Therefore the training thread holds `lock` while
+it carries out a command.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from diloco_node.backoff import Backoff
 from diloco_node.errors import DilocoError, LearnerError, LinkLost, ProtocolViolation
 from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
@@ -67,16 +68,24 @@ class LearnerLink:
         self.is_up = False
         self._path = path
         self._make_attach = make_attach
+        # Of the present daemon, oldest first; changed with `lock` held.
         self._commands: deque[ToLearner] = deque()
+        # The training and the encoder's thread append, the link's thread takes.
         self._outgoing: deque[ToDaemon] = deque()
+        # The newest report alone: an older one that was not sent is of no use.
         self._report: Report | None = None
+        # Held while bytes are written, so that messages never mix.
         self._write_lock = threading.Lock()
         # The same connection for the training thread; another object, for one with a timeout waits before it sends.
         self._direct: socket.socket | None = None
+        # The tail of a message that the training thread began: it goes first.
         self._unsent = b""
+        # Set once, by the link's thread, which then ends; the training thread raises it.
         self._failure: LearnerError | None = None
+        # Set while there is a command or a failure that the training thread has not seen.
         self._arrived = threading.Event()
         self._is_closing = threading.Event()
+        # A byte in it wakes the link's thread; a full pipe means that it is awake.
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -104,8 +113,8 @@ class LearnerLink:
         try:
             if self._direct is None or self._has_outgoing():
                 return False
-            sent = self._direct.send(data)
-            self._unsent = data[sent:]
+            count = self._direct.send(data)
+            self._unsent = data[count:]
             return not self._unsent or self._wake()
         except OSError:
             return False  # full, or lost: the link's thread finds out
@@ -113,7 +122,7 @@ class LearnerLink:
             self._write_lock.release()
 
     def commands(self) -> Iterator[ToLearner]:
-        """What the daemon said since the last time, oldest first. Call with `lock` held.
+        """Return the daemon's commands since the last time, oldest first. Call with `lock` held.
 
         Raises:
             LearnerError: the daemon refused this process for good.
@@ -156,7 +165,7 @@ class LearnerLink:
         return True
 
     def _run(self) -> None:
-        wait_s = REDIAL_MIN_S
+        backoff = Backoff(REDIAL_MIN_S, REDIAL_MAX_S)
         while not self._is_closing.is_set():
             try:
                 with self._dial() as connection:
@@ -164,15 +173,14 @@ class LearnerLink:
             except (OSError, DilocoError) as error:
                 if self.is_up:
                     log.warning("daemon lost (%s): training goes on, looking for the next one", error)
-                    wait_s = REDIAL_MIN_S
+                    backoff.reset()
             except Exception as error:  # noqa: BLE001 - a thread's last word; the training thread raises it
                 self._failure = LearnerError(f"the link thread ended: {error!r}")
             self._disconnect()
             if self._failure is not None:
                 self._arrived.set()
                 return
-            self._is_closing.wait(wait_s)
-            wait_s = min(2 * wait_s, REDIAL_MAX_S)
+            self._is_closing.wait(backoff.next_s())
 
     def _disconnect(self) -> None:
         self.is_up = False
@@ -198,23 +206,23 @@ class LearnerLink:
             self._outgoing.clear()
             attach = self._make_attach()
         connection.sendall(frame(TO_DAEMON.encode(attach)))
-        received = bytearray()
+        buffer = bytearray()
         while not self._is_closing.is_set():
             readable, _, _ = select.select([connection, self._wake_read], [], [])
             if connection in readable:
                 data = connection.recv(_RECEIVE_BYTES)
                 if not data:
                     raise LinkLost("the daemon closed the connection")
-                received += data
-                self._receive(received)
+                buffer += data
+                self._receive(buffer)
             if self._wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_read.recv(4096)
             if self.is_up:
                 self._send_queued(connection)
 
-    def _receive(self, received: bytearray) -> None:
-        for body in _frames(received):
+    def _receive(self, buffer: bytearray) -> None:
+        for body in _frames(buffer):
             message = TO_LEARNER.decode(body)
             if isinstance(message, Refuse):
                 self._refused(message)
@@ -256,12 +264,12 @@ class LearnerLink:
             connection.sendall(data)
 
 
-def _frames(received: bytearray) -> Iterator[bytes]:
+def _frames(buffer: bytearray) -> Iterator[bytes]:
     """Take whole frames from the front."""
-    while len(received) >= LENGTH_BYTES:
-        end = LENGTH_BYTES + frame_length(bytes(received[:LENGTH_BYTES]))
-        if len(received) < end:
+    while len(buffer) >= LENGTH_BYTES:
+        end = LENGTH_BYTES + frame_length(bytes(buffer[:LENGTH_BYTES]))
+        if len(buffer) < end:
             return
-        body = bytes(received[LENGTH_BYTES:end])
-        del received[:end]
+        body = bytes(buffer[LENGTH_BYTES:end])
+        del buffer[:end]
         yield body

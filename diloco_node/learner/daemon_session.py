@@ -15,10 +15,11 @@ import numpy as np
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError, StorageError
+from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.daemon_link import LearnerLink
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
+from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.run_clock import RunClock
@@ -105,11 +106,16 @@ class LearnerSession:
         self._specs = specs
         self._shards = shards
         self._ranks = ranks
+        # Both from the first Welcome on, for the life of the process.
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
+        # The daemon waits for Theta_0, and no boundary has written it yet.
         self._wants_initial_state = False
+        # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
+        # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
         self._denied: SnapshotDenied | None = None
+        # The next step that rounds may wait for; None: no step is news.
         self._news_step: int | None = None
         self._link = LearnerLink(socket, self._make_attach)
 
@@ -149,14 +155,14 @@ class LearnerSession:
             LearnerError: the daemon refuses this learner.
         """
         with self._link.lock:
-            asked = []
+            requests = []
             for command in list(self._link.commands()):
                 if isinstance(command, SnapshotRequested | VersionOffered):
-                    asked.append(command)
+                    requests.append(command)
                 else:
                     self._take_news(command)
-            self._link.put_back(*asked)
-        return bool(asked) or self._wants_initial_state
+            self._link.put_back(*requests)
+        return bool(requests) or self._wants_initial_state
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
@@ -240,8 +246,8 @@ class LearnerSession:
             )
 
     def orders(self) -> Orders:
-        """What the daemon asks for, within `boundary`: at most one order for a fragment. What can't be carried out yet,
-        and what comes behind it, waits.
+        """Return the daemon's orders, within `boundary`: at most one for a fragment. An order that can't be carried
+        out yet waits, and so do those behind it.
 
         Raises:
             LearnerError: the daemon refuses this learner.
@@ -346,7 +352,7 @@ def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:
 
 
 def settings_of(welcome: Welcome) -> FragmentSettings:
-    """What the Welcome fixes for the fragments."""
+    """Return what the Welcome fixes for the fragments."""
     return FragmentSettings(
         region=welcome.region,
         incarnation=welcome.incarnation,

@@ -1,4 +1,4 @@
-"""What a model is given to train on, and the loss that it returns, seen by hooks on its `forward`.
+"""Hooks on a model's `forward` that see what it is given to train on, and the loss that it returns.
 
 A call counts while the module is in training mode and gradients are on, so evaluation and generation do not. Nothing is
 read from a device: a count is the shape of a tensor, and the loss stays the tensor that it is.
@@ -23,13 +23,13 @@ def count_tokens(batch: Any) -> int:
     """Tokens of a batch by its shapes, padding included; of one that holds no token ids, its samples.
 
     A tensor of integers counts by its elements, one of embeddings (batch, sequence, width) by the first two
-    dimensions, any other by its first. Of several tensors the one that is named in `TOKEN_NAMES` counts, else the
-    first. 0: there is none.
+    dimensions, any other by its first. Among several tensors the one that is named in `TOKEN_NAMES` counts,
+    else the first. 0: there is none.
     """
-    found = _counted(batch, _DEPTH_MAX)
-    if found is None:
+    hit = _counted(batch, _DEPTH_MAX)
+    if hit is None:
         return 0
-    name, tensor = found
+    name, tensor = hit
     if not tensor.dim():
         return 1
     if not tensor.is_floating_point():
@@ -51,8 +51,8 @@ def _counted(batch: Any, depth: int) -> tuple[str, Tensor] | None:
     return _first(batch, depth) if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else None
 
 
-def _first(parts: Iterable[Any], depth: int) -> tuple[str, Tensor] | None:
-    return next((found for part in parts if (found := _counted(part, depth - 1)) is not None), None)
+def _first(items: Iterable[Any], depth: int) -> tuple[str, Tensor] | None:
+    return next((hit for item in items if (hit := _counted(item, depth - 1)) is not None), None)
 
 
 class ForwardWatch:
@@ -72,9 +72,9 @@ class ForwardWatch:
 
     def take(self) -> tuple[int, Tensor | None]:
         """Tokens since the last call of this, and the loss that was returned last; None where none was."""
-        found = self._tokens, self._loss
+        pair = self._tokens, self._loss
         self._tokens, self._loss = 0, None
-        return found
+        return pair
 
     def _given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():

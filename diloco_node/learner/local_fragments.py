@@ -19,18 +19,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from diloco_node.codec import kernels
-from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
+from diloco_node.learner.contribution_area import ContributionArea
 from diloco_node.learner.layouts.shard_map import ShardMap, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, host_values
 from diloco_node.learner.rank_exchange import RankExchange
@@ -53,7 +50,7 @@ Answer = SnapshotReady | SnapshotDenied | OfferApplied
 
 @dataclass(frozen=True, slots=True)
 class FragmentSettings:
-    """What the daemon's Welcome fixes for the fragments; names as there."""
+    """The settings that the daemon's Welcome fixes for the fragments; names as there."""
 
     region: str
     incarnation: int
@@ -112,48 +109,61 @@ class LearnerFragments:
         self.manifest = manifest
         self.settings = settings
         self.tensors = tensors
+        self.shards = shards or whole_map(manifest.tensors)
+        # Steps and tokens of this incarnation; they grow at a boundary, before anything is carried out there.
         self.step = 0
         self.tokens = 0
+        # Only grow; for people.
         self.carried_steps = 0
         self.discounted = 0
+        # Per fragment the version in `_base` and what it includes; equal on all ranks.
         self.positions: list[FragmentPosition] = [UNATTACHED for _ in manifest.fragments]
-        self.shards = shards or whole_map(manifest.tensors)
+        # None with a single rank.
         self._exchange = exchange
+        # Rank 0 alone has the areas and talks to the daemon.
         self._is_first = rank == 0
+        # Whether other ranks own parts of the fragments: what rank 0 encodes or writes is gathered first.
         self._is_gathered = not self.shards.is_first_whole
+        # Per fragment the part that this rank reads and applies, and copies that others own and it applies as well.
         self._owned = [self.shards.owned(fragment, rank) for fragment in manifest.fragments]
         self._followed = [self.shards.followed(fragment, rank) for fragment in manifest.fragments]
-        self._blocks = [FragmentBlocks(part.piece_sizes, settings.codec_up) for part in manifest.fragments]
+        # Per fragment its place in the version area; empty on other ranks, and once closed. The daemon writes there
+        # until it offers the version, and not again before it is told that the version was applied.
         self._places: list[Tensor] = []
         if version_area is not None:
-            self._places = list(torch.split(torch.from_numpy(version_area), [part.size for part in manifest.fragments]))
-        self._contribution_area = np.zeros(0, np.uint8) if contribution_area is None else contribution_area
-        self._area_starts = [0, *accumulate(blocks.encoded_bytes for blocks in self._blocks)]
-        sizes = [part.size for part in self._owned]
+            self._places = list(
+                torch.split(torch.from_numpy(version_area), [fragment.size for fragment in manifest.fragments])
+            )
+        # The encoder's thread alone writes there.
+        self._contributions = ContributionArea(manifest, settings.codec_up, contribution_area)
+        sizes = [local.size for local in self._owned]
         # One allocation, pinned where there is a GPU, so that copies run at the speed of the bus.
         is_pinned = torch.cuda.is_available()
+        # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded.
         self._base = list(torch.split(room(sum(sizes), is_pinned=is_pinned), sizes))
         self._rooms = SnapshotRooms(max(sizes), is_pinned=is_pinned)
-        held = [slab.size for part in (*self._owned, *self._followed) for slab in part.slabs]
-        self._scratch = room(max(held, default=0), is_pinned=is_pinned)
+        slab_sizes = [slab.size for local in (*self._owned, *self._followed) for slab in local.slabs]
+        # As large as the largest slab; what is in it is of no use between two calls.
+        self._scratch = room(max(slab_sizes, default=0), is_pinned=is_pinned)
+        # By fragment the unresolved snapshot: at most one, against the version in `_base`.
         self._snapshots: dict[int, HeldSnapshot] = {}
+        # Those of this boundary that the encoder does not have yet; empty between boundaries.
         self._taken: list[HeldSnapshot] = []
+        # By fragment the version on its way; in the same order on all ranks. Gone when it is applied.
         self._incoming: dict[int, _ComingVersion] = {}
+        # By fragment the newest snapshot that an applied version included: no older one is carried over again.
         self._last_included: dict[int, int] = {}
+        # The own parameters from just before the run's last merges; None until those begin.
         self._own: list[Tensor] | None = None
         self._revert = RevertCheck(tensors)
+        # Grows with each snapshot of this incarnation, over all fragments.
         self._next_snapshot = 1
         self._answer = answer
         self._before_ready = before_ready if self._is_first else lambda: None
+        # One thread: encoding and exchanges go in the order of the boundaries, the same on all ranks.
         self._worker = BackgroundWorker()
-        self._zeros = np.zeros(0, np.float32)
         if self._is_first:
-            # Load or compile the kernel now, not beside the first steps.
-            smallest = min(self._blocks, key=lambda blocks: blocks.values)
-            zeros = np.zeros(smallest.values, np.float32)
-            kernels.encode_delta(smallest, zeros, zeros, np.zeros(smallest.encoded_bytes, np.uint8))
-            if exchange is not None and self._is_gathered:
-                self._zeros = np.zeros(max(blocks.values for blocks in self._blocks), np.float32)
+            self._contributions.warm_up(is_gathered=exchange is not None and self._is_gathered)
 
     @property
     def is_placed(self) -> bool:
@@ -162,24 +172,26 @@ class LearnerFragments:
 
     def unresolved(self) -> tuple[int, ...]:
         """Per fragment the number of its unresolved snapshot, or NO_SNAPSHOT."""
-        held = self._snapshots
-        return tuple(held[index].facts.number if index in held else NO_SNAPSHOT for index in range(len(self.positions)))
+        snapshots = self._snapshots
+        return tuple(
+            snapshots[index].facts.number if index in snapshots else NO_SNAPSHOT for index in range(len(self.positions))
+        )
 
     def write_initial_state(self) -> None:
         """Copy the model's parameters into the version area, where the daemon takes Theta_0 from. All ranks call it."""
-        for index, part in enumerate(self._owned):
+        for index, local in enumerate(self._owned):
             values = self._base[index]  # no version is there yet
-            self.tensors.read(part, values)
+            self.tensors.read(local, values)
             whole = self._gathered(index, values)
             if whole is not None:
                 self._places[index].copy_(whole)
 
-    def _gathered(self, index: int, own: Tensor) -> Tensor | None:
+    def _gathered(self, index: int, vector: Tensor) -> Tensor | None:
         """On rank 0 the whole fragment, of what each rank owns: in turn with what else is being carried."""
         exchange = self._exchange
         if exchange is None or not self._is_gathered:
-            return own if self._is_first else None
-        return self._worker.wait_for(lambda: exchange.gather(index, own))
+            return vector if self._is_first else None
+        return self._worker.wait_for(lambda: exchange.gather(index, vector))
 
     def gathered(self, vectors: list[Tensor]) -> list[Tensor] | None:
         """Whole fragments on rank 0, None elsewhere. All ranks call it, but where rank 0 owns all.
@@ -187,8 +199,8 @@ class LearnerFragments:
         Args:
             vectors: `global_vectors` or `own_vectors` of each rank.
         """
-        whole = [self._gathered(index, own) for index, own in enumerate(vectors)]
-        return [one for one in whole if one is not None] if self._is_first else None
+        whole = [self._gathered(index, vector) for index, vector in enumerate(vectors)]
+        return [vector for vector in whole if vector is not None] if self._is_first else None
 
     def global_vectors(self) -> list[Tensor]:
         """Per fragment the global parameters as last applied, what this rank owns: shape (n,), float32. Not copies."""
@@ -204,14 +216,14 @@ class LearnerFragments:
         return self._own if self._own is not None else [self.vector(index) for index in range(len(self.positions))]
 
     def vector(self, index: int) -> Tensor:
-        """What this rank owns of fragment `index` as the model holds it now: shape (n,), float32, CPU; a copy."""
+        """Copy this rank's part of fragment `index` as the model holds it now: shape (n,), float32, CPU."""
         values = host_values(self._owned[index].size)
         self.tensors.read(self._owned[index], values)
         return values
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
-    def snapshot(self, wanted: SnapshotRequested) -> Answer | None:
+    def snapshot(self, request: SnapshotRequested) -> Answer | None:
         """Copy a fragment and have it encoded.
 
         Returns:
@@ -219,82 +231,83 @@ class LearnerFragments:
             after `encode_taken`.
         """
         self._worker.check()
-        held = self._snapshots.get(wanted.fragment)
-        if held is not None and (held.facts.version, held.facts.base_version) == (wanted.version, wanted.base_version):
-            return held.answer if held.encoded.is_set() else None
-        position = self.positions[wanted.fragment]
-        if wanted.base_version != position.base_version:
-            reason = f"base is version {position.base_version}, asked for one against {wanted.base_version}"
-            return SnapshotDenied(wanted.fragment, wanted.version, reason)
+        previous = self._snapshots.get(request.fragment)
+        if previous is not None and (previous.facts.version, previous.facts.base_version) == (
+            request.version,
+            request.base_version,
+        ):
+            return previous.answer if previous.encoded.is_set() else None
+        position = self.positions[request.fragment]
+        if request.base_version != position.base_version:
+            reason = f"base is version {position.base_version}, asked for one against {request.base_version}"
+            return SnapshotDenied(request.fragment, request.version, reason)
         if self.step <= position.included_step:
-            return SnapshotDenied(wanted.fragment, wanted.version, "no steps since the last inclusion")
-        if held is not None:
-            self._resolve(held)
-        part = self._owned[wanted.fragment]
+            return SnapshotDenied(request.fragment, request.version, "no steps since the last inclusion")
+        if previous is not None:
+            self._resolve(previous)
+        local = self._owned[request.fragment]
         buffer = self._rooms.take()
-        values = buffer[: part.size]
-        self.tensors.read(part, values)
+        values = buffer[: local.size]
+        self.tensors.read(local, values)
         facts = SnapshotFacts(
             number=self._next_snapshot,
-            fragment=wanted.fragment,
-            version=wanted.version,
-            base_version=wanted.base_version,
+            fragment=request.fragment,
+            version=request.version,
+            base_version=request.base_version,
             step_from=position.included_step,
             step=self.step,
             tokens_from=position.included_tokens,
             tokens=self.tokens,
         )
-        taken = HeldSnapshot(facts, values, buffer)
+        snapshot = HeldSnapshot(facts, values, buffer)
         self._next_snapshot += 1
-        self._snapshots[wanted.fragment] = taken
-        self._taken.append(taken)
+        self._snapshots[request.fragment] = snapshot
+        self._taken.append(snapshot)
         return None
 
     def encode_taken(self) -> None:
         """Have the snapshots of this boundary encoded, now that nothing else is to be done before they are told."""
-        for taken in self._taken:
-            self._worker.put(partial(self._encode, taken))
+        for snapshot in self._taken:
+            self._worker.put(partial(self._encode, snapshot))
         self._taken.clear()
 
-    def _encode(self, taken: HeldSnapshot) -> None:
+    def _encode(self, snapshot: HeldSnapshot) -> None:
         """In the worker. Base can't change meanwhile: `is_busy` says so."""
         # A step that others may merge must not be forgotten by a power cut: the counters first.
         durable = self._worker.disk.submit(self._before_ready)
-        answer = self._encoded(taken)
+        answer = self._encoded(snapshot)
         durable.result()
-        taken.answer = answer
-        taken.encoded.set()
+        snapshot.answer = answer
+        snapshot.encoded.set()
         if answer is not None:
             self._answer(answer)
 
-    def _encoded(self, taken: HeldSnapshot) -> SnapshotReady | SnapshotDenied | None:
+    def _encoded(self, snapshot: HeldSnapshot) -> SnapshotReady | SnapshotDenied | None:
         """The answer; None on ranks other than 0."""
-        index = taken.facts.fragment
-        base, theta = self._base[index].numpy(), taken.values.numpy()
+        index = snapshot.facts.fragment
+        difference: Tensor | None = None
         if self._exchange is not None and self._is_gathered:
-            # The same subtraction as the kernel's; what it subtracts then changes nothing.
-            whole = self._exchange.gather(index, self._base[index] - taken.values)
-            if whole is None:
-                return None
-            base, theta = whole.numpy(), self._zeros[: whole.numel()]
+            # The same subtraction as the kernel's.
+            difference = self._exchange.gather(index, self._base[index] - snapshot.values)
         if not self._is_first:
             return None
-        start = self._area_starts[index]
-        out = self._contribution_area[start : start + self._blocks[index].encoded_bytes]
         try:
-            norms = kernels.encode_delta(self._blocks[index], base, theta, out)
+            if difference is not None:
+                norms = self._contributions.encode_difference(index, difference.numpy())
+            else:
+                norms = self._contributions.encode(index, self._base[index].numpy(), snapshot.values.numpy())
         except PayloadCorrupt as error:
-            return SnapshotDenied(index, taken.facts.version, f"step {taken.facts.step}: {error}")
+            return SnapshotDenied(index, snapshot.facts.version, f"step {snapshot.facts.step}: {error}")
         settings = self.settings
-        return SnapshotReady(taken.facts.contribution(settings.region, settings.incarnation, norms.tolist()))
+        return SnapshotReady(snapshot.facts.contribution(settings.region, settings.incarnation, norms.tolist()))
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
     def is_busy(self, index: int) -> bool:
         """Whether a version of this fragment can't be taken now: its base is still read, or one is on its way."""
         self._worker.check()
-        held = self._snapshots.get(index)
-        return index in self._incoming or (held is not None and not held.encoded.is_set())
+        snapshot = self._snapshots.get(index)
+        return index in self._incoming or (snapshot is not None and not snapshot.encoded.is_set())
 
     def is_coming(self, index: int) -> bool:
         """Whether a version of this fragment is on its way to all ranks."""
@@ -305,21 +318,21 @@ class LearnerFragments:
         """Whether any version is on its way to all ranks."""
         return bool(self._incoming)
 
-    def take(self, offered: VersionOffered) -> None:
+    def take(self, offer: VersionOffered) -> None:
         """Begin to take a version from the version area. The caller asks `is_busy` first.
 
         Raises:
             LearnerError: the daemon names a snapshot that this learner does not have.
         """
-        index = offered.fragment
-        incoming = self._incoming[index] = _ComingVersion(offered)
+        index = offer.fragment
+        incoming = self._incoming[index] = _ComingVersion(offer)
         position, exchange = self.positions[index], self._exchange
-        if exchange is None or offered.version <= position.base_version:
+        if exchange is None or offer.version <= position.base_version:
             incoming.arrived.set()
             return
         # The newest snapshot stays while a version is coming; what the steps are measured from is known now.
-        taken = self._included(offered)
-        anchor = self._base[index] if taken is None else taken.values
+        snapshot = self._included(offer)
+        anchor = self._base[index] if snapshot is None else snapshot.values
         is_kept = position.base_version >= 0 and self.settings.carry is CarryMode.CARRY
         # A copy: the daemon that wrote the place may die, and the next one writes what it likes.
         whole = self._places[index].clone() if self._is_first else None
@@ -335,12 +348,12 @@ class LearnerFragments:
     def arrived(self) -> tuple[int, ...]:
         """Fragments, ascending, of which this rank has all of a version that was begun."""
         self._worker.check()
-        return tuple(sorted(index for index, one in self._incoming.items() if one.arrived.is_set()))
+        return tuple(sorted(index for index, incoming in self._incoming.items() if incoming.arrived.is_set()))
 
-    def apply(self, offered: VersionOffered) -> OfferApplied:
+    def apply(self, offer: VersionOffered) -> OfferApplied:
         """`take` and `finish` at once; of one rank."""
-        self.take(offered)
-        return self.finish(offered.fragment)
+        self.take(offer)
+        return self.finish(offer.fragment)
 
     def finish(self, index: int) -> OfferApplied:
         """Apply what has arrived on all ranks, keeping the steps that are not in it (design part 5).
@@ -348,46 +361,46 @@ class LearnerFragments:
         A version that the learner already has, or an older one, changes nothing.
 
         Returns:
-            What to tell the daemon.
+            The answer for the daemon.
 
         Raises:
             LearnerError: the daemon names a snapshot that this learner does not have.
         """
         incoming = self._incoming.pop(index)
-        offered = incoming.offered
-        version = offered.version
+        offer = incoming.offered
+        version = offer.version
         position = self.positions[index]
         if version <= position.base_version:
             return OfferApplied(index, position.base_version, position, 1.0, 0)
-        taken = self._included(offered)
-        if offered.is_last and self._own is None and self.is_placed:
+        snapshot = self._included(offer)
+        if offer.is_last and self._own is None and self.is_placed:
             self._own = self.own_vectors()
-        plan, kept_steps = self._plan(position, taken, version)
-        owned, followed = self._owned[index], self._followed[index]
+        plan, kept_steps = self._plan(position, snapshot, version)
+        primary, replica = self._owned[index], self._followed[index]
         anchors = {
-            Anchor.SNAPSHOT: (taken.values if taken else None, incoming.anchor_followed),
+            Anchor.SNAPSHOT: (snapshot.values if snapshot else None, incoming.anchor_followed),
             Anchor.BASE: (self._base[index], incoming.anchor_followed),
             Anchor.NONE: (None, None),
         }
         anchor, anchor_followed = anchors[plan.anchor]
         new, new_followed = incoming.new or (self._places[index], None)
-        self._revert.before(owned)
-        self.tensors.shift(owned, new, anchor, plan.carry_factor, self._scratch)
+        self._revert.before(primary)
+        self.tensors.shift(primary, new, anchor, plan.carry_factor, self._scratch)
         if new_followed is not None:
-            self.tensors.shift(followed, new_followed, anchor_followed, plan.carry_factor, self._scratch)
-        self._revert.after(owned)
-        self.tensors.held(owned, new, self._base[index])
+            self.tensors.shift(replica, new_followed, anchor_followed, plan.carry_factor, self._scratch)
+        self._revert.after(primary)
+        self.tensors.held(primary, new, self._base[index])
         self.positions[index] = position_after(
             position,
-            inclusion=None if taken is None else (taken.facts.step, taken.facts.tokens),
+            inclusion=None if snapshot is None else (snapshot.facts.step, snapshot.facts.tokens),
             step=self.step,
             tokens=self.tokens,
             version=version,
             mode=self.settings.carry,
             is_kept=plan.anchor is not Anchor.NONE,
         )
-        if taken is not None:
-            self._last_included[index] = taken.facts.number
+        if snapshot is not None:
+            self._last_included[index] = snapshot.facts.number
         if index in self._snapshots:
             self._resolve(self._snapshots[index])
         carry_factor = 1.0 if position.base_version < 0 else plan.carry_factor
@@ -403,49 +416,44 @@ class LearnerFragments:
         """
         self._revert.verify()
 
-    def _included(self, offered: VersionOffered) -> HeldSnapshot | None:
-        if offered.included_snapshot == NO_SNAPSHOT:
+    def _included(self, offer: VersionOffered) -> HeldSnapshot | None:
+        if offer.included_snapshot == NO_SNAPSHOT:
             return None
-        if offered.included_snapshot <= self._last_included.get(offered.fragment, NO_SNAPSHOT):
+        if offer.included_snapshot <= self._last_included.get(offer.fragment, NO_SNAPSHOT):
             # The daemon made this offer before it knew what this learner had just applied: the snapshot is in its base.
             return None
-        held = self._snapshots.get(offered.fragment)
-        if held is None or held.facts.number != offered.included_snapshot:
+        snapshot = self._snapshots.get(offer.fragment)
+        if snapshot is None or snapshot.facts.number != offer.included_snapshot:
             raise LearnerError(
-                f"fragment {offered.fragment} version {offered.version} includes snapshot {offered.included_snapshot}, "
+                f"fragment {offer.fragment} version {offer.version} includes snapshot {offer.included_snapshot}, "
                 f"but this learner (incarnation {self.settings.incarnation}) holds "
-                f"{'none' if held is None else held.facts.number}: its steps can't be carried over; restart the learner"
+                f"{'none' if snapshot is None else snapshot.facts.number}: its steps can't be carried over; "
+                "restart the learner"
             )
-        return held
+        return snapshot
 
-    def _plan(self, position: FragmentPosition, taken: HeldSnapshot | None, version: int) -> tuple[CarryPlan, int]:
+    def _plan(self, position: FragmentPosition, snapshot: HeldSnapshot | None, version: int) -> tuple[CarryPlan, int]:
         """The plan, and how many own steps it keeps."""
         if position.base_version < 0:
             return CarryPlan(Anchor.NONE, 0.0), 0
-        since = self.step - (position.included_step if taken is None else taken.facts.step)
+        since = self.step - (position.included_step if snapshot is None else snapshot.facts.step)
         plan = carry_plan(
             self.settings.carry,
-            is_included=taken is not None,
-            versions_missed=version - (position.base_version if taken is None else taken.facts.version),
+            is_included=snapshot is not None,
+            versions_missed=version - (position.base_version if snapshot is None else snapshot.facts.version),
             steps_since_inclusion=since,
             carry_steps_limit=self.settings.carry_steps_limit,
         )
         return plan, since if plan.carry_factor > 0.0 else 0
 
-    def _resolve(self, taken: HeldSnapshot) -> None:
-        del self._snapshots[taken.facts.fragment]
+    def _resolve(self, snapshot: HeldSnapshot) -> None:
+        del self._snapshots[snapshot.facts.fragment]
         # While the encoder still reads the values, they are left to the garbage collector.
-        if taken.encoded.is_set():
-            self._rooms.give_back(taken.buffer)
+        if snapshot.encoded.is_set():
+            self._rooms.give_back(snapshot.buffer)
 
     def close(self) -> None:
         """Stop the worker and let go of the shared memory."""
         self._worker.close()
         self._places = []
-        self._contribution_area = np.zeros(0, np.uint8)
-
-
-def area_sizes(manifest: Manifest, codec_up: Codec) -> tuple[int, int]:
-    """Bytes of version area and contribution area."""
-    encoded = [FragmentBlocks(fragment.piece_sizes, codec_up).encoded_bytes for fragment in manifest.fragments]
-    return 4 * manifest.size, sum(encoded)
+        self._contributions.close()

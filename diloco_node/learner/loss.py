@@ -18,7 +18,7 @@ class LateLoss:
         self._event: torch.cuda.Event | None = None
 
     def offer(self, loss: Tensor | float | None) -> None:
-        """A step has this one; of several values the mean. One that is still on its way from a GPU is not overtaken."""
+        """A step has this one; of several values the mean. It waits behind a loss still on its way from a GPU."""
         if loss is None:
             return
         if isinstance(loss, Tensor) and loss.dim():

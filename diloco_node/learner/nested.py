@@ -22,11 +22,11 @@ _KIND: Final = "$"
 _VALUE: Final = "v"
 
 
-def flatten(what: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+def flatten(label: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     """The value as JSON.
 
     Args:
-        what: its name, for messages, and the first part of the names of its tensors.
+        label: its name, for messages, and the first part of the names of its tensors.
         tensors: takes its tensors, which are no copies, and its arrays, which are.
 
     Raises:
@@ -35,27 +35,27 @@ def flatten(what: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if value is None or (isinstance(value, bool | int | str) and not isinstance(value, np.generic)):
         return value
     if isinstance(value, Tensor | np.ndarray):
-        return _flatten_array(what, value, tensors)
+        return _flatten_array(label, value, tensors)
     if isinstance(value, np.generic):
-        return _tagged("scalar", [value.dtype.str, flatten(what, value.item(), tensors)])
+        return _tagged("scalar", [value.dtype.str, flatten(label, value.item(), tensors)])
     if isinstance(value, float):
         return value if math.isfinite(value) else _tagged("float", repr(value))
     if isinstance(value, bytes | bytearray):
         return _tagged("bytes", base64.b64encode(value).decode())
-    return _flatten_container(what, value, tensors)
+    return _flatten_container(label, value, tensors)
 
 
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
     return {_KIND: kind, _VALUE: value}
 
 
-def _flatten_array(what: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+def _flatten_array(label: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return _tagged("tensor", _put(what, value, tensors))
+        return _tagged("tensor", _put(label, value, tensors))
     try:
-        return _tagged("array", _put(what, torch.from_numpy(value.copy()), tensors))
+        return _tagged("array", _put(label, torch.from_numpy(value.copy()), tensors))
     except TypeError as error:
-        raise LearnerError(f"{what} can't be kept in a checkpoint: {error}") from error
+        raise LearnerError(f"{label} can't be kept in a checkpoint: {error}") from error
 
 
 def _put(name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> str:
@@ -66,50 +66,50 @@ def _put(name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> str:
     return name
 
 
-def _flatten_container(what: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    if what.count(".") > DEPTH_MAX:
-        raise LearnerError(f"{what[:200]}... can't be kept in a checkpoint: it is nested more than {DEPTH_MAX} deep")
+def _flatten_container(label: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    if label.count(".") > DEPTH_MAX:
+        raise LearnerError(f"{label[:200]}... can't be kept in a checkpoint: it is nested more than {DEPTH_MAX} deep")
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _KIND not in value:
-            return {key: flatten(f"{what}.{key}", part, tensors) for key, part in value.items()}
+            return {key: flatten(f"{label}.{key}", item, tensors) for key, item in value.items()}
         pairs = [
-            [flatten(f"{what}.key{at}", key, tensors), flatten(f"{what}.{at}", part, tensors)]
-            for at, (key, part) in enumerate(value.items())
+            [flatten(f"{label}.key{at}", key, tensors), flatten(f"{label}.{at}", item, tensors)]
+            for at, (key, item) in enumerate(value.items())
         ]
         return _tagged("dict", pairs)
     if isinstance(value, list | tuple | set | frozenset):
-        parts = [flatten(f"{what}.{at}", part, tensors) for at, part in enumerate(value)]
+        items = [flatten(f"{label}.{at}", item, tensors) for at, item in enumerate(value)]
         if isinstance(value, list):
-            return parts
-        return _tagged("tuple" if isinstance(value, tuple) else "set", parts)
+            return items
+        return _tagged("tuple" if isinstance(value, tuple) else "set", items)
     raise LearnerError(
-        f"{what} can't be kept in a checkpoint: it is a {type(value).__name__}; numbers, texts, bytes, tensors, "
+        f"{label} can't be kept in a checkpoint: it is a {type(value).__name__}; numbers, texts, bytes, tensors, "
         "arrays, and lists, tuples, sets and dictionaries of them can"
     )
 
 
 def unflatten(document: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `flatten` was given.
+    """Return the value that `flatten` was given.
 
     Raises:
         KeyError, ValueError, TypeError: the document is none of `flatten`, or a tensor is missing.
     """
     if isinstance(document, list):
-        return [unflatten(part, tensors) for part in document]
+        return [unflatten(item, tensors) for item in document]
     if not isinstance(document, dict):
         return document
     if _KIND not in document:
-        return {key: unflatten(part, tensors) for key, part in document.items()}
+        return {key: unflatten(item, tensors) for key, item in document.items()}
     kind, value = document[_KIND], document[_VALUE]
     if kind in ("tensor", "array"):
         return tensors[value] if kind == "tensor" else tensors[value].numpy()
     if kind == "dict":
-        return {unflatten(key, tensors): unflatten(part, tensors) for key, part in value}
+        return {unflatten(key, tensors): unflatten(item, tensors) for key, item in value}
     return _PLAIN[kind](unflatten(value, tensors))
 
 
 _PLAIN: Final[dict[str, Callable[[Any], Any]]] = {
-    "scalar": lambda parts: np.dtype(parts[0]).type(parts[1]),
+    "scalar": lambda fields: np.dtype(fields[0]).type(fields[1]),
     "float": float,
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "tuple": tuple,

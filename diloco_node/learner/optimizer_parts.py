@@ -1,6 +1,6 @@
 """An optimizer's state as the parts that each rank has of it, and put together again for another layout.
 
-What a rank keeps is named by parameter and by the box of it that the values are for, as everything between the ranks
+Each part is named by its parameter and by the box of it that the values are for, as everything between the ranks
 and regions is. So a region that comes back with another number of ranks, or sharded in another way, goes on with the
 moments that it had. Values that have not a parameter's shape, such as a count of steps, are kept whole.
 """
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one rank keeps of an optimizer's state.
+    """The part of an optimizer's state that one rank keeps.
 
     Attributes:
         tensors: by `state.INDEX.KEY` or `group.INDEX.KEY`; what of them lies on the rank.
@@ -47,10 +47,10 @@ class Kept:
     @classmethod
     def from_document(cls, document: Json, tensors: dict[str, Tensor]) -> Kept:
         """The inverse of `document`. Raises KeyError, TypeError, ValueError: not ours."""
-        rest = dict(document)
-        names, boxes = rest.pop("names", []), rest.pop("boxes", {})
-        found = {name: Box(tuple(offsets), tuple(sizes)) for name, (offsets, sizes) in boxes.items()}
-        return cls(tensors, rest, names, found)
+        fields = dict(document)
+        names, boxes = fields.pop("names", []), fields.pop("boxes", {})
+        box_of = {name: Box(tuple(offsets), tuple(sizes)) for name, (offsets, sizes) in boxes.items()}
+        return cls(tensors, fields, names, box_of)
 
 
 class OptimizerParts:
@@ -69,9 +69,9 @@ class OptimizerParts:
         rank: int = 0,
     ) -> None:
         self._optimizer = optimizer
-        self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        known = {} if tensors is None else tensors.names
-        self._names = [known.get(parameter, "") for parameter in self._parameters]
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        names = {} if tensors is None else tensors.names
+        self._names = [names.get(parameter, "") for parameter in self._parameters]
         self._boxes = [
             tensors.boxes[name][0] if tensors is not None and name and tensors.boxes[name] else None
             for name in self._names
@@ -82,7 +82,7 @@ class OptimizerParts:
         ]
 
     def keep(self) -> Kept:
-        """What this rank keeps now; not copies.
+        """Return what this rank keeps now; not copies.
 
         Raises:
             LearnerError: the state holds what is neither tensor nor JSON, or a DTensor of another shape than its
@@ -93,10 +93,10 @@ class OptimizerParts:
             raise LearnerError(f"the state_dict() of {kind} is not as in torch.optim: give attach what is inside it")
         tensors: dict[str, Tensor] = {}
         boxes: dict[str, Box] = {}
-        rest: Json = {"kind": kind, "state": {}, "param_groups": []}
+        document: Json = {"kind": kind, "state": {}, "param_groups": []}
         for index, values in state["state"].items():
             prefix = f"state.{index}"
-            rest["state"][str(index)] = _split(prefix, values, tensors)
+            document["state"][str(index)] = _split(prefix, values, tensors)
             box, shape = self._boxes[index], local_part(self._parameters[index]).shape
             if box is None and self._names[index]:  # an empty shard: its state is of the parameter's kind all the same
                 box = Box((0,) * len(shape), tuple(shape))
@@ -108,51 +108,51 @@ class OptimizerParts:
                     if not self._is_kept[index]:
                         del tensors[name], boxes[name]
         for index, group in enumerate(state["param_groups"]):
-            rest["param_groups"].append(_split(f"group.{index}", group, tensors))
-        return Kept(tensors, rest, self._names, boxes)
+            document["param_groups"].append(_split(f"group.{index}", group, tensors))
+        return Kept(tensors, document, self._names, boxes)
 
-    def restore(self, kept: Sequence[Kept]) -> None:
+    def restore(self, saves: Sequence[Kept]) -> None:
         """Take what ranks have kept, in whatever way the model was cut then.
 
         Args:
-            kept: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
+            saves: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
 
         Raises:
             LearnerError: a part of a parameter's state is nowhere.
             ValueError, KeyError, TypeError, RuntimeError: it is no state of such an optimizer.
         """
-        first, kind = kept[0], kind_of(self._optimizer)
+        first, kind = saves[0], kind_of(self._optimizer)
         if first.rest.get("kind", kind) != kind:
             raise ValueError(f"it has the state of {first.rest['kind']}, here is {kind}")
-        own = self._optimizer.state_dict()["param_groups"]
+        own_groups = self._optimizer.state_dict()["param_groups"]
         groups = [dict(group) for group in first.rest["param_groups"]]
         for name, tensor in first.tensors.items():
-            part, _, tail = name.partition(".")
+            prefix, _, tail = name.partition(".")
             index, _, key = tail.partition(".")
-            if part == "group":
+            if prefix == "group":
                 groups[int(index)][key] = tensor
-        if len(groups) != len(own):
-            raise ValueError(f"{len(groups)} groups of parameters were kept, {len(own)} are there")
+        if len(groups) != len(own_groups):
+            raise ValueError(f"{len(groups)} groups of parameters were kept, {len(own_groups)} are there")
         is_named = any(self._names)
-        for group, mine in zip(groups, own, strict=True):
-            if not is_named and len(group["params"]) != len(mine["params"]):
+        for group, own_group in zip(groups, own_groups, strict=True):
+            if not is_named and len(group["params"]) != len(own_group["params"]):
                 raise ValueError("another number of parameters was kept")
-            group["params"] = mine["params"]
-        views = [_ByParameter(one) for one in kept]
-        state = {index: one for index in range(len(self._parameters)) if (one := self._state_of(index, views))}
+            group["params"] = own_group["params"]
+        views = [_ByParameter(save) for save in saves]
+        state = {index: values for index in range(len(self._parameters)) if (values := self._state_of(index, views))}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def missing(self, documents: Mapping[int, Kept], first: int) -> set[int]:
-        """Of which ranks the parts are needed, by what they say that they have; besides those of rank `first`."""
-        needed: set[int] = set()
-        views = {rank: _ByParameter(kept) for rank, kept in documents.items()}
+        """Name the ranks whose parts are needed besides those of rank `first`, by what they say that they have."""
+        ranks: set[int] = set()
+        views = {rank: _ByParameter(save) for rank, save in documents.items()}
         for name, box in zip(self._names, self._boxes, strict=True):
             having = {rank: boxes for rank, view in views.items() if (boxes := view.boxes_of(name))}
             if box is None:  # an empty shard: only what there is of a state
-                needed.update(() if first in having else sorted(having)[:1])
+                ranks.update(() if first in having else sorted(having)[:1])
                 continue
-            needed.update(rank for rank, boxes in having.items() if any(map(box.meets, boxes)))
-        return needed
+            ranks.update(rank for rank, boxes in having.items() if any(map(box.meets, boxes)))
+        return ranks
 
     def _state_of(self, index: int, views: Sequence[_ByParameter]) -> Json:
         """The state of one parameter."""
@@ -160,37 +160,37 @@ class OptimizerParts:
         values: Json = {}
         cut: dict[str, list[tuple[Box, Tensor]]] = {}
         for view in views:
-            kept, at = view.kept, view.place_of(name, index)
-            if at is None or str(at) not in kept.rest["state"]:
+            save, at = view.kept, view.place_of(name, index)
+            if at is None or str(at) not in save.rest["state"]:
                 continue
-            values = {**kept.rest["state"][str(at)], **values}
-            for part in view.tensors.get(str(at), ()):
-                key = part.removeprefix(f"state.{at}.")
-                if part in kept.boxes:
-                    cut.setdefault(key, []).append((kept.boxes[part], kept.tensors[part]))
+            values = {**save.rest["state"][str(at)], **values}
+            for tensor_name in view.tensors.get(str(at), ()):
+                key = tensor_name.removeprefix(f"state.{at}.")
+                if tensor_name in save.boxes:
+                    cut.setdefault(key, []).append((save.boxes[tensor_name], save.tensors[tensor_name]))
                 else:
-                    values.setdefault(key, kept.tensors[part])
-        for key, parts in cut.items():
+                    values.setdefault(key, save.tensors[tensor_name])
+        for key, pieces in cut.items():
             if box is None:  # nothing of it lies here
-                local = parts[0][1].new_empty(local_part(parameter).shape)
+                local = pieces[0][1].new_empty(local_part(parameter).shape)
             else:
-                local = _joined(f"{key} of {name}", box, parts)
+                local = _joined(f"{key} of {name}", box, pieces)
             values[key] = _like(parameter, local)
         return values
 
 
 class _ByParameter:
-    """What one rank has kept, found by parameter without a look at everything.
+    """An index by parameter of what one rank has kept.
 
     Attributes:
         tensors: names of the state's tensors, by the index of their parameter, as text.
     """
 
-    def __init__(self, kept: Kept) -> None:
-        self.kept = kept
-        self.tensors = _by_index(kept.tensors)
-        self._boxes = _by_index(kept.boxes)
-        self._places = {name: at for at, name in enumerate(kept.names) if name}
+    def __init__(self, save: Kept) -> None:
+        self.kept = save
+        self.tensors = _by_index(save.tensors)
+        self._boxes = _by_index(save.boxes)
+        self._places = {name: at for at, name in enumerate(save.names) if name}
 
     def place_of(self, name: str, index: int) -> int | None:
         """Where a parameter was among those of the rank; one that is not merged has no name, only its place."""
@@ -199,50 +199,51 @@ class _ByParameter:
         return index if self.kept.names[index : index + 1] in ([], [""]) else None
 
     def boxes_of(self, name: str) -> list[Box]:
-        """Of a parameter's state."""
-        return [self.kept.boxes[part] for part in self._boxes.get(str(self._places.get(name)), ())]
+        """Return the boxes of a parameter's state."""
+        return [self.kept.boxes[key] for key in self._boxes.get(str(self._places.get(name)), ())]
 
 
 def _by_index(names: Iterable[str]) -> dict[str, list[str]]:
-    """Those of `state.INDEX.KEY`, by INDEX."""
-    found: dict[str, list[str]] = {}
+    """Group the names `state.INDEX.KEY` by INDEX."""
+    groups: dict[str, list[str]] = {}
     for name in names:
         kind, _, tail = name.partition(".")
         if kind == "state":
-            found.setdefault(tail.partition(".")[0], []).append(name)
-    return found
+            groups.setdefault(tail.partition(".")[0], []).append(name)
+    return groups
 
 
-def _check_state(what: str, value: Tensor, parameter: Tensor) -> None:
+def _check_state(label: str, value: Tensor, parameter: Tensor) -> None:
     if is_sharded(value) and value.shape != parameter.shape:
         raise LearnerError(
-            f"optimizer {what} is cut over ranks and has the shape {tuple(value.shape)}, its parameter has "
+            f"optimizer {label} is cut over ranks and has the shape {tuple(value.shape)}, its parameter has "
             f"{tuple(parameter.shape)}: only what has its parameter's shape can be cut again for other ranks"
         )
 
 
-def _joined(what: str, box: Box, parts: Sequence[tuple[Box, Tensor]]) -> Tensor:
+def _joined(label: str, box: Box, pieces: Sequence[tuple[Box, Tensor]]) -> Tensor:
     """The values of a box, of parts that do not overlap unless they are the same."""
-    for other, values in parts:
-        if other == box:
+    for piece_box, values in pieces:
+        if piece_box == box:
             return values
-    whole = parts[0][1].new_empty(box.sizes)
-    seen: set[Box] = set()
-    filled = 0
-    for other, values in parts:
-        if other in seen or not box.meets(other):
+    whole = pieces[0][1].new_empty(box.sizes)
+    boxes: set[Box] = set()
+    count = 0
+    for piece_box, values in pieces:
+        if piece_box in boxes or not box.meets(piece_box):
             continue
-        seen.add(other)
-        low = [max(a, b) for a, b in zip(box.offsets, other.offsets, strict=True)]
+        boxes.add(piece_box)
+        low = [max(a, b) for a, b in zip(box.offsets, piece_box.offsets, strict=True)]
         high = [
-            min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+            min(a + m, b + n)
+            for a, m, b, n in zip(box.offsets, box.sizes, piece_box.offsets, piece_box.sizes, strict=True)
         ]
         target = tuple(slice(x - a, y - a) for x, y, a in zip(low, high, box.offsets, strict=True))
-        source = tuple(slice(x - b, y - b) for x, y, b in zip(low, high, other.offsets, strict=True))
+        source = tuple(slice(x - b, y - b) for x, y, b in zip(low, high, piece_box.offsets, strict=True))
         whole[target] = values[source]
-        filled += whole[target].numel()
-    if filled != box.volume:
-        raise LearnerError(f"of {what} only {filled} of {box.volume} values were kept")
+        count += whole[target].numel()
+    if count != box.volume:
+        raise LearnerError(f"of {label} only {count} of {box.volume} values were kept")
     return whole
 
 
@@ -252,11 +253,11 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
         return local
     from torch.distributed.tensor import DTensor
 
-    sharded: Any = parameter
+    dtensor: Any = parameter
     device = local_part(parameter).device
     # What an optimizer loads it makes of the parameter's type, unless it is a count.
     return DTensor.from_local(
-        local.to(device), sharded.device_mesh, sharded.placements, shape=parameter.shape, stride=parameter.stride()
+        local.to(device), dtensor.device_mesh, dtensor.placements, shape=parameter.shape, stride=parameter.stride()
     )
 
 
@@ -270,7 +271,7 @@ def _split(prefix: str, values: Json, tensors: dict[str, Tensor]) -> Json:
     return plain
 
 
-def _as_json(what: str, value: Any) -> Any:
+def _as_json(label: str, value: Any) -> Any:
     """The value as JSON gives it back.
 
     Raises:
@@ -279,4 +280,4 @@ def _as_json(what: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise LearnerError(f"{what} can't be kept in a checkpoint: {error}; only tensors and JSON can") from error
+        raise LearnerError(f"{label} can't be kept in a checkpoint: {error}; only tensors and JSON can") from error

@@ -1,4 +1,4 @@
-"""What the learner's process has from its supervisor: the signals that end it, and its region's place in the run."""
+"""The signals by which the supervisor ends the learner's process."""
 
 from __future__ import annotations
 

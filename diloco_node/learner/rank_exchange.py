@@ -34,50 +34,50 @@ class RankExchange:
         self._owned = [[shards.owned(fragment, r) for r in self._ranks] for fragment in manifest.fragments]
         self._followed = [[shards.followed(fragment, r) for r in self._ranks] for fragment in manifest.fragments]
         # By fragment, then (owner, follower): the same slabs as the two see them.
-        self._pairs = [_pairs(shards, *parts) for parts in zip(self._owned, self._followed, strict=True)]
+        self._pairs = [_pairs(shards, *fragments) for fragments in zip(self._owned, self._followed, strict=True)]
 
     @among_ranks()
-    def gather(self, index: int, own: Tensor) -> Tensor | None:
+    def gather(self, index: int, vector: Tensor) -> Tensor | None:
         """Rank 0 gets the whole fragment.
 
         Args:
-            own: shape (owned size,), float32, CPU: what this rank owns.
+            vector: shape (owned size,), float32, CPU: what this rank owns.
 
         Returns:
             Shape (fragment.size,), on rank 0.
         """
         if self._rank:
-            if own.numel():
-                dist.send(own, 0, group=self._group)
+            if vector.numel():
+                dist.send(vector, 0, group=self._group)
             return None
         fragment = self._manifest.fragments[index]
-        parts = [own, *(host_values(part.size) for part in self._owned[index][1:])]
-        _wait(dist.irecv(parts[rank], rank, group=self._group) for rank in self._ranks[1:] if parts[rank].numel())
+        vectors = [vector, *(host_values(local.size) for local in self._owned[index][1:])]
+        _wait(dist.irecv(vectors[rank], rank, group=self._group) for rank in self._ranks[1:] if vectors[rank].numel())
         whole = host_values(fragment.size)
-        for part, values in zip(self._owned[index], parts, strict=True):
-            for slab in part.slabs:
+        for local, values in zip(self._owned[index], vectors, strict=True):
+            for slab in local.slabs:
                 self._inside(whole, slab).copy_(values[slab.span].view(slab.shape))
         return whole
 
     def _pack(self, index: int, whole: Tensor) -> list[Tensor]:
         """On rank 0: what each rank holds of a fragment, what it owns first; ranks that hold the same share it."""
-        packed: list[Tensor] = []
+        packets: list[Tensor] = []
         alike: dict[tuple[object, ...], Tensor] = {}
-        for owned, followed in zip(self._owned[index], self._followed[index], strict=True):
-            slabs = (*owned.slabs, *followed.slabs)
-            held = tuple(map(_name, slabs))
-            values = alike.get(held)
-            if values is None and not (owned.slabs and followed.slabs) and _is_all(slabs, whole):
+        for primary, replica in zip(self._owned[index], self._followed[index], strict=True):
+            slabs = (*primary.slabs, *replica.slabs)
+            names = tuple(map(_name, slabs))
+            values = alike.get(names)
+            if values is None and not (primary.slabs and replica.slabs) and _is_all(slabs, whole):
                 values = whole
             if values is None:
-                values = host_values(owned.size + followed.size)
-                for part, start in ((owned, 0), (followed, owned.size)):
-                    room = values[start : start + part.size]
-                    for slab in part.slabs:
+                values = host_values(primary.size + replica.size)
+                for local, start in ((primary, 0), (replica, primary.size)):
+                    room = values[start : start + local.size]
+                    for slab in local.slabs:
                         room[slab.span].view(slab.shape).copy_(self._inside(whole, slab))
-            alike[held] = values
-            packed.append(values)
-        return packed
+            alike[names] = values
+            packets.append(values)
+        return packets
 
     @among_ranks()
     def scatter(self, index: int, whole: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -87,50 +87,52 @@ class RankExchange:
             whole: shape (fragment.size,), float32, CPU, on rank 0; may become a part of what is returned.
 
         Returns:
-            What this rank owns, and what it follows: float32, CPU.
+            The values that this rank owns, and those that it follows: float32, CPU.
         """
-        owned, followed = self._owned[index][self._rank], self._followed[index][self._rank]
+        primary, replica = self._owned[index][self._rank], self._followed[index][self._rank]
         if whole is not None:
-            packed = self._pack(index, whole)
-            _wait(dist.isend(packed[rank], rank, group=self._group) for rank in self._ranks[1:] if packed[rank].numel())
-            own = packed[0]
+            packets = self._pack(index, whole)
+            _wait(
+                dist.isend(packets[rank], rank, group=self._group) for rank in self._ranks[1:] if packets[rank].numel()
+            )
+            packet = packets[0]
         else:
-            own = host_values(owned.size + followed.size)
-            if own.numel():
-                dist.recv(own, 0, group=self._group)
-        return own[: owned.size], own[owned.size :]
+            packet = host_values(primary.size + replica.size)
+            if packet.numel():
+                dist.recv(packet, 0, group=self._group)
+        return packet[: primary.size], packet[primary.size :]
 
     @among_ranks()
-    def share_anchor(self, index: int, own: Tensor) -> Tensor:
+    def share_anchor(self, index: int, anchor: Tensor) -> Tensor:
         """Followers get from owners what their own steps are measured from.
 
         Args:
-            own: shape (owned size,): the anchor of what this rank owns.
+            anchor: shape (owned size,): the anchor of what this rank owns.
 
         Returns:
             Shape (followed size,): of what it follows.
         """
-        followed = host_values(self._followed[index][self._rank].size)
+        replica_values = host_values(self._followed[index][self._rank].size)
         works, rooms = [], []
         alike: dict[tuple[int, ...], Tensor] = {}
-        for (owner, follower), (sent, taken) in self._pairs[index].items():
+        for (owner, follower), (sources, targets) in self._pairs[index].items():
             if self._rank == owner:
-                places = tuple(slab.offset for slab in sent)  # the same for all copies of a model
-                packed = alike.get(places)
-                if packed is None:
-                    packed = alike[places] = torch.cat([own[slab.span] for slab in sent])
-                works.append((dist.isend(packed, follower, group=self._group), packed))
+                places = tuple(slab.offset for slab in sources)  # the same for all copies of a model
+                packet = alike.get(places)
+                if packet is None:
+                    packet = alike[places] = torch.cat([anchor[slab.span] for slab in sources])
+                works.append((dist.isend(packet, follower, group=self._group), packet))
             elif self._rank == follower:
-                room = host_values(sum(slab.size for slab in taken))
+                room = host_values(sum(slab.size for slab in targets))
                 works.append((dist.irecv(room, owner, group=self._group), room))
-                rooms.append((taken, room))
+                rooms.append((targets, room))
         _wait(work for work, _ in works)
-        for taken, room in rooms:
+        for targets, room in rooms:
             at = 0
-            for slab in taken:
-                followed[slab.span] = room[at : at + slab.size]
+            for slab in targets:
+                replica_values[slab.span] = room[at : at + slab.size]
                 at += slab.size
-        return followed
+        return replica_values
 
     def _inside(self, whole: Tensor, slab: Slab) -> Tensor:
         """Where a slab lies in a fragment's vector."""
@@ -141,19 +143,19 @@ class RankExchange:
 
 
 def _pairs(
-    shards: ShardMap, owned: Sequence[LocalFragment], followed: Sequence[LocalFragment]
+    shards: ShardMap, primaries: Sequence[LocalFragment], replicas: Sequence[LocalFragment]
 ) -> dict[tuple[int, int], tuple[tuple[Slab, ...], tuple[Slab, ...]]]:
     """(owner, follower) -> the slabs that they share, with their places at the owner and at the follower."""
-    places = [{_name(slab): slab for slab in part.slabs} for part in owned]
-    found: dict[tuple[int, int], list[tuple[Slab, Slab]]] = {}
-    for follower, part in enumerate(followed):
-        for slab in part.slabs:
+    places = [{_name(slab): slab for slab in local.slabs} for local in primaries]
+    slabs_of: dict[tuple[int, int], list[tuple[Slab, Slab]]] = {}
+    for follower, local in enumerate(replicas):
+        for slab in local.slabs:
             owner = shards.owner(slab.piece.name, slab.box)
-            found.setdefault((owner, follower), []).append((places[owner][_name(slab)], slab))
+            slabs_of.setdefault((owner, follower), []).append((places[owner][_name(slab)], slab))
     # All ranks go through the pairs in one order.
     return {
-        pair: (tuple(sent for sent, _ in slabs), tuple(taken for _, taken in slabs))
-        for pair, slabs in sorted(found.items())
+        pair: (tuple(source for source, _ in slabs), tuple(target for _, target in slabs))
+        for pair, slabs in sorted(slabs_of.items())
     }
 
 

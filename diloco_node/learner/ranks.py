@@ -35,7 +35,7 @@ _ORDERS_PER_FRAGMENT: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the daemon has asked of the learner, to be carried out at one boundary: at most one order per fragment.
+    """The daemon's orders for one boundary: at most one per fragment.
 
     Attributes:
         requests, offers: by fragment, ascending. wants_initial_state: Theta_0 of this learner.
@@ -51,7 +51,7 @@ NO_ORDERS: Final = Orders()
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What all ranks agree on at one step boundary.
+    """The facts that all ranks agree on at one step boundary.
 
     Attributes:
         tokens: of this step, over all ranks. is_stopping: some rank, or the daemon, wants to stop.
@@ -86,7 +86,7 @@ def among_ranks() -> Iterator[None]:
 
 
 def first_line(error: RuntimeError) -> str:
-    """What Gloo says, without its stack."""
+    """Return Gloo's message without its stack."""
     return str(error).partition("\n")[0][:300]
 
 
@@ -115,44 +115,52 @@ class Ranks:
         """Whether this rank talks to the daemon."""
         return self.rank == 0
 
-    def agree(self, own: Boundary, *, fragments: int) -> Boundary:
+    def agree(self, boundary: Boundary, *, fragments: int) -> Boundary:
         """Add up what the ranks bring to a boundary.
 
         Args:
-            own: `tokens`, `is_stopping`, `arrived`, `is_idle` and `written_step` of this rank. The rest is what rank 0
-                says; nothing elsewhere.
+            boundary: `tokens`, `is_stopping`, `arrived`, `is_idle` and `written_step` of this rank. Rank 0 fills
+                in the others.
             fragments: P.
 
         Raises:
             LearnerError: another rank is gone.
         """
         if self.size == 1:
-            return own
+            return boundary
         # Whole numbers are added up without rounding; 0 stands for None.
-        part = 0 if own.part is None else 1 + round(own.part * PART_UNITS)
-        asked = (own.has_orders, own.wants_checkpoint)
-        head = (own.tokens, own.is_stopping, own.global_step, part, *asked, own.is_idle, 1 + own.written_step)
+        units = 0 if boundary.part is None else 1 + round(boundary.part * PART_UNITS)
+        wishes = (boundary.has_orders, boundary.wants_checkpoint)
+        head = (
+            boundary.tokens,
+            boundary.is_stopping,
+            boundary.global_step,
+            units,
+            *wishes,
+            boundary.is_idle,
+            1 + boundary.written_step,
+        )
         values = torch.tensor([int(value) for value in head] + [0] * fragments, device="cpu")
-        for index in own.arrived:
+        for index in boundary.arrived:
             values[_HEAD + index] = 1
         with among_ranks():
             dist.all_reduce(values, group=self._group)
-        said = values.tolist()
-        tokens, stops, global_step, part, has_orders, wants_checkpoint, idle, written = said[:_HEAD]
+        totals = values.tolist()
+        tokens, stops, global_step, units, has_orders, wants_checkpoint, idle, written_step = totals[:_HEAD]
         return Boundary(
             tokens,
             stops > 0,
             has_orders > 0,
             wants_checkpoint > 0,
-            tuple(f for f, count in enumerate(said[_HEAD:]) if count == self.size),
+            tuple(f for f, count in enumerate(totals[_HEAD:]) if count == self.size),
             global_step,
-            (part - 1) / PART_UNITS if part else None,
+            (units - 1) / PART_UNITS if units else None,
             idle == self.size,
-            own.written_step if written == self.size * (1 + own.written_step) else -1,
+            boundary.written_step if written_step == self.size * (1 + boundary.written_step) else -1,
         )
 
     def share_orders(self, orders: Orders, *, fragments: int) -> Orders:
-        """Those of rank 0, on every rank; the others' are ignored. All ranks have agreed that there are some.
+        """Give rank 0's orders to every rank; the others' are ignored. All ranks have agreed that there are some.
 
         Raises:
             LearnerError: another rank is gone.
@@ -171,10 +179,10 @@ class Ranks:
             marks[offer.fragment, 4] = int(offer.is_last)
         with among_ranks():
             dist.broadcast(values, 0, group=self._group)
-        said = marks.tolist()
+        rows = marks.tolist()
         return Orders(
-            tuple(SnapshotRequested(f, one[0] - 1, one[1] - 1) for f, one in enumerate(said) if one[0]),
-            tuple(VersionOffered(f, one[2] - 1, one[3] - 2, one[4] > 0) for f, one in enumerate(said) if one[2]),
+            tuple(SnapshotRequested(f, row[0] - 1, row[1] - 1) for f, row in enumerate(rows) if row[0]),
+            tuple(VersionOffered(f, row[2] - 1, row[3] - 2, row[4] > 0) for f, row in enumerate(rows) if row[2]),
             bool(values[0]),
         )
 

@@ -6,7 +6,7 @@ getting it. So the first versions that move the parameters are looked at again o
 
 A learner that stands at its optimum goes back, too, but its gradient leads it there; and a few values go where they
 like. So what counts is only a version that moved many values, whose step went back without a gradient that led there,
-and several of them. One version that stays is enough to say that all is well.
+and several of them. A single version that stays is enough to say that all is well.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class RevertCheck:
         self._reverted = 0
         self._is_done = False
 
-    def before(self, part: LocalFragment) -> None:
-        """What this rank owns of a fragment is about to be applied."""
+    def before(self, local: LocalFragment) -> None:
+        """Sample this rank's part of a fragment, just before a version is applied to it."""
         if not self._is_done:
-            self._before[part.index] = self._tensors.sample(part)
+            self._before[local.index] = self._tensors.sample(local)
 
-    def after(self, part: LocalFragment) -> None:
+    def after(self, local: LocalFragment) -> None:
         """It has been."""
-        before = self._before.pop(part.index, None)
+        before = self._before.pop(local.index, None)
         if before is None:
             return
-        after = self._tensors.sample(part)
+        after = self._tensors.sample(local)
         if not torch.equal(before, after):
-            self._pending.append((part, before, after))
+            self._pending.append((local, before, after))
 
     def verify(self) -> None:
         """At the next boundary, before anything is applied: are the applied values still there?
@@ -68,25 +68,25 @@ class RevertCheck:
             LearnerError: they were reverted, `VERSIONS_REVERTED` times.
         """
         pending, self._pending = self._pending, []
-        for part, before, after in pending:
-            now = self._tensors.sample(part)
+        for local, before, after in pending:
+            now = self._tensors.sample(local)
             if torch.equal(now, after):
-                self._pending.append((part, before, after))  # no optimizer step in between: ask again
+                self._pending.append((local, before, after))  # no optimizer step in between: ask again
                 continue
-            self._look(part, before, after, now)
+            self._look(local, before, after, now)
         if self._is_done:
             self._pending.clear()
 
-    def _look(self, part: LocalFragment, before: Tensor, after: Tensor, now: Tensor) -> None:
+    def _look(self, local: LocalFragment, before: Tensor, after: Tensor, now: Tensor) -> None:
         self._looks += 1
-        moved = before != after
-        if int(moved.sum()) >= VALUES_MIN:
-            if torch.dist(now[moved], before[moved]) >= CLOSER * torch.dist(now[moved], after[moved]):
+        mask = before != after
+        if int(mask.sum()) >= VALUES_MIN:
+            if torch.dist(now[mask], before[mask]) >= CLOSER * torch.dist(now[mask], after[mask]):
                 self._is_done = True
-            elif not self._leads_back(part, (after - before)[moved], moved):
+            elif not self._leads_back(local, (after - before)[mask], mask):
                 self._reverted += 1
         if self._reverted >= VERSIONS_REVERTED:
-            name = part.slabs[0].piece.name
+            name = local.slabs[0].piece.name
             raise LearnerError(
                 f"the optimizer reverted {name!r} one step after a version was applied, {self._reverted} times: it "
                 "keeps masters of its own. Pass them, attach(..., masters={name: float32 tensor}), so that versions "
@@ -94,7 +94,7 @@ class RevertCheck:
             )
         self._is_done = self._is_done or self._looks >= LOOKS_MAX
 
-    def _leads_back(self, part: LocalFragment, move: Tensor, moved: Tensor) -> bool:
+    def _leads_back(self, local: LocalFragment, move: Tensor, mask: Tensor) -> bool:
         """Whether the gradient of the step, if it is still there, points from the version to where it was before."""
-        gradient = self._tensors.sample_gradients(part)[moved]
+        gradient = self._tensors.sample_gradients(local)[mask]
         return bool(torch.dot(gradient, move) > LEADS_BACK * gradient.norm() * move.norm())

@@ -66,7 +66,7 @@ class RunClock:
 
     @property
     def part(self) -> float | None:
-        """Of the way to the run's end, 0 to 1; None: nothing says where the run ends."""
+        """Share of the way to the run's end, 0 to 1; None: nothing says where the run ends."""
         return None if self._part is None else self._part.value
 
     def resume(self, global_step: int) -> None:
@@ -79,10 +79,10 @@ class RunClock:
         if self._part is not None:
             self._part.stepped()
 
-    def told(self, global_step: int, part: float | None) -> None:
+    def told(self, global_step: int, run_part: float | None) -> None:
         """The daemon says where the run is. A figure that is behind the own one makes that wait, not go back."""
         self._steps.told(float(global_step))
-        if part is not None:
+        if run_part is not None:
             if self._part is None:
-                self._part = _Advance(part, 0.0, share_max=1.0, value_max=1.0)
-            self._part.told(part)
+                self._part = _Advance(run_part, 0.0, share_max=1.0, value_max=1.0)
+            self._part.told(run_part)

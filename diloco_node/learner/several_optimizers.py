@@ -16,7 +16,7 @@ OptimizerArgument = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | No
 
 
 def as_one(optimizers: OptimizerArgument) -> torch.optim.Optimizer | None:
-    """What a checkpoint keeps as one optimizer.
+    """Join what a checkpoint keeps as one optimizer.
 
     Args:
         optimizers: one, several, or none; wrappers such as Accelerate's are looked into.
@@ -24,21 +24,21 @@ def as_one(optimizers: OptimizerArgument) -> torch.optim.Optimizer | None:
     Raises:
         LearnerError: one of them is no optimizer, or its state is on other ranks (ZeRO).
     """
-    given: list[Any] = [] if optimizers is None else [optimizers]
-    parts = list(optimizers) if isinstance(optimizers, list | tuple) else given
-    for one in parts:
-        if not isinstance(one, torch.optim.Optimizer):
+    single: list[Any] = [] if optimizers is None else [optimizers]
+    members = list(optimizers) if isinstance(optimizers, list | tuple) else single
+    for member in members:
+        if not isinstance(member, torch.optim.Optimizer):
             raise LearnerError(
-                f"attach() was given a {type(one).__name__} as its optimizer: give one of torch.optim, or a list of "
+                f"attach() was given a {type(member).__name__} as its optimizer: give one of torch.optim, or a list of "
                 "them"
             )
-        if any(kind.__name__ == ZERO for inner in _inside(one) for kind in type(inner).__mro__):
+        if any(kind.__name__ == ZERO for inner in _inside(member) for kind in type(inner).__mro__):
             raise LearnerError(
                 f"attach() can't keep the state of a {ZERO}, for each rank has a part of it that only a collective "
                 "brings together. Shard the model with fully_shard (FSDP2) and give a plain optimizer, or give attach "
                 "none: then the moments begin anew after a restart"
             )
-    return SeveralOptimizers(parts) if len(parts) > 1 else parts[0] if parts else None
+    return SeveralOptimizers(members) if len(members) > 1 else members[0] if members else None
 
 
 def _inside(optimizer: Any) -> Iterator[Any]:
@@ -50,61 +50,68 @@ def _inside(optimizer: Any) -> Iterator[Any]:
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The class of the optimizer that keeps the state, below wrappers; of several all, in their order."""
-    parts = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
-    return ", ".join(type([*_inside(one)][-1]).__name__ for one in parts)
+    members = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+    return ", ".join(type([*_inside(member)][-1]).__name__ for member in members)
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
     """Several optimizers as one: a step is a step of each, and their groups and states stand one after the other."""
 
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self.parts = tuple(parts)
-        super().__init__([one for part in parts for group in part.param_groups for one in group["params"]], {})
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(members)
+        super().__init__(
+            [parameter for member in members for group in member.param_groups for parameter in group["params"]], {}
+        )
         self._share_groups()
 
     def _share_groups(self) -> None:
         """The groups are those of the parts, so that a learning rate set here is set there."""
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.param_groups = [group for member in self.parts for group in member.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of each."""
+        """Make a step of each."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self.parts:
-            part.step()
+        for member in self.parts:
+            member.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """As of one optimizer with the parameters of all, numbered in that order."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for part in self.parts:
+        for member in self.parts:
             at = sum(len(group["params"]) for group in groups)
-            one = part.state_dict()
-            state |= {at + number: values for number, values in one["state"].items()}
-            groups += [group | {"params": [at + number for number in group["params"]]} for group in one["param_groups"]]
+            member_state = member.state_dict()
+            state |= {at + number: values for number, values in member_state["state"].items()}
+            groups += [
+                group | {"params": [at + number for number in group["params"]]}
+                for group in member_state["param_groups"]
+            ]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Raises ValueError: it is of other optimizers."""
-        groups, at, used = list(state_dict["param_groups"]), 0, 0
+        groups, at, offset = list(state_dict["param_groups"]), 0, 0
         if len(groups) != len(self.param_groups):
             raise ValueError(f"a state of {len(groups)} groups of parameters, here there are {len(self.param_groups)}")
-        for part in self.parts:
-            own = groups[used : used + len(part.param_groups)]
-            used += len(own)
-            count = sum(len(group["params"]) for group in own)
-            part.load_state_dict(
+        for member in self.parts:
+            member_groups = groups[offset : offset + len(member.param_groups)]
+            offset += len(member_groups)
+            count = sum(len(group["params"]) for group in member_groups)
+            member.load_state_dict(
                 {
                     "state": {
                         number - at: values
                         for number, values in state_dict["state"].items()
                         if at <= number < at + count
                     },
-                    "param_groups": [group | {"params": [one - at for one in group["params"]]} for group in own],
+                    "param_groups": [
+                        group | {"params": [index - at for index in group["params"]]} for group in member_groups
+                    ],
                 }
             )
             at += count

@@ -21,7 +21,7 @@ the memory of the others is given back."""
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFacts:
-    """What names a snapshot, and the steps and tokens that it covers.
+    """The name of a snapshot, and the steps and tokens that it covers.
 
     Attributes:
         version, base_version: of the request.
@@ -37,7 +37,7 @@ class SnapshotFacts:
     tokens: int
 
     def contribution(self, learner: str, incarnation: int, squared_norms: Sequence[float]) -> Contribution:
-        """What it becomes when it is encoded."""
+        """Return the contribution that it becomes when it is encoded."""
         return Contribution(
             learner=learner,
             incarnation=incarnation,

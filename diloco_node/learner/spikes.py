@@ -1,7 +1,7 @@
 """Notices a loss or gradient norm that is not finite, or far outside of its recent range. Pure.
 
-Far outside: `FAR` times as far above the median of the last `KEPT` values as their ninth decile is. One such value is a
-hard batch, and is only told of. `IN_A_ROW` of them, one after the other, are a learner that diverges.
+Far outside: `FAR` times as far above the median of the last `KEPT` values as their ninth decile is. A single such value
+is a hard batch: it is only logged. `IN_A_ROW` of them, one after the other, are a learner that diverges.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ SEEN_MIN: Final = 32
 
 FAR: Final = 10.0
 SPREAD_MIN: Final = 0.05
-"""Of the median: values that hardly differ have a range all the same."""
+"""Least range, as a share of the median: values that hardly differ have a range all the same."""
 
 IN_A_ROW: Final = 3
 """A scaler of mixed precision skips a step of which the gradient overflowed: one value means nothing."""
 
 
 class SpikeWatch:
-    """One kind of value, step after step.
+    """Watch one kind of value, step after step.
 
     Args:
         name: of the values, for people.
@@ -66,7 +66,7 @@ class SpikeWatch:
     def _limit(self) -> float:
         if len(self._last) < SEEN_MIN:
             return math.inf
-        ordered = sorted(self._last)
-        median = ordered[len(ordered) // 2]
-        spread = max(ordered[len(ordered) * 9 // 10] - median, SPREAD_MIN * abs(median))
+        ascending = sorted(self._last)
+        median = ascending[len(ascending) // 2]
+        spread = max(ascending[len(ascending) * 9 // 10] - median, SPREAD_MIN * abs(median))
         return median + FAR * spread

@@ -37,23 +37,23 @@ class BackgroundWorker:
 
     def wait_for(self, job: Callable[[], T]) -> T:
         """Have a job done after those before it. Raises LearnerError: one of them failed, or the worker was closed."""
-        done: Future[T] = Future()
+        future: Future[T] = Future()
 
         def run() -> None:
             try:
-                done.set_result(job())
+                future.set_result(job())
             except Exception as error:
-                done.set_exception(error)
+                future.set_exception(error)
                 raise
 
         self.put(run)
-        while not done.done():
+        while not future.done():
             is_over = not self._thread.is_alive()
             self.check()
-            if is_over and not done.done():
+            if is_over and not future.done():
                 raise LearnerError("this learner has left: nothing is gathered from other ranks any more")
-            wait((done,), timeout=THREAD_POLL_S)
-        return done.result()
+            wait((future,), timeout=THREAD_POLL_S)
+        return future.result()
 
     def check(self) -> None:
         """Raise, in the training thread, what ended the worker."""

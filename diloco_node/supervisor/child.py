@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+from diloco_node.backoff import Backoff
 from diloco_node.supervisor.preload import Forked, ForkServer
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ LOG_BYTES_MAX: Final = 32 * 2**20
 """A child's log is rotated here; one older file is kept."""
 
 COMMAND_CHARS_MAX: Final = 80
-"""Of a child's command in a message."""
+"""Characters of a child's command in a message, at most."""
 
 # prctl(PR_SET_PDEATHSIG) must be called by the child, after fork. A tiny program does it and then becomes the command:
 # `preexec_fn` would run Python between fork and exec, which can deadlock in a process with threads.
@@ -97,12 +98,12 @@ class ChildLog:
 
 
 class Child:
-    """One of the processes, through all its lives.
+    """A process that the supervisor keeps running, through all its lives.
 
     Args:
         death_signal: what it gets when the supervisor dies.
-        logs_errors_only: what it writes to standard output is for people: it is shown, and is not in its log. What it
-            writes to standard error is its log. is_shown: its log is shown, too; all of them are with `is_verbose`.
+        logs_errors_only: its standard output is for people: it is shown, and is not in its log. Its standard
+            error is its log. is_shown: its log is shown, too; all of them are with `is_verbose`.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._readers: list[threading.Thread] = []
         self._started_s = 0.0
-        self._backoff_s = spec.backoff_min_s
+        self._backoff = Backoff(spec.backoff_min_s, spec.backoff_max_s)
         self._marks: list[bytes] = []
 
     @property
@@ -219,10 +220,9 @@ class Child:
             ran_well: what it did was useful, and it was killed from outside: the backoff begins anew.
         """
         if ran_well or lived_s >= self._spec.healthy_s:
-            self._backoff_s = self._spec.backoff_min_s
-        wait_s = max(0.0, self._backoff_s - lived_s)
+            self._backoff.reset()
+        wait_s = max(0.0, self._backoff.next_s() - lived_s)
         self.restart_at_s = time.monotonic() + wait_s
-        self._backoff_s = min(2 * self._backoff_s, self._spec.backoff_max_s)
         return wait_s
 
     def send_signal(self, number: int) -> None:
@@ -258,11 +258,11 @@ def _kill_group(pid: int, number: int) -> None:
 
 def _left_behind(marks: list[bytes]) -> list[int]:
     """Processes whose environment holds all of these settings; ascending."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError):  # gone meanwhile, or another user's
                 settings = (folder / "environ").read_bytes().split(b"\0")
                 if all(mark in settings for mark in marks):
-                    found.append(int(folder.name))
-    return sorted(found)
+                    pids.append(int(folder.name))
+    return sorted(pids)

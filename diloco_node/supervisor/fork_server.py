@@ -16,7 +16,7 @@ The conversation, in packets of JSON: `{"ready": seconds}` or `{"error": ...}` o
 two descriptors, `{"pid": ...}` or `{"error": ...}`. The first descriptor is the learner's output. The learner begins
 when it reads a byte from the second, and ends when that is closed first: nobody waits for it any more.
 
-Standard library only, and imported by nothing: it is a program. What it imports is in the learner, too.
+Standard library only, and imported by nothing: it is a program. Its imports are in the learner, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ USAGE_CODE: Final = 2
 ORDER: Final = b"fork"
 PID_BYTES_MAX: Final = 16
 DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/neuron", "/dev/vfio/")
-"""What drivers of accelerators open: NVIDIA, AMD, Intel, TPU, Trainium. Their state does not survive a fork."""
+"""Devices that drivers of accelerators open: NVIDIA, AMD, Intel, TPU, Trainium. Their state does not survive a fork."""
 
 
 def preload(modules: Sequence[str]) -> str:
@@ -61,7 +61,7 @@ def preload(modules: Sequence[str]) -> str:
 
 
 def fork_problem() -> str:
-    """What makes a fork of this process unsound, as the end of a sentence; empty if nothing does."""
+    """Say why a fork of this process is unsound, as the end of a sentence; empty if it is not."""
     # Libraries that know about forks end their threads before one (OpenBLAS does); those of the others stay.
     trial = os.fork()
     if trial == 0:
@@ -71,8 +71,8 @@ def fork_problem() -> str:
     names = [(task / "comm").read_text().strip() for task in tasks]
     if names:
         return f"started threads ({', '.join(sorted(names)[:5])}), which a fork would lack"
-    opened = sorted(path for path in map(_link, Path("/proc/self/fd").iterdir()) if path.startswith(DEVICES))
-    return f"opened the device {opened[0]}, which a fork can't use" if opened else ""
+    devices = sorted(path for path in map(_link, Path("/proc/self/fd").iterdir()) if path.startswith(DEVICES))
+    return f"opened the device {devices[0]}, which a fork can't use" if devices else ""
 
 
 def _link(path: Path) -> str:
@@ -171,7 +171,7 @@ def set_arguments(command: Sequence[str]) -> None:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a script, or "-m" and a module, as `__main__`. What it raises ends the process, as ever."""
+    """Run a script, or "-m" and a module, as `__main__`. Its exceptions end the process, as ever."""
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(__builtins__=builtins, __cached__=None)
     sys.modules["__main__"] = main_module

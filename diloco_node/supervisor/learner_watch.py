@@ -1,4 +1,4 @@
-"""What is wrong with a learner's process, as its supervisor sees it: it hangs, or it crashes again and again.
+"""A watch over a learner's process that finds it hanging, or crashing again and again.
 
 Pure: the caller has the clock and the process. Seconds are monotonic. Standard library only, for the supervisor.
 
@@ -47,7 +47,7 @@ FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, 
 
 
 class Action(StrEnum):
-    """What the supervisor has to do."""
+    """An order to the supervisor."""
 
     NOTHING = "nothing"
     ABORT = "abort"
@@ -73,18 +73,25 @@ class LearnerWatch:
         self.exit_code: int | None = None
         self.restarts = 0
         self._log = log
+        # A second life is a restart.
         self._has_lived = False
         self.reason = ""
         self.crashes = 0
         self.hangs = 0
         self._hang_s = hang_s
+        # The counters' bytes at the last step, and when that was; None: this life has made none.
         self._mark: bytes | None = None
         self._stepped_s: float | None = None
+        # The last look: when the next one comes late, the machine slept, not the learner.
         self._looked_s = 0.0
+        # Seconds between the last steps, over all lives.
         self._pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
+        # How often the limit is doubled after hangs, and since when; forgiven one by one.
         self._doublings = 0
         self._doubled_s = 0.0
+        # The last crashes; as many within CRASHES_WITHIN_S are a loop.
         self._crashed_s: deque[float] = deque(maxlen=CRASHES_MAX)
+        # When this life was told to write its stacks and end; None: it was not.
         self._aborted_s: float | None = None
         self._last_action = Action.NOTHING
 
@@ -103,7 +110,7 @@ class LearnerWatch:
         self._last_action = Action.NOTHING
 
     def look(self, mark: bytes | None, *, now_s: float) -> Action:
-        """What to do now. Call it every second or so, with what the counters hold, while the process lives."""
+        """Decide what to do now. Call it every second or so, with the counters' bytes, while the process lives."""
         asleep_s, self._looked_s = now_s - self._looked_s, now_s
         if self._aborted_s is not None:
             return self._escalate(now_s - self._aborted_s)

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from diloco_node.backoff import Backoff
+
 FORK_SERVER: Final = Path(__file__).resolve().with_name("fork_server.py")
 
 ANSWER_BYTES_MAX: Final = 65_536
@@ -129,7 +131,7 @@ class ForkServer:
         write: takes what its modules print.
         report: takes what happens to it, from other threads.
         say: takes a line for the supervisor's log.
-        backoff_min_s, backoff_max_s: wait before it is started again, twice as long each time.
+        backoff: waits before it is started again.
 
     Attributes:
         pid: its process; 0 while there is none.
@@ -146,8 +148,7 @@ class ForkServer:
         write: Callable[[bytes], None],
         report: Callable[[ServerEvent], None],
         say: Callable[[str], None],
-        backoff_min_s: float,
-        backoff_max_s: float,
+        backoff: Backoff,
     ) -> None:
         self.restart_at_s: float | None = None
         self.is_starting = False
@@ -156,8 +157,7 @@ class ForkServer:
         self._interpreter, self._command = list(command[:at]), list(command[at:])
         self._modules = list(modules)
         self._write, self._report, self._say = write, report, say
-        self._backoff_s = self._backoff_min_s = backoff_min_s
-        self._backoff_max_s = backoff_max_s
+        self._backoff = backoff
         self._ready_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
@@ -170,9 +170,9 @@ class ForkServer:
 
     def start(self, env: Mapping[str, str]) -> None:
         """Start it with the learner's environment; what follows is reported."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            numbers = [str(theirs.fileno()), str(os.getpid())]
+        ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with remote:
+            numbers = [str(remote.fileno()), str(os.getpid())]
             try:
                 process = subprocess.Popen(
                     [*self._interpreter, str(FORK_SERVER), *numbers, *self._modules, "--", *self._command],
@@ -181,7 +181,7 @@ class ForkServer:
                     stderr=subprocess.STDOUT,
                     env=env,
                     process_group=0,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[remote.fileno()],
                 )
             except OSError as error:
                 ours.close()
@@ -203,12 +203,12 @@ class ForkServer:
     def _watch(self, process: subprocess.Popen[bytes], orders: socket.socket) -> None:
         """Its first packet, then its end. Nobody else reads the socket before ServerReady was reported."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(orders.recv(ANSWER_BYTES_MAX))
-            self._report(ServerReady(float(said.get("ready", 0.0)), str(said.get("error", ""))))
+            ready = json.loads(orders.recv(ANSWER_BYTES_MAX))
+            self._report(ServerReady(float(ready.get("ready", 0.0)), str(ready.get("error", ""))))
         self._report(ServerEnded(process.wait()))
 
     def note(self, event: ServerEvent) -> None:
-        """What was reported."""
+        """Take in what was reported."""
         self.is_starting = False
         if isinstance(event, ServerReady):
             self._is_ready, self._is_useless = not event.error, bool(event.error)
@@ -219,18 +219,18 @@ class ForkServer:
                 else f"preloaded in {event.seconds:.1f} s: the learner is forked from process {self.pid}"
             )
             return
-        has_served = self._is_ready and time.monotonic() - self._ready_s > self._backoff_max_s
+        has_served = self._is_ready and time.monotonic() - self._ready_s > self._backoff.max_s
         if has_served:
-            self._backoff_s = self._backoff_min_s
+            self._backoff.reset()
         self._let_go()
         if self._is_useless:
             return
         self._schedule_restart(f"the preloading process ended, code={event.code}")
 
-    def _schedule_restart(self, what: str) -> None:
-        wait_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, self._backoff_max_s)
+    def _schedule_restart(self, reason: str) -> None:
+        wait_s = self._backoff.next_s()
         self.restart_at_s = time.monotonic() + wait_s
-        self._say(f"{what}: another in {wait_s:.1f} s; until that is ready the learner starts afresh")
+        self._say(f"{reason}: another in {wait_s:.1f} s; until that is ready the learner starts afresh")
 
     def fork(self) -> Forked | None:
         """A new learner; None if there is no server that makes one: then it must be started afresh."""

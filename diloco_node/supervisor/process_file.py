@@ -1,4 +1,4 @@
-"""What the supervisor tells its daemon of the learner's process: a small file in the state folder, `learner.json`.
+"""The file `learner.json` in the state folder, by which the supervisor tells its daemon of the learner's process.
 
 Not durable: the next supervisor writes it anew. Standard library only, for the supervisor.
 """
@@ -29,15 +29,15 @@ def read_process(state_dir: Path) -> dict[str, Any]:
     """The newest word; empty where there is none, or none that makes sense."""
     try:
         with (state_dir / PROCESS_FILE).open("rb") as file:
-            found = json.loads(file.read(BYTES_MAX))
+            process_document = json.loads(file.read(BYTES_MAX))
         document = {
-            "state": str(found["state"]),
-            "reason": str(found["reason"])[:REASON_CHARS_MAX],
-            "crashes": int(found["crashes"]),
-            "hangs": int(found["hangs"]),
-            "exit_code": None if found.get("exit_code") is None else int(found["exit_code"]),
-            "restarts": int(found.get("restarts", 0)),
-            "log": str(found.get("log", ""))[:REASON_CHARS_MAX],
+            "state": str(process_document["state"]),
+            "reason": str(process_document["reason"])[:REASON_CHARS_MAX],
+            "crashes": int(process_document["crashes"]),
+            "hangs": int(process_document["hangs"]),
+            "exit_code": None if process_document.get("exit_code") is None else int(process_document["exit_code"]),
+            "restarts": int(process_document.get("restarts", 0)),
+            "log": str(process_document.get("log", ""))[:REASON_CHARS_MAX],
         }
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {}

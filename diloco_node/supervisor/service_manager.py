@@ -1,4 +1,4 @@
-"""What systemd, or whatever started a region with NOTIFY_SOCKET, is told: that it is up, that it stops, that it lives.
+"""Messages to systemd, or whatever started a region with NOTIFY_SOCKET: it is up, it stops, it lives.
 
 Standard library only, for the supervisor. The protocol is sd_notify(3): one datagram of KEY=VALUE lines.
 """
@@ -50,7 +50,7 @@ class ServiceManager:
         self._send("WATCHDOG=1")
 
     def tell(self, text: str) -> None:
-        """One line for `systemctl status`."""
+        """Send a line for `systemctl status`."""
         self._send(f"STATUS={text}")
 
     def _send(self, text: str) -> None:

@@ -18,8 +18,8 @@ How it ends (`run_supervisor`'s result is the exit code):
   stopped until SIGUSR1 or the next start, while the daemon votes and merges.
 
 Children are put into process groups of their own (a Ctrl-C in the terminal reaches only the supervisor) and get
-PR_SET_PDEATHSIG: when the supervisor dies, so do they. What a dead learner command left behind (the ranks of a killed
-`torchrun`, which have sessions of their own) is found by its environment and killed before the next start.
+PR_SET_PDEATHSIG: when the supervisor dies, so do they. Processes that a dead learner command left behind (the
+ranks of a killed `torchrun`, in sessions of their own) are found by their environment and killed before the next start.
 
 The daemon starts first, for the other regions wait for its vote. Where processors are few, the learner's imports would
 hold it up. So they begin when it is up, or `daemon_first_s` later.
@@ -42,6 +42,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Final
 
+from diloco_node.backoff import Backoff
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
@@ -50,11 +51,8 @@ from diloco_node.supervisor.learner_watch import COUNTERS_AREA, FROM_OUTSIDE, Ac
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
-from diloco_node.supervisor.supervisor_spec import SupervisorSpec
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES, SupervisorSpec
 from diloco_node.unix_sockets import socket_path
-
-FINAL_CODES: Final = frozenset({2, 4, 6, 7})
-"""The daemon's exit codes that another start would only repeat."""
 
 BIND_CODE: Final = 3
 """Final at the daemon's first start; later its own old connections may linger, and it tries again."""
@@ -87,15 +85,19 @@ class _Supervisor:
         self._spec = spec
         self._memory = memory
         self._watch = LearnerWatch(spec.hang_s, log=str(spec.state_dir.resolve() / "logs" / "learner.log"))
+        # The counters' bytes when the learner's present life began.
         self._counters: bytes | None = None
+        # A folder with a ledger is that of a run that has begun: a full disk must not end it.
         self._has_run = (spec.state_dir / LEDGER_NAME).exists()
         self._env = env
         # SimpleQueue.put is safe in a signal handler; Queue.put is not.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._log = ChildLog(spec.state_dir / "logs" / "supervisor.log", is_echoing=False)
         self._manager = ServiceManager(os.environ, os.getpid())
+        # Whether the present daemon has written its port.
         self._is_ready = False
         self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec, logs_errors_only=True, is_shown=False)
+        # In the order of their start.
         self._children = [self._daemon]
         self._learner: Child | None = None
         if spec.learner_command is not None:
@@ -108,6 +110,7 @@ class _Supervisor:
             self._tracker = Child("tracker", spec.tracker_command, signal.SIGTERM, spec, is_shown=False)
             self._children.append(self._tracker)
         self._forks = self._learner.forks if self._learner is not None else None
+        # Whether the fork server was started, which waits for the daemon.
         self._has_preloaded = False
         self._began_s = time.monotonic()
 
@@ -125,16 +128,15 @@ class _Supervisor:
             write=learner.log.write,
             report=self._events.put,
             say=self.say,
-            backoff_min_s=self._spec.backoff_min_s,
-            backoff_max_s=self._spec.backoff_max_s,
+            backoff=Backoff(self._spec.backoff_min_s, self._spec.backoff_max_s),
         )
 
     def say(self, text: str) -> None:
-        """One fact: for the log, for people, and for the service manager."""
+        """Tell one fact to the log, to people, and to the service manager."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         fact = {"timestamp": stamp, "level": "info", "event": text, "region": self._spec.region, "part": "supervisor"}
-        shown = json.dumps(fact) if self._spec.log_format == "json" else logfmt(fact)
-        self._log.write(f"{shown}\n".encode())
+        line = json.dumps(fact) if self._spec.log_format == "json" else logfmt(fact)
+        self._log.write(f"{line}\n".encode())
         if self._spec.is_echoing:
             show(f"{stamp} {self._spec.region}: {text}\n".encode())
         self._manager.tell(text)
@@ -268,10 +270,10 @@ class _Supervisor:
 
     def _child_exited(self, child: Child, code: int) -> int | None:
         lived_s = child.ended()
-        what = f"{child.name} exited, code={code} after {lived_s:.1f} s"
+        exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s"
         final = self._final_code(child, code, lived_s)
         if final is not None:
-            self.say(f"{what}: the region ends with {final}")
+            self.say(f"{exit_text}: the region ends with {final}")
             if child is self._daemon and code == 0 and self._learner is not None:
                 # The run is finished; the learner was told so and writes its last files.
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
@@ -280,7 +282,7 @@ class _Supervisor:
             may_restart = self._watch.ended(code, lived_s=lived_s, now_s=time.monotonic())
             write_process(self._spec.state_dir, self._watch.document())
             if not may_restart:
-                self.say(f"{what}: {'it is done' if child.is_done else self._watch.reason}")
+                self.say(f"{exit_text}: {'it is done' if child.is_done else self._watch.reason}")
                 if self._forks is not None and child.is_done:
                     self._forks.close()
                 return None
@@ -288,7 +290,7 @@ class _Supervisor:
         has_stepped = counters != self._counters and any(counters)  # zeros are a new area
         ran_well = child is self._learner and has_stepped and -code in FROM_OUTSIDE
         wait_s = child.schedule_restart(lived_s, ran_well=ran_well)
-        self.say(f"{what}: starting again in {wait_s:.1f} s")
+        self.say(f"{exit_text}: starting again in {wait_s:.1f} s")
         return None
 
     def _final_code(self, child: Child, code: int, lived_s: float) -> int | None:

@@ -1,15 +1,19 @@
-"""What a region's supervisor starts, and how long it waits for it."""
+"""The commands that a region's supervisor starts, and how long it waits for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
+
+FINAL_CODES: Final = frozenset({2, 4, 6, 7})
+"""The daemon's exit codes that another start would only repeat; RestartPreventExitStatus of deploy's unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorSpec:
-    """What to run.
+    """The processes to run, and the waits between their lives.
 
     Attributes:
         region: for messages.

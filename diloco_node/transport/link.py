@@ -30,6 +30,7 @@ from typing import Any
 
 import structlog
 
+from diloco_node.backoff import Backoff
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
 from diloco_node.transport.intake import Intake
 from diloco_node.transport.kernel.congestion import (
@@ -183,7 +184,7 @@ class PeerLink:
         if self._address is None:
             return
         times = self._env.times
-        backoff_s = times.backoff_min_s
+        backoff = Backoff(times.backoff_min_s, times.backoff_max_s)
         may_wait = False
         while True:
             await self._down.wait()
@@ -197,11 +198,9 @@ class PeerLink:
             why = await self._dial_once()
             raise_if_cancelled()
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
-                backoff_s = times.backoff_min_s
-            if _is_violation(why):
-                backoff_s = max(backoff_s, times.violation_backoff_s)
-            await asyncio.sleep(backoff_s * self._random.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, times.backoff_max_s)
+                backoff.reset()
+            wait_s = backoff.next_s(at_least_s=times.violation_backoff_s if _is_violation(why) else 0.0)
+            await asyncio.sleep(wait_s * self._random.uniform(0.5, 1.0))
 
     async def _dial_once(self) -> PeerError | None:
         """Dial once, and live through the session. Returns why it failed or ended; None when it was superfluous."""

@@ -309,3 +309,22 @@ def test_with_a_frozen_weight_and_a_buffer_the_loaded_model_is_the_regions(
     assert is_equal(dict(model.state_dict()), values)
     assert json.loads((out / "export.json").read_text())["kept"] == sorted([frozen, buffer])
     assert transformers.AutoTokenizer.from_pretrained(out).eos_token == END
+
+
+def test_a_model_that_began_with_random_weights_gets_its_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    model_folder, out = write_hf_folder(tmp_path / "model"), tmp_path / "out"
+    module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model_folder))
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
+    manifest = build_manifest([TensorSpec(*shape) for shape in shapes.items()], 2)
+    folder = a_region(tmp_path / "a", manifest)
+    (folder / "trainer.json").write_text(json.dumps({"model": {"hf": str(model_folder)}}))
+    code, message = exported(capsys, folder, out)
+    assert code == 0, message
+    assert json.loads((out / "export.json").read_text())["kept"] == []
+    state = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(np.array_equal(state[name], values) for name, values in tensors_of(manifest, 4, 6).items())
+    assert torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"]), "tied"
+    assert transformers.AutoTokenizer.from_pretrained(out).eos_token == END

@@ -85,7 +85,7 @@ def test_only_processes_that_are_a_region_have_the_option_region(capsys: pytest.
         assert main([*words, "--help"]) == 0
         output = capsys.readouterr().out
         assert "[REGION|STATE-FOLDER]" in output, words
-        assert "--region" not in output, words
+        assert "--region " not in output, words
     for words in (["start"], ["doctor"], ["measure", "serve"]):
         assert main([*words, "--help"]) == 0
-        assert "--region" in capsys.readouterr().out
+        assert "--region " in capsys.readouterr().out

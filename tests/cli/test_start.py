@@ -316,8 +316,8 @@ def test_a_missing_data_path(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (code, "data.paths: nope (--data) does not exist" in message) == (2, True)
     code, message = refused(capsys, "--region", "eu", "--data", "hf:owner/name")
     assert (code, "data.paths: hf:owner/name (--data) wants model.hf" in message) == (2, True)
-    for more in ([], ["--set", "model.hf=owner/name", "--set", "data.paths="]):
-        code, message = refused(capsys, "--region", "eu", "--data", "run.toml", *more, "--set", "data.streaming=true")
+    for more in (["--data", "run.toml"], ["--set", "model.hf=owner/name", "--set", "data.paths="]):
+        code, message = refused(capsys, "--region", "eu", *more, "--set", "data.streaming=true")
         assert (code, "data.streaming (--set data.streaming) wants model.hf, and as data.paths" in message) == (2, True)
     assert not (tmp_path / "state").exists()
 

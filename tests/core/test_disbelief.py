@@ -30,7 +30,7 @@ def a_region(*entries: Entry) -> RegionCore:
         settings_digest=GENESIS.settings_digest,
         manifest=MANIFEST,
         settings=SETTINGS,
-        recovered=Recovered(1, "", entries, (0, 0) if entries else (-1, -1), held),
+        recovery=Recovered(1, "", entries, (0, 0) if entries else (-1, -1), held),
         seed=1,
         now_ns=0,
     )
@@ -39,17 +39,17 @@ def a_region(*entries: Entry) -> RegionCore:
 def deliver(core: RegionCore, *entries: Entry, after: Entry) -> list[Effect]:
     message = AppendEntries(1, 1, after.index, after.hash, entries, entries[-1].index)
     todo = core.handle(MessageArrived("a", message), now_ns=1)
-    seen: list[Effect] = []
+    records: list[Effect] = []
     while todo:
         effect = todo.pop(0)
-        seen.append(effect)
+        records.append(effect)
         if isinstance(effect, PersistLedger):
             todo += core.handle(LedgerPersisted(effect.token), now_ns=1)
-    return seen
+    return records
 
 
 def alarms(effects: list[Effect]) -> str:
-    return " | ".join(one.text for one in effects if isinstance(one, Note) and one.is_alarm)
+    return " | ".join(effect.text for effect in effects if isinstance(effect, Note) and effect.is_alarm)
 
 
 BAD: list[tuple[EntryBody, str]] = [
@@ -84,8 +84,8 @@ def test_a_good_round_is_kept() -> None:
 @pytest.mark.parametrize(("body", "says"), BAD)
 def test_a_ledger_on_disk_with_such_an_entry_is_damaged(body: EntryBody, says: str) -> None:
     ledger = Ledger()
-    for one in (LeaderBody("a"), GENESIS, body):
-        ledger.add(one)
+    for item in (LeaderBody("a"), GENESIS, body):
+        ledger.add(item)
     with pytest.raises(StorageError, match="the ledger on disk makes no sense: entry 3"):
         a_region(*ledger.entries)
 

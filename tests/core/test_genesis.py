@@ -31,7 +31,7 @@ class Place:
             region="a",
             fragments=2,
             manifest_digest=MANIFEST.digest,
-            recovered=Recovered(0, "", (), (), frozenset()),
+            recovery=Recovered(0, "", (), (), frozenset()),
             history=self.history,
             effects=self.effects,
         )

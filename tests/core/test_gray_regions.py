@@ -28,7 +28,7 @@ Change = Callable[[msg.Message], msg.Message | None]
 
 
 def said(small: Small, name: str, change: Change) -> Restore:
-    """A region says something else than it should; None: nothing. What it says to itself stays true."""
+    """A region says something else than it should; None: nothing. Its messages to itself stay true."""
     handlers = small.hosts[name].effects.handlers
     send = handlers[ev.Send]
 
@@ -77,7 +77,7 @@ def crawl(small: Small, name: str) -> Restore:
 
 
 def contributes_nothing(small: Small, name: str) -> Restore:
-    silent = said(small, name, lambda one: None if isinstance(one, msg.Contributed | msg.Declined) else one)
+    silent = said(small, name, lambda effect: None if isinstance(effect, msg.Contributed | msg.Declined) else effect)
     idle = undone(small, name, ev.SendContribution)
     return lambda: (silent(), idle())[0]
 
@@ -154,7 +154,7 @@ def test_one_gray_region_of_four_costs_the_others_little_and_comes_back(
     small.go(LEARNING_S)
     assert rate(small, MEASURED_S) >= 0.9 * usual, f"seed {SEED}"
     left_out = small.view(small.leader()).left_out
-    assert {one.region for one in left_out} <= {name}, "nobody else is blamed"
+    assert {line.region for line in left_out} <= {name}, "nobody else is blamed"
     assert not left_out or left_out == small.view(small.others()[0]).left_out, "everybody knows why"
     restore()
     until_ns = small.world.now_ns + BACK_S * SECOND
@@ -170,11 +170,12 @@ def lies_about_others(small: Small, liar: str) -> Change:
         if not isinstance(message, msg.ReductionReported):
             return message
         core = small.hosts[liar].core
-        parts = [round_.ballot for round_ in core.participant._rounds if round_.ballot is not None]
-        decision = next(part.decision for part in parts if part.ballot == message.ballot)
+        ballots = [round_.ballot for round_ in core.participant._rounds if round_.ballot is not None]
+        decision = next(ballot.decision for ballot in ballots if ballot.number == message.ballot)
         rows = zip(decision.contributions, message.contribution_norms, strict=True)
         told = tuple(
-            row if offered.learner == liar else tuple(4.0 * norm + 1.0 for norm in row) for offered, row in rows
+            row if contribution.learner == liar else tuple(4.0 * norm + 1.0 for norm in row)
+            for contribution, row in rows
         )
         return replace(message, contribution_norms=told)
 
@@ -191,10 +192,10 @@ def contributes_minus_1000(small: Small, liar: str) -> None:
     def poisoned(fragment: int, part: Part) -> FakeSnapshot:
         snapshot = real(fragment, part)
         layout = small.sim.setup.layouts[fragment]
-        encoded = tensors.encode(-1000 * tensors.decode(snapshot.encoded, codec), codec)
-        norms = layout.squared_norms(tensors.decode(encoded, codec), 0, layout.blocks)
+        data = tensors.encode(-1000 * tensors.decode(snapshot.encoded, codec), codec)
+        norms = layout.squared_norms(tensors.decode(data, codec), 0, layout.blocks)
         contribution = replace(snapshot.contribution, squared_norms=norms)
-        return FakeSnapshot(contribution, snapshot.values, snapshot.work, encoded)
+        return FakeSnapshot(contribution, snapshot.values, snapshot.work, data)
 
     learner._make_snapshot = poisoned  # type: ignore[method-assign]
 
@@ -219,11 +220,11 @@ def test_a_reducer_that_lies_about_norms_can_not_have_its_own_gradient_merged_al
     assert moved(small, 10) < 3 * honest, f"seed {SEED}"
     rounds = [body for body in small.bodies()[known:] if isinstance(body, RoundBody)]
     assert len(rounds) > 10
-    others = set(small.hosts) - {liar}
-    assert all(others <= {member.contribution.learner for member in body.members} for body in rounds[1:])
+    peers = set(small.hosts) - {liar}
+    assert all(peers <= {member.contribution.learner for member in body.members} for body in rounds[1:])
     assert any(
-        one.region == liar and one.part == "reducer" and "norms" in one.reason
-        for one in small.view(small.leader()).left_out
+        item.region == liar and item.part == "reducer" and "norms" in item.reason
+        for item in small.view(small.leader()).left_out
     )
 
 

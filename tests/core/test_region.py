@@ -95,7 +95,7 @@ def test_status_shows_peers_rounds_and_reasons(patch: pytest.MonkeyPatch) -> Non
     assert all(set(peer.hears) == set(small.hosts) - {peer.region} for peer in view.peers)
     assert view.rounds_committed == small.sim.checkers.commits
     assert view.rounds
-    assert all(one.waiting and one.members and one.deadline_ns > one.opened_at_ns for one in view.rounds)
+    assert all(round_.waiting and round_.members and round_.deadline_ns > round_.opened_at_ns for round_ in view.rounds)
     follower = small.view(small.others()[0])
     assert (follower.role, follower.leader) == ("follower", leader)
     assert follower.waiting.startswith("follows")
@@ -189,13 +189,13 @@ def test_leader_without_majority_merges_nothing_and_its_ballots_die(patch: pytes
 def test_one_way_cut_between_two_keeps_both_as_members(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
     small.go(8)
-    one, other = small.others()[:2]
-    small.sim.network.cut(one, other)
+    first_region, second_region = small.others()[:2]
+    small.sim.network.cut(first_region, second_region)
     small.go(8)
     last = next(body for body in reversed(small.bodies()) if isinstance(body, RoundBody))
     assert len(last.members) == 4
-    assert {stripe.reducer for stripe in last.stripes} == set(small.hosts) - {one, other}
-    small.sim.network.mend(one, other)
+    assert {stripe.reducer for stripe in last.stripes} == set(small.hosts) - {first_region, second_region}
+    small.sim.network.mend(first_region, second_region)
     small.go(3)
     small.settle()
 
@@ -283,15 +283,15 @@ def test_a_leader_whose_disk_stands_still_makes_way(patch: pytest.MonkeyPatch, s
 def test_a_leader_that_only_waits_for_the_others_keeps_the_lead(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
     small.go(8)
-    leader, others = small.leader(), small.others()
-    usual = {name: small.hosts[name].effects.handlers[ev.StorePayload] for name in others}
-    for name in others[:2]:
+    leader, peers = small.leader(), small.others()
+    usual = {name: small.hosts[name].effects.handlers[ev.StorePayload] for name in peers}
+    for name in peers[:2]:
         small.hosts[name].effects.handlers[ev.StorePayload] = lambda _: None
     commits = small.sim.checkers.commits
     small.go(20)
     assert small.sim.checkers.commits <= commits + 2, "no majority has a payload"
     assert small.leader() == leader
-    for name in others[:2]:
+    for name in peers[:2]:
         small.hosts[name].effects.handlers[ev.StorePayload] = usual[name]
         small.hosts[name].kill_daemon()
         small.hosts[name].start_daemon()
@@ -455,7 +455,7 @@ def test_a_region_whose_bytes_are_others_than_the_ledgers_heals_from_the_others(
         plane = small.hosts[name].plane
         plane.theta[1] = plane.theta[1] + np.float32(0.5)
         small.go(8)
-        mine = [note for one, note in small.notes if one == name and note.kind == "diverged"]
+        mine = [note for name_, note in small.notes if name_ == name and note.kind == "diverged"]
         assert [note.fragment for note in mine] == [1]
         assert small.view(name).digest_differences > 0
         assert small.hosts[name].core.versions.healing == ()
@@ -482,8 +482,8 @@ def test_while_a_fragment_is_wrong_its_rounds_are_not_acknowledged_and_the_other
     assert "fragment 1 differs" in small.view(name).waiting
     reached = host.core.versions._healing[1].reached
     assert not host.core.versions.has_payload(RoundBody(1, reached + 1, Ballot(1, 1), (), 1.0, (), (), b"d" * 32))
-    told = {one.fragment for one in host.core._upkeep.digests.to_report(now_ns=small.world.now_ns)}
-    assert 1 not in told
+    digests = {report.fragment for report in host.core._upkeep.digests.to_report(now_ns=small.world.now_ns)}
+    assert 1 not in digests
     assert small.view(small.leader()).committed_versions[1] > reached, "the others go on"
 
 
@@ -501,7 +501,7 @@ def a_core(recovered: Recovered = EMPTY) -> RegionCore:
         settings_digest="settings",
         manifest=MANIFEST,
         settings=SETTINGS,
-        recovered=recovered,
+        recovery=recovered,
         seed=SEED,
         now_ns=0,
     )
@@ -571,16 +571,16 @@ def test_other_bytes_at_an_equal_version_are_an_alarm() -> None:
     core = a_core()
     core.history.versions = [4, 4]
     core.handle(ev.DigestComputed(1, 4, b"x" * 32), now_ns=1)
-    told = beat(digests=(FragmentDigest(1, 4, b"y" * 32),))
-    assert alarms(core.handle(ev.MessageArrived("b", told), now_ns=2)) == ["digest"]
+    digests = beat(digests=(FragmentDigest(1, 4, b"y" * 32),))
+    assert alarms(core.handle(ev.MessageArrived("b", digests), now_ns=2)) == ["digest"]
     assert core.view().digest_differences == 1
 
 
 def test_ballot_of_somebody_who_does_not_lead_is_ignored() -> None:
     core = a_core()
-    opened = msg.BallotOpened(Ballot(1, 1), 0, 1, ("a",), ())
+    announcement = msg.BallotOpened(Ballot(1, 1), 0, 1, ("a",), ())
     core.handle(ev.LearnerAttached(status(3), (-1, -1), ()), now_ns=1)
-    assert core.handle(ev.MessageArrived("b", opened), now_ns=2) == []
+    assert core.handle(ev.MessageArrived("b", announcement), now_ns=2) == []
 
 
 def test_core_that_becomes_due_tells_its_leader_at_once() -> None:

@@ -1,4 +1,4 @@
-"""What was captured on the way to a region comes again, thousands of times: it counts once, the account balances."""
+"""Messages captured on the way to a region come again, thousands of times: it counts once, the account balances."""
 
 from __future__ import annotations
 

@@ -16,22 +16,22 @@ SPEEDS = {"mixed": (4, 4, 2, 1), "one_fast": (10, 10, 10, 1)}
 
 @pytest.fixture
 def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as one:
-        yield one
+    with pytest.MonkeyPatch.context() as patch_:
+        yield patch_
 
 
 def participation(small: Small) -> dict[str, float]:
     rounds = [body for body in small.bodies() if isinstance(body, RoundBody)]
-    seen = Counter(member.contribution.learner for body in rounds for member in body.members)
-    return {name: seen[name] / len(rounds) for name in small.hosts}
+    records = Counter(member.contribution.learner for body in rounds for member in body.members)
+    return {name: records[name] / len(rounds) for name in small.hosts}
 
 
 @pytest.mark.parametrize("mix", sorted(SPEEDS))
 def test_nobody_starves(patch: pytest.MonkeyPatch, mix: str) -> None:
     small = Small(patch, slower=SPEEDS[mix])
     small.go(90)
-    found = participation(small)
-    assert min(found.values()) > 0.9, found
+    result = participation(small)
+    assert min(result.values()) > 0.9, result
     small.settle()
 
 
@@ -69,12 +69,12 @@ def test_a_slow_region_can_lead(patch: pytest.MonkeyPatch) -> None:
     again = Small(patch, slower=slower)
     again.go(60)
     assert again.leader() == names[place], "the same seed, so the same leader"
-    found = participation(again)
-    assert min(found.values()) > 0.9, found
+    result = participation(again)
+    assert min(result.values()) > 0.9, result
 
 
 def test_a_restart_of_a_slow_learner_does_not_end_the_run(patch: pytest.MonkeyPatch) -> None:
-    """Of the learners that are left the median is a fast one, which has made all the run's steps long ago."""
+    """The median of the remaining learners is a fast one, which has made all the run's steps long ago."""
     small = Small(patch, slower=SPEEDS["mixed"], steps_max=100)
     small.go(25)
     slow = small.hosts[sorted(small.hosts)[0]]

@@ -80,10 +80,10 @@ def test_every_prefix_and_everything_longer_is_refused(value: Any, more: bytes) 
 @example(b"\x94" + b"\xcb" * 35)
 def test_any_bytes_are_what_msgpack_makes_of_them_or_refused(data: bytes) -> None:
     try:
-        found = unpack(data, **WIDE)
+        result = unpack(data, **WIDE)
     except ProtocolViolation:
         return
-    assert msgpack.packb(found, use_single_float=False) == msgpack.packb(msgpack.unpackb(data))
+    assert msgpack.packb(result, use_single_float=False) == msgpack.packb(msgpack.unpackb(data))
 
 
 @pytest.mark.parametrize("data", [b"\x80", b"\x81\x01\x02", b"\xde\x00\x00", b"\xd4\x01\x00", b"\xc7\x00\x05", b"\xc1"])

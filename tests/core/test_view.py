@@ -15,6 +15,6 @@ def test_rounds_count_for_those_that_are_in_them_and_for_live_learners() -> None
     liveness.own_learner(status(), now_ns=1)
     participation.count(committed_round(1, 1, [contribution("b"), contribution("a")]))
     participation.count(committed_round(0, 2, [contribution("b")]))
-    found = participation.view()
-    assert found == (ParticipationView("a", 1, 2), ParticipationView("b", 3, 3), ParticipationView("c", 0, 0))
-    assert [one.ratio for one in found] == [0.5, 1.0, 1.0]
+    result = participation.view()
+    assert result == (ParticipationView("a", 1, 2), ParticipationView("b", 3, 3), ParticipationView("c", 0, 0))
+    assert [line.ratio for line in result] == [0.5, 1.0, 1.0]

@@ -18,8 +18,7 @@ import yaml
 
 from diloco_node import __version__
 from diloco_node.main import app
-from diloco_node.supervisor.supervisor import FINAL_CODES
-from diloco_node.supervisor.supervisor_spec import SupervisorSpec
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES, SupervisorSpec
 from tests.kit.repository import ROOT
 
 DEPLOY = ROOT / "deploy"

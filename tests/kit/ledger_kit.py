@@ -87,7 +87,7 @@ def a_core(
 
 
 def sends(effects: list[Effect]) -> list[tuple[str, Message]]:
-    """What is sent, without folders and hashes of acknowledgements."""
+    """Return the sent messages, without folders and hashes of acknowledgements."""
     return [(effect.peer, _plain(effect.message)) for effect in effects if isinstance(effect, Send)]
 
 
@@ -110,8 +110,8 @@ def arrive(core: LedgerCore, peer: str, message: Message, now_ns: int = 0) -> li
     if isinstance(message, AppendEntriesReply | RequestVote | RequestVoteReply) and not message.disk:
         message = replace(message, disk=disk_of(peer))
     if isinstance(message, AppendEntriesReply) and not message.durable_hash:
-        known = message.accepted and 1 <= message.durable_index <= core.last_index
-        message = replace(message, durable_hash=core.entry(message.durable_index).hash if known else ZERO_HASH)
+        is_known = message.accepted and 1 <= message.durable_index <= core.last_index
+        message = replace(message, durable_hash=core.entry(message.durable_index).hash if is_known else ZERO_HASH)
     return core.handle(MessageArrived(peer, message), now_ns=now_ns)
 
 
@@ -149,14 +149,14 @@ def vote_request(term: int, pre_vote: bool, last_index: int, last_term: int, *, 
     return RequestVote(term, pre_vote, last_index, last_term, b"", has_view)
 
 
-def vote(term: int, pre_vote: bool, granted: bool) -> RequestVoteReply:
+def vote(term: int, pre_vote: bool, is_granted: bool) -> RequestVoteReply:
     """A voter's answer; `arrive` fills in its folder."""
-    return RequestVoteReply(term, pre_vote, granted, b"")
+    return RequestVoteReply(term, pre_vote, is_granted, b"")
 
 
-def ack(term: int, sequence: int, accepted: bool, durable_index: int) -> AppendEntriesReply:
+def ack(term: int, sequence: int, is_accepted: bool, durable_index: int) -> AppendEntriesReply:
     """A follower's answer; `arrive` fills in its folder, and the hash that the leader has there."""
-    return AppendEntriesReply(term, sequence, accepted, durable_index, b"", b"")
+    return AppendEntriesReply(term, sequence, is_accepted, durable_index, b"", b"")
 
 
 def append_entries(

@@ -109,7 +109,7 @@ class Network:
         self.disks[name] = Disk(self.rng.randbytes(16))
 
     def lead(self, name: str) -> None:
-        """What a region's leader does beside rounds: found the run, have the ledger name new folders."""
+        """The work of a region's leader beside rounds: found the run, have the ledger name new folders."""
         core = self.cores[name]
         if core.is_settled and core.founders and not any(isinstance(e.body, GenesisBody) for e in core.entries):
             founders = core.founders
@@ -152,15 +152,15 @@ class Network:
             self.perform(receiver, self.cores[receiver].handle(event, now_ns=self.now_ns))
 
     def check(self, name: str) -> None:
-        """What must hold after every event."""
+        """Check the promises that hold after every event."""
         core = self.cores[name]
         if core.is_leader:
             assert self.leaders.setdefault(core.term, name) == name, (
                 f"two leaders in term {core.term}, seed {self.seed}"
             )
-        taken = core.take_committed()
-        self.committed[name] += taken
-        for entry in taken:
+        entries = core.take_committed()
+        self.committed[name] += entries
+        for entry in entries:
             if entry.index > len(self.truth):
                 self.truth.append(entry)
             assert self.truth[entry.index - 1].hash == entry.hash, f"entry {entry.index} differs, seed {self.seed}"
@@ -230,9 +230,9 @@ class Network:
         self.perform(name, self.cores[name].propose(body, now_ns=self.now_ns))
 
     def isolate(self, name: str) -> None:
-        for other in self.names:
-            if other != name:
-                self.cut |= {(name, other), (other, name)}
+        for peer in self.names:
+            if peer != name:
+                self.cut |= {(name, peer), (peer, name)}
 
     def heal(self) -> None:
         self.cut.clear()

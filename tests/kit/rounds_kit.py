@@ -70,7 +70,7 @@ def contribution(
     snapshot: int = 1,
     norm: float = 4.0,
 ) -> Contribution:
-    """What a learner offers; every piece has the same squared norm."""
+    """A learner's offer; every piece has the same squared norm."""
     tokens = 64 * (steps[1] - steps[0])
     norms = (norm,) * pieces(fragment)
     return Contribution(learner, incarnation, fragment, base, snapshot, *steps, tokens, norms)
@@ -80,10 +80,12 @@ def committed_round(
     fragment: int, version: int, members: Iterable[Contribution], *, ballot: Ballot | None = None, digest: bytes = b""
 ) -> RoundBody:
     """A round as the ledger has it."""
-    one = ballot or Ballot(1, version)
+    number = ballot or Ballot(1, version)
     digest = digest or bytes([100 + version]) * 32
-    chosen = tuple(Member(member, 1.0) for member in members)
-    return RoundBody(fragment, version, one, chosen, 1.0, (1.0,) * pieces(fragment), (Stripe("a", 0, 5),), digest)
+    member_entries = tuple(Member(member, 1.0) for member in members)
+    return RoundBody(
+        fragment, version, number, member_entries, 1.0, (1.0,) * pieces(fragment), (Stripe("a", 0, 5),), digest
+    )
 
 
 class Ledger:
@@ -110,9 +112,9 @@ def history_of(*bodies: EntryBody, now_ns: int = 0) -> RoundHistory:
 def eligibility_of(
     liveness: Liveness, history: RoundHistory, regions: tuple[str, ...] = REGIONS, book: SuspicionBook | None = None
 ) -> Eligibility:
-    """What region a asks about the others; nobody is left out unless the book says so."""
-    own = book or SuspicionBook(ballot_ns=SETTINGS.ballot_deadline_min_ns)
-    return Eligibility(context_of(history, liveness=liveness, regions=regions), own)
+    """The questions of region a about the others; nobody is left out unless the book says so."""
+    suspicions = book or SuspicionBook(ballot_ns=SETTINGS.ballot_deadline_min_ns)
+    return Eligibility(context_of(history, liveness=liveness, regions=regions), suspicions)
 
 
 def context_of(
@@ -160,8 +162,8 @@ class Neighbourhood:
     ) -> None:
         """A heartbeat of a peer arrives."""
         self._sequences[peer] += 1
-        others = tuple(sorted(hears if hears is not None else set(self.regions) - {peer}))
-        beat = Heartbeat(self._sequences[peer], 0, 0, others, learner, applied_index, (), budget)
+        peers = tuple(sorted(hears if hears is not None else set(self.regions) - {peer}))
+        beat = Heartbeat(self._sequences[peer], 0, 0, peers, learner, applied_index, (), budget)
         self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns)
 
     def all_hear(self, learner: LearnerStatus, *, now_ns: int) -> None:

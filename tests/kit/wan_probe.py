@@ -98,7 +98,7 @@ def _ping(
                 continue
         _collect(sockets, rtts, sent_ns, identifier, until_s=time.monotonic() + gap_s)
     ends_s = time.monotonic() + deadline_s
-    while any(len(found) < count for found in rtts.values()) and time.monotonic() < ends_s:
+    while any(len(trips) < count for trips in rtts.values()) and time.monotonic() < ends_s:
         _collect(sockets, rtts, sent_ns, identifier, until_s=min(ends_s, time.monotonic() + 0.1))
     return rtts
 
@@ -115,9 +115,9 @@ def _collect(
         ready, _, _ = select.select(list(sockets), [], [], left_s)
         for sock in ready:
             pair, number = sockets[sock]
-            arrived = _read_answer(sock, identifier, number)
-            if arrived is not None and (number, arrived[0]) in sent_ns:
-                rtts[pair].append(arrived[1] - sent_ns.pop((number, arrived[0])))
+            answer = _read_answer(sock, identifier, number)
+            if answer is not None and (number, answer[0]) in sent_ns:
+                rtts[pair].append(answer[1] - sent_ns.pop((number, answer[0])))
 
 
 def _echo(identifier: int, sequence: int, number: int) -> bytes:
@@ -137,13 +137,13 @@ def _read_answer(sock: socket.socket, identifier: int, number: int) -> tuple[int
     at = (data[0] & 0x0F) * 4 if data else 0
     if len(data) < at + _ECHO.size + 4:
         return None
-    kind, _, _, found, sequence = _ECHO.unpack_from(data, at)
-    if kind != 0 or found != identifier or struct.unpack_from("!I", data, at + _ECHO.size)[0] != number:
+    kind, _, _, identifier_read, sequence = _ECHO.unpack_from(data, at)
+    if kind != 0 or identifier_read != identifier or struct.unpack_from("!I", data, at + _ECHO.size)[0] != number:
         return None
-    for level, what, value in extras:
-        if level == socket.SOL_SOCKET and what == _SO_TIMESTAMPNS:
-            seconds, rest = _STAMP.unpack_from(value)
-            return sequence, seconds * NS_PER_S + rest
+    for level, option, value in extras:
+        if level == socket.SOL_SOCKET and option == _SO_TIMESTAMPNS:
+            seconds, nanoseconds = _STAMP.unpack_from(value)
+            return sequence, seconds * NS_PER_S + nanoseconds
     return sequence, time.time_ns()
 
 

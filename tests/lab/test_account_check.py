@@ -202,7 +202,11 @@ def test_a_count_that_was_lost_with_its_folder_is_named_and_is_no_fault(seed: in
     bodies = [body for body in run.bodies if not isinstance(body, DiscardedBody)]
     trained = {identity: own for identity, own in run.trained.items() if identity != ("b", 1)}
     report = check_account(
-        seal_all(*bodies), trained, fragment_sizes=run.sizes, positions=run.positions, lost=frozenset({"b"})
+        seal_all(*bodies),
+        trained,
+        fragment_sizes=run.sizes,
+        positions=run.positions,
+        lost_regions=frozenset({"b"}),
     )
     assert (report.faults, report.uncounted) == ((), (("b", 1),))
     booked = max(
@@ -211,7 +215,9 @@ def test_a_count_that_was_lost_with_its_folder_is_named_and_is_no_fault(seed: in
     )
     assert report.trained == sum(own[1] for own in trained.values()) + booked
     assert report.trained == report.merged + report.carried + report.discarded
-    assert not check_account(seal_all(*bodies), trained, fragment_sizes=run.sizes, lost=frozenset({"a"})).balanced
+    assert not check_account(
+        seal_all(*bodies), trained, fragment_sizes=run.sizes, lost_regions=frozenset({"a"})
+    ).balanced
 
 
 def members_of(bodies: list[EntryBody], learner: str, fragment: int) -> list[Member]:
@@ -237,7 +243,7 @@ def test_what_closed_incarnations_trained_is_believed_where_their_counts_were_lo
         joined=(),
     )
     trained = {("b", 3): (2, 100), ("b", 5): (1, 7)}
-    report = check_account([], trained, fragment_sizes=[1], summary=summary, lost=("b",))
+    report = check_account([], trained, fragment_sizes=[1], summary=summary, lost_regions=("b",))
     assert report.faults == ()
     assert (report.trained, report.merged, report.discarded, report.carried) == (647, 600, 40, 7)
     missed = check_account([], trained, fragment_sizes=[1], summary=summary)
@@ -246,7 +252,7 @@ def test_what_closed_incarnations_trained_is_believed_where_their_counts_were_lo
 
 def test_what_is_booked_twice_is_a_fault_also_where_the_count_was_lost() -> None:
     twice = seal_all(account_round(1, offer("b", 0, 0, 10)), account_round(2, offer("b", 0, 5, 20, base=1)))
-    report = check_account(twice, {}, fragment_sizes=[1], lost=("b",))
+    report = check_account(twice, {}, fragment_sizes=[1], lost_regions=("b",))
     assert "counts (5, 10] twice" in " ".join(report.faults)
 
 

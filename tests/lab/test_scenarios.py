@@ -157,13 +157,13 @@ class Scenario:
         self.small.cut(name)
 
     def do_heal(self, name: str) -> None:
-        others = [other for other in self.small.hosts if other != name]
-        self.small.heal([(name, other) for other in others] + [(other, name) for other in others])
+        peers = [peer for peer in self.small.hosts if peer != name]
+        self.small.heal([(name, peer) for peer in peers] + [(peer, name) for peer in peers])
 
     def do_deafen(self, name: str) -> None:
-        for other in sorted(self.small.hosts):
-            if other != name:
-                self.small.sim.network.cut(other, name)
+        for peer in sorted(self.small.hosts):
+            if peer != name:
+                self.small.sim.network.cut(peer, name)
 
     def do_cut_bulk(self, name: str) -> None:
         self._change_bulk(name, 1)
@@ -234,20 +234,20 @@ def entry_text(entry: Entry) -> str:
     match body:
         case RoundBody():
             members = ", ".join(steps_of(member.contribution) for member in body.members)
-            what = f"version {body.version} of fragment {body.fragment}: {members}"
+            text = f"version {body.version} of fragment {body.fragment}: {members}"
         case DiscardedBody():
-            what = f"discards ({body.step_from}, {body.step_to}] of {body.learner}'s life {body.incarnation}, " + (
+            text = f"discards ({body.step_from}, {body.step_to}] of {body.learner}'s life {body.incarnation}, " + (
                 f"fragment {body.fragment}"
             )
         case DiskNamedBody():
-            what = f"{body.region}'s folder is {'another one' if body.disk else 'gone'}"
+            text = f"{body.region}'s folder is {'another one' if body.disk else 'gone'}"
         case SnapshotBody():
-            what = f"snapshot of fragment {body.fragment} at version {body.version}"
+            text = f"snapshot of fragment {body.fragment} at version {body.version}"
         case FinishedBody():
-            what = f"the end at versions {' '.join(map(str, body.versions))}"
+            text = f"the end at versions {' '.join(map(str, body.versions))}"
         case _:
-            what = type(body).__name__.removesuffix("Body").lower()
-    return f"entry {entry.index}: {what}"
+            text = type(body).__name__.removesuffix("Body").lower()
+    return f"entry {entry.index}: {text}"
 
 
 def send_line(effect: ev.Send) -> tuple[str, str, str] | None:
@@ -274,8 +274,8 @@ def send_line(effect: ev.Send) -> tuple[str, str, str] | None:
         case msg.Declined():
             line = ("rounds", f"ballot {ballot}: I decline, {message.reason}")
         case msg.MergeDecided():
-            merged = ", ".join(map(steps_of, message.contributions))
-            line = ("rounds", f"ballot {ballot}: merge {merged}")
+            members = ", ".join(map(steps_of, message.contributions))
+            line = ("rounds", f"ballot {ballot}: merge {members}")
         case msg.ReductionReported():
             line = ("rounds", f"ballot {ballot}: stripe {message.stripe} is merged")
         case msg.PayloadDurable():
@@ -352,14 +352,14 @@ def play(text: str, patch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_regions_do_what_the_scenario_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = path.read_text()
-    played = play(text, monkeypatch)
+    output = play(text, monkeypatch)
     if REWRITES:
-        path.write_text(played)
-    assert played == text or REWRITES, f"to accept it: DILOCO_REWRITE=1 pytest {Path(__file__).name}, then git diff"
+        path.write_text(output)
+    assert output == text or REWRITES, f"to accept it: DILOCO_REWRITE=1 pytest {Path(__file__).name}, then git diff"
 
 
 def test_a_line_that_changed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (SCENARIOS[0].parent / "vote_refused.txt").read_text()
-    changed = text.replace("> c: no, in term 1", "> c: yes, in term 2", 1)
-    assert changed != text
-    assert play(changed, monkeypatch) == text
+    other_text = text.replace("> c: no, in term 1", "> c: yes, in term 2", 1)
+    assert other_text != text
+    assert play(other_text, monkeypatch) == text

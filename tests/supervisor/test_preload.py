@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.backoff import Backoff
 from diloco_node.supervisor import preload
 from diloco_node.supervisor.preload import (
     FORK_SERVER,
@@ -66,8 +67,7 @@ class Harness:
             write=self.output.extend,
             report=self.events.put,
             say=self.lines.append,
-            backoff_min_s=0.01,
-            backoff_max_s=0.02,
+            backoff=Backoff(0.01, 0.02),
         )
 
     def start(self, env: dict[str, str] | None = None) -> ServerEvent:
@@ -392,10 +392,11 @@ def test_neither_server_nor_fork_outlives_the_supervisor(tmp_path: Path) -> None
     command = script(tmp_path, "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()")
     text = f"""
 import os, queue, sys
+from diloco_node.backoff import Backoff
 from diloco_node.supervisor.preload import ForkServer
 events = queue.SimpleQueue()
 server = ForkServer(["json"], {command!r}, 1, write=print, report=events.put, say=lambda line: None,
-                    backoff_min_s=1, backoff_max_s=1)
+                    backoff=Backoff(1, 1))
 server.start(dict(os.environ))
 server.note(events.get())
 print(server.pid, server.fork().stdout.readline().decode().strip(), flush=True)

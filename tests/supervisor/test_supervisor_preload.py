@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from diloco_node.backoff import Backoff
 from diloco_node.supervisor.child import Child
 from diloco_node.supervisor.preload import ForkServer
 from diloco_node.supervisor.supervisor import run_supervisor
@@ -221,7 +222,7 @@ def test_a_restart_leaves_neither_objects_nor_threads_behind(tmp_path: Path, is_
     child = Child("learner", restarted.learner_command, signal.SIGTERM, restarted)
     server = ForkServer(
         ["json"], restarted.learner_command, 1, write=child.log.write, report=events.put, say=lambda _: None,
-        backoff_min_s=0.01, backoff_max_s=0.01,
+        backoff=Backoff(0.01, 0.01),
     )  # fmt: skip
     env = {**os.environ, **restarted.env, "DILOCO_SUPERVISOR": "here"}
 

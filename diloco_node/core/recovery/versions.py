@@ -57,20 +57,20 @@ class Versions:
         region: str,
         fragments: int,
         manifest_digest: str,
-        recovered: Recovered,
+        recovery: Recovered,
         history: RoundHistory,
         effects: EffectBuffer,
         payload_versions: int = 0,
     ) -> None:
         self.applied = [-1] * fragments
-        self.states = list(recovered.states) or [-1] * fragments
+        self.states = list(recovery.states) or [-1] * fragments
         self._region = region
         self._manifest_digest = manifest_digest
         self._history = history
         self._effects = effects
         self._payload_versions = payload_versions
         # (fragment, version, digest) of payloads on disk. Those that no state on disk still needs are dropped.
-        self._payloads = set(recovered.payloads)
+        self._payloads = set(recovery.payloads)
         # Per fragment the digest of the Theta_0 on disk, whether genesis names it or another.
         self._initial: dict[int, bytes] = {}
         # Snapshots that are known to be committed, before the history takes them if the own disk is behind.
@@ -95,7 +95,7 @@ class Versions:
         self._learner: LearnerStatus | None = None
         # Per fragment the newest version that was offered to this learner; -1: none was.
         self._offered = [-1] * fragments
-        self._recover(recovered)
+        self._recover(recovery)
 
     def initial_state_stored(self, digests: tuple[bytes, ...]) -> None:
         """Theta_0 of this region's own learner is on disk; where genesis says otherwise it is fetched over it."""
@@ -321,27 +321,27 @@ class Versions:
                 lacking[fragment] = [self._queues[fragment][0]]
             self._plan_fragment(fragment, initial.get(fragment, b""), lacking.get(fragment, []), fetches)
 
-    def _recover(self, recovered: Recovered) -> None:
+    def _recover(self, recovery: Recovered) -> None:
         """A state from version 1 on was committed once, so it can be used before a leader is known.
 
         Version 0 may be Theta_0 of a genesis that never was: it counts if the ledger on disk holds its genesis, for
         says which bytes it must be. The ledger on disk is asked for later versions, too: an uncommitted snapshot in it
         was agreed on all the same, and if it was wrong the state is fetched for nothing.
         """
-        bodies = [entry.body for entry in recovered.entries]
+        bodies = [entry.body for entry in recovery.entries]
         genesis = self._history.genesis or next((body for body in bodies if isinstance(body, GenesisBody)), None)
         snapshots = {(snapshot.fragment, snapshot.version): snapshot for snapshot in self._history.snapshots.all()}
         snapshots |= {(body.fragment, body.version): body for body in bodies if isinstance(body, SnapshotBody)}
         if genesis is not None:
             snapshots |= {(at, 0): SnapshotBody(at, 0, digest) for at, digest in enumerate(genesis.fragment_digests)}
-        if recovered.base.index:
-            self.begin_at(recovered.base.index)
+        if recovery.base.index:
+            self.begin_at(recovery.base.index)
         for fragment, version in enumerate(self.states):
             snapshot = snapshots.get((fragment, version))
             is_wrong = (
                 snapshot is not None
-                and recovered.state_digests != ()
-                and (recovered.state_digests[fragment] != snapshot.digest)
+                and recovery.state_digests != ()
+                and (recovery.state_digests[fragment] != snapshot.digest)
             )
             if snapshot is not None and is_wrong and version >= 1:
                 self.states[fragment] = -1

@@ -128,12 +128,12 @@ class FaultExecutor:
         if fault.kind == "slow":
             turns, stop_s, run_s = max(1, round(stop_s / (SLOW_STOP_S + SLOW_RUN_S))), SLOW_STOP_S, SLOW_RUN_S
         for _ in range(turns):
-            with self._stopped(handles):
+            with self._hold_stopped(handles):
                 await self._sleep(stop_s)
             await self._sleep(run_s)
 
     @contextlib.contextmanager
-    def _stopped(self, handles: Sequence[ProcessHandle]) -> Iterator[None]:
+    def _hold_stopped(self, handles: Sequence[ProcessHandle]) -> Iterator[None]:
         """SIGSTOP, and SIGCONT at the end: of a process that several faults stop, at the end of the last one."""
         for handle in handles:
             self._stops[handle.process] += 1

@@ -93,7 +93,7 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
         fragment_sizes=[fragment.size for fragment in manifest.fragments],
         positions=positions,
         summary=summary,
-        lost=_replaced(summary, entries),
+        lost_regions=_replaced(summary, entries),
     )
 
 

@@ -22,7 +22,7 @@ from diloco_node.errors import DilocoError
 from diloco_node.lab.chaos.demo_processes import DemoFile, find_left_behind, hold_all
 from diloco_node.lab.demo.region_processes import RegionProcess
 from diloco_node.numeric import NS_PER_S
-from diloco_node.supervisor.supervisor import FINAL_CODES
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES
 from diloco_node.unix_sockets import Process, process_of
 
 RESTART_NS: Final = NS_PER_S // 10

@@ -146,7 +146,7 @@ class DemoStorm:
         """Strike, until the plan is at its end. The plan is left in the folder, as a tape."""
         (self._folder / TAPE_NAME).write_text(tape_text(self.plan))
 
-        def told(fault: StruckFault) -> None:
+        def announce(fault: StruckFault) -> None:
             suffix = ": nobody was there" if fault.is_missed else ""
             say(f"chaos: {fault.at_ns / NS_PER_S:6.1f} s  {fault.fault.kind} {fault.fault.target}{suffix}")
 
@@ -154,7 +154,7 @@ class DemoStorm:
         executor = FaultExecutor(
             lambda: DemoFile.load(self._folder),
             now_ns=now_ns,
-            on_strike=told,
+            on_strike=announce,
             learner_pid=lambda name: attached_learner(statuses[name].status),
         )
         self._strikes = executor.strikes

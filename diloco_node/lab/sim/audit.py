@@ -60,11 +60,11 @@ class Audit:
         if isinstance(body, RoundBody):
             for member in body.members:
                 if member.contribution.learner not in self.liars:
-                    self._merged(body, member.contribution, counters)
+                    self._check_merged(body, member.contribution, counters)
         elif isinstance(body, DiscardedBody) and body.learner not in self.liars:
-            self._discarded(body, counters)
+            self._check_discarded(body, counters)
 
-    def _merged(self, body: RoundBody, contribution: Contribution, counters: Counters) -> None:
+    def _check_merged(self, body: RoundBody, contribution: Contribution, counters: Counters) -> None:
         line = self._line(contribution.learner, contribution.incarnation, body.fragment)
         label = f"{contribution.learner}/{contribution.incarnation} in {body.fragment}/{body.version}"
         if contribution.fragment != body.fragment:
@@ -88,7 +88,7 @@ class Audit:
         line.merged_tokens += contribution.tokens
         self._check_trained(line, label, counters[contribution.learner].get(contribution.incarnation))
 
-    def _discarded(self, body: DiscardedBody, counters: Counters) -> None:
+    def _check_discarded(self, body: DiscardedBody, counters: Counters) -> None:
         line = self._line(body.learner, body.incarnation, body.fragment)
         label = f"{body.learner}/{body.incarnation} discarded of {body.fragment}"
         self._interval(line, label, body.step_from, body.step_to)

@@ -34,7 +34,7 @@ _REFUSED = ("does not append what can't be", "follows it no more")
 
 
 @dataclass(slots=True)
-class Watched:
+class RegionMemory:
     """Memory of a region.
 
     Attributes:
@@ -79,13 +79,17 @@ class Checkers:
         self.oracle = Oracle(setup, self.violate)
         self._world = world
         self._setup = setup
-        self._watched = {name: Watched() for name in setup.regions}
+        self._memories = {name: RegionMemory() for name in setup.regions}
+        # These keep the first value of a key; another value later is a violation.
+        # By (voter, term), the candidate.
         self._votes: dict[tuple[str, int], str] = {}
+        # By term, the region.
         self._leaders: dict[int, str] = {}
+        # With the region that opened it.
         self._ballots: dict[Ballot, tuple[str, msg.BallotOpened]] = {}
         self._decisions: dict[Ballot, msg.MergeDecided] = {}
         self._snapshots: dict[tuple[str, int, int, int], int] = {}
-        self._sent: dict[type, Callable[[Host, str, Any], None]] = {
+        self._message_checks: dict[type, Callable[[Host, str, Any], None]] = {
             msg.AppendEntries: self._leads,
             msg.AppendEntriesReply: self._acknowledges,
             msg.RequestVoteReply: self._votes_for,
@@ -94,7 +98,7 @@ class Checkers:
             msg.MergeDecided: self._decides,
             msg.Contributed: self._contributes,
         }
-        self._seen: dict[type, Callable[[Host, Any], None]] = {
+        self._effect_checks: dict[type, Callable[[Host, Any], None]] = {
             ev.Send: self._send,
             ev.PersistLedger: self._proposes,
             ev.ApplyVersion: self._applies,
@@ -116,7 +120,7 @@ class Checkers:
 
     def daemon_started(self, host: Host) -> None:
         """A new life begins: its memory starts from the disk."""
-        self._watched[host.name] = Watched()
+        self._memories[host.name] = RegionMemory()
 
     def event_given(self, host: Host, event: ev.Event) -> None:
         """Versions grow, digests agree."""
@@ -124,7 +128,7 @@ class Checkers:
         if host.name in self.liars:
             return
         if isinstance(event, ev.VersionApplied):
-            versions = self._watched[host.name].versions
+            versions = self._memories[host.name].versions
             if event.version <= versions.get(event.fragment, -1):
                 self.violate(f"versions: {host.name} went from {versions[event.fragment]} to {event}")
             versions[event.fragment] = event.version
@@ -134,7 +138,7 @@ class Checkers:
 
     def effect_seen(self, host: Host, effect: ev.Effect) -> None:
         """Whether the core may want this."""
-        check = self._seen.get(type(effect))
+        check = self._effect_checks.get(type(effect))
         if check is not None and host.name not in self.liars:
             check(host, effect)
 
@@ -163,33 +167,33 @@ class Checkers:
             return
         ledger = view.ledger(host.core)
         commit_index = ledger.commit_index
-        watch = self._watched[host.name]
+        memory = self._memories[host.name]
         if ledger.is_leader:
-            self._check_own_term(host, watch)
-        if ledger.cluster_commit_index != watch.known_index:
-            self._check_known(host, watch, ledger.cluster_commit_index)
-        if commit_index == watch.commit_index:
+            self._check_own_term(host, memory)
+        if ledger.cluster_commit_index != memory.known_index:
+            self._check_known(host, memory, ledger.cluster_commit_index)
+        if commit_index == memory.commit_index:
             return
-        if commit_index < watch.commit_index:
-            self.violate(f"commit: {host.name} went back from {watch.commit_index} to {commit_index}")
-        for index in range(max(watch.commit_index, view.base_index(host.core)) + 1, commit_index + 1):
+        if commit_index < memory.commit_index:
+            self.violate(f"commit: {host.name} went back from {memory.commit_index} to {commit_index}")
+        for index in range(max(memory.commit_index, view.base_index(host.core)) + 1, commit_index + 1):
             entry = view.entry(host.core, index)
             if index <= len(self.history):
                 self._check_same(host, entry)
             else:
                 self._committed(host, entry)
-        watch.commit_index = commit_index
+        memory.commit_index = commit_index
 
-    def _check_own_term(self, host: Host, watch: Watched) -> None:
+    def _check_own_term(self, host: Host, memory: RegionMemory) -> None:
         """An entry that a leader commits by counting disks must be of its own term."""
         index, term = view.cluster_commit_index(host.core), view.term(host.core)
-        if index > watch.counted_index and watch.led_term == term:
+        if index > memory.counted_index and memory.led_term == term:
             entry = view.entry(host.core, index)
             if entry.term != term:
                 self.violate(f"old term: {host.name} in term {term} commits entry {index} of term {entry.term}")
-        watch.counted_index, watch.led_term = index, term
+        memory.counted_index, memory.led_term = index, term
 
-    def _check_known(self, host: Host, watch: Watched, index: int) -> None:
+    def _check_known(self, host: Host, memory: RegionMemory, index: int) -> None:
         """An entry that a core takes as committed must be in its log as it was committed, on its own disk or not yet.
 
         The last such entry is enough: the hashes of all before are in its own.
@@ -197,7 +201,7 @@ class Checkers:
         index_max = min(index, view.last_index(host.core), len(self.history))
         if index_max > view.base_index(host.core):
             self._check_same(host, view.entry(host.core, index_max))
-        watch.known_index = index
+        memory.known_index = index
 
     def _check_same(self, host: Host, entry: Entry) -> None:
         first_entry = self.history[entry.index - 1]
@@ -227,7 +231,7 @@ class Checkers:
         self.audit.committed(body, counters)
 
     def _send(self, host: Host, effect: ev.Send) -> None:
-        check = self._sent.get(type(effect.message))
+        check = self._message_checks.get(type(effect.message))
         if check is not None:
             check(host, effect.peer, effect.message)
 
@@ -242,16 +246,16 @@ class Checkers:
     def _acknowledges(self, host: Host, peer: str, message: msg.AppendEntriesReply) -> None:
         if not message.accepted or not message.durable_index:
             return
-        watch = self._watched[host.name]
+        memory = self._memories[host.name]
         if message.durable_index > view.last_index(host.core):
             self.violate(f"durable: {host.name} acknowledges {message.durable_index}, beyond its log")
             return
         if message.durable_index <= view.base_index(host.core):
             return  # the states of the base are checked where entries are acknowledged behind it
         entry = view.entry(host.core, message.durable_index)
-        if watch.acknowledged == (entry.index, entry.hash):
+        if memory.acknowledged == (entry.index, entry.hash):
             return
-        watch.acknowledged = (entry.index, entry.hash)
+        memory.acknowledged = (entry.index, entry.hash)
         if not host.disk.holds(entry):
             self.violate(f"durable: {host.name} acknowledges entry {entry.index} to {peer}, its disk does not have it")
             return
@@ -281,7 +285,7 @@ class Checkers:
             return
         # While the vote is written, entries may join the log that waited for their payload. They are acknowledged to
         # nobody before the new leader has them. With one of this very term somebody else was elected meanwhile.
-        own_end = self._watched[host.name].voted.get(term, view.log_end(host.core))
+        own_end = self._memories[host.name].voted.get(term, view.log_end(host.core))
         candidate_end = view.log_end(candidate)
         if own_end > candidate_end and own_end[0] < term:
             self.violate(
@@ -351,7 +355,7 @@ class Checkers:
     def _proposes(self, host: Host, effect: ev.PersistLedger) -> None:
         """A leader proposes a round only when a majority has this very payload on disk."""
         if effect.voted_for:
-            self._watched[host.name].voted.setdefault(effect.term, view.log_end(host.core))
+            self._memories[host.name].voted.setdefault(effect.term, view.log_end(host.core))
         if not view.is_leader(host.core):
             return
         for entry in effect.entries:

@@ -148,8 +148,6 @@ class DaemonHost(Host):
             self._memory[name] = mmap.mmap(-1, size_bytes)
         return self._memory[name]
 
-    # ---- lives -------------------------------------------------------------------------------------------------------
-
     def start_daemon(self) -> None:
         """Start a daemon from what the disk holds."""
         if self._life is not None:
@@ -160,7 +158,7 @@ class DaemonHost(Host):
         manifest, settings = self.setup.manifest, self.setup.settings
         time = DiskTime()
         # What of a loop the daemon does not use is not there.
-        self.loop = VirtualLoop(self.world, life, partial(self._broke, life))  # type: ignore[abstract]
+        self.loop = VirtualLoop(self.world, life, partial(self._end_broken, life))  # type: ignore[abstract]
         store: Any = FakeStore(self.folder_disk, time, self.fsync_ns, self.after)
         store.lies_ns = SECOND // 2 if self.fsync_is_late else 0
 
@@ -209,7 +207,7 @@ class DaemonHost(Host):
         )
         self.spoil_effects(self.hands)
         core = cast(RegionCore, ObservedCore(self.core, self))
-        self._pump = Pump(core, self.hands.perform, self._now_ns, on_fault=partial(self._broke, life))
+        self._pump = Pump(core, self.hands.perform, self._now_ns, on_fault=partial(self._end_broken, life))
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
         self._observer.daemon_started(self)
         self.network.daemon_changed(self.name)
@@ -242,7 +240,7 @@ class DaemonHost(Host):
             self._observer.effect_seen(self, effect)
             self.hands.perform(effect)
 
-    def _broke(self, life: Life, error: BaseException | None) -> None:
+    def _end_broken(self, life: Life, error: BaseException | None) -> None:
         """The daemon ends with this; its supervisor starts another."""
         if life.is_over or life is not self._life:
             return
@@ -265,9 +263,7 @@ class DaemonHost(Host):
 
     def _task_done(self, life: Life | None, task: asyncio.Task[None]) -> None:
         if life is not None and not task.cancelled() and task.exception() is not None:
-            self._broke(life, task.exception())
-
-    # ---- facts in ----------------------------------------------------------------------------------------------------
+            self._end_broken(life, task.exception())
 
     def post(self, event: ev.Event) -> None:
         """A fact from outside the daemon."""
@@ -306,8 +302,6 @@ class DaemonHost(Host):
 
     def _noted(self, note: ev.Note) -> None:
         self.world.note(self.name, note, note.kind.encode())
-
-    # ---- the learner -------------------------------------------------------------------------------------------------
 
     def start_learner(self) -> None:
         """A new process, which is told by the daemon which incarnation it is."""
@@ -367,7 +361,7 @@ class DaemonHost(Host):
             status.tokens,
             status.step_time_ns,
             status.positions,
-            learner.attached(before).snapshots,
+            learner.attachment(before).snapshots,
         )
         self._proxy.on_attach(attach, current, before, writes_initial=writes_initial)
         if writes_initial:
@@ -389,9 +383,9 @@ class DaemonHost(Host):
     def say(self, message: learner_link.ToDaemon) -> None:
         """The learner speaks."""
         if self._life is not None:
-            self.after(LOCAL_NS, self._hear, self._heard, message)
+            self.after(LOCAL_NS, self._hear, self._deliver_message, message)
 
-    def _heard(self, message: learner_link.ToDaemon) -> None:
+    def _deliver_message(self, message: learner_link.ToDaemon) -> None:
         self.world.note(self.name, message, type(message).__name__.encode())
         self._proxy.on_message(message)
 

@@ -165,8 +165,9 @@ class DataPlane:
         for key, (version, _) in list(self._contributions.items()):
             if key.fragment == effect.fragment and version <= effect.version:
                 del self._contributions[key]
-        for residual in [residual for residual in self._installed if residual.fragment == effect.fragment]:
-            del self._installed[residual]
+        for residual_key in list(self._installed):
+            if residual_key.fragment == effect.fragment:
+                del self._installed[residual_key]
         self._installed.update(residuals)
 
     def assemble(self, effect: StorePayload) -> DiskPayload | None:

@@ -97,9 +97,9 @@ class FakeEffects:
                 self._host.transfer(stripe.reducer, header, body)
 
     def _reduce(self, effect: ev.ReduceStripe) -> None:
-        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), self._reduced, effect)
+        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), self._report_reduction, effect)
 
-    def _reduced(self, effect: ev.ReduceStripe) -> None:
+    def _report_reduction(self, effect: ev.ReduceStripe) -> None:
         answer = self._host.plane.reduce(effect)
         if answer is None:
             return

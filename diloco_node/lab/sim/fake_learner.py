@@ -130,13 +130,21 @@ class FakeLearner:
         self._setup = setup
         self._port = port
         self._pool = pool
+        # The number of the newest snapshot; no number is used twice.
         self._snapshots = 0
+        # By fragment, the newest version that waits for a step boundary.
         self._offers: dict[int, Offer] = {}
+        # By fragment, the first boundary that may apply its offer.
         self._apply_from: dict[int, int] = {}
+        # Step boundaries so far; it only grows.
         self._boundaries = 0
-        self._asked: dict[int, TakeSnapshot] = {}
+        # By fragment, the order that waits for a step boundary; void when the daemon dies.
+        self._snapshot_orders: dict[int, TakeSnapshot] = {}
+        # Empty until the run is finished.
         self._stop_reason = ""
+        # The highest step of a report.
         self._reported_step = 0
+        # Set when applying a version first drops steps; it stays set.
         self._has_thrown_away = False
         self._step_time_ns = setup.slower.get(region, 1) * world.draw_ns(setup.step_ns_min, setup.step_ns_max)
         self._boundary(is_first=True)
@@ -157,14 +165,14 @@ class FakeLearner:
             finished=self.finished,
         )
 
-    def attached(self, trained_before: tuple[tuple[int, int, int], ...]) -> LearnerAttached:
+    def attachment(self, trained_before: tuple[tuple[int, int, int], ...]) -> LearnerAttached:
         """Return the words of a learner to a new daemon."""
         numbers = tuple(local.snapshot.contribution.snapshot if local.snapshot else -1 for local in self.parts)
         return LearnerAttached(status=self.status(), snapshots=numbers, trained_before=trained_before)
 
     def ask_snapshot(self, effect: TakeSnapshot) -> None:
         """The daemon wants a snapshot at the next step boundary."""
-        self._asked[effect.fragment] = effect
+        self._snapshot_orders[effect.fragment] = effect
 
     def offer(self, offer: Offer) -> None:
         """The daemon has a version for the next step boundary; a newer offer replaces one that waits."""
@@ -181,7 +189,7 @@ class FakeLearner:
 
     def forget_daemon(self) -> None:
         """The daemon died: what it asked for is void, what it offered was in its memory."""
-        self._asked.clear()
+        self._snapshot_orders.clear()
         self._offers.clear()
 
     def _boundary(self, *, is_first: bool = False) -> None:
@@ -192,7 +200,7 @@ class FakeLearner:
             for fragment in sorted(self._offers):
                 if self._boundaries >= self._apply_from.get(fragment, 0):
                     self._apply(self._offers.pop(fragment))
-            orders, self._asked = self._asked, {}
+            orders, self._snapshot_orders = self._snapshot_orders, {}
             for fragment in sorted(orders):
                 self._take_snapshot(orders[fragment])
             if self._stop_reason:

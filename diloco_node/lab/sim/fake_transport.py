@@ -1,8 +1,8 @@
 """The links of one simulated daemon: `daemon.effects.sending.Transport` over the fake network, and its receiving half.
 
-A transfer begins, takes the time that the link's rate asks for, and ends; when the link goes down, the sender gives it
-up or the network breaks it, the receiver is told that it is not whole. Control messages are dropped while the link is
-down, and when the queue of a link is full.
+A transfer takes as long as the link's rate asks for. If the link goes down, the sender gives it up, or the network
+breaks it, the receiver hears that it is not whole. Control messages are dropped while the link is down, and when the
+queue of a link is full.
 """
 
 from __future__ import annotations
@@ -170,8 +170,6 @@ class FakeTransport:
             return
         transfer.has_begun = True
         getattr(self._network.places[peer], method)(self._host.name, *args)
-
-    # ---- the receiving half; all on the loop -------------------------------------------------------------------------
 
     def begun(self, peer: str, number: int, frame: bytes) -> None:
         """A transfer begins."""

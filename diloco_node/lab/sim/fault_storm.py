@@ -122,11 +122,16 @@ class Chaos:
         self._network = network
         self._hosts = hosts
         self._mean_gap_events = mean_gap_events
+        # The next fault begins at this number of events; drawn after each fault.
         self._next_at_event = 0
         self._names = sorted(hosts)
+        # By number, how each fault that goes on is ended; empty after `heal`.
         self._undo: dict[int, Callable[[], None]] = {}
+        # Links as the seed drew them: what they go back to.
         self._usual = {pair: replace(link) for pair, link in network.links.items()}
+        # Of links, as long as they go on; of several on a link the worst counts.
         self._troubles: list[_Trouble] = []
+        # Of the newest fault; no number is used twice.
         self._number = 0
         self._raft = RaftFaults(world, network, hosts)
         gray = GrayFaults(world, network, checkers, hosts)

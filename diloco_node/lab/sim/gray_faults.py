@@ -78,14 +78,14 @@ class GrayFaults:
         if name in self._network.bulk_spoilers:
             return None
         self._checkers.tolerated.update(OTHER_BYTES)
-        self._network.bulk_spoilers[name] = self._corrupted
+        self._network.bulk_spoilers[name] = self._corrupt
 
         def restore() -> None:
             del self._network.bulk_spoilers[name]
 
         return restore
 
-    def _corrupted(self, _: str, header: bytes, body: bytes) -> tuple[bytes, bytes]:
+    def _corrupt(self, _: str, header: bytes, body: bytes) -> tuple[bytes, bytes]:
         begin = decode_bulk(header)
         if not body or not isinstance(begin, TransferBegin) or not isinstance(begin.header, MergedStripe | Payload):
             return header, body

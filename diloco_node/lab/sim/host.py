@@ -99,27 +99,34 @@ class Host:
         self.plane = DataPlane(setup, self.disk, self.complain)
         self.learner: FakeLearner | None = None
         self.disk_factor = 1
+        # True only under a planted fault; the last two go to each life's data plane.
         self.fsync_is_late = False
         self.is_residual_loose = False
         self.is_order_loose = False
+        # Survives the daemon: the file is on the disk.
         self.has_final = False
         self._observer = observer
         self.make_core = make_core
         self._pool = pool
         self.theta_0 = theta
+        # Of the daemon: None while it is down, as `core` is.
         self._life: Life | None = None
+        # Daemons started so far; it only grows.
         self._lives = 0
+        # Events of this life that the core has not had yet.
         self._events: deque[ev.Event] = deque()
+        # The core is handling an event; no second one enters it meanwhile.
         self._is_busy = False
+        # When the core is woken next; -1 while nothing wakes it.
         self._armed_ns = -1
+        # Wakes at `_woken_ns`: more than WAKES_MAX are a core that spins.
         self._wakes = 0
         self._woken_ns = -1
+        # When the disk has done all ledger writes so far: they are durable in their order.
         self._ledger_free_ns = 0
         self.contribution_area: dict[int, FakeSnapshot] = {}
         self.fetches = FakeFetches(self)
         self.effects = FakeEffects(self)
-
-    # ---- lives -------------------------------------------------------------------------------------------------------
 
     @property
     def daemon_life(self) -> Life | None:
@@ -206,8 +213,6 @@ class Host:
     def complain(self, text: str) -> None:
         """A rule of the seam was broken."""
         self._observer.complaint(self.name, text)
-
-    # ---- facts in ----------------------------------------------------------------------------------------------------
 
     def post(self, event: ev.Event) -> None:
         """Hand a fact to the core, now or right after the one it is busy with."""
@@ -301,12 +306,10 @@ class Host:
             self.complain(f"the core asks for its timer again and again at {self.core.wake_at_ns} ns")
         self.post(ev.TimerFired())
 
-    # ---- what a learner sees -----------------------------------------------------------------------------------------
-
     def tell_daemon(self, event: ev.Event) -> None:
         """A fact from the learner, over the Unix socket."""
         if self._life is not None:
-            self.after(LOCAL_NS, self._told_by_learner, event)
+            self.after(LOCAL_NS, self._learner_event, event)
 
     def offer_contribution(self, snapshot: FakeSnapshot) -> None:
         """The learner's encoded contribution lies in shared memory."""
@@ -323,7 +326,7 @@ class Host:
 
         self.world.after(self.fsync_ns(), self.learner.life if self.learner else None, write)
 
-    def _told_by_learner(self, event: ev.Event) -> None:
+    def _learner_event(self, event: ev.Event) -> None:
         self.world.note(self.name, event, type(event).__name__.encode())
         self.post(event)
 
@@ -334,7 +337,7 @@ class Host:
         before = tuple(
             (number, *self.disk.counters[number]) for number in sorted(self.disk.counters) if number < current
         )
-        self.tell_daemon(self.learner.attached(before))
+        self.tell_daemon(self.learner.attachment(before))
 
     def _store_initial(self) -> None:
         """The learner's Theta_0 reaches the disk, unless there is something better."""
@@ -350,8 +353,6 @@ class Host:
         if len(genesis) == len(states):
             digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in genesis)
             self.post(ev.InitialStateStored(self.setup.manifest.digest, digests))
-
-    # ---- disk, network and time of this life -------------------------------------------------------------------------
 
     def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
         """Call it in `delay_ns`, if this daemon still lives then."""

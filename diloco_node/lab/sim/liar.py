@@ -71,7 +71,7 @@ class Liar:
         self.region = region
         self._breaks_majorities = breaks_majorities
         self._layouts = hosts[region].setup.layouts
-        self._said: dict[tuple[str, str], list[Any]] = {}
+        self._values: dict[tuple[str, str], list[Any]] = {}
         network.frame_spoilers[region] = self._frame
         network.bulk_spoilers[region] = self._bulk
         hosts[region].make_core = self._spoil_core(hosts[region].make_core)
@@ -80,7 +80,7 @@ class Liar:
         """The frame, or one with a lie in it."""
         message = decode_control(frame)
         self._remember(message)
-        lie = self._changed(message) if self._is_lying() else message
+        lie = self._lie_about(message) if self._is_lying() else message
         if lie == message or not self._is_of_model(lie):
             return frame
         try:
@@ -100,7 +100,7 @@ class Liar:
             data = self._other_bytes(body)
             self._count(f"{type(lie).__name__} bytes")
         else:
-            lie = self._changed(lie)
+            lie = self._lie_about(lie)
         if not self._is_of_model(lie):
             return header, body
         try:
@@ -124,7 +124,7 @@ class Liar:
             return 0 <= lie.block_start < lie.block_stop <= self._layouts[contribution.fragment].blocks
         return True
 
-    def _changed(self, value: Any) -> Any:
+    def _lie_about(self, value: Any) -> Any:
         """The same dataclass with one field changed, somewhere inside it."""
         fields_counted = () if self._breaks_majorities else COUNTED.get(type(value), ())
         fields = [field.name for field in dataclasses.fields(value) if field.name not in fields_counted]
@@ -141,11 +141,11 @@ class Liar:
     def _other(self, path: str, name: str, value: Any) -> Any:
         """Another value of the same type."""
         kind = type(value)
-        candidates = [candidate for candidate in self._said.get((kind.__name__, name), ()) if candidate != value]
+        candidates = [candidate for candidate in self._values.get((kind.__name__, name), ()) if candidate != value]
         if candidates and self._rng.random() < 0.25:
             return self._rng.choice(candidates)
         if dataclasses.is_dataclass(value):
-            return self._changed(value)
+            return self._lie_about(value)
         if value is None:
             return self._rng.choice(candidates) if candidates else None
         if kind is tuple:
@@ -177,7 +177,7 @@ class Liar:
             propose = core.ledger.propose
 
             def propose_lie(body: Any, *, now_ns: int) -> Any:
-                lie = self._changed(body) if self._is_lying() else body
+                lie = self._lie_about(body) if self._is_lying() else body
                 if lie != body and core.ledger._has_payload(lie):
                     self.has_forged = True
                     self._world.note(self.region, f"LIE in its log: {lie}", b"lie")
@@ -197,7 +197,7 @@ class Liar:
             field_value = getattr(value, field.name)
             if dataclasses.is_dataclass(field_value):
                 self._remember(field_value)
-            values = self._said.setdefault((type(field_value).__name__, field.name), [])
+            values = self._values.setdefault((type(field_value).__name__, field.name), [])
             if len(values) < REMEMBERED_MAX:
                 values.append(field_value)
             elif self._rng.random() < 0.02:

@@ -95,8 +95,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._is_scheduled = True
         self._world.after(delay_ns, self._life, self._wake)
 
-    # ---- what asyncio asks of a loop ---------------------------------------------------------------------------------
-
     def time(self) -> float:
         """Virtual seconds."""
         return self._world.now_ns / SECOND

@@ -1,8 +1,8 @@
 """An oracle: recomputes every committed merge and every version from the committed history alone.
 
-It knows the encoded bytes of every contribution that a learner ever offered, takes weights, share and stripes from the
-ledger's entries and works out coefficients, sums, residuals, payload digest, factors and the outer step itself, in the
-order of learner names. Regions must hold these very bits.
+It knows the encoded bytes of every contribution that a learner ever offered, and takes weights, share and stripes from
+the ledger's entries. It computes coefficients, sums, residuals, payload digest, factors and the outer step itself, in
+the order of learner names. Regions must hold these very bits.
 """
 
 from __future__ import annotations

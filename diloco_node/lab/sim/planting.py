@@ -21,7 +21,7 @@ def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns:
         settings_digest="simulated",
         manifest=setup.manifest,
         settings=setup.settings,
-        recovered=recovery,
+        recovery=recovery,
         seed=seed,
         now_ns=now_ns,
     )

@@ -1,8 +1,8 @@
 """Virtual time and a network that does what it likes: the ground the simulator stands on.
 
 Nothing here knows the protocol. `World` is a clock, an event heap ordered by (time, sequence), one seeded source of
-randomness and a trace; `FakeNetwork` carries encoded control frames and bulk transfers between named places with delay,
-jitter (so frames overtake each other), loss, duplication, cuts in one direction and limited rates.
+randomness and a trace. `FakeNetwork` carries encoded control frames and bulk transfers between named places. Its links
+have delay, jitter (so frames overtake each other), loss, duplication, cuts in one direction and limited rates.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ BulkSpoiler = Callable[[str, bytes, bytes], tuple[bytes, bytes]]
 class FakeNetwork:
     """Links between all pairs of places.
 
-    A connection between two places counts as up when both daemons live and neither direction is cut; a change is
-    told to both after a detection delay, if it has not been undone by then.
+    A connection between two places is up when both daemons live and neither direction is cut. Both hear of a change
+    after a detection delay, if it has not been undone by then.
 
     Attributes:
         links: by (from, to).
@@ -187,7 +187,7 @@ class FakeNetwork:
         self.frame_spoilers: dict[str, FrameSpoiler] = {}
         self.bulk_spoilers: dict[str, BulkSpoiler] = {}
         self.dropped = 0
-        self._told: dict[tuple[str, str], bool] = {}
+        self._announced_state: dict[tuple[str, str], bool] = {}
 
     def join(self, name: str, place: NetworkEnd) -> None:
         """Add a place."""
@@ -243,7 +243,7 @@ class FakeNetwork:
         """The daemon at this place started or died: the others notice."""
         for peer in sorted(self.places):
             if peer != name:
-                self._told.pop((name, peer), None)
+                self._announced_state.pop((name, peer), None)
                 self._detect(name, peer)
 
     def is_up(self, first: str, second: str) -> bool:
@@ -272,9 +272,9 @@ class FakeNetwork:
             self.world.after(self.world.draw_ns(low_ns, high_ns), None, self._tell, place, peer, is_up)
 
     def _tell(self, place: str, peer: str, is_up: bool) -> None:
-        if self.is_up(place, peer) != is_up or self._told.get((place, peer), False) == is_up:
+        if self.is_up(place, peer) != is_up or self._announced_state.get((place, peer), False) == is_up:
             return
         if self.places[place].daemon_life is None:
             return
-        self._told[place, peer] = is_up
+        self._announced_state[place, peer] = is_up
         self.places[place].link_changed(peer, is_up=is_up)

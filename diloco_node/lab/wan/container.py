@@ -162,7 +162,7 @@ class ContainerLink:
         self._say = say
         self._conditions = Conditions(attachment.topology)
         self._timetable = Timetable(attachment.topology.outages, started_ns=now_ns)
-        self._seen: dict[str, int] | None = None
+        self._devices_before: dict[str, int] | None = None
         self._uplink: Uplink | None = None
         self._shaped = ("", 0)
         self._applied: dict[str, LinkPath | None] = {}
@@ -182,15 +182,15 @@ class ContainerLink:
             self._say(line)
         devices = _devices()
         # A device is there before it has its address, and nothing in the list of devices tells when it gets it.
-        if self._uplink is None or devices != self._seen:
+        if self._uplink is None or devices != self._devices_before:
             self._attach(*find_device(self._attachment.address))
-            self._seen = devices
+            self._devices_before = devices
         if self._uplink is not None:
             self._follow(self._uplink)
 
     def _attach(self, device: str, index: int) -> None:
         if not device:
-            if self._shaped[0] or self._seen is None:
+            if self._shaped[0] or self._devices_before is None:
                 address = self._attachment.address
                 self._say(f"no device has {address}: cut off (docker network connect --ip {address} gives it back)")
             self._uplink, self._shaped = None, ("", 0)

@@ -129,15 +129,15 @@ class Keeper:
             case "cut":
                 scope = scope_of(command)
                 self._conditions.cut(scope)
-                return self._changed(f"{scope}: cut")
+                return self._apply_changes(f"{scope}: cut")
             case "heal":
                 scope = scope_of(command)
                 count = self._conditions.heal(scope)
-                return {**self._changed(f"{scope}: healed"), "healed": count}
+                return {**self._apply_changes(f"{scope}: healed"), "healed": count}
             case "set":
                 scope = scope_of(command)
                 self._conditions.change(scope, change_of(command))
-                return self._changed(f"{scope}: set")
+                return self._apply_changes(f"{scope}: set")
             case "timetable":
                 self._start_timetable()
                 return {}
@@ -147,7 +147,7 @@ class Keeper:
             case other:
                 raise ConfigError(f"the emulation knows no command {other!r}")
 
-    def _changed(self, line: str) -> Mapping[str, Any]:
+    def _apply_changes(self, line: str) -> Mapping[str, Any]:
         self._plane.apply()
         self._note([line])
         return {"conditions": self._conditions.lines()}

@@ -1,7 +1,7 @@
 """The back-end `netem`: the kernel's own qdiscs on veth pairs around a routing namespace in the middle.
 
 A region's uplink is a token bucket (tbf) on its own end of the pair. In the middle, the device towards a region has a
-class per source (htb, below the region's ingress rate), in each class a netem with delay, jitter and loss, and in that
+class per source (htb, below the region's ingress rate). Each class has a netem with delay, jitter and loss, and in that
 a queue limited in bytes. Cuts are a loss of 100 %. Unlike the router, netem lets packets with jitter overtake each
 other.
 """

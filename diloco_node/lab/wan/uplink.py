@@ -2,7 +2,7 @@
 
 There is no namespace in the middle as in `netem`: each container shapes the way out, per destination, so that each path
 is shaped once. The device gets a tree (htb) with the region's rate at its root and a class per destination, as fast as
-the slowest part of that path; in each class a netem with delay, jitter and loss, and in that a queue limited in bytes.
+the slowest part of that path. Each class has a netem with delay, jitter and loss, and in that a queue limited in bytes.
 A token bucket on an `ifb` device holds incoming traffic of all regions to the region's ingress rate. Cuts are routes
 into the void, which needs no qdisc.
 

@@ -1,4 +1,4 @@
-"""Which rank of a region holds which part of each tensor, and which one owns it: what all ranks agree on at `attach`.
+"""The map from ranks of a region to the parts of each tensor that they hold and own. All agree on it at `attach`.
 
 A rank holds boxes of tensors, as a DTensor names them (offsets and sizes along each axis): rows with FSDP, columns with
 row-parallel layers, both on a two-dimensional mesh, all of it with DistributedDataParallel. A box that several ranks
@@ -31,17 +31,17 @@ class Box:
         """Values in it."""
         return prod(self.sizes)
 
-    def meets(self, other: Box) -> bool:
+    def meets(self, box: Box) -> bool:
         """Whether they have a value in common."""
         return all(
             max(low, start) < min(low + size, start + length)
-            for low, size, start, length in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        ) and bool(self.volume and other.volume)
+            for low, size, start, length in zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
+        ) and bool(self.volume and box.volume)
 
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """What of one piece of a fragment lies in one box.
+    """The values of one piece of a fragment that lie in one box.
 
     Attributes:
         piece: of the fragment.
@@ -71,7 +71,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class LocalFragment:
-    """What one rank holds of a fragment: slabs, one after the other in a vector of `size` float32 values."""
+    """The part of a fragment that one rank holds: slabs, one after the other in a vector of `size` float32 values."""
 
     index: int
     slabs: tuple[Slab, ...]
@@ -92,10 +92,10 @@ class ShardMap:
         LearnerError: boxes overlap without being equal, lie outside of their tensor, or leave a part of it to nobody.
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], held: Sequence[Mapping[str, Iterable[Box]]]) -> None:
-        self.ranks = len(held)
+    def __init__(self, tensors: Sequence[TensorSpec], holdings: Sequence[Mapping[str, Iterable[Box]]]) -> None:
+        self.ranks = len(holdings)
         self._holders: dict[str, dict[Box, list[int]]] = {tensor.name: {} for tensor in tensors}
-        for rank, boxes_of in enumerate(held):
+        for rank, boxes_of in enumerate(holdings):
             for name, boxes in boxes_of.items():
                 if name not in self._holders:
                     raise LearnerError(f"rank {rank} holds {name!r}, which rank 0's model does not have")
@@ -120,35 +120,35 @@ class ShardMap:
         return all(self.owner(name, box) == 0 for name, boxes in self._holders.items() for box in boxes)
 
     def owned(self, fragment: Fragment, rank: int) -> LocalFragment:
-        """What of a fragment a rank owns."""
+        """Return the part of a fragment that a rank owns."""
         return self._local(fragment, lambda name, box: self.owner(name, box) == rank)
 
     def followed(self, fragment: Fragment, rank: int) -> LocalFragment:
-        """What of a fragment a rank holds and another one owns."""
+        """Return the part of a fragment that a rank holds and another one owns."""
         return self._local(fragment, lambda name, box: rank in self.followers(name, box))
 
     def _local(self, fragment: Fragment, is_wanted: Callable[[str, Box], bool]) -> LocalFragment:
         """In the order of pieces, then of boxes."""
-        found, offset = [], 0
+        slabs, offset = [], 0
         for piece in fragment.pieces:
             for box in sorted(self._holders[piece.name]):
                 slab = _slab(piece, box) if is_wanted(piece.name, box) else None
                 if slab is not None:
-                    found.append(replace(slab, offset=offset))
+                    slabs.append(replace(slab, offset=offset))
                     offset += slab.size
-        return LocalFragment(fragment.index, tuple(found), offset)
+        return LocalFragment(fragment.index, tuple(slabs), offset)
 
 
 def describe(
     specs: Sequence[TensorSpec], boxes: Mapping[str, Sequence[Box]], marks: Mapping[str, str] | None = None
 ) -> bytes:
-    """What one rank says about its part of the model; JSON.
+    """Describe one rank's part of the model, as JSON.
 
     Args:
         marks: see `ModelTensors`.
     """
     marks = marks or {}
-    said = [
+    entries = [
         [
             spec.name,
             spec.shape,
@@ -158,11 +158,11 @@ def describe(
         ]
         for spec in specs
     ]
-    return json.dumps(said).encode()
+    return json.dumps(entries).encode()
 
 
 def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap]:
-    """What all ranks together hold; each rank comes to the same.
+    """Put together what all ranks hold; each rank comes to the same.
 
     Args:
         documents: of `describe`, by rank.
@@ -171,7 +171,7 @@ def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap
         LearnerError: they do not make one model.
     """
     specs: dict[str, tuple[TensorSpec, int]] = {}
-    held: list[dict[str, list[Box]]] = []
+    holdings: list[dict[str, list[Box]]] = []
     alike: dict[tuple[Box, str], list[tuple[str, int]]] = {}
     for rank, document in enumerate(documents):
         boxes_of: dict[str, list[Box]] = {}
@@ -186,26 +186,26 @@ def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap
             boxes_of[name] = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
             for box in boxes_of[name] if mark else ():
                 alike.setdefault((box, mark), []).append((name, rank))
-        held.append(boxes_of)
+        holdings.append(boxes_of)
     for copies in alike.values():
-        _check_not_tied(copies, held)
+        _check_not_tied(copies, holdings)
     tensors = tuple(spec for spec, _ in specs.values())
-    return tensors, ShardMap(tensors, held)
+    return tensors, ShardMap(tensors, holdings)
 
 
-def _check_not_tied(copies: Sequence[tuple[str, int]], held: Sequence[Mapping[str, object]]) -> None:
+def _check_not_tied(copies: Sequence[tuple[str, int]], holdings: Sequence[Mapping[str, object]]) -> None:
     """Raise LearnerError: tensors of one value and several names are on ranks of which none has both.
 
     Args:
-        copies: name and rank of each. held: by rank, what it has.
+        copies: name and rank of each. holdings: by rank, what it has.
     """
     first, rank = copies[0]
-    for name, other in copies:
-        if name != first and not any(first in names and name in names for names in held):
+    for name, other_rank in copies:
+        if name != first and not any(first in names and name in names for names in holdings):
             raise LearnerError(
-                f"{first!r} on rank {rank} and {name!r} on rank {other} begin with the same values: a weight that is "
-                "tied across pipeline stages would be merged as two tensors, which come apart. Put both on one stage. "
-                f"If the loop trains them as two tensors, say so on all ranks: attach(..., untied=({name!r},))"
+                f"{first!r} on rank {rank} and {name!r} on rank {other_rank} begin with the same values: a weight that "
+                "is tied across pipeline stages would be merged as two tensors, which come apart. Put both on one "
+                f"stage. If the loop trains them as two tensors, say so on all ranks: attach(..., untied=({name!r},))"
             )
 
 
@@ -228,16 +228,16 @@ def _check_cover(tensor: TensorSpec, boxes: Sequence[Box]) -> None:
         if not is_inside:
             raise LearnerError(f"{tensor.name!r} of shape {tensor.shape} has no part {box.offsets} + {box.sizes}")
     for at, box in enumerate(boxes):
-        other = next((one for one in boxes[at + 1 :] if box.meets(one)), None)
-        if other is not None:
+        twin = next((later for later in boxes[at + 1 :] if box.meets(later)), None)
+        if twin is not None:
             raise LearnerError(
-                f"parts of {tensor.name!r} overlap: {box.offsets} + {box.sizes} and {other.offsets} + {other.sizes}. "
+                f"parts of {tensor.name!r} overlap: {box.offsets} + {box.sizes} and {twin.offsets} + {twin.sizes}. "
                 "Attach the model with one layout on all ranks"
             )
-    covered = sum(box.volume for box in boxes)
-    if covered != tensor.size:
+    volume = sum(box.volume for box in boxes)
+    if volume != tensor.size:
         raise LearnerError(
-            f"ranks hold {covered} of the {tensor.size} values of {tensor.name!r}: all ranks of the region must "
+            f"ranks hold {volume} of the {tensor.size} values of {tensor.name!r}: all ranks of the region must "
             "attach, each with its own part of the model"
         )
 

@@ -43,17 +43,17 @@ EMBEDDING_NAMES: Final = frozenset(
 """Modules that hold embeddings under other types than `nn.Embedding` (vocabulary-parallel, hand-written)."""
 
 HEAD_NAMES: Final = frozenset({"lm_head", "output", "head", "embed_out", "output_projection"})
-"""What output heads are called; only at the top of a model, for "output" is also the end of an attention block."""
+"""Names of output heads; only at the top of a model, for "output" is also the end of an attention block."""
 
 DTENSOR: Final = "DTensor"
 REFUSED_KINDS: Final = frozenset({"FlatParameter", "ShardedTensor", "FullyShardedDataParallel"})
 """By name: importing the classes would import all of torch.distributed."""
 
 SAMPLE_VALUES: Final = 1024
-"""Of each piece; enough to tell a reverted parameter from a trained one."""
+"""Values to sample of each piece: enough to tell a reverted parameter from a trained one."""
 
 MARK_ROWS: Final = 32
-"""Of a matrix, and as many columns, that are looked at to tell it from others: a part of a copy is a copy."""
+"""Rows of a matrix, and as many columns, by which it is told from others: a part of a copy is a copy."""
 
 MATRIX: Final = 2
 
@@ -67,7 +67,7 @@ class _Tracked:
 
     @property
     def source(self) -> Tensor:
-        """What of the values lies on this rank: in the master if there is one."""
+        """The part of the values on this rank: in the master if there is one."""
         return local_part(self.parameter if self.master is None else self.master)
 
 
@@ -88,11 +88,11 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank: detached, the same memory."""
-    detached = tensor.detach()
-    if not is_sharded(detached):
-        return detached
-    local: Tensor = detached.to_local()  # type: ignore[attr-defined]
+    """Return the part of a tensor on this rank: detached, the same memory."""
+    plain = tensor.detach()
+    if not is_sharded(plain):
+        return plain
+    local: Tensor = plain.to_local()  # type: ignore[attr-defined]
     return local
 
 
@@ -139,10 +139,10 @@ class ModelTensors:
         self.marks: dict[str, str] = {}
         specs = []
         embeddings = _embedding_parameters(self.model)
-        trained, self.unknown = _buffers(self.model, buffers)
-        self._names_of |= {buffer: [name] for name, buffer in trained.items()}
+        trainable, self.unknown = _buffers(self.model, buffers)
+        self._names_of |= {buffer: [name] for name, buffer in trainable.items()}
         for parameter, names in self._names_of.items():
-            if not (parameter.requires_grad or names[0] in trained) or not parameter.numel():
+            if not (parameter.requires_grad or names[0] in trainable) or not parameter.numel():
                 continue
             _check(names[0], parameter)
             master = next((masters[name] for name in names if name in masters), None)
@@ -154,14 +154,14 @@ class ModelTensors:
                 self.marks[names[0]] = _mark(local_part(parameter))
             rule = next((merge[name] for name in names if name in merge), None)
             if rule is None:
-                is_averaged = is_at_an_end or names[0] in trained or len(names) > 1
+                is_averaged = is_at_an_end or names[0] in trainable or len(names) > 1
                 rule = MergeRule.AVG if is_averaged else MergeRule.RDA
             specs.append(TensorSpec(names[0], tuple(parameter.shape), rule))
         self.specs = tuple(specs)
-        known = {name for names in self._names_of.values() for name in names}
-        for kind, given in (("masters", masters), ("merge", merge), ("untied", untied)):
-            for name in sorted(set(given) - known):
-                text = f"{kind}: the model has no parameter {name!r}; known are {sorted(known)[:3]}, ..."
+        all_names = {name for names in self._names_of.values() for name in names}
+        for kind, mapping in (("masters", masters), ("merge", merge), ("untied", untied)):
+            for name in sorted(set(mapping) - all_names):
+                text = f"{kind}: the model has no parameter {name!r}; known are {sorted(all_names)[:3]}, ..."
                 self.unknown[f"{kind} {name}"] = text
 
     @property
@@ -171,13 +171,13 @@ class ModelTensors:
 
     @property
     def names(self) -> dict[Tensor, str]:
-        """What an optimizer may hold, parameters and masters, by their name in the manifest."""
-        held: dict[Tensor, str] = {}
-        for name, tracked in self._tracked.items():
-            held[tracked.parameter] = name
-            if tracked.master is not None:
-                held[tracked.master] = name
-        return held
+        """The tensors that an optimizer may hold, parameters and masters, with their names in the manifest."""
+        names: dict[Tensor, str] = {}
+        for name, tensor in self._tracked.items():
+            names[tensor.parameter] = name
+            if tensor.master is not None:
+                names[tensor.master] = name
+        return names
 
     def check_known(self, all_bytes: Callable[[bytes], list[bytes]]) -> None:
         """Raise LearnerError: a pattern, rule or master fits nothing on any rank.
@@ -185,14 +185,14 @@ class ModelTensors:
         Args:
             all_bytes: the bytes of every rank, on every rank.
         """
-        absent = [set(json.loads(one)) for one in all_bytes(json.dumps(sorted(self.unknown)).encode())]
+        absent = [set(json.loads(text)) for text in all_bytes(json.dumps(sorted(self.unknown)).encode())]
         if nowhere := sorted(set.intersection(*absent)):
             raise LearnerError(self.unknown[nowhere[0]])
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise LearnerError: the model is sharded, and this optimizer was made before: it trains nothing."""
-        held, known = [one for group in optimizer.param_groups for one in group["params"]], self.names
-        if any(map(is_sharded, known)) and not any(one in known for one in held):
+        parameters, names = [parameter for group in optimizer.param_groups for parameter in group["params"]], self.names
+        if any(map(is_sharded, names)) and not any(parameter in names for parameter in parameters):
             raise LearnerError(
                 "the optimizer holds none of the model's parameters: make it from model.parameters() after "
                 "fully_shard or parallelize_module, or pass its masters"
@@ -201,36 +201,36 @@ class ModelTensors:
     def check_not_replaced(self) -> None:
         """Raise LearnerError: the model was sharded after it was attached, or a buffer that is merged was replaced."""
         for name, buffer in self.model.named_buffers():
-            tracked = self._tracked.get(name)
-            if tracked is not None and tracked.parameter is not buffer:
+            tensor = self._tracked.get(name)
+            if tensor is not None and tensor.parameter is not buffer:
                 raise LearnerError(
                     f"buffer {name!r} is another tensor than at attach(), which follows that one: change it in place, "
                     "for instance with copy_()"
                 )
         for name, parameter in self.model.named_parameters():
-            tracked = self._tracked.get(name)
-            if tracked is not None and is_sharded(parameter) and not is_sharded(tracked.parameter):
+            tensor = self._tracked.get(name)
+            if tensor is not None and is_sharded(parameter) and not is_sharded(tensor.parameter):
                 raise LearnerError(
                     f"parameter {name!r} was sharded after attach(), which follows the one before: call fully_shard, "
                     "parallelize_module or accelerator.prepare first, then attach"
                 )
 
-    def read(self, part: LocalFragment, out: Tensor) -> None:
+    def read(self, local: LocalFragment, out: Tensor) -> None:
         """Copy the values.
 
         Args:
             out: shape (part.size,), float32, CPU; overwritten.
         """
         with torch.no_grad():
-            held = [self._values(slab) for slab in part.slabs]
-            if held and all(one.is_cpu and one.dtype == out.dtype for one in held):
+            sources = [self._values(slab) for slab in local.slabs]
+            if sources and all(value.is_cpu and value.dtype == out.dtype for value in sources):
                 # One call, for of small tensors each costs more than its values. Other types would take it longer.
-                torch.cat([one.reshape(-1) for one in held], out=out)
+                torch.cat([value.reshape(-1) for value in sources], out=out)
                 return
-            for slab, values in zip(part.slabs, held, strict=True):
+            for slab, values in zip(local.slabs, sources, strict=True):
                 out[slab.span].view(values.shape).copy_(values)
 
-    def write(self, part: LocalFragment, values: Tensor) -> None:
+    def write(self, local: LocalFragment, values: Tensor) -> None:
         """Overwrite the values.
 
         Args:
@@ -238,13 +238,13 @@ class ModelTensors:
         """
         self._reshard()
         with torch.no_grad():
-            for slab in part.slabs:
+            for slab in local.slabs:
                 target = self._values(slab)
                 target.copy_(values[slab.span].view(target.shape))
                 self._follow(slab)
 
     def shift(
-        self, part: LocalFragment, new: Tensor, anchor: Tensor | None, carry_factor: float, scratch: Tensor
+        self, local: LocalFragment, new: Tensor, anchor: Tensor | None, carry_factor: float, scratch: Tensor
     ) -> None:
         """Carry-over in place: `theta = new + lam * (theta - anchor)`, or without an anchor `theta = new`.
 
@@ -256,11 +256,11 @@ class ModelTensors:
             scratch: shape (at least the largest slab,), float32, CPU; overwritten where parameters are no CPU float32.
         """
         if anchor is None:
-            self.write(part, new)
+            self.write(local, new)
             return
         self._reshard()
         with torch.no_grad():
-            for slab in part.slabs:
+            for slab in local.slabs:
                 values = self._values(slab)
                 is_direct = values.dtype == torch.float32 and values.device.type == "cpu"
                 theta = values if is_direct else scratch[: slab.size].view(values.shape).copy_(values)
@@ -269,44 +269,50 @@ class ModelTensors:
                     values.copy_(theta)
                 self._follow(slab)
 
-    def held(self, part: LocalFragment, new: Tensor, out: Tensor) -> None:
-        """What a learner that takes exactly `new` really holds: `new` rounded to each parameter's type, as float32.
+    def held(self, local: LocalFragment, new: Tensor, out: Tensor) -> None:
+        """Return what a learner that takes exactly `new` holds: `new` rounded to each parameter's type, as float32.
 
         Args:
             new: shape (part.size,), float32, CPU. Not changed.
             out: the same shape; overwritten.
         """
         out.copy_(new)
-        for slab in part.slabs:
+        for slab in local.slabs:
             dtype = self._tracked[slab.piece.name].source.dtype
             if dtype != torch.float32:
                 span = out[slab.span]
                 span.copy_(span.to(dtype))
 
-    def sample(self, part: LocalFragment) -> Tensor:
+    def sample(self, local: LocalFragment) -> Tensor:
         """The first values of each slab as the *parameters* hold them, masters or not: shape (k,), float32, CPU."""
-        return self._sample(part, local_part)
+        return self._sample(local, local_part)
 
-    def sample_gradients(self, part: LocalFragment) -> Tensor:
-        """Of the same values the gradients, zero where there is none (any more)."""
+    def sample_gradients(self, local: LocalFragment) -> Tensor:
+        """Return the gradients of the same values, zero where there is none (any more)."""
         return self._sample(
-            part, lambda one: torch.zeros_like(local_part(one)) if one.grad is None else local_part(one.grad)
+            local,
+            lambda tensor: torch.zeros_like(local_part(tensor)) if tensor.grad is None else local_part(tensor.grad),
         )
 
-    def _sample(self, part: LocalFragment, values_of: Callable[[Tensor], Tensor]) -> Tensor:
-        parts = [host_values(0)]
-        for slab in part.slabs:
+    def _sample(self, local: LocalFragment, values_of: Callable[[Tensor], Tensor]) -> Tensor:
+        pieces = [host_values(0)]
+        for slab in local.slabs:
             values = values_of(self._tracked[slab.piece.name].parameter)[slab.local]
             # Rows first: making all of a slab that lies across memory contiguous would copy it.
-            parts.append((values[:SAMPLE_VALUES] if values.dim() else values).reshape(-1)[:SAMPLE_VALUES].float().cpu())
-        return torch.cat(parts)
+            pieces.append(
+                (values[:SAMPLE_VALUES] if values.dim() else values).reshape(-1)[:SAMPLE_VALUES].float().cpu()
+            )
+        return torch.cat(pieces)
 
     def rest_of_state(self) -> dict[str, Tensor]:
-        """What of `state_dict()` is not merged: buffers and frozen parameters; copies. All ranks call it, where frozen
-        parameters are sharded.
+        """Copy the entries of `state_dict()` that are not merged: buffers and frozen parameters.
+
+        All ranks call it, where frozen parameters are sharded.
         """
-        merged = {name for parameter, names in self._names_of.items() if names[0] in self._tracked for name in names}
-        return {name: _whole(value) for name, value in self.model.state_dict().items() if name not in merged}
+        merged_names = {
+            name for parameter, names in self._names_of.items() if names[0] in self._tracked for name in names
+        }
+        return {name: _whole(value) for name, value in self.model.state_dict().items() if name not in merged_names}
 
     def own_state(self, *, is_kept: bool) -> dict[str, Tensor]:
         """The model's `state_dict()` in whole tensors; copies. All ranks call it, where the model is cut.
@@ -317,11 +323,11 @@ class ModelTensors:
         state = ((name, _whole(value)) for name, value in self.model.state_dict().items())
         return {name: value for name, value in state if is_kept}
 
-    def full_state(self, manifest: Manifest, vectors: list[Tensor], rest: dict[str, Tensor]) -> dict[str, Tensor]:
+    def full_state(self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Tensor]) -> dict[str, Tensor]:
         """The model's `state_dict()` with these values as the trainable parameters; copies, parameter types.
 
         Args:
-            manifest, vectors: all fragments and their values, float32, CPU. rest: see `rest_of_state`.
+            manifest, vectors: all fragments and their values, float32, CPU. remainder: see `rest_of_state`.
         """
         values = {tensor.name: host_values(*tensor.shape) for tensor in manifest.tensors}
         for fragment, vector in zip(manifest.fragments, vectors, strict=True):
@@ -329,25 +335,25 @@ class ModelTensors:
                 span = vector[piece.offset : piece.offset + piece.size]
                 values[piece.name].view(-1)[piece.value_start : piece.value_stop] = span
         names_of = {names[0]: (parameter, names) for parameter, names in self._names_of.items()}
-        state = dict(rest)
+        state = dict(remainder)
         for name, value in values.items():
             if name not in names_of:  # another rank's, as with pipeline parallelism
                 state[name] = value
                 continue
             parameter, names = names_of[name]
-            held = value.to(parameter.device, parameter.dtype)
-            state.update(dict.fromkeys(names, held))
-        own = [name for name in self.model.state_dict() if name in state]
-        return {name: state[name] for name in dict.fromkeys((*own, *state))}
+            cast_value = value.to(parameter.device, parameter.dtype)
+            state.update(dict.fromkeys(names, cast_value))
+        own_names = [name for name in self.model.state_dict() if name in state]
+        return {name: state[name] for name in dict.fromkeys((*own_names, *state))}
 
     def _values(self, slab: Slab) -> Tensor:
         """A view of the slab's values; taken anew each time, for `model.to()` may have moved them."""
         return self._tracked[slab.piece.name].source[slab.local]
 
     def _follow(self, slab: Slab) -> None:
-        tracked = self._tracked[slab.piece.name]
-        if tracked.master is not None:
-            local_part(tracked.parameter)[slab.local].copy_(local_part(tracked.master)[slab.local])
+        tensor = self._tracked[slab.piece.name]
+        if tensor.master is not None:
+            local_part(tensor.parameter)[slab.local].copy_(local_part(tensor.master)[slab.local])
 
     def _reshard(self) -> None:
         for module in self._resharded:
@@ -356,9 +362,9 @@ class ModelTensors:
 
 def _whole(tensor: Tensor) -> Tensor:
     """A copy, for which a DTensor is gathered from all ranks."""
-    detached = tensor.detach()
-    gathered: Tensor = detached.full_tensor() if is_sharded(detached) else detached.clone()  # type: ignore[attr-defined]
-    return gathered
+    plain = tensor.detach()
+    whole: Tensor = plain.full_tensor() if is_sharded(plain) else plain.clone()  # type: ignore[attr-defined]
+    return whole
 
 
 def host_values(*shape: int) -> Tensor:
@@ -374,24 +380,24 @@ def _shift(theta: Tensor, new: Tensor, anchor: Tensor, carry_factor: float) -> N
 
 
 def _buffers(model: nn.Module, patterns: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Those whose names fit, by name; and what to say of patterns that fit none."""
-    found: dict[str, Tensor] = {}
+    """Return the buffers whose names fit, by name, and a message for each pattern that fits none."""
+    matches: dict[str, Tensor] = {}
     unknown: dict[str, str] = {}
     for pattern in patterns:
         fitting = {name: buffer for name, buffer in model.named_buffers() if fnmatchcase(name, pattern)}
         if not fitting:
-            known = [name for name, _ in model.named_buffers()]
-            unknown[f"buffers {pattern}"] = f"buffers: {pattern!r} fits no buffer of the model; it has {known[:5]}"
-        found |= fitting
-    return found, unknown
+            all_names = [name for name, _ in model.named_buffers()]
+            unknown[f"buffers {pattern}"] = f"buffers: {pattern!r} fits no buffer of the model; it has {all_names[:5]}"
+        matches |= fitting
+    return matches, unknown
 
 
 def _mark(values: Tensor) -> str:
     """Digest of some rows of a matrix; empty if all of them are one number, as where nothing is drawn."""
-    some = values[:: max(1, len(values) // MARK_ROWS)][:MARK_ROWS, :MARK_ROWS].float().cpu().contiguous()
-    if not some.numel() or bool((some == some.view(-1)[0]).all()):
+    sample = values[:: max(1, len(values) // MARK_ROWS)][:MARK_ROWS, :MARK_ROWS].float().cpu().contiguous()
+    if not sample.numel() or bool((sample == sample.view(-1)[0]).all()):
         return ""
-    return sha256(some.numpy().tobytes()).hexdigest()[:16]
+    return sha256(sample.numpy().tobytes()).hexdigest()[:16]
 
 
 def _names_of(model: nn.Module) -> dict[Tensor, list[str]]:
@@ -414,11 +420,11 @@ def _is_named_averaged(name: str) -> bool:
     return modules[-1] in EMBEDDING_NAMES or (modules[-1] in HEAD_NAMES and len(modules) <= _HEAD_DEPTH_MAX)
 
 
-def _check_kind(what: str, *held: object) -> None:
-    found = sorted({kind.__name__ for one in held for kind in type(one).__mro__} & REFUSED_KINDS)
-    if found:
+def _check_kind(label: str, *objects: object) -> None:
+    kinds = sorted({kind.__name__ for item in objects for kind in type(item).__mro__} & REFUSED_KINDS)
+    if kinds:
         raise LearnerError(
-            f"{what} is sharded over ranks in an old way ({found[0]}): use FSDP2, "
+            f"{label} is sharded over ranks in an old way ({kinds[0]}): use FSDP2, "
             "torch.distributed.fsdp.fully_shard(model), and attach after it"
         )
 
@@ -461,7 +467,7 @@ def _check_master(name: str, parameter: Tensor, master: Tensor | None) -> None:
 
 
 def _boxes(name: str, parameter: Tensor) -> list[Box]:
-    """Which part of the tensor lies on this rank."""
+    """Return the boxes of the tensor that lie on this rank."""
     if not is_sharded(parameter.data):
         return [whole_box(parameter.shape)]
     # Part of the protocol of distributed checkpoints (DCP): every tensor that is cut has it.

@@ -163,7 +163,7 @@ def test_a_follower_installs_a_base_once_and_acknowledges_when_it_has_the_states
     has_base = [False]
     core = a_core(ENTRIES[:3], has_base=lambda: has_base[0])
     effects = core.handle(MessageArrived("b", sent(base_at(10))), now_ns=0)
-    writes = [one for one in effects if isinstance(one, PersistLedger)]
+    writes = [effect for effect in effects if isinstance(effect, PersistLedger)]
     assert writes == [PersistLedger(1, 1, "", 1, (), base_at(10))]
     assert core.take_base() == base_at(10)
     assert core.take_base() is None
@@ -171,13 +171,13 @@ def test_a_follower_installs_a_base_once_and_acknowledges_when_it_has_the_states
     write_all(core, effects)
     effects = core.handle(MessageArrived("b", append_entries(ENTRIES, 11, 14, term=1, sequence=2, commit=12)), now_ns=0)
     answers = [message for _, message in sends([*effects, *write_all(core, effects)])]
-    assert {one.durable_index for one in answers if isinstance(one, AppendEntriesReply)} == {0}
+    assert {effect.durable_index for effect in answers if isinstance(effect, AppendEntriesReply)} == {0}
     has_base[0] = True
-    (answer,) = [one for one in core.payload_arrived(now_ns=0) if isinstance(one, Send)]
+    (answer,) = [effect for effect in core.payload_arrived(now_ns=0) if isinstance(effect, Send)]
     assert sends([answer]) == [("b", ack(1, 2, True, 14))]
     assert [entry.index for entry in core.take_committed()] == [11, 12]
     effects = core.handle(MessageArrived("b", sent(base_at(10), sequence=3)), now_ns=0)
-    assert [type(one) for one in effects] == [Send], "it has more than that"
+    assert [type(effect) for effect in effects] == [Send], "it has more than that"
 
 
 def test_in_place_of_a_longer_log_of_another_leader_nothing_is_acknowledged_before_it_is_written() -> None:
@@ -186,9 +186,9 @@ def test_in_place_of_a_longer_log_of_another_leader_nothing_is_acknowledged_befo
     effects = core.handle(MessageArrived("b", sent(base_at(12), term=3)), now_ns=0)
     effects += core.handle(MessageArrived("b", append_entries(ENTRIES, 13, 14, term=3, sequence=2)), now_ns=0)
     answers = [message for _, message in sends(effects) if isinstance(message, AppendEntriesReply)]
-    assert [one.durable_index for one in answers] == [0, 0]
+    assert [item.durable_index for item in answers] == [0, 0]
     write_all(core, effects)
-    (answer,) = [one for one in core.payload_arrived(now_ns=0) if isinstance(one, Send)]
+    (answer,) = [effect for effect in core.payload_arrived(now_ns=0) if isinstance(effect, Send)]
     assert sends([answer]) == [("b", ack(3, 2, True, 14))]
 
 

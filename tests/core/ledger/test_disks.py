@@ -1,4 +1,4 @@
-"""Which folders count: a run is founded once, by all; a folder that was lost is replaced by two entries."""
+"""The folders that count: a run is founded once, by all; a folder that was lost is replaced by two entries."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_changes_of_one_region_are_told_apart_by_a_rest() -> None:
     """A region that tells another folder each time must not fill the ledger."""
     network = founded()
     network.elect()
-    name = next(one for one in network.names if one != network.leader)
+    name = next(region_ for region_ in network.names if region_ != network.leader)
     for _ in range(20):
         network.wipe(name)
         network.start(name)

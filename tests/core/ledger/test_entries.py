@@ -152,13 +152,13 @@ def test_hashes_do_not_depend_on_the_process() -> None:
         "from diloco_node.core.ledger.entries import seal; from diloco_node.core.types import FinishedBody;"
         "print(seal(1, 1, bytes(32), FinishedBody((1, 2), 'x')).hash.hex())"
     )
-    found = {
+    result = {
         subprocess.run(
             [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
         ).stdout
         for seed in ("1", "2")
     }
-    assert found == {seal(1, 1, bytes(32), FinishedBody((1, 2), "x")).hash.hex() + "\n"}
+    assert result == {seal(1, 1, bytes(32), FinishedBody((1, 2), "x")).hash.hex() + "\n"}
 
 
 def test_equal_bodies_have_equal_hashes_whatever_number_type_they_use() -> None:
@@ -169,9 +169,9 @@ def test_equal_bodies_have_equal_hashes_whatever_number_type_they_use() -> None:
 
 
 def test_every_field_is_in_the_hash() -> None:
-    seen = {seal(1, 1, ZERO_HASH, body).hash for body in BODIES}
-    seen |= {seal(2, 1, ZERO_HASH, BODIES[0]).hash, seal(1, 2, ZERO_HASH, BODIES[0]).hash}
-    seen.add(seal(1, 1, b"\1" * 32, BODIES[0]).hash)
+    records = {seal(1, 1, ZERO_HASH, body).hash for body in BODIES}
+    records |= {seal(2, 1, ZERO_HASH, BODIES[0]).hash, seal(1, 2, ZERO_HASH, BODIES[0]).hash}
+    records.add(seal(1, 1, b"\1" * 32, BODIES[0]).hash)
     body = BODIES[2]
     assert isinstance(body, RoundBody)
     member = body.members[0]
@@ -198,8 +198,8 @@ def test_every_field_is_in_the_hash() -> None:
         {"learner": "us-west"},
     ]
     changes += [{"members": (replace(member, contribution=replace(CONTRIBUTION, **change)),)} for change in numbers]
-    seen |= {seal(1, 1, ZERO_HASH, replace(body, **change)).hash for change in changes}
-    assert len(seen) == len(BODIES) + 3 + len(changes)
+    records |= {seal(1, 1, ZERO_HASH, replace(body, **change)).hash for change in changes}
+    assert len(records) == len(BODIES) + 3 + len(changes)
 
 
 @pytest.mark.parametrize(

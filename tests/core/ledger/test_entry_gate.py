@@ -184,14 +184,14 @@ def test_a_leader_that_sends_nonsense_is_replaced_and_the_others_go_on(voters: i
     network.run(2 * TIMEOUT_NS)
     captured.add(liar)
     network.propose(NONSENSE)
-    others = [name for name in network.names if name != liar]
-    network.run_until(lambda: any(network.cores[name].is_settled for name in others))
+    peers = [name for name in network.names if name != liar]
+    network.run_until(lambda: any(network.cores[name].is_settled for name in peers))
     network.run(20 * TIMEOUT_NS)
-    assert network.leader in others, "and it stays one of them"
+    assert network.leader in peers, "and it stays one of them"
     network.propose(a_discard(2))
     last = network.cores[network.leader].last_index
-    network.run_until(lambda: all(len(network.committed[name]) >= last for name in others))
-    for name in others:
+    network.run_until(lambda: all(len(network.committed[name]) >= last for name in peers))
+    for name in peers:
         assert NONSENSE not in [entry.body for entry in network.committed[name]]
         assert [entry.body for entry in network.committed[name]][-1] == a_discard(2)
     assert any(f"ignored entries from {liar}" in text for text in network.alarms)

@@ -227,8 +227,8 @@ def test_a_leader_that_hears_one_of_two_followers_leads_on() -> None:
 def test_a_leader_of_five_that_hears_one_steps_down() -> None:
     network = Network(5)
     leader = network.elect()
-    others = [name for name in network.names if name != leader]
-    for other in others[1:]:
+    peers = [name for name in network.names if name != leader]
+    for other in peers[1:]:
         network.cut |= {(other, leader)}
     network.run_until(lambda: not network.cores[leader].is_leader, limit_ns=2 * TIMEOUT_NS)
 

@@ -29,7 +29,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def packed(log: ReplicaLog) -> int:
-    return sum(isinstance(one, log_module._Packed) for one in log._entries)
+    return sum(isinstance(effect, log_module._Packed) for effect in log._entries)
 
 
 def test_old_entries_are_kept_as_bytes_and_read_as_they_were(few: int) -> None:
@@ -38,7 +38,7 @@ def test_old_entries_are_kept_as_bytes_and_read_as_they_were(few: int) -> None:
     assert packed(log) == 10 - few
     assert log.entries == entries
     assert [log.entry(index) for index in range(1, 11)] == list(entries)
-    assert [log.hash_at(index) for index in range(11)] == [ZERO_HASH, *(one.hash for one in entries)]
+    assert [log.hash_at(index) for index in range(11)] == [ZERO_HASH, *(entry.hash for entry in entries)]
     assert log.slice(2, 9) == entries[1:9]
     assert not log.is_dirty
 
@@ -91,7 +91,7 @@ def test_any_story_of_a_log_is_the_same_with_and_without_packing(monkeypatch: py
 
     def replay(unpacked: int) -> list[object]:
         monkeypatch.setattr(log_module, "UNPACKED_ENTRIES", unpacked)
-        log, seen, token, done = ReplicaLog(chain(5)), list[object](), 0, 0
+        log, records, token, done = ReplicaLog(chain(5)), list[object](), 0, 0
         for number, (kind, chance) in enumerate(steps):
             if kind == "append":
                 log.append(chain(1, term=number + 1, after=log.entries)[-1])
@@ -99,11 +99,11 @@ def test_any_story_of_a_log_is_the_same_with_and_without_packing(monkeypatch: py
                 log.truncate(1 + max(0, log.last_index - 1 - int(4 * chance)))
             elif log.is_dirty and chance < 0.5:
                 token += 1
-                seen.append(log.take_change(token))
+                records.append(log.take_change(token))
             elif done < token:
                 done += 1
                 log.on_written(done)
-            seen += [log.durable_index, log.last_term, log.entries[-3:], log.hash_at(log.last_index // 2)]
-        return [*seen, log.entries]
+            records += [log.durable_index, log.last_term, log.entries[-3:], log.hash_at(log.last_index // 2)]
+        return [*records, log.entries]
 
     assert replay(2) == replay(10_000), f"seed {SEED}"

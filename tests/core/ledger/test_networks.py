@@ -96,9 +96,9 @@ def test_one_way_cuts_do_not_stop_the_majority() -> None:
     for seed in range(10):
         network = Network(3, seed=seed)
         old = network.elect()
-        for other in network.names:
-            if other != old:
-                network.cut.add((other, old))  # the leader is heard, but hears nobody
+        for region in network.names:
+            if region != old:
+                network.cut.add((region, old))  # the leader is heard, but hears nobody
         network.run(4 * TIMEOUT_NS)
         network.run_until(lambda network=network, old=old: network.leader not in ("", old))  # type: ignore[misc]
         network.elect()
@@ -125,11 +125,11 @@ def test_without_a_majority_nothing_is_committed_and_nobody_leads() -> None:
 def test_two_voters_need_each_other() -> None:
     network = Network(2)
     leader = network.elect()
-    other = next(name for name in network.names if name != leader)
-    network.crash(other)
+    region = next(name for name in network.names if name != leader)
+    network.crash(region)
     network.run(20 * TIMEOUT_NS)
     assert network.leader == ""
-    network.start(other)
+    network.start(region)
     network.elect()
 
 

@@ -171,6 +171,6 @@ def test_nothing_is_kept_of_the_digests_in_a_heartbeat() -> None:
     """`DigestWatch` compares them; a peer that names other fragments each time must not make this region grow."""
     world = Neighbourhood()
     for number in range(1, 50):
-        digests = tuple(FragmentDigest(1_000 * number + one, 2**62, b"x" * 16) for one in range(100))
+        digests = tuple(FragmentDigest(1_000 * number + report, 2**62, b"x" * 16) for report in range(100))
         assert world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=number, digests=digests), now_ns=number)
     assert len(pickle.dumps(world.liveness._peers["b"])) < 2_000

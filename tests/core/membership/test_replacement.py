@@ -15,7 +15,7 @@ OLD, NEW = b"o" * 16, b"n" * 16
 
 
 class Leads:
-    """What the replacement asks of a leader's ledger, set by hand: region b answers from another folder."""
+    """A leader's ledger as the replacement asks it, set by hand: region b answers from another folder."""
 
     def __init__(self) -> None:
         self.disks = DiskView("abc", {"a": b"a" * 16, "b": OLD, "c": b"c" * 16})

@@ -15,8 +15,8 @@ def f32(*values: float) -> F32:
     return np.array(values, dtype=np.float32)
 
 
-def plan(mode: CarryMode, steps: int, *, included: bool, missed: int | None = None) -> CarryPlan:
-    versions = int(not included) if missed is None else missed
+def plan(mode: CarryMode, steps: int, *, included: bool, versions_missed: int | None = None) -> CarryPlan:
+    versions = int(not included) if versions_missed is None else versions_missed
     return carry_plan(
         mode, is_included=included, versions_missed=versions, steps_since_inclusion=steps, carry_steps_limit=64
     )
@@ -34,37 +34,37 @@ def test_the_table_of_plans() -> None:
 
 
 def test_every_version_missed_halves_what_is_carried() -> None:
-    assert plan(CARRY, 30, included=False, missed=3) == CarryPlan(Anchor.BASE, 0.125)
+    assert plan(CARRY, 30, included=False, versions_missed=3) == CarryPlan(Anchor.BASE, 0.125)
     # Included in the first of three versions of a jump: two came after it.
-    assert plan(CARRY, 30, included=True, missed=2) == CarryPlan(Anchor.SNAPSHOT, 0.25)
+    assert plan(CARRY, 30, included=True, versions_missed=2) == CarryPlan(Anchor.SNAPSHOT, 0.25)
 
 
 def test_too_little_to_carry_is_not_carried() -> None:
-    assert plan(CARRY, 60, included=False, missed=6) == CarryPlan(Anchor.BASE, CARRY_FACTOR_MIN)
-    assert plan(CARRY, 60, included=False, missed=7) == CarryPlan(Anchor.NONE, 0.0)
-    assert plan(CARRY, 6400, included=False, missed=1) == CarryPlan(Anchor.NONE, 0.0)
-    assert plan(CARRY, 400, included=False, missed=10**6) == CarryPlan(Anchor.NONE, 0.0)
+    assert plan(CARRY, 60, included=False, versions_missed=6) == CarryPlan(Anchor.BASE, CARRY_FACTOR_MIN)
+    assert plan(CARRY, 60, included=False, versions_missed=7) == CarryPlan(Anchor.NONE, 0.0)
+    assert plan(CARRY, 6400, included=False, versions_missed=1) == CarryPlan(Anchor.NONE, 0.0)
+    assert plan(CARRY, 400, included=False, versions_missed=10**6) == CarryPlan(Anchor.NONE, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("steps", "limit", "included", "missed"), [(-1, 64, 1, 0), (3, 0, 1, 0), (3, 64, 1, -1), (3, 64, 0, 0)]
+    ("steps", "limit", "included", "versions_missed"), [(-1, 64, 1, 0), (3, 0, 1, 0), (3, 64, 1, -1), (3, 64, 0, 0)]
 )
-def test_a_plan_without_sense_is_a_bug(steps: int, limit: int, included: int, missed: int) -> None:
+def test_a_plan_without_sense_is_a_bug(steps: int, limit: int, included: int, versions_missed: int) -> None:
     with pytest.raises(ValueError, match=r"no limit|missed"):
         carry_plan(
             CARRY,
             is_included=bool(included),
-            versions_missed=missed,
+            versions_missed=versions_missed,
             steps_since_inclusion=steps,
             carry_steps_limit=limit,
         )
 
 
 def test_a_constant_gradient_by_hand() -> None:
-    """One learner, -1 a step, outer lr 1, momentum 0: carry-over loses nothing, overwrite tau of H steps."""
+    """A single learner, -1 a step, outer lr 1, momentum 0: carry-over loses nothing, overwrite tau of H steps."""
     for mode, expected in ((CARRY, [0, -4, -8, -12]), (OVERWRITE, [0, -4, -6, -8])):
         theta, base, snapshot = f32(0), f32(0), f32(0)
-        global_theta, seen = f32(0), [0.0]
+        global_theta, records = f32(0), [0.0]
         for step in range(1, 15):
             theta = theta - f32(1)
             if step % 4 == 0:
@@ -74,8 +74,8 @@ def test_a_constant_gradient_by_hand() -> None:
                 anchor = snapshot if mode is CARRY else None
                 theta = carry_over(plan(mode, 2, included=True), new=global_theta, theta=theta, anchor=anchor)
                 base = global_theta.copy()
-                seen.append(float(global_theta[0]))
-        assert seen == expected
+                records.append(float(global_theta[0]))
+        assert records == expected
 
 
 def test_not_included_keeps_half_of_what_was_done_since_the_base() -> None:
@@ -84,18 +84,18 @@ def test_not_included_keeps_half_of_what_was_done_since_the_base() -> None:
 
 
 def test_work_in_every_second_round_adds_up_to_one_and_a_half_cycles() -> None:
-    """One learner, -1 a step, H = 4: in rounds 2, 4, ..., it brings its last cycle and half of the other."""
+    """A single learner, -1 a step, H = 4: in rounds 2, 4, ..., it brings its last cycle and half of the other."""
     theta, base, global_theta = f32(0), f32(0), f32(100)
     theta = theta + global_theta
-    base, seen = global_theta.copy(), []
+    base, records = global_theta.copy(), []
     for version in range(1, 7):
         theta = theta - f32(4)
         if version % 2 == 0:
-            seen.append(float((base - theta)[0]))
+            records.append(float((base - theta)[0]))
             theta = carry_over(plan(CARRY, 0, included=True), new=global_theta, theta=theta, anchor=theta.copy())
         else:
             theta = carry_over(plan(CARRY, 4, included=False), new=global_theta, theta=theta, anchor=base)
-    assert seen == [4.0 * cycles(1)] * 3 == [6.0, 6.0, 6.0]
+    assert records == [4.0 * cycles(1)] * 3 == [6.0, 6.0, 6.0]
 
 
 def test_overwrite_is_exact_and_does_not_alias() -> None:
@@ -127,19 +127,19 @@ BEFORE = FragmentPosition(base_version=3, cycle_start_step=40, included_step=40,
 def test_positions_under_carry_restart_from_the_snapshot_or_go_on() -> None:
     included = position_after(BEFORE, inclusion=(64, 640), step=66, tokens=660, version=4, mode=CARRY)
     assert included == FragmentPosition(4, 64, 64, 640)
-    missed = position_after(BEFORE, inclusion=None, step=66, tokens=660, version=4, mode=CARRY)
-    assert missed == FragmentPosition(4, 66, 40, 400)
+    versions_missed = position_after(BEFORE, inclusion=None, step=66, tokens=660, version=4, mode=CARRY)
+    assert versions_missed == FragmentPosition(4, 66, 40, 400)
     # Then a jump over two versions, one of which includes a snapshot.
-    assert position_after(missed, inclusion=(80, 800), step=85, tokens=850, version=6, mode=CARRY) == FragmentPosition(
-        6, 80, 80, 800
-    )
+    assert position_after(
+        versions_missed, inclusion=(80, 800), step=85, tokens=850, version=6, mode=CARRY
+    ) == FragmentPosition(6, 80, 80, 800)
 
 
 def test_positions_under_overwrite_restart_from_the_apply() -> None:
     included = position_after(BEFORE, inclusion=(64, 640), step=66, tokens=660, version=4, mode=OVERWRITE)
     assert included == FragmentPosition(4, 64, 66, 660)
-    missed = position_after(BEFORE, inclusion=None, step=66, tokens=660, version=4, mode=OVERWRITE)
-    assert missed == FragmentPosition(4, 66, 66, 660)
+    versions_missed = position_after(BEFORE, inclusion=None, step=66, tokens=660, version=4, mode=OVERWRITE)
+    assert versions_missed == FragmentPosition(4, 66, 66, 660)
 
 
 def test_versions_only_grow_and_snapshots_lie_between() -> None:

@@ -34,8 +34,8 @@ def test_without_momentum_it_is_plain_sgd() -> None:
 def test_each_operation_is_rounded_to_float32() -> None:
     # mu * m = (1 - 2^-24) rounds to 1 - 2^-24 (representable); (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11.
     # Then + d = -(1 + 2^-11) is 0; a fused multiply-add would leave 2^-24.
-    one = 1 + 2.0**-12
-    _, momentum = outer_step(f32(0), f32(one), f32(-(1 + 2.0**-11)), lr=1.0, mu=one)
+    item = 1 + 2.0**-12
+    _, momentum = outer_step(f32(0), f32(item), f32(-(1 + 2.0**-11)), lr=1.0, mu=item)
     assert momentum[0] == 0.0
 
 

@@ -28,24 +28,26 @@ def of(name: str, *norms: float, steps: int = 16) -> Contribution:
     return Contribution(name, 1, 0, 3, 7, 40, 40 + steps, 100, tuple(norm * norm for norm in norms))
 
 
-def clipped(*offered: Contribution, sizes: tuple[int, ...] = ONE, recent: RecentRounds | None = None) -> list[float]:
-    """Of each contribution the part of its first piece."""
-    return [row[0] for row in clips(offered, sizes, recent or RecentRounds())]
+def clipped(
+    *contributions: Contribution, sizes: tuple[int, ...] = ONE, recent: RecentRounds | None = None
+) -> list[float]:
+    """Return the part that counts of each contribution's first piece."""
+    return [row[0] for row in clips(contributions, sizes, recent or RecentRounds())]
 
 
 def test_five_times_the_median_is_what_counts_of_a_longer_one() -> None:
     # Norms 1, 2, 3, 40: the lower median is 2, so 10 of the last one's 40 count.
-    offered = [of("a", 1.0), of("b", 2.0), of("c", 3.0), of("d", 40.0)]
-    assert clipped(*offered) == [1.0, 1.0, 1.0, 0.25]
-    assert clipped(*offered[:3], of("d", 10.0)) == [1.0] * 4, "exactly at the limit"
-    assert clipped(*offered[:3], of("d", 10.0 * (1 + 1e-12)))[3] < 1.0
+    contributions = [of("a", 1.0), of("b", 2.0), of("c", 3.0), of("d", 40.0)]
+    assert clipped(*contributions) == [1.0, 1.0, 1.0, 0.25]
+    assert clipped(*contributions[:3], of("d", 10.0)) == [1.0] * 4, "exactly at the limit"
+    assert clipped(*contributions[:3], of("d", 10.0 * (1 + 1e-12)))[3] < 1.0
 
 
 def test_beyond_twenty_times_only_the_usual_length_counts() -> None:
-    offered = [of("a", 1.0), of("b", 2.0), of("c", 3.0)]
-    assert clipped(*offered, of("d", 41.0))[3] == 2.0 / 41.0
-    assert clipped(*offered, of("d", 1000.0)) == [1.0, 1.0, 1.0, 0.002]
-    assert clipped(*offered, of("d", 80.0, steps=32))[3] == 0.25, "twice the steps, twice of both"
+    contributions = [of("a", 1.0), of("b", 2.0), of("c", 3.0)]
+    assert clipped(*contributions, of("d", 41.0))[3] == 2.0 / 41.0
+    assert clipped(*contributions, of("d", 1000.0)) == [1.0, 1.0, 1.0, 0.002]
+    assert clipped(*contributions, of("d", 80.0, steps=32))[3] == 0.25, "twice the steps, twice of both"
 
 
 def test_of_two_nobody_knows_who_is_the_outlier() -> None:
@@ -59,13 +61,13 @@ def test_of_two_the_rounds_before_know(names: str) -> None:
     recent = RecentRounds()
     for _ in range(ROUNDS_KEPT - 1):
         recent.observe([of(name, 1.0) for name in "abcd"])
-    offered = [of(name, 1000.0 if name == "d" else 1.0) for name in names]
-    assert clipped(*offered, recent=recent)[-1] == 1.0, "the first rounds of a run are short"
+    contributions = [of(name, 1000.0 if name == "d" else 1.0) for name in names]
+    assert clipped(*contributions, recent=recent)[-1] == 1.0, "the first rounds of a run are short"
     recent.observe([of(name, 1.0) for name in "abcd"])
-    assert clipped(*offered, recent=recent)[-1] == 0.001
-    assert clipped(*offered[:-1], of("d", 5.0), recent=recent)[-1] == 1.0
-    assert clipped(*offered[:-1], of("d", 10.0), recent=recent)[-1] == 0.5
-    assert set(excess(offered, clips(offered, ONE, recent), recent)) == {"d"}
+    assert clipped(*contributions, recent=recent)[-1] == 0.001
+    assert clipped(*contributions[:-1], of("d", 5.0), recent=recent)[-1] == 1.0
+    assert clipped(*contributions[:-1], of("d", 10.0), recent=recent)[-1] == 0.5
+    assert set(excess(contributions, clips(contributions, ONE, recent), recent)) == {"d"}
 
 
 def test_where_nobody_learnt_anything_there_is_nothing_to_compare_with() -> None:
@@ -137,9 +139,9 @@ def test_rounds_of_honest_learners_are_never_touched(seed: int, members: int) ->
     rng = random.Random(seed)
     recent, sizes = RecentRounds(), (64, 4096, 100_000)
     for _ in range(4):
-        offered = [of(f"r{m}", *(math.sqrt(s) * rng.uniform(0.5, 2.0) for s in sizes)) for m in range(members)]
-        assert clips(offered, sizes, recent) == ((1.0, 1.0, 1.0),) * members
-        recent.observe(offered)
+        contributions = [of(f"r{m}", *(math.sqrt(s) * rng.uniform(0.5, 2.0) for s in sizes)) for m in range(members)]
+        assert clips(contributions, sizes, recent) == ((1.0, 1.0, 1.0),) * members
+        recent.observe(contributions)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(3, 7), st.floats(0.0, 2.0**100))
@@ -152,18 +154,18 @@ def test_no_minority_makes_itself_longer_than_the_bound(seed: int, members: int,
         for m in range((members - 1) // 2)
     ]
     rows = clips([*honest, *too_long], sizes, RecentRounds())
-    longest = max(math.sqrt(sum(one.squared_norms)) for one in honest)
-    for one, row in zip(too_long, rows[members:], strict=True):
-        length = math.sqrt(sum(s * part * part for s, part in zip(one.squared_norms, row, strict=True)))
+    longest = max(math.sqrt(sum(contribution.squared_norms)) for contribution in honest)
+    for member, row in zip(too_long, rows[members:], strict=True):
+        length = math.sqrt(sum(s * part * part for s, part in zip(member.squared_norms, row, strict=True)))
         assert length <= RATIO_MAX * FASTER_MAX * longest * (1 + 1e-9)
         assert all(0.0 <= part <= 1.0 for part in row)
 
 
 def test_why_is_said_of_those_that_are_clipped_only() -> None:
-    offered = [of("a", 1.0, 1.0), of("b", 1.0, 1.0), of("c", 1.0, 1.0), of("d", 100.0, 0.1), of("e", 50.0, 50.0)]
+    contributions = [of("a", 1.0, 1.0), of("b", 1.0, 1.0), of("c", 1.0, 1.0), of("d", 100.0, 0.1), of("e", 50.0, 50.0)]
     recent = RecentRounds()
-    reasons = excess(offered, clips(offered, (50, 50), recent), recent)
+    reasons = excess(contributions, clips(contributions, (50, 50), recent), recent)
     assert list(reasons) == ["d", "e"]
     assert reasons["d"].startswith("70.7 times as long as usual")
     assert reasons["e"] == "50 times as long as usual, 0.02 of it counts"
-    assert excess(offered[:3], clips(offered[:3], (50, 50), recent), recent) == {}
+    assert excess(contributions[:3], clips(contributions[:3], (50, 50), recent), recent) == {}

@@ -83,18 +83,20 @@ def test_all_due_opens_at_once() -> None:
 
 
 def test_the_grace_window_starts_with_the_quorum_and_closes_on_the_nanosecond() -> None:
-    seen = learners(a=100, b=None, c=300, d=250)  # the third of four came at 300 ms: closes at 500 ms
-    assert decide_open(380 * MS, seen, TIMING, SETTINGS) == OpenDecision(False, 500 * MS, "grace: 120 ms left for b")
-    assert decide_open(500 * MS - 1, seen, TIMING, SETTINGS) == OpenDecision(False, 500 * MS, "grace: 1 ms left for b")
-    assert decide_open(500 * MS, seen, TIMING, SETTINGS) == OpenDecision(
+    records = learners(a=100, b=None, c=300, d=250)  # the third of four came at 300 ms: closes at 500 ms
+    assert decide_open(380 * MS, records, TIMING, SETTINGS) == OpenDecision(False, 500 * MS, "grace: 120 ms left for b")
+    assert decide_open(500 * MS - 1, records, TIMING, SETTINGS) == OpenDecision(
+        False, 500 * MS, "grace: 1 ms left for b"
+    )
+    assert decide_open(500 * MS, records, TIMING, SETTINGS) == OpenDecision(
         True, None, "3 of 4 due, grace of 200 ms is over, not due: b"
     )
 
 
 def test_a_learner_due_after_the_quorum_does_not_extend_the_window() -> None:
-    one = replace(SETTINGS, quorum_min=1)
-    early = decide_open(110 * MS, learners(a=100, b=None, c=None), TIMING, one)
-    later = decide_open(290 * MS, learners(a=100, b=280, c=None), TIMING, one)
+    settings = replace(SETTINGS, quorum_min=1)
+    early = decide_open(110 * MS, learners(a=100, b=None, c=None), TIMING, settings)
+    later = decide_open(290 * MS, learners(a=100, b=280, c=None), TIMING, settings)
     assert early.wake_at_ns == later.wake_at_ns == 300 * MS
 
 
@@ -111,8 +113,8 @@ def test_pacing_and_rounds_in_flight_hold_a_round_back() -> None:
 
 
 def test_long_lists_of_late_learners_are_cut() -> None:
-    seen = [LearnerDue(name, None) for name in "fedcba"] + [LearnerDue(f"x{i}", 0) for i in range(7)]
-    assert decide_open(0, seen, TIMING, SETTINGS).reason == "grace: 200 ms left for a, b, c, d and 2 more"
+    records = [LearnerDue(name, None) for name in "fedcba"] + [LearnerDue(f"x{i}", 0) for i in range(7)]
+    assert decide_open(0, records, TIMING, SETTINGS).reason == "grace: 200 ms left for a, b, c, d and 2 more"
 
 
 @given(
@@ -123,13 +125,13 @@ def test_long_lists_of_late_learners_are_cut() -> None:
 )
 def test_asking_again_at_the_wake_up_time_gets_on(due: list[int | None], now: int, quorum: int, pace: int) -> None:
     """It waits for time at most twice (pacing, then grace), and there is a reason for every answer."""
-    seen = [LearnerDue(f"r{i}", None if ms is None else ms * MS) for i, ms in enumerate(due)]
+    records = [LearnerDue(f"r{i}", None if ms is None else ms * MS) for i, ms in enumerate(due)]
     settings = replace(SETTINGS, quorum_min=quorum)
     now_ns = max([now, *[ms for ms in due if ms is not None]]) * MS
     for _ in range(3):
-        decision = decide_open(now_ns, seen, TIMING, settings, not_before_ns=pace * MS)
+        decision = decide_open(now_ns, records, TIMING, settings, not_before_ns=pace * MS)
         assert decision.reason
-        assert decision == decide_open(now_ns, seen[::-1], TIMING, settings, not_before_ns=pace * MS)
+        assert decision == decide_open(now_ns, records[::-1], TIMING, settings, not_before_ns=pace * MS)
         if decision.open or decision.wake_at_ns is None:
             break
         assert decision.wake_at_ns > now_ns

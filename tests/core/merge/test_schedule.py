@@ -84,16 +84,16 @@ def test_pacing_is_h_step_times_over_p_rounded_up() -> None:
 
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 10**10), st.lists(st.integers(0, 10**11), max_size=30))
 def test_any_window_of_one_cycle_holds_at_most_p_openings(h: int, p: int, step_ns: int, waits: list[int]) -> None:
-    opened: list[int] = []
+    openings: list[int] = []
     now = 0
     for wait in [0] * (p + 3) + waits:  # the longest burst that pacing allows, then gaps
         now = max(
             now + wait,
-            earliest_open_ns(opened[-1] if opened else None, sync_every=h, fragments=p, step_time_ns=step_ns),
+            earliest_open_ns(openings[-1] if openings else None, sync_every=h, fragments=p, step_time_ns=step_ns),
         )
-        opened.append(now)
-    for index in range(len(opened) - p):
-        assert opened[index + p] - opened[index] >= h * step_ns
+        openings.append(now)
+    for index in range(len(openings) - p):
+        assert openings[index + p] - openings[index] >= h * step_ns
 
 
 def test_the_median_ignores_learners_that_know_nothing() -> None:

@@ -100,11 +100,11 @@ def test_finer_stripes_cover_the_same_blocks_and_are_not_too_many(lengths: list[
     finer = cut_finer(coarse, encoded_bytes=encoded_bytes)
     assert finer[0].block_start == 0
     assert finer[-1].block_stop == edges[-1]
-    assert all(one.block_stop == after.block_start for one, after in pairwise(finer))
+    assert all(stripe.block_stop == after.block_start for stripe, after in pairwise(finer))
     assert len(finer) <= STRIPES_MAX + len(coarse)
-    for one in coarse:
-        parts = [part for part in finer if part.reducer == one.reducer]
-        assert (parts[0].block_start, parts[-1].block_stop) == (one.block_start, one.block_stop)
+    for stripe in coarse:
+        parts = [part for part in finer if part.reducer == stripe.reducer]
+        assert (parts[0].block_start, parts[-1].block_stop) == (stripe.block_start, stripe.block_stop)
         bytes_of_a_block = encoded_bytes / edges[-1]
         shortest = min(part.block_stop - part.block_start for part in parts)
         assert len(parts) == 1 or shortest * bytes_of_a_block >= STRIPE_BYTES_MIN
@@ -119,15 +119,15 @@ budgets = st.dictionaries(st.sampled_from("abcd"), st.builds(RateLimits, rates, 
 def slowest_ns(load: RoundLoad, reduced: dict[str, int], limits: dict[str, RateLimits]) -> int:
     """How long the slowest of these regions takes, nanoseconds, rounded up."""
     times = [0]
-    for name, one in limits.items():
-        loads = ((load.egress_bytes(reduced[name]), one.egress), (load.ingress_bytes(reduced[name]), one.ingress))
+    for name, limit in limits.items():
+        loads = ((load.egress_bytes(reduced[name]), limit.egress), (load.ingress_bytes(reduced[name]), limit.ingress))
         times += [-(-size * 10**9 // (load.blocks * rate)) for size, rate in loads if rate is not None]
     return max(times)
 
 
 def sizes_of(stripes: tuple[Stripe, ...], names: object) -> dict[str, int]:
-    found = {stripe.reducer: stripe.block_stop - stripe.block_start for stripe in stripes}
-    return {name: found.get(name, 0) for name in names}  # type: ignore[attr-defined]
+    result = {stripe.reducer: stripe.block_stop - stripe.block_start for stripe in stripes}
+    return {name: result.get(name, 0) for name in names}  # type: ignore[attr-defined]
 
 
 @settings(deadline=None)
@@ -150,7 +150,7 @@ def test_no_other_cut_lets_the_slowest_be_done_sooner(
     assert all(stripe.block_start < stripe.block_stop for stripe in stripes)
     believed = {}
     for direction in ("egress", "ingress"):
-        reported = sorted(rate for one in limits.values() if (rate := getattr(one, direction)) is not None)
+        reported = sorted(rate for limit in limits.values() if (rate := getattr(limit, direction)) is not None)
         believed[direction] = (
             min(reported[-1], CEILING_FACTOR_MAX * reported[(len(reported) - 1) // 2]) if reported else None
         )
@@ -158,10 +158,10 @@ def test_no_other_cut_lets_the_slowest_be_done_sooner(
         name: RateLimits(
             *(
                 ceiling if rate is None or ceiling is None else min(rate, ceiling)
-                for rate, ceiling in ((one.egress, believed["egress"]), (one.ingress, believed["ingress"]))
+                for rate, ceiling in ((limit.egress, believed["egress"]), (limit.ingress, believed["ingress"]))
             )
         )
-        for name, one in limits.items()
+        for name, limit in limits.items()
     }
     ours = slowest_ns(load, sizes_of(stripes, limits), filled)
     for cut in itertools.product(range(blocks + 1), repeat=len(limits)):

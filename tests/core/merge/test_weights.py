@@ -24,16 +24,16 @@ RDA, AVG = MergeRule.RDA, MergeRule.AVG
 NONE_MISSED = (0, 0, 0, 0)
 
 
-def whole(offered, rules):
-    return [(1.0,) * len(rules)] * len(offered)
+def whole(contributions, rules):
+    return [(1.0,) * len(rules)] * len(contributions)
 
 
-def coefficients(offered, w, rules, clips=None):
-    return weighing.coefficients(offered, w, rules, clips or whole(offered, rules))
+def coefficients(contributions, w, rules, clips=None):
+    return weighing.coefficients(contributions, w, rules, clips or whole(contributions, rules))
 
 
-def factors(offered, w, rules, norms, part, clips=None):
-    return weighing.factors(offered, w, rules, clips or whole(offered, rules), norms, share=part)
+def factors(contributions, w, rules, norms, part, clips=None):
+    return weighing.factors(contributions, w, rules, clips or whole(contributions, rules), norms, share=part)
 
 
 def contribution(name: str, norms: tuple[float, ...], *, steps: int = 10, tokens: int = 100) -> Contribution:
@@ -42,12 +42,14 @@ def contribution(name: str, norms: tuple[float, ...], *, steps: int = 10, tokens
 
 def merged(deltas: list[list[np.ndarray]], w: list[float], rules: list[MergeRule], part: float) -> list[np.ndarray]:
     """The whole path: norms, coefficients, sum in learner order, norm of the sum, factors. deltas[m][piece]."""
-    offered = [contribution(f"r{m}", tuple(float(np.dot(d, d)) for d in pieces)) for m, pieces in enumerate(deltas)]
-    rows = coefficients(offered, w, rules)
+    contributions = [
+        contribution(f"r{m}", tuple(float(np.dot(d, d)) for d in pieces)) for m, pieces in enumerate(deltas)
+    ]
+    rows = coefficients(contributions, w, rules)
     sums = [
         sum(row[piece] * pieces[piece] for row, pieces in zip(rows, deltas, strict=True)) for piece in range(len(rules))
     ]
-    scale = factors(offered, w, rules, [float(np.dot(s, s)) for s in sums], part)
+    scale = factors(contributions, w, rules, [float(np.dot(s, s)) for s in sums], part)
     return [f * s for f, s in zip(scale, sums, strict=True)]
 
 
@@ -136,33 +138,33 @@ def test_members_without_tokens_still_merge() -> None:
 )
 def test_the_weights_of_a_round_are_never_all_zero(members: list[tuple[int, int, int]], weight_cap: float) -> None:
     """Neither members without tokens nor one that was away makes a round divide by zero."""
-    offered = [contribution(f"r{at}", (4.0,), tokens=own[0], steps=own[1]) for at, own in enumerate(members)]
-    missed = [own[2] for own in members]
-    found = weights(offered, missed, weight_cap=weight_cap, carry_steps_limit=40)
-    assert all(math.isfinite(value) and value >= 0.0 for value in found)
-    assert sum(found) > 0.0
-    assert 0.0 < share(found, missed) <= 1.0
-    assert all(math.isfinite(value) for row in coefficients(offered, found, [AVG]) for value in row)
+    contributions = [contribution(f"r{at}", (4.0,), tokens=own[0], steps=own[1]) for at, own in enumerate(members)]
+    versions_missed = [own[2] for own in members]
+    result = weights(contributions, versions_missed, weight_cap=weight_cap, carry_steps_limit=40)
+    assert all(math.isfinite(value) and value >= 0.0 for value in result)
+    assert sum(result) > 0.0
+    assert 0.0 < share(result, versions_missed) <= 1.0
+    assert all(math.isfinite(value) for row in coefficients(contributions, result, [AVG]) for value in row)
 
 
 def test_of_members_without_tokens_and_one_that_was_away_the_one_counts() -> None:
-    offered = [contribution(name, (1.0,), tokens=0) for name in "ab"] + [contribution("c", (1.0,), steps=41)]
-    found = weights(offered, (0, 0, 3), weight_cap=2.0, carry_steps_limit=40)
-    assert found[:2] == (0.0, 0.0)
-    assert found[2] > 0.0
+    contributions = [contribution(name, (1.0,), tokens=0) for name in "ab"] + [contribution("c", (1.0,), steps=41)]
+    result = weights(contributions, (0, 0, 3), weight_cap=2.0, carry_steps_limit=40)
+    assert result[:2] == (0.0, 0.0)
+    assert result[2] > 0.0
 
 
 def test_a_contribution_holds_its_last_cycle_and_halves_of_those_it_missed() -> None:
-    assert [cycles(missed) for missed in (0, 1, 2, 3)] == [1.0, 1.5, 1.75, 1.875]
+    assert [cycles(versions_missed) for versions_missed in (0, 1, 2, 3)] == [1.0, 1.5, 1.75, 1.875]
     assert cycles(10**6) == 2.0
 
 
 def test_missed_versions_weigh_as_far_as_they_were_carried() -> None:
     # Both trained at the same pace; the second was left out once, then twice.
-    for missed, expected in ((1, 1500.0), (3, 1875.0)):
-        long = contribution("b", (1.0,), steps=10 * (missed + 1), tokens=100 * (missed + 1))
+    for versions_missed, expected in ((1, 1500.0), (3, 1875.0)):
+        long = contribution("b", (1.0,), steps=10 * (versions_missed + 1), tokens=100 * (versions_missed + 1))
         both = [contribution("a", (1.0,)), long]
-        assert weights(both, [0, missed], weight_cap=2.0, carry_steps_limit=64) == (1000.0, expected)
+        assert weights(both, [0, versions_missed], weight_cap=2.0, carry_steps_limit=64) == (1000.0, expected)
 
 
 def test_share_is_one_over_the_mean_of_the_cycles_held() -> None:
@@ -195,22 +197,22 @@ def test_nan_is_never_rounded() -> None:
 
 def test_rda_of_two_orthogonal_vectors_by_hand() -> None:
     # (3, 0) and (0, 5), equal weights: radius 4, direction (1, 1)/sqrt 2.
-    offered = [contribution("a", (9.0,)), contribution("b", (25.0,))]
-    rows = coefficients(offered, [1.0, 1.0], [RDA])
+    contributions = [contribution("a", (9.0,)), contribution("b", (25.0,))]
+    rows = coefficients(contributions, [1.0, 1.0], [RDA])
     assert rows == ((to_float32(0.5 * 4 / 3),), (to_float32(0.5 * 4 / 5),))  # the sum is (2, 2): 4 x mean direction
-    assert factors(offered, [1.0, 1.0], [RDA], [8.0], 1.0) == (to_float32(math.sqrt(2)),)
+    assert factors(contributions, [1.0, 1.0], [RDA], [8.0], 1.0) == (to_float32(math.sqrt(2)),)
     (result,) = merged([[np.array([3.0, 0.0])], [np.array([0.0, 5.0])]], [1.0, 1.0], [RDA], 1.0)
     assert result == pytest.approx(np.array([1.0, 1.0]) * 4 / math.sqrt(2), rel=1e-6)
 
 
 def test_a_clipped_contribution_counts_as_if_it_were_shorter() -> None:
     # (3, 0) and (0, 500) of which a hundredth counts: as (3, 0) and (0, 5) above.
-    offered, plain = [contribution("a", (9.0,)), contribution("b", (250_000.0,))], [(1.0,), (0.01,)]
-    rows = coefficients(offered, [1.0, 1.0], [RDA], plain)
+    contributions, plain = [contribution("a", (9.0,)), contribution("b", (250_000.0,))], [(1.0,), (0.01,)]
+    rows = coefficients(contributions, [1.0, 1.0], [RDA], plain)
     assert rows == ((to_float32(0.5 * 4 / 3),), (to_float32(0.5 * 4 / 500),))
-    assert factors(offered, [1.0, 1.0], [RDA], [8.0], 1.0, plain) == (to_float32(math.sqrt(2)),)
-    assert coefficients(offered, [1.0, 3.0], [AVG], plain) == ((0.25,), (to_float32(0.0075),))
-    assert factors(offered, [1.0, 3.0], [AVG], [8.0], 0.5, plain) == (0.5,)
+    assert factors(contributions, [1.0, 1.0], [RDA], [8.0], 1.0, plain) == (to_float32(math.sqrt(2)),)
+    assert coefficients(contributions, [1.0, 3.0], [AVG], plain) == ((0.25,), (to_float32(0.0075),))
+    assert factors(contributions, [1.0, 3.0], [AVG], [8.0], 0.5, plain) == (0.5,)
 
 
 def test_avg_by_hand() -> None:
@@ -303,23 +305,25 @@ def test_a_merge_is_finite_and_never_longer_than_its_radius(seed: int, members: 
 
 
 def test_coefficients_and_factors_are_float32() -> None:
-    offered = [contribution("a", (0.3, 1e-70, 7.0)), contribution("b", (1e30, 2.0, 11.0))]
+    contributions = [contribution("a", (0.3, 1e-70, 7.0)), contribution("b", (1e30, 2.0, 11.0))]
     w, rules = [0.1, 0.7], [RDA, RDA, AVG]
-    values = [x for row in coefficients(offered, w, rules) for x in row]
-    values += factors(offered, w, rules, [0.9, 1e-5, 3.3], 0.3)
+    values = [x for row in coefficients(contributions, w, rules) for x in row]
+    values += factors(contributions, w, rules, [0.9, 1e-5, 3.3], 0.3)
     assert all(value == float(np.float32(value)) for value in values)
-    assert coefficients(offered, w, rules)[0][1] == 0.0  # norm 1e-35 is below what the encoder keeps
+    assert coefficients(contributions, w, rules)[0][1] == 0.0  # norm 1e-35 is below what the encoder keeps
 
 
 @pytest.mark.parametrize("lie", [1e30, 1e60, 2.0**200])
 def test_no_norm_that_is_accepted_makes_the_others_work_overflow(lie: float) -> None:
     honest = contribution("b", (1e-8, 1e-8))
-    offered = [contribution("a", (lie, lie)), honest]
-    assert refusal(offered[0], 2) == ""
-    rows = coefficients(offered, [1.0, 1.0], [RDA, AVG])
+    contributions = [contribution("a", (lie, lie)), honest]
+    assert refusal(contributions[0], 2) == ""
+    rows = coefficients(contributions, [1.0, 1.0], [RDA, AVG])
     with np.errstate(over="raise"):
         sums = np.float32(rows[1][0]) * np.float32(1e-4) + np.float32(rows[0][0]) * np.float32(math.sqrt(lie))
-        assert np.isfinite(np.float32(sums) * np.float32(factors(offered, [1.0, 1.0], [RDA, AVG], [lie, lie], 1.0)[0]))
+        assert np.isfinite(
+            np.float32(sums) * np.float32(factors(contributions, [1.0, 1.0], [RDA, AVG], [lie, lie], 1.0)[0])
+        )
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -65,18 +65,18 @@ def summed(entries: list[Entry]) -> tuple[RoundHistory, bytes]:
 def test_a_history_goes_on_from_sums_as_if_no_entry_had_gone(cut: int) -> None:
     entries = entries_of(BODIES)
     whole, expected = summed(entries)
-    _, encoded = summed(entries[:cut])
+    _, data = summed(entries[:cut])
     restored = RoundHistory(2)
-    restored.restore(decode_summary(encoded, fragments=2), cut, now_ns=0)
+    restored.restore(decode_summary(data, fragments=2), cut, now_ns=0)
     for entry in entries[cut:]:
         restored.apply(entry, now_ns=0)
     assert encode_summary(restored.sum_up()) == expected
-    offered = contribution("a", base=2, steps=(20, 25), snapshot=3)
+    offer = contribution("a", base=2, steps=(20, 25), snapshot=3)
     for fragment in range(2):
-        one = replace(offered, fragment=fragment)
-        assert restored.carried_since(one) == whole.carried_since(one)
-        assert restored.contribution_fault(one, version=4, incarnation_min=0) == whole.contribution_fault(
-            one, version=4, incarnation_min=0
+        item = replace(offer, fragment=fragment)
+        assert restored.carried_since(item) == whole.carried_since(item)
+        assert restored.contribution_fault(item, version=4, incarnation_min=0) == whole.contribution_fault(
+            item, version=4, incarnation_min=0
         )
         for learner in "ab":
             assert restored.included_snapshot(learner, 1, fragment, base=0, version=3) == whole.included_snapshot(
@@ -91,9 +91,9 @@ def test_how_often_a_folder_was_replaced_is_summed_up_and_counted_on_behind_the_
     named = [DiskNamedBody("b", disk) for disk in (b"", b"2" * 16, b"", b"3" * 16)]
     entries = entries_of([GENESIS, *named[:2], DiskNamedBody("a", b""), *named[2:]])
     whole, expected = summed(entries)
-    sums, encoded = summed(entries[:cut])
+    sums, data = summed(entries[:cut])
     restored = RoundHistory(2)
-    restored.restore(decode_summary(encoded, fragments=2), cut, now_ns=0)
+    restored.restore(decode_summary(data, fragments=2), cut, now_ns=0)
     view = DiskView("ab", named_disks(sums.sum_up()))
     view.known_index = cut
     view.follow(entries[cut:])
@@ -109,11 +109,11 @@ def test_a_summary_is_bounded_however_often_learners_die() -> None:
     bodies: list[EntryBody] = [GENESIS]
     for incarnation in range(200):
         bodies += [DiscardedBody("a", incarnation, fragment, 0, 9, 576, "died") for fragment in range(2)]
-    history, encoded = summed(entries_of(bodies))
-    summary = decode_summary(encoded, fragments=2)
+    history, data = summed(entries_of(bodies))
+    summary = decode_summary(data, fragments=2)
     assert len(summary.covered) == INCARNATIONS_KEPT
     assert (summary.closed[0].incarnation, summary.closed[0].tokens) == (191, (192 * 576,) * 2)
-    assert len(encoded) < 1000
+    assert len(data) < 1000
     assert history.steps_before("a", 200) == 200 * 9
     assert "closed" in history.discard_fault(DiscardedBody("a", 3, 0, 0, 9, 1, "again"))
     assert history.account.discards_due("a", 3, steps=9, tokens=576, fragments=2, reason="") == ()
@@ -128,10 +128,8 @@ def test_the_token_account_is_checked_behind_sums() -> None:
     trained |= {("b", incarnation): (9, 576) for incarnation in range(3, 15)}
     whole = check_account(entries, trained, fragment_sizes=(3, 5))
     for cut in range(1, len(entries) + 1):
-        _, encoded = summed(entries[:cut])
-        behind = check_account(
-            entries[cut:], trained, fragment_sizes=(3, 5), summary=decode_summary(encoded, fragments=2)
-        )
+        _, data = summed(entries[:cut])
+        behind = check_account(entries[cut:], trained, fragment_sizes=(3, 5), summary=decode_summary(data, fragments=2))
         assert (behind.merged, behind.discarded) == (whole.merged, whole.discarded)
         # Sums of closed incarnations say less of which one has the fault.
         assert bool(behind.faults) == bool(whole.faults)
@@ -141,8 +139,8 @@ def test_a_learner_that_counted_other_tokens_than_were_summed_up_is_found() -> N
     bodies: list[EntryBody] = [GENESIS]
     for incarnation in range(12):
         bodies += [DiscardedBody("b", incarnation, fragment, 0, 9, 576, "died") for fragment in range(2)]
-    _, encoded = summed(entries_of(bodies))
-    summary = decode_summary(encoded, fragments=2)
+    _, data = summed(entries_of(bodies))
+    summary = decode_summary(data, fragments=2)
     trained = {("b", incarnation): (9, 576) for incarnation in range(12)} | {("b", 12): (0, 0)}
     assert check_account([], trained, fragment_sizes=(3, 5), summary=summary).balanced
     trained["b", 1] = (9, 577)
@@ -150,10 +148,10 @@ def test_a_learner_that_counted_other_tokens_than_were_summed_up_is_found() -> N
 
 
 def test_every_flipped_bit_of_a_summary_is_refused_or_changes_its_digest() -> None:
-    _, encoded = summed(entries_of(BODIES))
-    base = LedgerBase(11, 1, b"h" * 32, encoded)
-    for at in range(len(encoded)):
-        other = encoded[:at] + bytes([encoded[at] ^ 1]) + encoded[at + 1 :]
+    _, data = summed(entries_of(BODIES))
+    base = LedgerBase(11, 1, b"h" * 32, data)
+    for at in range(len(data)):
+        other = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         assert base_digest(replace(base, summary=other)) != base_digest(base)
         try:
             decode_summary(other, fragments=2)
@@ -163,9 +161,9 @@ def test_every_flipped_bit_of_a_summary_is_refused_or_changes_its_digest() -> No
 
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_a_summary_of_another_model_is_refused(fragments: int) -> None:
-    _, encoded = summed(entries_of(BODIES))
+    _, data = summed(entries_of(BODIES))
     with pytest.raises(ProtocolViolation, match="fragments"):
-        decode_summary(encoded, fragments=fragments)
+        decode_summary(data, fragments=fragments)
 
 
 def test_what_is_no_summary_is_refused() -> None:
@@ -214,6 +212,6 @@ def test_the_ledger_begins_with_sums_that_a_majority_has_too_and_never_with_othe
         upheld.take(last)
     base = upheld.compaction.next_base()
     assert (base is not None and base.index == 4) == is_same
-    assert any(isinstance(one, Note) and one.is_alarm for one in upheld.effects.take()) != is_same
+    assert any(isinstance(effect, Note) and effect.is_alarm for effect in upheld.effects.take()) != is_same
     upheld.has_states = False
     assert upheld.compaction.next_base() is None, "the own disk could not go on from there"

@@ -88,7 +88,7 @@ def test_new_digests_ride_along_for_a_while_and_all_in_turn() -> None:
     fresh = watch.to_report(now_ns=FRESH_NS)
     assert fresh == tuple(FragmentDigest(fragment, 1, GOOD) for fragment in range(3))
     later = [watch.to_report(now_ns=FRESH_NS + 1) for _ in range(3)]
-    assert sorted(one.fragment for reported in later for one in reported) == [0, 1, 2]
+    assert sorted(item.fragment for reported in later for item in reported) == [0, 1, 2]
 
 
 def test_heartbeat_carries_few_digests() -> None:
@@ -154,7 +154,7 @@ def test_a_heartbeat_stays_short_while_no_snapshot_is_committed() -> None:
             watch.on_digest(fragment, version, GOOD, now_ns=0)
     told = [watch.to_report(now_ns=10 * FRESH_NS) for _ in range(40)]
     assert max(map(len, told)) <= (FRESH_MAX + 1) * (PENDING_MAX + 1)
-    assert {one.fragment for reported in told for one in reported} == set(range(40)), "each has its turn"
+    assert {item.fragment for reported in told for item in reported} == set(range(40)), "each has its turn"
 
 
 def test_what_a_peer_tells_is_bounded() -> None:

@@ -43,10 +43,12 @@ def test_genesis_is_found_in_the_entries() -> None:
 )
 def test_the_earliest_start_that_has_all_it_needs_is_taken(states: set[int], payloads: set[int], gone: int) -> None:
     """`gone`: entries of versions up to it are summed up."""
-    known = tuple(one for one in ROUNDS if not isinstance(one.body, RoundBody) or one.body.version > gone)
+    entries_known = tuple(
+        effect for effect in ROUNDS if not isinstance(effect.body, RoundBody) or effect.body.version > gone
+    )
     on_disk = {payload_of(0, version) for version in payloads}
-    plan, other = plan_replay(GENESIS, None, known, [states, {0}], on_disk)
-    there = {entry.body.version for entry in known if isinstance(entry.body, RoundBody)}
+    plan, other = plan_replay(GENESIS, None, entries_known, [states, {0}], on_disk)
+    there = {entry.body.version for entry in entries_known if isinstance(entry.body, RoundBody)}
     possible = [
         start
         for start in sorted(states & {0, 3})

@@ -44,7 +44,7 @@ class Disk:
             region="a",
             fragments=2,
             manifest_digest=MANIFEST.digest,
-            recovered=recovered,
+            recovery=recovered,
             history=self.history,
             effects=self.effects,
         )
@@ -73,7 +73,9 @@ class Disk:
     def requests(self, *missing: EntryBody) -> list[tuple[int, int, bool]]:
         """(fragment, version, is_state) of what is asked for."""
         self.versions.plan_fetches(missing, self.fetches)
-        return [(one.fragment, one.version, one.body is None) for _, one in sorted(self.fetches._fetches.items())]
+        return [
+            (fetch.fragment, fetch.version, fetch.body is None) for _, fetch in sorted(self.fetches._fetches.items())
+        ]
 
 
 def test_genesis_is_adopted_when_committed_and_not_before() -> None:
@@ -255,7 +257,7 @@ def test_a_state_that_is_not_the_ledgers_is_set_aside_fetched_and_gone_on_from()
     disk.store(bodies[3])
     assert not disk.versions.has_payload(bodies[3])
     assert not disk.versions.has_stored(0, 4, bodies[3].payload_digest)
-    assert [one for one in disk.pump() if not isinstance(one, Note)] == [SetStatesAside(0, 2)]
+    assert [effect for effect in disk.pump() if not isinstance(effect, Note)] == [SetStatesAside(0, 2)]
     assert disk.requests() == [], "not before the wrong files are out of the way"
     disk.versions.states_renamed(0)
     assert disk.requests() == [(0, 2, True)]
@@ -323,7 +325,7 @@ def test_a_state_on_disk_that_is_not_the_ledgers_is_not_taken_at_start() -> None
     assert bad.versions.states == [-1, -1], "neither version 1 nor Theta_0 is what the ledger names"
     assert not bad.versions.has_payload(bodies[1])
     assert not bad.versions.has_payload(GENESIS)
-    assert [one for one in bad.pump() if not isinstance(one, Note)] == [SetStatesAside(0, 1)]
+    assert [effect for effect in bad.pump() if not isinstance(effect, Note)] == [SetStatesAside(0, 1)]
 
 
 def test_files_go_when_a_newer_snapshot_is_in_the_ledger_and_not_before() -> None:
@@ -380,7 +382,7 @@ class Desk:
             region="a",
             fragments=2,
             manifest_digest=MANIFEST.digest,
-            recovered=Recovered(0, "", (), (-1, -1), frozenset()),
+            recovery=Recovered(0, "", (), (-1, -1), frozenset()),
             history=self.history,
             effects=self.effects,
         )

@@ -44,7 +44,7 @@ def test_no_single_learner_ends_the_run_by_its_tokens(others: tuple[int, ...]) -
 
 @pytest.mark.parametrize("ratio", [1, 8, 16, 125])
 def test_regions_of_different_size_end_the_run_in_time(ratio: int) -> None:
-    """One learner trains many times what each of the three others does: as much as that may be, nobody waits."""
+    """A learner trains many times as much as each of the three others: as much as that may be, nobody waits."""
     own = 5_000 / (ratio + 3)
     booked = [int(own) + 1] * 3 + [int(ratio * own) + 1]
     assert reason(BY_TOKENS, [], sum(booked), booked) != ""

@@ -114,8 +114,8 @@ def test_nobody_is_believed_to_be_slower_than_so_many_times_the_others() -> None
 def test_fragment_that_was_never_merged_goes_by_the_slowest_other_and_its_size() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=0)
-    one, other, new = fragment(8192), fragment(4096), fragment(12_288)
-    manifest = replace(MANIFEST, fragments=(one, other, new))
+    item, other, new = fragment(8192), fragment(4096), fragment(12_288)
+    manifest = replace(MANIFEST, fragments=(item, other, new))
     clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
     clock.observe(0, 8 * SECOND)
@@ -150,21 +150,21 @@ OFFERED = {name: contribution(name) for name in ALL}
 
 
 def a_round(**received: set[int]) -> OpenRound:
-    one = OpenRound(
+    round_ = OpenRound(
         opened_at_ns=0,
         is_last=False,
         announcement=BallotOpened(Ballot(1, 1), 0, 1, ALL, STRIPES),
         ballot_at_ns=0,
         deadline=Deadline(SECOND, ""),
     )
-    one.contributions = dict(OFFERED)
-    one.receipts = {name: dict.fromkeys(stripes, (1, 1)) for name, stripes in received.items()}
-    return one
+    round_.contributions = dict(OFFERED)
+    round_.receipts = {name: dict.fromkeys(stripes, (1, 1)) for name, stripes in received.items()}
+    return round_
 
 
-def decided(one: OpenRound, *names: str) -> None:
+def decided(round_: OpenRound, *names: str) -> None:
     chosen = tuple(OFFERED[name] for name in names)
-    one.decision = MergeDecided(one.ballot, 0, 1, chosen, tuple((1.0,) * pieces(0) for _ in names))
+    round_.decision = MergeDecided(round_.ballot, 0, 1, chosen, tuple((1.0,) * pieces(0) for _ in names))
 
 
 def report(stripe: int, norm: float, *parts: float) -> ReductionReported:
@@ -175,75 +175,75 @@ def report(stripe: int, norm: float, *parts: float) -> ReductionReported:
 
 
 def test_after_the_deadline_those_go_on_that_all_reducers_hold() -> None:
-    one = a_round(a={0, 1, 2}, b={0, 1}, c={0, 1, 2})
-    plan = plan_next(one, STRIPES, usable=OFFERED, able=ALL, reachable=ALL, is_late=True)
+    round_ = a_round(a={0, 1, 2}, b={0, 1}, c={0, 1, 2})
+    plan = plan_next(round_, STRIPES, usable=OFFERED, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("a", "c")
     assert plan.contributions == {"a": OFFERED["a"], "c": OFFERED["c"]}
     assert plan.reused == tuple(ReusedStripe(name, stripe) for name in ("a", "c") for stripe in range(3))
 
 
 def test_after_the_deadline_a_whole_contribution_of_a_lost_member_stays_if_nothing_moves() -> None:
-    one = a_round(a={0, 1, 2}, b={0, 1, 2})
-    plan = plan_next(one, STRIPES, usable=OFFERED, able=("a",), reachable=("a",), is_late=True)
+    round_ = a_round(a={0, 1, 2}, b={0, 1, 2})
+    plan = plan_next(round_, STRIPES, usable=OFFERED, able=("a",), reachable=("a",), is_late=True)
     assert plan.members == ("a", "b")
     moved = (Stripe("a", 0, 2), Stripe("c", 2, 5))
-    plan = plan_next(one, moved, usable=OFFERED, able=("a",), reachable=("a",), is_late=True)
+    plan = plan_next(round_, moved, usable=OFFERED, able=("a",), reachable=("a",), is_late=True)
     assert plan.members == ("a",)
 
 
 def test_what_has_arrived_of_a_learner_that_died_is_not_reused() -> None:
     """Its next incarnation contributes: reducers that have stripes of the one before must get the new ones."""
-    one = a_round(a={0, 1, 2}, b={0, 1, 2})
-    one.contributions["b"] = newer = contribution("b", incarnation=2)
-    plan = plan_next(one, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=True)
+    round_ = a_round(a={0, 1, 2}, b={0, 1, 2})
+    round_.contributions["b"] = newer = contribution("b", incarnation=2)
+    plan = plan_next(round_, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("a",)
-    one.on_receipt("b", StripesReceived(one.ballot, "b", 2, 1))
-    plan = plan_next(one, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=False)
+    round_.on_receipt("b", StripesReceived(round_.ballot, "b", 2, 1))
+    plan = plan_next(round_, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=False)
     assert [reused.stripe for reused in plan.reused if reused.learner == "b"] == [1]
 
 
 def test_if_nothing_has_arrived_whole_everybody_able_is_asked_again() -> None:
-    one = a_round(a={0}, b={1})
-    plan = plan_next(one, STRIPES, usable=OFFERED, able=("a", "c"), reachable=ALL, is_late=True)
+    round_ = a_round(a={0}, b={1})
+    plan = plan_next(round_, STRIPES, usable=OFFERED, able=("a", "c"), reachable=ALL, is_late=True)
     assert plan.members == ("a", "c")
     assert plan.reused == (ReusedStripe("a", 0),)
     assert plan.contributions == {"a": OFFERED["a"], "c": OFFERED["c"]}
 
 
 def test_after_a_loss_all_that_are_left_stay() -> None:
-    one = a_round(a={0, 1, 2})
-    one.refusals["c"] = "no steps"
+    round_ = a_round(a={0, 1, 2})
+    round_.refusals["c"] = "no steps"
     stripes = (Stripe("a", 0, 3), Stripe("c", 3, 5))
     usable = {"a": OFFERED["a"]}
-    plan = plan_next(one, stripes, usable=usable, able=("a", "c"), reachable=("a", "c"), is_late=False)
+    plan = plan_next(round_, stripes, usable=usable, able=("a", "c"), reachable=("a", "c"), is_late=False)
     assert plan.members == ("a",), "c has declined, b is gone"
     assert plan.reused == (), "every stripe moved"
 
 
 def test_reused_stripes_are_named_by_their_new_place() -> None:
-    one = a_round(a={0, 2})
+    round_ = a_round(a={0, 2})
     stripes = (Stripe("b", 0, 4), STRIPES[2])
-    plan = plan_next(one, stripes, usable=OFFERED, able=ALL, reachable=ALL, is_late=False)
+    plan = plan_next(round_, stripes, usable=OFFERED, able=ALL, reachable=ALL, is_late=False)
     assert plan.reused == (ReusedStripe("a", 1),)
 
 
 def test_contribution_that_may_not_be_merged_is_not_reused() -> None:
-    one = a_round(a={0, 1, 2}, b={0, 1, 2})
+    round_ = a_round(a={0, 1, 2}, b={0, 1, 2})
     usable = {"b": OFFERED["b"], "c": OFFERED["c"]}
-    plan = plan_next(one, STRIPES, usable=usable, able=ALL, reachable=ALL, is_late=True)
+    plan = plan_next(round_, STRIPES, usable=usable, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("b",)
     assert plan.reused == tuple(ReusedStripe("b", stripe) for stripe in range(3))
 
 
 def test_next_ballot_forgets_answers_but_not_who_is_rejected() -> None:
-    one = a_round(a={0})
-    decided(one, "a")
-    one.weights, one.refusals, one.reports = (1.0,), {"b": "x"}, {0: report(0, 1.0, 1.0)}
-    one.holders, one.rejections, one.exclusions = {"a": b"1"}, {"c": "lied"}, {"b"}
-    opened = BallotOpened(Ballot(1, 2), 0, 1, ("a",), STRIPES)
-    one.begin_ballot(opened, deadline=Deadline(3, ""), contributions={"a": OFFERED["a"]}, now_ns=7)
-    assert (one.ballot, one.attempt, one.deadline_ns, one.opened_at_ns) == (Ballot(1, 2), 1, 10, 0)
-    assert (one.refusals, one.receipts, one.reports, one.holders, one.decision, one.weights) == (
+    round_ = a_round(a={0})
+    decided(round_, "a")
+    round_.weights, round_.refusals, round_.reports = (1.0,), {"b": "x"}, {0: report(0, 1.0, 1.0)}
+    round_.holders, round_.rejections, round_.exclusions = {"a": b"1"}, {"c": "lied"}, {"b"}
+    announcement = BallotOpened(Ballot(1, 2), 0, 1, ("a",), STRIPES)
+    round_.begin_ballot(announcement, deadline=Deadline(3, ""), contributions={"a": OFFERED["a"]}, now_ns=7)
+    assert (round_.ballot, round_.attempt, round_.deadline_ns, round_.opened_at_ns) == (Ballot(1, 2), 1, 10, 0)
+    assert (round_.refusals, round_.receipts, round_.reports, round_.holders, round_.decision, round_.weights) == (
         {},
         {},
         {},
@@ -251,58 +251,58 @@ def test_next_ballot_forgets_answers_but_not_who_is_rejected() -> None:
         None,
         (),
     )
-    assert (one.rejections, one.exclusions) == ({"c": "lied"}, {"b"})
-    assert one.missing_members() == ()
+    assert (round_.rejections, round_.exclusions) == ({"c": "lied"}, {"b"})
+    assert round_.missing_members() == ()
 
 
 def test_norms_are_summed_over_all_stripes_in_their_order() -> None:
-    one = a_round()
-    decided(one, "a", "b")
-    one.reports = {2: report(2, 4.0, 1.0, 1.0), 0: report(0, 1.0, 1.0, 1.0), 1: report(1, 2.0, 2.0, 2.0)}
-    assert one.is_merged
-    assert one.merged_squared_norms() == (7.0,) * pieces(0)
-    assert one.norm_mismatch() == ()
-    assert one.digest == payload_digest([bytes([index]) * 32 for index in range(3)])
+    round_ = a_round()
+    decided(round_, "a", "b")
+    round_.reports = {2: report(2, 4.0, 1.0, 1.0), 0: report(0, 1.0, 1.0, 1.0), 1: report(1, 2.0, 2.0, 2.0)}
+    assert round_.is_merged
+    assert round_.merged_squared_norms() == (7.0,) * pieces(0)
+    assert round_.norm_mismatch() == ()
+    assert round_.digest == payload_digest([bytes([index]) * 32 for index in range(3)])
 
 
 def test_norms_that_do_not_add_up_name_the_learner() -> None:
     for error, norm_mismatch in ((0.0039, ()), (0.0041, ("b",)), (-0.0041, ("b",))):
-        one = a_round()
-        decided(one, "a", "b")
-        one.reports = {stripe: report(stripe, 1.0, 4.0 / 3, (4.0 + error) / 3) for stripe in range(3)}
-        assert one.norm_mismatch() == norm_mismatch, error
+        round_ = a_round()
+        decided(round_, "a", "b")
+        round_.reports = {stripe: report(stripe, 1.0, 4.0 / 3, (4.0 + error) / 3) for stripe in range(3)}
+        assert round_.norm_mismatch() == norm_mismatch, error
 
 
 def test_zero_outer_gradient_is_no_lie() -> None:
-    one = a_round()
-    one.contributions = {"a": replace(OFFERED["a"], squared_norms=(0.0,) * pieces(0))}
-    one.decision = MergeDecided(one.ballot, 0, 1, (one.contributions["a"],), ((0.0,) * pieces(0),))
-    one.reports = {stripe: report(stripe, 0.0, 0.0) for stripe in range(3)}
-    assert one.norm_mismatch() == ()
+    round_ = a_round()
+    round_.contributions = {"a": replace(OFFERED["a"], squared_norms=(0.0,) * pieces(0))}
+    round_.decision = MergeDecided(round_.ballot, 0, 1, (round_.contributions["a"],), ((0.0,) * pieces(0),))
+    round_.reports = {stripe: report(stripe, 0.0, 0.0) for stripe in range(3)}
+    assert round_.norm_mismatch() == ()
 
 
 def test_report_with_impossible_numbers_is_refused() -> None:
-    one = a_round()
-    decided(one, "a", "b")
+    round_ = a_round()
+    decided(round_, "a", "b")
     good = report(1, 1.0, 2.0, 3.0)
-    assert one.report_fault("b", good, pieces(0)) == ""
-    assert "not reduced by a" in one.report_fault("a", good, pieces(0))
-    assert one.report_fault("b", replace(good, stripe=3), pieces(0))
-    assert "shape" in one.report_fault("b", replace(good, contribution_norms=good.contribution_norms[:1]), pieces(0))
-    assert "shape" in one.report_fault("b", good, pieces(0) + 1)
-    assert "finite" in one.report_fault("b", report(1, float("nan"), 1.0, 1.0), pieces(0))
-    assert "negative" in one.report_fault("b", report(1, 1.0, -1.0, 1.0), pieces(0))
+    assert round_.report_fault("b", good, pieces(0)) == ""
+    assert "not reduced by a" in round_.report_fault("a", good, pieces(0))
+    assert round_.report_fault("b", replace(good, stripe=3), pieces(0))
+    assert "shape" in round_.report_fault("b", replace(good, contribution_norms=good.contribution_norms[:1]), pieces(0))
+    assert "shape" in round_.report_fault("b", good, pieces(0) + 1)
+    assert "finite" in round_.report_fault("b", report(1, float("nan"), 1.0, 1.0), pieces(0))
+    assert "negative" in round_.report_fault("b", report(1, 1.0, -1.0, 1.0), pieces(0))
 
 
 def test_waiting_reason_names_what_is_missing() -> None:
-    one = a_round()
-    del one.contributions["b"]
-    assert one.wait_reason() == "waits for contributions of b"
-    one.refusals["b"] = "no steps"
-    decided(one, "a", "c")
-    one.receipts = {"a": dict.fromkeys(range(3), (1, 1))}
-    assert one.wait_reason() == "waits for merged stripes of a, b, c, stripes of c are on their way"
-    one.reports = {stripe: report(stripe, 1.0, 1.0, 1.0) for stripe in range(3)}
-    assert one.wait_reason() == "waits for a majority to have the payload on disk, nobody has"
-    one.is_proposed = True
-    assert one.wait_reason() == "waits for its ledger entry to commit"
+    round_ = a_round()
+    del round_.contributions["b"]
+    assert round_.wait_reason() == "waits for contributions of b"
+    round_.refusals["b"] = "no steps"
+    decided(round_, "a", "c")
+    round_.receipts = {"a": dict.fromkeys(range(3), (1, 1))}
+    assert round_.wait_reason() == "waits for merged stripes of a, b, c, stripes of c are on their way"
+    round_.reports = {stripe: report(stripe, 1.0, 1.0, 1.0) for stripe in range(3)}
+    assert round_.wait_reason() == "waits for a majority to have the payload on disk, nobody has"
+    round_.is_proposed = True
+    assert round_.wait_reason() == "waits for its ledger entry to commit"

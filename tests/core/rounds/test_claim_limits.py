@@ -1,4 +1,4 @@
-"""What one learner may claim of itself: honest regions of any size pass, one wrong number does not."""
+"""Limits of a learner's claims about itself: honest regions of any size pass, one wrong number does not."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ OTHERS = [status(10)] * 3
 
 
 def fault(
-    offered: Contribution,
+    claim: Contribution,
     *,
     reported: LearnerStatus | None = None,
     others: list[LearnerStatus] | None = None,
     known: int = 1,
 ) -> str:
     report = reported or status(10)
-    return claim_fault(offered, report=report, reports=OTHERS if others is None else others, incarnation_known=known)
+    return claim_fault(claim, report=report, reports=OTHERS if others is None else others, incarnation_known=known)
 
 
 @pytest.mark.parametrize("batch", [1, 8, TOKENS_RATIO_MAX])
 @pytest.mark.parametrize("speed", [1, 4, 16])
 def test_larger_batches_and_faster_hardware_are_fine(batch: int, speed: int) -> None:
     own = replace(status(10 * speed), tokens=64 * batch * 10 * speed)
-    offered = replace(contribution("b", steps=(0, 10 * speed)), tokens=64 * batch * 10 * speed)
-    assert fault(offered, reported=own, others=[*OTHERS[:2], own]) == ""
+    claim = replace(contribution("b", steps=(0, 10 * speed)), tokens=64 * batch * 10 * speed)
+    assert fault(claim, reported=own, others=[*OTHERS[:2], own]) == ""
 
 
 @pytest.mark.parametrize("batch", [8, TOKENS_RATIO_MAX])
@@ -45,12 +45,12 @@ def test_a_small_region_among_large_ones_is_fine(batch: int) -> None:
 
 
 def test_tokens_beyond_all_others_are_refused() -> None:
-    offered = replace(contribution("b"), tokens=2**50)
-    assert "tokens in 10 steps" in fault(offered)
+    claim = replace(contribution("b"), tokens=2**50)
+    assert "tokens in 10 steps" in fault(claim)
     boast = replace(status(10), tokens=2**50)
-    assert fault(offered, reported=boast, others=[*OTHERS[:2], boast]), "its own report does not make it true"
-    assert fault(offered, others=[boast, boast, *OTHERS]), "nor two of five"
-    assert fault(offered, others=OTHERS[:2]) == "", "of two nobody knows who is wrong"
+    assert fault(claim, reported=boast, others=[*OTHERS[:2], boast]), "its own report does not make it true"
+    assert fault(claim, others=[boast, boast, *OTHERS]), "nor two of five"
+    assert fault(claim, others=OTHERS[:2]) == "", "of two nobody knows who is wrong"
 
 
 def test_steps_follow_the_report() -> None:
@@ -65,7 +65,7 @@ def test_steps_follow_the_report() -> None:
 def test_incarnations_grow_by_bounded_steps() -> None:
     ahead = INCARNATIONS_AHEAD_MAX
     for known, incarnation, is_fine in ((-1, ahead, True), (-1, ahead + 1, False), (7, 7 + ahead, True)):
-        offered = contribution("b", incarnation=incarnation)
-        assert (fault(offered, reported=status(10, incarnation=incarnation), known=known) == "") is is_fine
+        claim = contribution("b", incarnation=incarnation)
+        assert (fault(claim, reported=status(10, incarnation=incarnation), known=known) == "") is is_fine
     assert fault(contribution("b", incarnation=2**63 - 1))
     assert fault(contribution("b", incarnation=-1))

@@ -37,9 +37,9 @@ NAMES = ("c", "a", "d", "b")
 def test_everybody_who_reaches_everybody_is_reducer_and_learner() -> None:
     world = Neighbourhood(regions=("a", "b", "c"))
     world.all_hear(status(), now_ns=1)
-    found = assess_reachability("a", ("c", "b", "a"), world.liveness, now_ns=1)
-    assert found.reachable == found.reducers == found.learners == ("a", "b", "c")
-    assert found.away == ()
+    result = assess_reachability("a", ("c", "b", "a"), world.liveness, now_ns=1)
+    assert result.reachable == result.reducers == result.learners == ("a", "b", "c")
+    assert result.away == ()
 
 
 def test_two_that_do_not_reach_each_other_stay_members_but_reduce_nothing() -> None:
@@ -48,9 +48,9 @@ def test_two_that_do_not_reach_each_other_stay_members_but_reduce_nothing() -> N
     world.hear("b", status(), now_ns=1, hears=("a", "d"))
     world.hear("c", status(), now_ns=1, hears=("a", "b", "d"))
     world.hear("d", status(), now_ns=1, hears=("a", "b", "c"))
-    found = assess_reachability("a", NAMES, world.liveness, now_ns=1)
-    assert found.reducers == ("a", "d")
-    assert found.learners == ("a", "b", "c", "d")
+    result = assess_reachability("a", NAMES, world.liveness, now_ns=1)
+    assert result.reducers == ("a", "d")
+    assert result.learners == ("a", "b", "c", "d")
 
 
 def test_region_that_does_not_hear_the_leader_is_away() -> None:
@@ -58,10 +58,10 @@ def test_region_that_does_not_hear_the_leader_is_away() -> None:
     world.liveness.own_learner(status(), now_ns=1)
     world.hear("b", status(), now_ns=1, hears=("c",))
     world.hear("c", None, now_ns=1)
-    found = assess_reachability("a", ("a", "b", "c"), world.liveness, now_ns=1)
-    assert found.reachable == ("a", "c")
-    assert found.learners == ("a",)
-    assert found.away == (("b", "not reachable"), ("c", "no learner"))
+    result = assess_reachability("a", ("a", "b", "c"), world.liveness, now_ns=1)
+    assert result.reachable == ("a", "c")
+    assert result.learners == ("a",)
+    assert result.away == (("b", "not reachable"), ("c", "no learner"))
 
 
 def test_excluded_reducers_are_left_out_unless_nobody_else_is_there() -> None:
@@ -79,8 +79,8 @@ def test_learner_that_makes_no_steps_is_not_waited_for() -> None:
     world.hear("b", status(step=10), now_ns=now_ns)
     assert assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns).learners == ("a", "b")
     world.hear("b", status(step=10), now_ns=now_ns + 1)
-    found = assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns + 1)
-    assert found.away == (("b", "its learner makes no steps"),)
+    result = assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns + 1)
+    assert result.away == (("b", "its learner makes no steps"),)
 
 
 def test_stopped_learner_is_away() -> None:
@@ -128,9 +128,9 @@ def test_a_learner_that_says_its_steps_take_for_ever_is_not_waited_for_for_ever(
         world.liveness.own_learner(status(now_ns), now_ns=now_ns)
         world.hear("b", slow, now_ns=now_ns)
         world.hear("c", status(now_ns), now_ns=now_ns)
-        found = assess_reachability("a", ("a", "b", "c"), world.liveness, now_ns=now_ns)
-        assert ("b" in found.learners) == is_there
-    assert found.away == (("b", "its learner makes no steps"),)
+        result = assess_reachability("a", ("a", "b", "c"), world.liveness, now_ns=now_ns)
+        assert ("b" in result.learners) == is_there
+    assert result.away == (("b", "its learner makes no steps"),)
 
 
 def test_region_that_fetches_is_left_out_some_time_after_the_commit() -> None:
@@ -177,8 +177,8 @@ def test_a_region_that_always_applies_late_is_not_taken_for_one_that_fetches() -
     for step, (after_ns, is_left_out) in enumerate(((late + SECOND, False), (2 * late, False), (2 * late + 1, True))):
         world.hear("b", status(99 + step, f0=position(base=5)), now_ns=now_ns + after_ns, applied_index=6)
         world.hear("c", status(99 + step, f0=position(base=5)), now_ns=now_ns + after_ns, applied_index=7)
-        found = eligibility.reachability(now_ns=now_ns + after_ns)
-        ineligible = dict(eligibility.members(0, found, now_ns=now_ns + after_ns)[1])
+        result = eligibility.reachability(now_ns=now_ns + after_ns)
+        ineligible = dict(eligibility.members(0, result, now_ns=now_ns + after_ns)[1])
         assert ("b" in ineligible) == is_left_out, after_ns
 
 

@@ -38,8 +38,8 @@ def whole(body: RoundBody) -> RoundBody:
     return replace(body, stripes=(Stripe("a", 0, 1), Stripe("b", 1, BLOCKS[body.fragment])))
 
 
-def a_round(*learners: str, fragment: int = 0, version: int = 1, **offered: object) -> RoundBody:
-    members = [contribution(name, fragment, **offered) for name in learners or ("a", "b")]  # type: ignore[arg-type]
+def a_round(*learners: str, fragment: int = 0, version: int = 1, **fields: object) -> RoundBody:
+    members = [contribution(name, fragment, **fields) for name in learners or ("a", "b")]  # type: ignore[arg-type]
     return whole(committed_round(fragment, version, members, ballot=Ballot(1, version)))
 
 
@@ -109,8 +109,8 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
         (a_round("a", incarnation=INCARNATIONS_AHEAD_MAX + 1), "incarnation 1048577 of a after 0"),
         (replace(FIRST, factors=FIRST.factors[1:]), "factors for"),
         (replace(FIRST, factors=(0.1, *FIRST.factors[1:])), "no float32"),
-        (replace(FIRST, members=tuple(replace(one, weight=0.0) for one in FIRST.members)), "weights [0.0, 0.0]"),
-        (replace(FIRST, members=tuple(replace(one, weight=0.1) for one in FIRST.members)), "no float32"),
+        (replace(FIRST, members=tuple(replace(member, weight=0.0) for member in FIRST.members)), "weights [0.0, 0.0]"),
+        (replace(FIRST, members=tuple(replace(member, weight=0.1) for member in FIRST.members)), "no float32"),
         (replace(FIRST, share=0.0), "share 0.0"),
         (replace(FIRST, share=0.1), "no float32"),
         (replace(FIRST, stripes=()), "stripes of 0 blocks"),
@@ -193,16 +193,16 @@ LIVES = INCARNATIONS_KEPT + 3
 def candidates(rng: random.Random, check: EntryCheck) -> list[EntryBody]:
     """Bodies of which some can follow, whatever came before."""
     steps = sorted({0, 10, 20, 30})
-    found: list[EntryBody] = [LeaderBody("a"), GENESIS, FinishedBody((1, 0), "x")]
+    result: list[EntryBody] = [LeaderBody("a"), GENESIS, FinishedBody((1, 0), "x")]
     for _ in range(12):
         step_from, step_to = sorted(rng.sample(steps, 2))
         name, fragment, version = rng.choice(REGIONS), rng.randrange(2), rng.randint(1, 3)
         base, life = rng.randrange(version), rng.randint(1, LIVES)
-        found.append(
+        result.append(
             a_round(name, fragment=fragment, version=version, base=base, incarnation=life, steps=(step_from, step_to))
         )
-        found.append(DiscardedBody(name, life, fragment, step_from, step_to, 5, "x"))
-    return found
+        result.append(DiscardedBody(name, life, fragment, step_from, step_to, 5, "x"))
+    return result
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -247,9 +247,9 @@ def test_behind_any_base_the_answers_are_those_of_a_whole_ledger(seed: int) -> N
             last, summary = ledger.entries[-1], history.sum_up()
             behind[index] = new_check()
             behind[index].begin(LedgerBase(index, last.term, last.hash, encode_summary(summary)))
-        found = [*candidates(rng, whole_check), *sums(rng, index)]
-        rng.shuffle(found)
-        for body in found:
+        result = [*candidates(rng, whole_check), *sums(rng, index)]
+        rng.shuffle(result)
+        for body in result:
             entry = seal(index + 1, 1, ledger.entries[-1].hash, body)
             fault = whole_check.fault(entry)
             # Which sum was named last before it, a base does not say: it accepts one more.

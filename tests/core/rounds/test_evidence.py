@@ -1,4 +1,4 @@
-"""Who failed a ballot: found from what the regions report, never from the word of one of them."""
+"""Culprits of a failed ballot: found from what the regions report, never from the word of one of them."""
 
 from __future__ import annotations
 
@@ -29,148 +29,150 @@ MEMBER, REDUCER = BallotPart.MEMBER, BallotPart.REDUCER
 
 def ballot(stripes: tuple[Stripe, ...] = CUT, members: Iterable[str] = NAMES) -> OpenRound:
     """A ballot in which everybody has contributed, and it is decided."""
-    opened = BallotOpened(Ballot(1, 1), 0, 1, tuple(members), stripes)
-    one = OpenRound(opened_at_ns=0, is_last=False, announcement=opened, ballot_at_ns=0, deadline=Deadline(10, ""))
-    one.contributions = {name: contribution(name) for name in members}
-    one.decision = MergeDecided(opened.ballot, 0, 1, tuple(one.contributions.values()), ())
-    return one
+    announcement = BallotOpened(Ballot(1, 1), 0, 1, tuple(members), stripes)
+    round_ = OpenRound(
+        opened_at_ns=0, is_last=False, announcement=announcement, ballot_at_ns=0, deadline=Deadline(10, "")
+    )
+    round_.contributions = {name: contribution(name) for name in members}
+    round_.decision = MergeDecided(announcement.ballot, 0, 1, tuple(round_.contributions.values()), ())
+    return round_
 
 
-def deliver(one: OpenRound, *, but: Iterable[tuple[str, str]] = ()) -> None:
+def deliver(round_: OpenRound, *, but: Iterable[tuple[str, str]] = ()) -> None:
     """Every contribution reaches every reducer, but for these pairs of member and reducer."""
-    for member in one.members:
-        for reducer in one.reducers:
+    for member in round_.members:
+        for reducer in round_.reducers:
             if (member, reducer) not in but:
-                one.on_receipt(reducer, StripesReceived(one.ballot, member, 1, 1))
+                round_.on_receipt(reducer, StripesReceived(round_.ballot, member, 1, 1))
 
 
-def merge(one: OpenRound, names: Iterable[str] = NAMES) -> None:
+def merge(round_: OpenRound, names: Iterable[str] = NAMES) -> None:
     """These reducers report."""
-    assert one.decision is not None
-    rows = ((1.0, 2.0),) * len(one.decision.contributions)
-    for index, stripe in enumerate(one.stripes):
+    assert round_.decision is not None
+    rows = ((1.0, 2.0),) * len(round_.decision.contributions)
+    for index, stripe in enumerate(round_.stripes):
         if stripe.reducer in names:
-            one.reports[index] = ReductionReported(one.ballot, index, (1.0, 1.0), rows, bytes([index]) * 32)
+            round_.reports[index] = ReductionReported(round_.ballot, index, (1.0, 1.0), rows, bytes([index]) * 32)
 
 
-def told(one: OpenRound, **lacks: str) -> None:
+def told(round_: OpenRound, **lacks: str) -> None:
     """Every region says which merged stripes it has: all but those of the reducers that are named for it."""
     for name in NAMES:
-        one.merged_digests[name] = tuple(
+        round_.merged_digests[name] = tuple(
             b"" if stripe.reducer in lacks.get(name, "") else bytes([index]) * 32
-            for index, stripe in enumerate(one.stripes)
+            for index, stripe in enumerate(round_.stripes)
         )
 
 
-def blamed(one: OpenRound) -> set[tuple[str, BallotPart]]:
-    return {(blame.region, blame.part) for blame in judge_absences(one).blames}
+def blamed(round_: OpenRound) -> set[tuple[str, BallotPart]]:
+    return {(blame.region, blame.part) for blame in judge_absences(round_).blames}
 
 
 def test_who_does_not_contribute_is_named() -> None:
-    one = ballot()
-    deliver(one, but=[("c", name) for name in "abd"])
-    one.decision = None
-    del one.contributions["c"]
-    assert blamed(one) == {("c", MEMBER)}
+    round_ = ballot()
+    deliver(round_, but=[("c", name) for name in "abd"])
+    round_.decision = None
+    del round_.contributions["c"]
+    assert blamed(round_) == {("c", MEMBER)}
 
 
 def test_a_reducer_that_receives_nothing_is_named_before_everybody_has_contributed() -> None:
-    one = ballot()
-    deliver(one, but=[(name, "d") for name in "abc"] + [("c", name) for name in "abd"])
-    one.decision = None
-    del one.contributions["c"]
-    assert blamed(one) == {("c", MEMBER), ("d", REDUCER)}
+    round_ = ballot()
+    deliver(round_, but=[(name, "d") for name in "abc"] + [("c", name) for name in "abd"])
+    round_.decision = None
+    del round_.contributions["c"]
+    assert blamed(round_) == {("c", MEMBER), ("d", REDUCER)}
 
 
 def test_whose_stripes_reach_nobody_is_named() -> None:
-    one = ballot()
-    deliver(one, but=[("c", name) for name in "abd"])
-    assert blamed(one) == {("c", MEMBER), ("c", REDUCER)}, "its merged stripe would reach nobody either"
+    round_ = ballot()
+    deliver(round_, but=[("c", name) for name in "abd"])
+    assert blamed(round_) == {("c", MEMBER), ("c", REDUCER)}, "its merged stripe would reach nobody either"
 
 
 def test_who_receives_from_nobody_is_named_as_reducer() -> None:
-    one = ballot()
-    deliver(one, but=[(name, "c") for name in "abd"])
-    merge(one, "abd")
-    assert blamed(one) == {("c", REDUCER)}
+    round_ = ballot()
+    deliver(round_, but=[(name, "c") for name in "abd"])
+    merge(round_, "abd")
+    assert blamed(round_) == {("c", REDUCER)}
 
 
 @pytest.mark.parametrize("reducers", ["ac", "abc", "bc"])
 def test_a_reducer_that_receives_nothing_makes_no_member_look_bad(reducers: str) -> None:
     """With few reducers, to be missing at one of them is to be missing at all others."""
-    one = ballot(tuple(Stripe(name, at, at + 1) for at, name in enumerate(reducers)))
-    deliver(one, but=[(name, "c") for name in "abd"])
-    merge(one, set(reducers) - {"c"})
-    assert blamed(one) == {("c", REDUCER)}
+    round_ = ballot(tuple(Stripe(name, at, at + 1) for at, name in enumerate(reducers)))
+    deliver(round_, but=[(name, "c") for name in "abd"])
+    merge(round_, set(reducers) - {"c"})
+    assert blamed(round_) == {("c", REDUCER)}
 
 
 def test_one_bad_link_costs_the_reducer_its_stripe() -> None:
-    one = ballot()
-    deliver(one, but=[("b", "c")])
-    merge(one, "abd")
-    assert blamed(one) == {("c", REDUCER)}
+    round_ = ballot()
+    deliver(round_, but=[("b", "c")])
+    merge(round_, "abd")
+    assert blamed(round_) == {("c", REDUCER)}
 
 
 def test_who_has_all_and_merges_nothing_is_named() -> None:
-    one = ballot()
-    deliver(one)
-    merge(one, "abd")
-    assert blamed(one) == {("c", REDUCER)}
+    round_ = ballot()
+    deliver(round_)
+    merge(round_, "abd")
+    assert blamed(round_) == {("c", REDUCER)}
 
 
 def test_whose_merged_stripe_reaches_nobody_is_named() -> None:
-    one = ballot()
-    deliver(one)
-    merge(one)
-    told(one, a="c", b="c", d="c")
-    assert blamed(one) == {("c", REDUCER)}
+    round_ = ballot()
+    deliver(round_)
+    merge(round_)
+    told(round_, a="c", b="c", d="c")
+    assert blamed(round_) == {("c", REDUCER)}
 
 
 def test_who_gets_no_merged_stripes_blames_nobody_else() -> None:
-    one = ballot()
-    deliver(one)
-    merge(one)
-    told(one, a="bcd")
-    found = judge_absences(one)
-    assert (found.blames, found.cut_off) == ((), {"a"})
+    round_ = ballot()
+    deliver(round_)
+    merge(round_)
+    told(round_, a="bcd")
+    result = judge_absences(round_)
+    assert (result.blames, result.cut_off) == ((), {"a"})
 
 
 def test_payload_that_everybody_has_and_nobody_stores_is_no_reducers_fault() -> None:
-    one = ballot()
-    merge(one)
-    told(one)
-    assert judge_absences(one).blames == ()
+    round_ = ballot()
+    merge(round_)
+    told(round_)
+    assert judge_absences(round_).blames == ()
 
 
 def test_a_reducer_that_tells_another_digest_than_it_sends_is_proved_wrong() -> None:
-    one = ballot()
-    merge(one)
-    told(one)
-    one.reports[2] = replace(one.reports[2], digest=b"x" * 32)
-    (blame,) = dispute_reducers(one, 4)
+    round_ = ballot()
+    merge(round_)
+    told(round_)
+    round_.reports[2] = replace(round_.reports[2], digest=b"x" * 32)
+    (blame,) = dispute_reducers(round_, 4)
     assert (blame.region, blame.part, blame.is_proved) == ("c", REDUCER, True)
-    assert blame in judge_absences(one).blames
+    assert blame in judge_absences(round_).blames
 
 
 @pytest.mark.parametrize("liar", NAMES)
 def test_no_single_region_proves_another_wrong(liar: str) -> None:
-    one = ballot()
-    merge(one)
-    told(one)
-    one.merged_digests[liar] = (b"x" * 32,) * 4
-    assert dispute_reducers(one, 4) == ()
-    assert dispute_reducers(one, 2) == (), "of two nobody knows"
-    found = judge_absences(one)
-    assert (found.blames, found.cut_off) == ((), {liar})
+    round_ = ballot()
+    merge(round_)
+    told(round_)
+    round_.merged_digests[liar] = (b"x" * 32,) * 4
+    assert dispute_reducers(round_, 4) == ()
+    assert dispute_reducers(round_, 2) == (), "of two nobody knows"
+    result = judge_absences(round_)
+    assert (result.blames, result.cut_off) == ((), {liar})
 
 
 @given(st.sets(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)).filter(lambda pair: pair[0] != pair[1])))
 def test_culprits_explain_every_pair_or_leave_it(pairs: set[tuple[str, str]]) -> None:
-    found = find_culprits(pairs, NAMES, NAMES)
-    explained = {pair for pair in pairs if pair[0] in found.givers or pair[1] in found.takers}
-    assert explained | found.rest == pairs
-    assert explained.isdisjoint(found.rest)
-    for name, seen_by in [*found.givers.items(), *found.takers.items()]:
+    result = find_culprits(pairs, NAMES, NAMES)
+    explained = {pair for pair in pairs if pair[0] in result.givers or pair[1] in result.takers}
+    assert explained | result.unexplained == pairs
+    assert explained.isdisjoint(result.unexplained)
+    for name, seen_by in [*result.givers.items(), *result.takers.items()]:
         assert 2 * len(seen_by) > len(NAMES) - 1, f"more than half of the others say so of {name}"
 
 
@@ -179,31 +181,31 @@ def test_one_faulty_region_never_makes_another_one_look_faulty_on_its_own_side(
     faulty: str, others: set[str], gives: bool
 ) -> None:
     pairs = {(faulty, name) if gives else (name, faulty) for name in others - {faulty}}
-    found = find_culprits(pairs, NAMES, NAMES)
-    assert set(found.givers) | set(found.takers) <= {faulty}
+    result = find_culprits(pairs, NAMES, NAMES)
+    assert set(result.givers) | set(result.takers) <= {faulty}
 
 
-def question(one: OpenRound, reports: dict[str, dict[str, float]]) -> set[tuple[str, str]]:
+def question(round_: OpenRound, reports: dict[str, dict[str, float]]) -> set[tuple[str, str]]:
     """Ask for the norms of a ballot again. `reports`: reducer to member to what it said; else the truth."""
-    assert one.decision is not None
-    named = one.decision.contributions
+    assert round_.decision is not None
+    named = round_.decision.contributions
     told_by = tuple(
         replace(
-            one.reports[index],
+            round_.reports[index],
             contribution_norms=tuple((1.0, reports.get(stripe.reducer, {}).get(made.learner, 2.0)) for made in named),
         )
-        for index, stripe in enumerate(one.stripes)
+        for index, stripe in enumerate(round_.stripes)
     )
-    before = QuestionedBallot(one.stripes, told_by, named)
-    trial = ballot(tuple(replace(stripe, reducer="a") for stripe in one.stripes))
+    before = QuestionedBallot(round_.stripes, told_by, named)
+    trial = ballot(tuple(replace(stripe, reducer="a") for stripe in round_.stripes))
     merge(trial)
     return differing_norms(before, trial)
 
 
 def merged_ballot() -> OpenRound:
-    one = ballot()
-    merge(one)
-    return one
+    round_ = ballot()
+    merge(round_)
+    return round_
 
 
 def test_a_reducer_that_lies_about_the_others_is_to_blame() -> None:
@@ -225,6 +227,6 @@ def test_a_member_that_sends_other_bytes_to_several_reducers_is_to_blame() -> No
 
 def test_of_a_single_pair_the_reducer_pays_first_and_the_member_at_the_next_reducer() -> None:
     pairs = question(merged_ballot(), {"c": {"b": 9.0}})
-    assert [(one.region, one.part) for one in blame_norms(pairs, {})] == [("c", REDUCER)]
-    assert [(one.region, one.part) for one in blame_norms(pairs, {"b": {"c"}})] == [("c", REDUCER)], "the same again"
-    assert [(one.region, one.part) for one in blame_norms(pairs, {"b": {"d"}})] == [("b", MEMBER)]
+    assert [(line.region, line.part) for line in blame_norms(pairs, {})] == [("c", REDUCER)]
+    assert [(line.region, line.part) for line in blame_norms(pairs, {"b": {"c"}})] == [("c", REDUCER)], "the same again"
+    assert [(line.region, line.part) for line in blame_norms(pairs, {"b": {"d"}})] == [("b", MEMBER)]

@@ -1,4 +1,4 @@
-"""What the committed past allows: no step counts twice, nothing of an incarnation that is over."""
+"""The committed past and what it allows: no step counts twice, nothing of an incarnation that is over."""
 
 from __future__ import annotations
 

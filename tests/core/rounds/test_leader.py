@@ -102,7 +102,7 @@ class Office:
                 self.notes.append(effect)
         while self.world.effects.local:
             sent.append(("a", self.world.effects.local.popleft()))
-        return sorted(sent, key=lambda one: (one[0], type(one[1]).__name__))
+        return sorted(sent, key=lambda item: (item[0], type(item[1]).__name__))
 
     def answer(self, peer: str, message: Message) -> None:
         self.leader.on_answer(peer, message, now_ns=self.now_ns)  # type: ignore[arg-type]
@@ -111,24 +111,24 @@ class Office:
         self.report(DUE)
         return ballots(self.go())[0]
 
-    def contribute(self, opened: BallotOpened, names: Iterable[str] = REGIONS) -> None:
+    def contribute(self, announcement: BallotOpened, names: Iterable[str] = REGIONS) -> None:
         for name in names:
-            self.answer(name, Contributed(opened.ballot, offered(name)))
+            self.answer(name, Contributed(announcement.ballot, offered(name)))
 
-    def hold(self, opened: BallotOpened, names: Iterable[str] = REGIONS) -> None:
-        for stripe in opened.stripes:
+    def hold(self, announcement: BallotOpened, names: Iterable[str] = REGIONS) -> None:
+        for stripe in announcement.stripes:
             for name in names:
-                self.answer(stripe.reducer, StripesReceived(opened.ballot, name, 1, 1))
+                self.answer(stripe.reducer, StripesReceived(announcement.ballot, name, 1, 1))
 
-    def merge(self, opened: BallotOpened, names: Iterable[str] = REGIONS, norm: float = 4.0 / 3) -> bytes:
+    def merge(self, announcement: BallotOpened, names: Iterable[str] = REGIONS, norm: float = 4.0 / 3) -> bytes:
         """All reducers report; returns the payload's digest."""
         width = pieces(0)
-        for index, stripe in enumerate(opened.stripes):
+        for index, stripe in enumerate(announcement.stripes):
             rows = tuple((norm,) * width for _ in names)
             self.answer(
-                stripe.reducer, ReductionReported(opened.ballot, index, (1.0,) * width, rows, bytes([index]) * 32)
+                stripe.reducer, ReductionReported(announcement.ballot, index, (1.0,) * width, rows, bytes([index]) * 32)
             )
-        return payload_digest([bytes([index]) * 32 for index in range(len(opened.stripes))])
+        return payload_digest([bytes([index]) * 32 for index in range(len(announcement.stripes))])
 
     def kinds(self) -> list[str]:
         return [note.kind for note in self.notes]
@@ -149,12 +149,17 @@ def decisions(sent: list[tuple[str, Message]]) -> list[MergeDecided]:
 def test_round_is_opened_with_everybody_when_all_are_due() -> None:
     office = Office()
     office.report(DUE)
-    sent = office.go()
-    assert [peer for peer, _ in sent] == ["a", "b", "c"]
-    opened = ballots(sent)[0]
-    assert (opened.ballot, opened.fragment, opened.version, opened.members) == (Ballot(3, 1), 0, 1, REGIONS)
-    assert [stripe.reducer for stripe in opened.stripes] == ["a", "b", "c"]
-    assert opened.reused == ()
+    effects = office.go()
+    assert [peer for peer, _ in effects] == ["a", "b", "c"]
+    announcement = ballots(effects)[0]
+    assert (announcement.ballot, announcement.fragment, announcement.version, announcement.members) == (
+        Ballot(3, 1),
+        0,
+        1,
+        REGIONS,
+    )
+    assert [stripe.reducer for stripe in announcement.stripes] == ["a", "b", "c"]
+    assert announcement.reused == ()
     assert office.go() == [], "one round per fragment at a time"
 
 
@@ -165,9 +170,9 @@ def test_stripes_follow_the_budgets_that_regions_report() -> None:
     office.report(DUE)
     office.world.hear("b", DUE, now_ns=office.now_ns, budget=RateLimits(rate, rate))
     office.world.hear("c", DUE, now_ns=office.now_ns, budget=RateLimits(rate // 100, None))
-    opened = ballots(office.go())[0]
-    assert opened.members == REGIONS
-    assert [stripe.reducer for stripe in opened.stripes] == ["a", "b"], "c has enough to do with its contribution"
+    announcement = ballots(office.go())[0]
+    assert announcement.members == REGIONS
+    assert [stripe.reducer for stripe in announcement.stripes] == ["a", "b"], "c has enough to do with its contribution"
 
 
 def test_learner_that_is_not_due_is_a_member_too() -> None:
@@ -192,44 +197,44 @@ def test_nothing_is_opened_without_quorum_and_it_says_why() -> None:
 
 def test_silence_of_a_region_is_asked_again_until_it_holds_the_payload() -> None:
     office = Office()
-    opened = office.open()
-    office.answer("b", PayloadDurable(opened.ballot, b"x"))
+    announcement = office.open()
+    office.answer("b", PayloadDurable(announcement.ballot, b"x"))
     office.leader.tick()
     assert [(peer, type(message)) for peer, message in office.go()] == [("a", BallotOpened), ("c", BallotOpened)]
 
 
 def test_decision_is_made_when_all_have_contributed_or_declined() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened, "ca")
+    announcement = office.open()
+    office.contribute(announcement, "ca")
     assert office.go() == []
-    office.answer("b", Declined(opened.ballot, "no steps"))
-    sent = office.go()
-    assert [peer for peer, _ in sent] == ["a", "b", "c"], "every reducer is told"
-    decision = decisions(sent)[0]
-    assert [one.learner for one in decision.contributions] == ["a", "c"]
+    office.answer("b", Declined(announcement.ballot, "no steps"))
+    effects = office.go()
+    assert [peer for peer, _ in effects] == ["a", "b", "c"], "every reducer is told"
+    decision = decisions(effects)[0]
+    assert [contribution.learner for contribution in decision.contributions] == ["a", "c"]
     assert len(decision.coefficients) == 2
     assert len(decision.coefficients[0]) == pieces(0)
 
 
 def test_round_goes_into_the_ledger_when_a_majority_with_the_leader_holds_it() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
+    announcement = office.open()
+    office.contribute(announcement)
     office.go()
-    digest = office.merge(opened)
-    office.answer("b", PayloadDurable(opened.ballot, digest))
-    office.answer("c", PayloadDurable(opened.ballot, digest))
+    digest = office.merge(announcement)
+    office.answer("b", PayloadDurable(announcement.ballot, digest))
+    office.answer("c", PayloadDurable(announcement.ballot, digest))
     office.go()
     assert not office.leader.proposals, "the leader itself must hold it"
-    office.answer("a", PayloadDurable(opened.ballot, digest))
+    office.answer("a", PayloadDurable(announcement.ballot, digest))
     office.go()
     (body,) = office.leader.proposals
     assert isinstance(body, RoundBody)
-    assert (body.fragment, body.version, body.ballot, body.payload_digest) == (0, 1, opened.ballot, digest)
+    assert (body.fragment, body.version, body.ballot, body.payload_digest) == (0, 1, announcement.ballot, digest)
     assert [member.contribution.learner for member in body.members] == ["a", "b", "c"]
     assert body.share == 1.0
-    assert body.stripes == opened.stripes
+    assert body.stripes == announcement.stripes
     office.go()
     assert len(office.leader.proposals) == 1, "once"
 
@@ -238,66 +243,66 @@ def test_half_of_an_even_number_is_no_majority() -> None:
     four = (*REGIONS, "d")
     office = Office(regions=four)
     office.report(DUE, four)
-    opened = ballots(office.go())[0]
-    office.contribute(opened, four)
+    announcement = ballots(office.go())[0]
+    office.contribute(announcement, four)
     office.go()
-    digest = office.merge(opened, four, norm=4.0 / len(opened.stripes))
+    digest = office.merge(announcement, four, norm=4.0 / len(announcement.stripes))
     for name in "ab":
-        office.answer(name, PayloadDurable(opened.ballot, digest))
+        office.answer(name, PayloadDurable(announcement.ballot, digest))
     office.go()
     assert not office.leader.proposals
-    office.answer("c", PayloadDurable(opened.ballot, digest))
+    office.answer("c", PayloadDurable(announcement.ballot, digest))
     office.go()
     assert len(office.leader.proposals) == 1
 
 
 def test_payload_with_another_digest_counts_for_nothing() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
+    announcement = office.open()
+    office.contribute(announcement)
     office.go()
-    digest = office.merge(opened)
-    office.answer("a", PayloadDurable(opened.ballot, digest))
-    office.answer("b", PayloadDurable(opened.ballot, b"other" * 6))
+    digest = office.merge(announcement)
+    office.answer("a", PayloadDurable(announcement.ballot, digest))
+    office.answer("b", PayloadDurable(announcement.ballot, b"other" * 6))
     office.go()
     assert not office.leader.proposals
 
 
 def test_payload_of_an_abandoned_ballot_counts_for_nothing() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
-    office.hold(opened)
+    announcement = office.open()
+    office.contribute(announcement)
+    office.hold(announcement)
     office.go()
-    digest = office.merge(opened)
-    office.answer("a", PayloadDurable(opened.ballot, digest))
+    digest = office.merge(announcement)
+    office.answer("a", PayloadDurable(announcement.ballot, digest))
     for _ in range(4):
         office.report(DUE)
-        sent = office.go(SECOND)
+        effects = office.go(SECOND)
     again = office.leader.rounds[0]
-    assert again.ballot > opened.ballot, sent
-    office.answer("b", PayloadDurable(opened.ballot, digest))
-    office.answer("c", PayloadDurable(opened.ballot, digest))
+    assert again.ballot > announcement.ballot, effects
+    office.answer("b", PayloadDurable(announcement.ballot, digest))
+    office.answer("c", PayloadDurable(announcement.ballot, digest))
     office.go()
     assert not office.leader.proposals
 
 
 def commit_with(office: Office, names: str, version: int, start: dict[str, int], step: int) -> RoundBody:
-    """One round of fragment 0 with these members, carried to its commit."""
+    """Carry a round of fragment 0 with these members to its commit."""
     office.now_ns += SECOND
     office.report(status(step, f0=position(base=version - 1, mark=step - 9), f1=position(mark=step)))
-    opened = next(one for one in ballots(office.go()) if one.fragment == 0)
+    announcement = next(announcement for announcement in ballots(office.go()) if announcement.fragment == 0)
     for name in REGIONS:
         if name in names:
             office.answer(
-                name, Contributed(opened.ballot, contribution(name, base=version - 1, steps=(start[name], step)))
+                name, Contributed(announcement.ballot, contribution(name, base=version - 1, steps=(start[name], step)))
             )
         else:
-            office.answer(name, Declined(opened.ballot, "away"))
+            office.answer(name, Declined(announcement.ballot, "away"))
     office.go()
-    digest = office.merge(opened, names)
+    digest = office.merge(announcement, names)
     for name in REGIONS:
-        office.answer(name, PayloadDurable(opened.ballot, digest))
+        office.answer(name, PayloadDurable(announcement.ballot, digest))
     office.go()
     body = office.leader.proposals.popleft()
     assert isinstance(body, RoundBody)
@@ -338,9 +343,9 @@ def test_what_is_missed_after_steps_were_given_up_counts_again() -> None:
     commit_with(office, "ab", 2, dict.fromkeys(REGIONS, 10), 20)
     office.commit(DiscardedBody("c", 1, 0, 10, 20, 640, "left behind"))
     commit_with(office, "ab", 3, dict.fromkeys(REGIONS, 20), 30)
-    found = commit_with(office, "abc", 4, {"a": 30, "b": 30, "c": 20}, 40)
-    assert [one.weight for one in found.members] == [one.weight for one in expected.members]
-    assert found.share == expected.share < 1.0, "it has missed one version since"
+    result = commit_with(office, "abc", 4, {"a": 30, "b": 30, "c": 20}, 40)
+    assert [member.weight for member in result.members] == [member.weight for member in expected.members]
+    assert result.share == expected.share < 1.0, "it has missed one version since"
     office.commit(DiscardedBody("c", 1, 0, 40, 50, 640, "left behind"))
     fifth = commit_with(office, "ab", 5, dict.fromkeys(REGIONS, 40), 50)
     assert fifth.share == 1.0
@@ -364,46 +369,48 @@ def test_what_is_missed_after_steps_were_given_up_counts_again() -> None:
 )
 def test_wrong_contribution_is_not_merged(wrong: Contribution) -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened, "ac")
-    office.answer("b", Contributed(opened.ballot, wrong))
-    assert [one.learner for one in decisions(office.go())[0].contributions] == ["a", "c"]
+    announcement = office.open()
+    office.contribute(announcement, "ac")
+    office.answer("b", Contributed(announcement.ballot, wrong))
+    assert [offer.learner for offer in decisions(office.go())[0].contributions] == ["a", "c"]
 
 
 def test_region_that_is_no_member_can_not_contribute() -> None:
     office = Office()
     office.report(DUE, "ab")
     office.world.hear("c", None, now_ns=office.now_ns)
-    opened = ballots(office.go())[0]
-    assert opened.members == ("a", "b")
-    office.answer("c", Contributed(opened.ballot, offered("c")))
+    announcement = ballots(office.go())[0]
+    assert announcement.members == ("a", "b")
+    office.answer("c", Contributed(announcement.ballot, offered("c")))
     assert office.leader.rounds[0].contributions == {}
 
 
 def test_first_contribution_of_an_incarnation_stays_and_a_newer_one_replaces_it() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened, "b")
-    office.answer("b", Contributed(opened.ballot, contribution("b", steps=(0, 3), snapshot=2)))
+    announcement = office.open()
+    office.contribute(announcement, "b")
+    office.answer("b", Contributed(announcement.ballot, contribution("b", steps=(0, 3), snapshot=2)))
     assert office.leader.rounds[0].contributions["b"] == offered("b")
     newer = contribution("b", steps=(0, 1), incarnation=2)
-    office.answer("b", Contributed(opened.ballot, newer))
+    office.answer("b", Contributed(announcement.ballot, newer))
     assert office.leader.rounds[0].contributions["b"] == newer
-    office.answer("b", Contributed(opened.ballot, offered("b")))
+    office.answer("b", Contributed(announcement.ballot, offered("b")))
     assert office.leader.rounds[0].contributions["b"] == newer
 
 
 def test_member_that_is_lost_before_it_contributed_is_not_waited_for() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened, "ac")
+    announcement = office.open()
+    office.contribute(announcement, "ac")
     office.world.liveness.link_changed("b", is_up=False)
-    sent = office.go()
-    again = ballots(sent)[0]
+    effects = office.go()
+    again = ballots(effects)[0]
     assert again.ballot == Ballot(3, 2), "it was a reducer as well"
     assert again.members == ("a", "c")
     assert [stripe.reducer for stripe in again.stripes] == ["a", "c"]
-    assert [one.learner for one in decisions(sent)[0].contributions] == ["a", "c"], "decided at once"
+    assert [contribution.learner for contribution in decisions(effects)[0].contributions] == ["a", "c"], (
+        "decided at once"
+    )
 
 
 def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
@@ -413,11 +420,11 @@ def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
     office.world.hear("c", DUE, now_ns=office.now_ns, hears=("a",))
     for name in "bc":
         office.leader.on_status(name, now_ns=office.now_ns)
-    opened = ballots(office.go())[0]
-    assert [stripe.reducer for stripe in opened.stripes] == ["a"], "b and c do not reach each other"
-    office.contribute(opened)
+    announcement = ballots(office.go())[0]
+    assert [stripe.reducer for stripe in announcement.stripes] == ["a"], "b and c do not reach each other"
+    office.contribute(announcement)
     office.go()
-    office.answer("a", StripesReceived(opened.ballot, "b", 1, 1))
+    office.answer("a", StripesReceived(announcement.ballot, "b", 1, 1))
     office.world.liveness.link_changed("b", is_up=False)
     assert office.go() == [], "everything of b has arrived"
     office.world.liveness.link_changed("c", is_up=False)
@@ -428,9 +435,9 @@ def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
 
 def test_passed_deadline_goes_on_with_what_has_arrived() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
-    office.hold(opened, "ac")
+    announcement = office.open()
+    office.contribute(announcement)
+    office.hold(announcement, "ac")
     office.go()
     deadline_ns = office.leader.rounds[0].deadline_ns
     assert office.leader.wake_at_ns == deadline_ns
@@ -438,51 +445,51 @@ def test_passed_deadline_goes_on_with_what_has_arrived() -> None:
     office.report(DUE)
     assert office.go() == []
     office.report(DUE)
-    sent = office.go(1)
-    again = ballots(sent)[0]
+    effects = office.go(1)
+    again = ballots(effects)[0]
     assert (again.ballot, again.members) == (Ballot(3, 2), ("a", "c"))
     assert {stripe.reducer for stripe in again.stripes} == {"a", "c"}, "what b merges would not arrive either"
     office.contribute(again, "ac")
-    sent += office.go()
-    assert [one.learner for one in decisions(sent)[0].contributions] == ["a", "c"]
+    effects += office.go()
+    assert [contribution.learner for contribution in decisions(effects)[0].contributions] == ["a", "c"]
     assert "deadline passed while it waits for merged stripes of a, b, c" in office.notes[-1].text
 
 
 def test_lie_in_a_header_raises_an_alarm_and_the_round_goes_on_without_it() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
+    announcement = office.open()
+    office.contribute(announcement)
     office.go()
     width = pieces(0)
-    for index, stripe in enumerate(opened.stripes):
+    for index, stripe in enumerate(announcement.stripes):
         rows = tuple(((2.0 if name == "b" else 4.0 / 3),) * width for name in REGIONS)
-        office.answer(stripe.reducer, ReductionReported(opened.ballot, index, (1.0,) * width, rows, b"d" * 32))
+        office.answer(stripe.reducer, ReductionReported(announcement.ballot, index, (1.0,) * width, rows, b"d" * 32))
     trial = ballots(office.go())[0]
     assert trial.members == REGIONS, "nobody is put out by the word of others"
-    assert [stripe.reducer for stripe in trial.stripes] == ["a"] * len(opened.stripes)
+    assert [stripe.reducer for stripe in trial.stripes] == ["a"] * len(announcement.stripes)
     for index in range(len(trial.stripes)):
         rows = tuple(((2.0 if name == "b" else 4.0 / 3),) * width for name in REGIONS)
         office.answer("a", ReductionReported(trial.ballot, index, (1.0,) * width, rows, b"d" * 32))
-    sent = office.go()
-    assert ballots(sent)[0].members == ("a", "c")
+    effects = office.go()
+    assert ballots(effects)[0].members == ("a", "c")
     alarms = [note for note in office.notes if note.is_alarm]
     assert len(alarms) == 1
     assert "b as member: its stripes do not add up" in alarms[0].text
 
 
-def norms_of(opened: BallotOpened, index: int, *, lie: Iterable[str] = ()) -> ReductionReported:
-    """What a reducer says of three equal contributions; of some of them it lies."""
+def norms_of(announcement: BallotOpened, index: int, *, lie: Iterable[str] = ()) -> ReductionReported:
+    """Return a reducer's report of three equal contributions; about some of them it lies."""
     rows = tuple(((9.0 if name in lie else 4.0 / 3),) * pieces(0) for name in REGIONS)
-    return ReductionReported(opened.ballot, index, (1.0,) * pieces(0), rows, bytes([index]) * 32)
+    return ReductionReported(announcement.ballot, index, (1.0,) * pieces(0), rows, bytes([index]) * 32)
 
 
 def test_a_reducer_that_lies_about_norms_loses_its_stripes_and_nobody_else_anything() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
+    announcement = office.open()
+    office.contribute(announcement)
     office.go()
-    for index, stripe in enumerate(opened.stripes):
-        office.answer(stripe.reducer, norms_of(opened, index, lie="ab" if stripe.reducer == "c" else ""))
+    for index, stripe in enumerate(announcement.stripes):
+        office.answer(stripe.reducer, norms_of(announcement, index, lie="ab" if stripe.reducer == "c" else ""))
     trial = ballots(office.go())[0]
     assert (trial.members, {stripe.reducer for stripe in trial.stripes}) == (REGIONS, {"a"})
     for index in range(len(trial.stripes)):
@@ -494,43 +501,45 @@ def test_a_reducer_that_lies_about_norms_loses_its_stripes_and_nobody_else_anyth
     (body,) = office.leader.proposals
     assert isinstance(body, RoundBody)
     assert [member.contribution.learner for member in body.members] == ["a", "b", "c"]
-    assert [(one.region, one.part) for one in office.leader.left_out] == [("c", "reducer")]
+    assert [(line.region, line.part) for line in office.leader.left_out] == [("c", "reducer")]
     assert next(note.text for note in office.notes if note.is_alarm).startswith("c as reducer: the norms")
 
 
 def test_a_reducer_that_tells_a_wrong_digest_costs_one_question() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
+    announcement = office.open()
+    office.contribute(announcement)
     office.go()
-    office.merge(opened)
-    sent_around = [bytes([index]) * 32 for index in range(len(opened.stripes))]
-    at = next(index for index, stripe in enumerate(opened.stripes) if stripe.reducer == "c")
+    office.merge(announcement)
+    sent_around = [bytes([index]) * 32 for index in range(len(announcement.stripes))]
+    at = next(index for index, stripe in enumerate(announcement.stripes) if stripe.reducer == "c")
     sent_around[at] = b"y" * 32
     for name in REGIONS:
-        office.answer(name, PayloadDurable(opened.ballot, payload_digest(sent_around)))
+        office.answer(name, PayloadDurable(announcement.ballot, payload_digest(sent_around)))
     office.leader.tick()
-    assert {peer for peer, message in office.go() if message == opened} == set(REGIONS), "all are asked what they have"
-    office.answer("a", MergedReceived(opened.ballot, tuple(sent_around)))
+    assert {peer for peer, message in office.go() if message == announcement} == set(REGIONS), (
+        "all are asked what they have"
+    )
+    office.answer("a", MergedReceived(announcement.ballot, tuple(sent_around)))
     assert ballots(office.go()) == [], "one region's word"
-    office.answer("b", MergedReceived(opened.ballot, (b"too", b"short")))
+    office.answer("b", MergedReceived(announcement.ballot, (b"too", b"short")))
     assert ballots(office.go()) == []
-    office.answer("b", MergedReceived(opened.ballot, tuple(sent_around)))
+    office.answer("b", MergedReceived(announcement.ballot, tuple(sent_around)))
     again = ballots(office.go())[0]
     assert again.members == REGIONS
     assert {stripe.reducer for stripe in again.stripes} == {"a", "b"}
-    assert [(one.region, one.part) for one in again.left_out] == [("c", "reducer")]
+    assert [(line.region, line.part) for line in again.left_out] == [("c", "reducer")]
 
 
 def test_a_member_that_renames_its_contribution_is_left_out_at_once() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
+    announcement = office.open()
+    office.contribute(announcement)
     office.go()
-    office.answer("b", Contributed(opened.ballot, replace(offered("b"), snapshot=2)))
+    office.answer("b", Contributed(announcement.ballot, replace(offered("b"), snapshot=2)))
     again = ballots(office.go())[0]
     assert again.members == ("a", "c")
-    assert [(one.region, one.part) for one in again.left_out] == [("b", "member")]
+    assert [(line.region, line.part) for line in again.left_out] == [("b", "member")]
 
 
 def test_a_region_that_fails_is_tried_with_a_short_deadline_then_left_out_and_tried_again() -> None:
@@ -545,15 +554,15 @@ def test_a_region_that_fails_is_tried_with_a_short_deadline_then_left_out_and_tr
     def fail() -> int:
         """A round in which b does not contribute in time, and then without it; returns how long it was waited for."""
         report()
-        opened = ballots(office.go())[0]
-        assert opened.members == REGIONS
+        announcement = ballots(office.go())[0]
+        assert announcement.members == REGIONS
         waited_ns = office.leader.rounds[0].deadline_ns - office.now_ns
-        office.contribute(opened, set(opened.members) - {"b"})
-        office.hold(opened, "ac")
+        office.contribute(announcement, set(announcement.members) - {"b"})
+        office.hold(announcement, "ac")
         while office.now_ns < office.leader.rounds[0].deadline_ns:
             office.now_ns += 200 * MS
             report()
-        again = next(one for one in ballots(office.go()) if one.ballot != opened.ballot)
+        again = next(later for later in ballots(office.go()) if later.ballot != announcement.ballot)
         assert again.members == ("a", "c")
         return waited_ns
 
@@ -562,29 +571,29 @@ def test_a_region_that_fails_is_tried_with_a_short_deadline_then_left_out_and_tr
     office.leader.end()
     office.leader.begin(3, {}, now_ns=office.now_ns, left_out=(LeftOut("b", "member", "late"),))
     assert fail() == short_ns, "the word of the leader before is a first strike"
-    assert [(one.region, one.part) for one in office.leader.left_out] == [("b", "member")]
+    assert [(line.region, line.part) for line in office.leader.left_out] == [("b", "member")]
     office.leader.rounds.clear()
     report()
-    opened = ballots(office.go(SECOND // 2))[0]
-    assert opened.members == ("a", "c"), "the others do not wait for it"
+    announcement = ballots(office.go(SECOND // 2))[0]
+    assert announcement.members == ("a", "c"), "the others do not wait for it"
     office.leader.rounds.clear()
     office.now_ns += PAUSE_BALLOTS * SETTINGS.ballot_deadline_min_ns
     report()
-    opened = ballots(office.go())[0]
-    assert opened.members == REGIONS
-    one = office.leader.rounds[0]
-    assert one.deadline_ns - office.now_ns == short_ns
-    assert "to try who is in doubt" in one.deadline.derivation
+    announcement = ballots(office.go())[0]
+    assert announcement.members == REGIONS
+    round_ = office.leader.rounds[0]
+    assert round_.deadline_ns - office.now_ns == short_ns
+    assert "to try who is in doubt" in round_.deadline.derivation
 
 
 @pytest.mark.parametrize("tokens", [2**50, 2**62])
 def test_tokens_that_nobody_else_can_have_trained_are_not_merged(tokens: int) -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened, "ac")
-    office.answer("b", Contributed(opened.ballot, replace(offered("b"), tokens=tokens)))
+    announcement = office.open()
+    office.contribute(announcement, "ac")
+    office.answer("b", Contributed(announcement.ballot, replace(offered("b"), tokens=tokens)))
     (decision, *_) = decisions(office.go())
-    assert [one.learner for one in decision.contributions] == ["a", "c"]
+    assert [contribution.learner for contribution in decision.contributions] == ["a", "c"]
     assert "tokens in 4 steps" in office.notes[-1].text
 
 
@@ -599,21 +608,21 @@ def test_an_operators_reason_is_bounded() -> None:
 
 def test_a_contribution_far_longer_than_the_others_counts_in_part_and_is_an_alarm_once() -> None:
     office = Office()
-    opened = office.open()
+    announcement = office.open()
     width = pieces(0)
     for name in REGIONS:
         norms = ((900.0 if name == "b" else 4.0),) * width
-        office.answer(name, Contributed(opened.ballot, replace(offered(name), squared_norms=norms)))
+        office.answer(name, Contributed(announcement.ballot, replace(offered(name), squared_norms=norms)))
     decision = decisions(office.go())[0]
     # Norms 2, 30 and 2 in each piece; of the second 10 count. RDA's radius is 14/3, a mean adds 1/3 of each.
     by_rule = {MergeRule.RDA: [14 / 9 / 2, 14 / 9 / 30, 14 / 9 / 2], MergeRule.AVG: [1 / 3, 1 / 9, 1 / 3]}
     for piece, rule in enumerate(MANIFEST.fragments[0].rules):
         assert [row[piece] for row in decision.coefficients] == pytest.approx(by_rule[rule])
-    office.hold(opened)
+    office.hold(announcement)
     office.now_ns = office.leader.wake_at_ns or 0
     office.report(status(5))
     again = ballots(office.go())
-    assert again[0].ballot > opened.ballot, "the reducers did not answer"
+    assert again[0].ballot > announcement.ballot, "the reducers did not answer"
     notes = [note for note in office.notes if note.kind == "norms"]
     assert [note.is_alarm for note in notes] == [True, False]
     assert notes[0].text == "contribution of b: 15 times as long as usual, 0.333 of it counts"
@@ -622,18 +631,18 @@ def test_a_contribution_far_longer_than_the_others_counts_in_part_and_is_an_alar
 def test_norms_that_no_stripe_has_are_an_alarm_and_the_leader_leads_on() -> None:
     """Each of them is finite, their sum is not."""
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
+    announcement = office.open()
+    office.contribute(announcement)
     office.go()
     width = pieces(0)
-    for index, stripe in enumerate(opened.stripes):
+    for index, stripe in enumerate(announcement.stripes):
         rows = ((4.0 / 3,) * width,) * len(REGIONS)
         office.answer(
-            stripe.reducer, ReductionReported(opened.ballot, index, (1e308,) * width, rows, bytes([index]) * 32)
+            stripe.reducer, ReductionReported(announcement.ballot, index, (1e308,) * width, rows, bytes([index]) * 32)
         )
-    digest = payload_digest([bytes([index]) * 32 for index in range(len(opened.stripes))])
+    digest = payload_digest([bytes([index]) * 32 for index in range(len(announcement.stripes))])
     for name in REGIONS:
-        office.answer(name, PayloadDurable(opened.ballot, digest))
+        office.answer(name, PayloadDurable(announcement.ballot, digest))
     office.go()
     assert not office.leader.proposals
     assert "beyond all bounds" in next(note.text for note in office.notes if note.is_alarm)
@@ -642,9 +651,9 @@ def test_norms_that_no_stripe_has_are_an_alarm_and_the_leader_leads_on() -> None
 
 def test_nobody_left_abandons_the_round_and_it_is_opened_again_later() -> None:
     office = Office()
-    opened = office.open()
+    announcement = office.open()
     for name in REGIONS:
-        office.answer(name, Declined(opened.ballot, "no steps"))
+        office.answer(name, Declined(announcement.ballot, "no steps"))
     office.go()
     assert "abandoned" in office.kinds()
     office.report(DUE)
@@ -655,12 +664,12 @@ def test_nobody_left_abandons_the_round_and_it_is_opened_again_later() -> None:
 
 def test_ballot_numbers_are_never_used_twice() -> None:
     office = Office()
-    seen = [office.open().ballot]
+    records = [office.open().ballot]
     for _ in range(5):
         office.report(DUE)
-        seen += [one.ballot for one in ballots(office.go(SECOND))]
-    assert len(set(seen)) >= 2
-    assert sorted(set(seen)) == [Ballot(3, number) for number in range(1, len(set(seen)) + 1)]
+        records += [announcement.ballot for announcement in ballots(office.go(SECOND))]
+    assert len(set(records)) >= 2
+    assert sorted(set(records)) == [Ballot(3, number) for number in range(1, len(set(records)) + 1)]
 
 
 def test_new_leader_opens_again_what_was_open() -> None:
@@ -669,17 +678,19 @@ def test_new_leader_opens_again_what_was_open() -> None:
     office.leader.end()
     assert office.go() == []
     office.leader.begin(4, {0: 1, 1: 7}, now_ns=office.now_ns)
-    opened = ballots(office.go())
-    assert {(one.ballot, one.fragment, one.version) for one in opened} == {(Ballot(4, 1), 0, 1)}
+    announcements = ballots(office.go())
+    assert {(announcement.ballot, announcement.fragment, announcement.version) for announcement in announcements} == {
+        (Ballot(4, 1), 0, 1)
+    }
 
 
 def test_answers_to_an_older_ballot_or_after_the_end_are_ignored() -> None:
     office = Office()
-    opened = office.open()
+    announcement = office.open()
     office.answer("b", Contributed(Ballot(2, 1), offered("b")))
     assert office.leader.rounds[0].contributions == {}
     office.leader.end()
-    office.answer("b", Contributed(opened.ballot, offered("b")))
+    office.answer("b", Contributed(announcement.ballot, offered("b")))
     assert office.leader.rounds == {}
     assert office.leader.wake_at_ns is None
 
@@ -698,8 +709,8 @@ def test_discard_is_booked_and_then_the_dead_incarnation_is_refused() -> None:
 
 def test_discard_waits_while_an_open_round_may_include_the_steps() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened, "b")
+    announcement = office.open()
+    office.contribute(announcement, "b")
     office.answer("b", DiscardReported((DISCARD, replace(DISCARD, fragment=1))))
     assert list(office.leader.proposals) == [replace(DISCARD, fragment=1)]
 
@@ -713,19 +724,19 @@ def test_nobody_discards_for_others() -> None:
 def finish(office: Office) -> None:
     """Carry the open rounds to their commit."""
     for fragment in sorted(office.leader.rounds):
-        one = office.leader.rounds[fragment]
+        round_ = office.leader.rounds[fragment]
         office.now_ns += 10 * MS
-        for name in one.members:
+        for name in round_.members:
             start = office.history.covered_step(name, 1, fragment)
-            taken = contribution(name, fragment, base=one.version - 1, steps=(start, start + 3))
-            office.answer(name, Contributed(one.ballot, taken))
+            taken = contribution(name, fragment, base=round_.version - 1, steps=(start, start + 3))
+            office.answer(name, Contributed(round_.ballot, taken))
         office.go()
         width = pieces(fragment)
-        for index, stripe in enumerate(one.stripes):
-            rows = tuple((4.0 / len(one.stripes),) * width for _ in one.members)
-            office.answer(stripe.reducer, ReductionReported(one.ballot, index, (1.0,) * width, rows, b"d" * 32))
+        for index, stripe in enumerate(round_.stripes):
+            rows = tuple((4.0 / len(round_.stripes),) * width for _ in round_.members)
+            office.answer(stripe.reducer, ReductionReported(round_.ballot, index, (1.0,) * width, rows, b"d" * 32))
         for name in REGIONS:
-            office.answer(name, PayloadDurable(one.ballot, one.digest))
+            office.answer(name, PayloadDurable(round_.ballot, round_.digest))
         office.go()
         office.commit(office.leader.proposals.popleft())
 
@@ -741,7 +752,7 @@ def test_run_ends_with_one_last_round_per_fragment() -> None:
     assert office.leader.is_ending
     rounds = {}
     for _ in range(6):
-        rounds |= {one.fragment: one.is_last for one in office.leader.rounds.values()}
+        rounds |= {round_.fragment: round_.is_last for round_ in office.leader.rounds.values()}
         finish(office)
         office.report(status(21, f0=position(base=1, step=20)))
         office.go()
@@ -776,11 +787,11 @@ def test_members_that_decline_at_once_are_not_asked_again_in_the_same_breath() -
     office = Office()
     office.report(status(2))
     office.leader.request_finish("enough")
-    opened = ballots(office.go())
-    assert {one.fragment for one in opened} == {0, 1}, "last rounds know no pacing"
-    for one in {one.ballot: one for one in opened}.values():
+    announcements = ballots(office.go())
+    assert {announcement.fragment for announcement in announcements} == {0, 1}, "last rounds know no pacing"
+    for announcement in {announcement.ballot: announcement for announcement in announcements}.values():
         for name in REGIONS:
-            office.answer(name, Declined(one.ballot, "no"))
+            office.answer(name, Declined(announcement.ballot, "no"))
     assert ballots(office.go()) == []
     office.report(status(2))
     assert ballots(office.go(SETTINGS.heartbeat_ns - 1)) == []
@@ -800,9 +811,9 @@ def test_round_that_is_open_at_the_end_is_finished_first() -> None:
 
 def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
-    office.hold(opened)
+    announcement = office.open()
+    office.contribute(announcement)
+    office.hold(announcement)
     office.leader.request_finish("enough")
     begun_ns, allowed_ns = office.now_ns, GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns
     while not office.leader.proposals:
@@ -823,8 +834,8 @@ def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
 
 def test_committed_round_of_another_leader_ends_the_own_one() -> None:
     office = Office()
-    opened = office.open()
-    office.contribute(opened)
+    announcement = office.open()
+    office.contribute(announcement)
     office.go(10 * MS)
-    office.commit(RoundBody(0, 1, Ballot(2, 9), (), 1.0, (1.0,) * pieces(0), opened.stripes, b"p" * 32))
+    office.commit(RoundBody(0, 1, Ballot(2, 9), (), 1.0, (1.0,) * pieces(0), announcement.stripes, b"p" * 32))
     assert 0 not in office.leader.rounds

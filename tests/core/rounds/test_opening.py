@@ -1,4 +1,4 @@
-"""Which round is opened next: most overdue first, paced, with the reason when none is."""
+"""The next round to open: most overdue first, paced, with the reason when none is."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ TAKE = TakeSnapshot(0, 1, 0)
 
 
 LACKS_ALL = Send("a", MergedReceived(FIRST, (b"",) * len(STRIPES)))
-"""What a region adds when it is asked again: no merged stripe is here."""
+"""The answer that a region adds when it is asked again: no merged stripe is here."""
 
 
 class Place:
@@ -81,7 +81,7 @@ class Place:
             region="b",
             fragments=2,
             manifest_digest=MANIFEST.digest,
-            recovered=Recovered(0, "", (), (-1, -1), frozenset()),
+            recovery=Recovered(0, "", (), (-1, -1), frozenset()),
             history=self.history,
             effects=self.effects,
         )
@@ -107,8 +107,8 @@ class Place:
         self.participant.pump()
         return self.effects.take()
 
-    def open(self, opened: BallotOpened = OPENED) -> list[Effect]:
-        self.participant.ballot_opened("a", opened)
+    def open(self, announcement: BallotOpened = OPENED) -> list[Effect]:
+        self.participant.ballot_opened("a", announcement)
         return self.go()
 
     def take(self, taken: Contribution = OWN) -> list[Effect]:
@@ -226,8 +226,8 @@ def test_member_that_can_not_contribute_says_so(learner: object, reason: str) ->
 def test_member_waits_until_its_learner_has_applied_the_version_before() -> None:
     place = Place()
     place.apply(committed_round(0, 1, [contribution("b", steps=(0, 10))]))
-    opened = replace(OPENED, version=2)
-    assert place.open(opened) == [], "the learner is at version 0 still: the same steps would count twice"
+    announcement = replace(OPENED, version=2)
+    assert place.open(announcement) == [], "the learner is at version 0 still: the same steps would count twice"
     place.participant.learner_changed(status(12, f0=position(base=1, step=10)))
     assert place.go() == [TakeSnapshot(0, 2, 1)]
 
@@ -235,8 +235,8 @@ def test_member_waits_until_its_learner_has_applied_the_version_before() -> None
 def test_member_waits_until_its_region_knows_the_version_before() -> None:
     place = Place()
     place.participant.learner_changed(status(12, f0=position(base=1, step=10)))
-    opened = replace(OPENED, version=2)
-    assert place.open(opened) == []
+    announcement = replace(OPENED, version=2)
+    assert place.open(announcement) == []
     assert place.apply(committed_round(0, 1, [contribution("b", steps=(0, 10))])) == [TakeSnapshot(0, 2, 1)]
 
 
@@ -284,8 +284,8 @@ def test_late_snapshot_of_the_round_before_is_not_used() -> None:
     place.open()
     place.apply(committed_round(0, 1, [contribution("a")], ballot=FIRST))
     place.participant.learner_changed(status(12, f0=position(base=1)))
-    opened = replace(OPENED, ballot=SECOND_BALLOT, version=2)
-    assert place.open(opened) == [TakeSnapshot(0, 2, 1)]
+    announcement = replace(OPENED, ballot=SECOND_BALLOT, version=2)
+    assert place.open(announcement) == [TakeSnapshot(0, 2, 1)]
     assert place.take(OWN) == [], "its base is version 0"
     newer = contribution("b", base=1, steps=(0, 12), snapshot=5)
     assert told(place.take(newer)) == [Contributed(SECOND_BALLOT, newer)]
@@ -323,7 +323,7 @@ def test_reducer_says_what_it_holds_and_reduces_when_all_is_there() -> None:
     (received, order) = place.stripes("a")
     assert received == Send("a", StripesReceived(FIRST, "a", 1, 1))
     assert isinstance(order, ReduceStripe)
-    assert [one.learner for one in order.contributions] == ["a", "c"], "by name, not as they came"
+    assert [contribution.learner for contribution in order.contributions] == ["a", "c"], "by name, not as they came"
     assert order.coefficients == ((0.0,) * pieces(0), (1.0,) * pieces(0))
     assert (order.stripe, order.block_start, order.block_stop, order.residual_of) == (1, 2, 4, None)
     assert place.decide("ac") == [], "once"
@@ -371,7 +371,7 @@ def test_sum_is_by_name_whatever_the_leader_says() -> None:
     place.stripes("ca")
     (order,) = place.decide("ca")
     assert isinstance(order, ReduceStripe)
-    assert [one.learner for one in order.contributions] == ["a", "c"]
+    assert [contribution.learner for contribution in order.contributions] == ["a", "c"]
     assert order.coefficients == ((1.0,) * pieces(0), (0.0,) * pieces(0))
     place.participant.stripe_reduced(ReductionDone(FIRST, 1, (1.0,), ((1.0,), (2.0,)), b"m" * 32))
     (report, _) = place.go()
@@ -492,12 +492,12 @@ def test_other_blocks_than_the_ballots_are_no_stripe_of_a_contribution(
     blocks: tuple[int, int], *, is_early: bool
 ) -> None:
     """A sender that says the right number and sends other blocks would hold up the reduction for ever."""
-    place, opened = Place(), replace(OPENED, members=("a", "c"))
+    place, announcement = Place(), replace(OPENED, members=("a", "c"))
     wrong = ContributionStripeArrived(FIRST, 1, contribution("c"), blocks)
     if not is_early:
-        place.open(opened)
+        place.open(announcement)
     place.participant.stripe_arrived(wrong)
-    effects = place.open(opened) if is_early else place.go()
+    effects = place.open(announcement) if is_early else place.go()
     assert told(effects) == []
     place.stripes("a")
     assert place.decide("ac") == []
@@ -507,14 +507,14 @@ def test_other_blocks_than_the_ballots_are_no_stripe_of_a_contribution(
 @pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("cut", [Stripe("a", 2, 4), Stripe("c", 2, 4), Stripe("b", 2, 3), Stripe("b", 0, 4)])
 def test_a_merged_stripe_of_another_sender_or_of_other_blocks_is_ignored(cut: Stripe, *, is_early: bool) -> None:
-    place, opened = Place(), replace(OPENED, members=("a", "c"))
+    place, announcement = Place(), replace(OPENED, members=("a", "c"))
     wrong = MergedStripeArrived(FIRST, 1, 0, 1, b"x" * 32, cut)
     if is_early:
         place.participant.merged_arrived(wrong)
-        place.open(opened)
+        place.open(announcement)
         assert place.merged([0, 2]) == []
     else:
-        place.open(opened)
+        place.open(announcement)
         place.merged([0, 2])
         place.participant.merged_arrived(wrong)
         assert place.go() == []
@@ -695,13 +695,13 @@ FEEDBACK = replace(SETTINGS, error_feedback=True)
 
 def second_round(place: Place, stripes: tuple[Stripe, ...] = STRIPES) -> Ballot | None:
     """Reduce version 2 and return whose residual is added."""
-    opened = BallotOpened(Ballot(3, 7), 0, 2, ("a",), stripes)
-    place.participant.ballot_opened("a", opened)
-    offered = contribution("a", base=1, steps=(10, 20))
+    announcement = BallotOpened(Ballot(3, 7), 0, 2, ("a",), stripes)
+    place.participant.ballot_opened("a", announcement)
+    offer = contribution("a", base=1, steps=(10, 20))
     index = next(place for place, stripe in enumerate(stripes) if stripe.reducer == "b")
     blocks = (stripes[index].block_start, stripes[index].block_stop)
-    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), index, offered, blocks))
-    place.participant.merge_decided(MergeDecided(Ballot(3, 7), 0, 2, (offered,), ((1.0,) * pieces(0),)))
+    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), index, offer, blocks))
+    place.participant.merge_decided(MergeDecided(Ballot(3, 7), 0, 2, (offer,), ((1.0,) * pieces(0),)))
     (order,) = [effect for effect in place.go() if isinstance(effect, ReduceStripe)]
     return order.residual_of
 
@@ -740,10 +740,10 @@ def test_residual_is_dropped_when_the_blocks_move() -> None:
 def test_residual_is_dropped_when_a_version_lies_between() -> None:
     place = first_round(FEEDBACK)
     place.apply(committed_round(0, 2, [], ballot=Ballot(3, 5)))
-    opened = BallotOpened(Ballot(3, 7), 0, 3, ("a",), STRIPES)
-    place.participant.ballot_opened("a", opened)
-    offered = contribution("a", base=2, steps=(10, 20))
-    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), 1, offered, (2, 4)))
-    place.participant.merge_decided(MergeDecided(Ballot(3, 7), 0, 3, (offered,), ((1.0,) * pieces(0),)))
+    announcement = BallotOpened(Ballot(3, 7), 0, 3, ("a",), STRIPES)
+    place.participant.ballot_opened("a", announcement)
+    offer = contribution("a", base=2, steps=(10, 20))
+    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), 1, offer, (2, 4)))
+    place.participant.merge_decided(MergeDecided(Ballot(3, 7), 0, 3, (offer,), ((1.0,) * pieces(0),)))
     (order,) = [effect for effect in place.go() if isinstance(effect, ReduceStripe)]
     assert order.residual_of is None

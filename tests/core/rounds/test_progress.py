@@ -46,8 +46,8 @@ def test_the_median_learner_says_where_the_run_is() -> None:
 
 @pytest.mark.parametrize("lie", [2**40, 0])
 def test_one_learner_does_not_move_the_run_beyond_the_others(lie: int) -> None:
-    found = progress_of(near_with(a=lie, b=100, c=110), settings=BY_STEPS).position(now_ns=0)
-    assert 100 <= found.steps <= 110
+    result = progress_of(near_with(a=lie, b=100, c=110), settings=BY_STEPS).position(now_ns=0)
+    assert 100 <= result.steps <= 110
 
 
 def test_steps_of_earlier_incarnations_count() -> None:
@@ -58,7 +58,7 @@ def test_steps_of_earlier_incarnations_count() -> None:
 
 
 def test_a_learner_that_is_away_counts_with_what_the_ledger_has_of_it() -> None:
-    """Of 50, 60 and 240 steps the median is 60; without the slow one for a moment it would be 240, or 60 of two."""
+    """The median of 50, 60 and 240 steps is 60; without the slow one for a moment it would be 240, or 60 of two."""
     rounds = [committed_round(0, 1, [contribution("a", steps=(0, 50)), contribution("b", steps=(0, 58))])]
     near = near_with(a=50, b=60, c=240)
     progress = progress_of(near, *rounds, settings=BY_STEPS)

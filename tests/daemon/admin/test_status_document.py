@@ -83,7 +83,7 @@ TRANSPORT: Any = SimpleNamespace(
     traffic=lambda: {"eu": PeerTraffic(1000, 2000, True)},
     peer_status=lambda: {"eu": PeerStatus(LinkState.UP, "eu:1", 3.0, "", 0, 3)},
     rejections=Counter({("eu", "corrupt"): 2}),
-    quarantined=lambda peer: "in quarantine for 600 s more" if peer == "eu" else "",
+    quarantine_reason=lambda peer: "in quarantine for 600 s more" if peer == "eu" else "",
     budget_status=lambda: {
         "egress_bytes_per_s": 125_000,
         "ingress_bytes_per_s": None,

@@ -53,12 +53,12 @@ def _persist_without_payload(core: Any) -> None:
 
 def _take_uncommitted(core: Any) -> None:
     ledger = view.ledger(core)
-    taken = [0]
+    index_taken = [0]
 
     def take(entries_max: int | None = None) -> list[Any]:
         del entries_max
-        first, last = max(taken[0], ledger.base.index), max(taken[0], ledger.last_index)
-        taken[0] = last
+        first, last = max(index_taken[0], ledger.base.index), max(index_taken[0], ledger.last_index)
+        index_taken[0] = last
         ledger._taken_index = max(ledger._taken_index, ledger.commit_index)
         return list(ledger.entries[first - ledger.base.index : last - ledger.base.index])
 
@@ -121,8 +121,8 @@ def _commit_unmatched(core: Any) -> None:
     def follow_and_commit(peer: str, request: Any, now_ns: int) -> None:
         follow(peer, request, now_ns)
         if not ledger.is_leader and request.term == ledger.term:
-            reached = min(request.commit_index, ledger._log.known_index)
-            ledger._cluster_commit_index = max(ledger._cluster_commit_index, reached)
+            index_reached = min(request.commit_index, ledger._log.known_index)
+            ledger._cluster_commit_index = max(ledger._cluster_commit_index, index_reached)
 
     ledger._append_entries = follow_and_commit  # type: ignore[method-assign]
 
@@ -223,9 +223,9 @@ def _snapshot_each_time(host: Host) -> None:
     def spoil(learner: Any) -> None:
         take = learner._take_snapshot
 
-        def take_new(asked: Any) -> None:
-            learner.parts[asked.fragment].snapshot = None
-            take(asked)
+        def take_new(order: Any) -> None:
+            learner.parts[order.fragment].snapshot = None
+            take(order)
 
         learner._take_snapshot = take_new
 
@@ -236,11 +236,11 @@ def _claim_a_step_less(host: Host) -> None:
     def spoil(learner: Any) -> None:
         make = learner._make_snapshot
 
-        def make_less(fragment: int, part: Any) -> Any:
-            made = make(fragment, part)
-            if made.contribution.steps > 1:
-                made.contribution = replace(made.contribution, step_to=made.contribution.step_to - 1)
-            return made
+        def make_less(fragment: int, local: Any) -> Any:
+            snapshot = make(fragment, local)
+            if snapshot.contribution.steps > 1:
+                snapshot.contribution = replace(snapshot.contribution, step_to=snapshot.contribution.step_to - 1)
+            return snapshot
 
         learner._make_snapshot = make_less
 

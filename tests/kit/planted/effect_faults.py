@@ -19,15 +19,15 @@ from tests.kit.planted.core_faults import with_residuals
 
 def _keep_any_residual(hands: Effects) -> None:
     table: Any = hands.stripes.table
-    kept: dict[tuple[int, int], F32] = {}
+    residuals: dict[tuple[int, int], F32] = {}
     keep = table.keep_residual
 
     def keep_residual(ballot: Ballot, stripe: int, fragment: int, version: int, residual: F32) -> None:
-        kept[fragment, stripe] = residual
+        residuals[fragment, stripe] = residual
         keep(ballot, stripe, fragment, version, residual)
 
     def residual(fragment: int, ballot: Ballot | None, stripe: int) -> F32 | None:
-        return None if ballot is None else kept.get((fragment, stripe))
+        return None if ballot is None else residuals.get((fragment, stripe))
 
     table.keep_residual, table.residual = keep_residual, residual
 

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_node.lab.demo.keeping import FAILURES_MAX, FAILURES_WITHIN_NS, RESTART_NS, RestartPolicy
 from diloco_node.numeric import NS_PER_S
-from diloco_node.supervisor.supervisor import FINAL_CODES
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES
 from tests.kit.repository import ROOT
 
 

@@ -188,7 +188,7 @@ def test_what_goes_wrong_with_a_fault_is_one_plain_error(tmp_path: Path, monkeyp
 def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> None:
     storm = storm_of(replace(OPTIONS, baseline=baseline(tmp_path)), tmp_path)
     target = FaultTarget("a", "learner")
-    storm._struck = [
+    storm._strikes = [
         StruckFault(10 * S, PlannedFault(10 * S, "kill", target), (77,)),
         StruckFault(20 * S, PlannedFault(20 * S, "kill", FaultTarget("b")), ()),
         StruckFault(30 * S, PlannedFault(30 * S, "pause", FaultTarget("c"), 2 * S), (78, 79)),

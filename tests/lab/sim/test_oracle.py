@@ -156,9 +156,6 @@ def test_one_name_stands_for_one_content() -> None:
     assert "one name, two contents" in bench.found[0]
 
 
-# ---- the audit -------------------------------------------------------------------------------------------------------
-
-
 def round_of(version: int, base_version: int, steps: tuple[int, int], tokens: int = 10) -> RoundBody:
     one = Contribution("eu-west", 1, 0, base_version, 1, *steps, tokens, (1.0,))
     return RoundBody(0, version, Ballot(1, version), (Member(one, 1.0),), 1.0, (1.0,), (), b"")

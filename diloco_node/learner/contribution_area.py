@@ -1,0 +1,66 @@
+"""The shared memory in which the daemon finds a region's encoded contributions, one place for each fragment."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+
+from diloco_node.codec import kernels
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.types import Codec
+from diloco_node.numeric import F32, F64, U8
+
+
+class ContributionArea:
+    """Encodes outer gradients into the area. Belongs to the encoder's thread.
+
+    Args:
+        area: shape (sum of encoded bytes,), uint8; None on ranks that encode nothing.
+    """
+
+    def __init__(self, manifest: Manifest, codec_up: Codec, area: U8 | None) -> None:
+        self._blocks = layouts(manifest, codec_up)
+        self._starts = [0, *accumulate(blocks.encoded_bytes for blocks in self._blocks)]
+        self._area = np.zeros(0, np.uint8) if area is None else area
+        self._zeros = np.zeros(0, np.float32)
+
+    def warm_up(self, *, is_gathered: bool) -> None:
+        """Load or compile the kernel now, not beside the first steps.
+
+        Args:
+            is_gathered: `encode_difference` will be called: it gets its zeros.
+        """
+        smallest = min(self._blocks, key=lambda blocks: blocks.values)
+        zeros = np.zeros(smallest.values, np.float32)
+        kernels.encode_delta(smallest, zeros, zeros, np.zeros(smallest.encoded_bytes, np.uint8))
+        if is_gathered:
+            self._zeros = np.zeros(max(blocks.values for blocks in self._blocks), np.float32)
+
+    def encode(self, index: int, base: F32, theta: F32) -> F64:
+        """Encode `base - theta` of fragment `index`; returns the squared norms of its pieces.
+
+        Raises:
+            PayloadCorrupt: a value is not finite.
+        """
+        start, blocks = self._starts[index], self._blocks[index]
+        return kernels.encode_delta(blocks, base, theta, self._area[start : start + blocks.encoded_bytes])
+
+    def encode_difference(self, index: int, difference: F32) -> F64:
+        """Encode `base - theta` that was subtracted before, to the bytes of `encode`: subtracting 0 changes nothing."""
+        return self.encode(index, difference, self._zeros[: difference.size])
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        self._area = np.zeros(0, np.uint8)
+
+
+def layouts(manifest: Manifest, codec_up: Codec) -> list[FragmentBlocks]:
+    """Return the layout of each fragment's contribution."""
+    return [FragmentBlocks(fragment.piece_sizes, codec_up) for fragment in manifest.fragments]
+
+
+def area_sizes(manifest: Manifest, codec_up: Codec) -> tuple[int, int]:
+    """Return the bytes of version area and contribution area."""
+    return 4 * manifest.size, sum(blocks.encoded_bytes for blocks in layouts(manifest, codec_up))
