@@ -1,4 +1,4 @@
-"""What a person reads at the terminal: few lines, and each once."""
+"""The lines at the terminal: few, and each once."""
 
 from __future__ import annotations
 

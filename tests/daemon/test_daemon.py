@@ -280,7 +280,7 @@ async def test_a_newer_process_with_our_certificate_ends_this_one(
 async def test_a_new_learner_gets_no_incarnation_from_a_folder_that_was_emptied(
     spec: NodeSpec, nodes: list[node_module.Node]
 ) -> None:
-    """Which ones there were the others know: the learner waits for its welcome until the ledger names the folder."""
+    """The others know which incarnations there were: the welcome waits until the ledger names the folder."""
     save_manifest(spec.state_dir, MANIFEST)
     daemon = Daemon(dataclasses.replace(spec, regions=("a", "b", "c"), peers={"b": None, "c": None}))
     running = asyncio.create_task(daemon.run())

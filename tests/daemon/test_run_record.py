@@ -1,4 +1,4 @@
-"""Whose folder it is, and whether its run is over."""
+"""The run of a folder, and whether it is over."""
 
 from __future__ import annotations
 

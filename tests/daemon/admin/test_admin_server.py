@@ -39,7 +39,7 @@ class Region:
         return peer == "b"
 
     async def measure(self, document: dict, say, keep) -> dict:
-        """What a daemon does with a measurement: say what goes on, wait for `measured`, tell."""
+        """Measure as a daemon does: say what goes on, wait for `measured`, tell."""
         say(f"round trips to {document.get('peer')}")
         for count in (1, 2):
             keep({"rows": [0] * count})

@@ -149,7 +149,7 @@ async def test_an_own_stripe_that_does_not_decode_never_counts_as_held(bench: Be
 
 
 async def test_what_the_learner_wrote_is_checked_before_another_region_could_be_harmed(bench: Bench) -> None:
-    """Else a learner with damaged memory would cost its region strikes. What decodes goes all the same."""
+    """Else a learner with damaged memory would cost its region strikes. Stripes that decode go all the same."""
     stripes = bench.stripes(reducers=("a", "b", "c"))
     start = bench.learner.blocks[0].span_bytes(0, stripes[1].block_start)
     bench.learner.contribution_area[0][start : start + 4] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
