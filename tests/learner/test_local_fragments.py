@@ -60,10 +60,10 @@ class Bench:
         self.starts = np.cumsum([0, *(part.size for part in self.manifest.fragments)])
 
     def offer(
-        self, fragment: int, version: int, values: object, included: int = -1, *, is_last: bool = False
+        self, fragment: int, version: int, values: object, snapshot: int = -1, *, is_last: bool = False
     ) -> OfferApplied:
         self.version_area[self.starts[fragment] : self.starts[fragment + 1]] = values
-        return self.fragments.apply(VersionOffered(fragment, version, included, is_last))
+        return self.fragments.apply(VersionOffered(fragment, version, snapshot, is_last))
 
     def step(self, change: float, *, steps: int = 1, tokens: int = 10) -> None:
         """Inner steps that together move every parameter by `change`."""
