@@ -57,7 +57,7 @@ def train(folder: Path) -> dict[str, LearnerStatus]:
         statuses = {}
         for region in regions:
             save_manifest(region.folder, MANIFEST)
-            write_report(region.folder, region.node.status())
+            write_report(region.folder, region.node.status.document())
             statuses[region.name] = region.node.learner.shown_status
             await region.stop()
         return statuses  # type: ignore[return-value]
