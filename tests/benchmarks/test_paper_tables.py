@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -192,7 +193,8 @@ COLUMNS = 100
 
 def run(*arguments: str) -> str:
     command = [sys.executable, paper_tables.__file__, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    environment = {**os.environ, "COLUMNS": str(COLUMNS)}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
 
 
 def test_the_command_prints_bandwidth() -> None:
