@@ -60,7 +60,7 @@ class Fetcher:
     initial: InitialStates
     serves: int = field(default=0, init=False)
     _serves_of: Counter[str] = field(default_factory=Counter, init=False)
-    _pending: dict[tuple[str, int, bool], _Pending] = field(default_factory=dict, init=False)
+    pending: dict[tuple[str, int, bool], _Pending] = field(default_factory=dict, init=False)
 
     def ask(self, order: FetchPayload | FetchState) -> None:
         """Send the request and start the watchdog."""
