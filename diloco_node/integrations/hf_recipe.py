@@ -254,7 +254,7 @@ class RecipeCallback(DilocoCallback):
         self.diloco.evaluated(val_loss=loss, val_loss_global=global_loss)
 
     def _loss(self, model: Any, parameters: Mapping[str, torch.Tensor], args: Any) -> float:
-        values = {name: value.to(args.device) for name, value in parameters.items()}
+        values = {name: parameters[name].to(args.device) for name, _ in model.named_parameters()}  # tied ones once
         blocks, size, total = self._blocks.held_out, args.eval_batch_size, 0.0
         for start in range(0, len(blocks), size):
             inputs = {name: value.to(args.device) for name, value in collate(blocks[start : start + size]).items()}

@@ -154,6 +154,19 @@ def test_the_learning_rate_stands_where_the_run_is(tmp_path: Path) -> None:
     assert schedule.get_last_lr() == [0.49, 0.49]
 
 
+def test_held_out_loss_of_other_parameters_is_that_of_a_model_that_has_them(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, write_jsonl(tmp_path / "rows.jsonl", rows_of(300)))
+    args = recipe.training_arguments(settings)
+    model, blocks = recipe.load_model(settings)[0], blocks_of(settings, 0, 1)
+    settings.seed = 2
+    merged = recipe.load_model(settings)[0]
+    assert "lm_head.weight" in merged.state_dict(), "tied, under both names"
+    loss = recipe.RecipeCallback(blocks)._loss(model, merged.state_dict(), args)
+    own = recipe.RecipeCallback(blocks)._loss(merged, merged.state_dict(), args)
+    assert loss == pytest.approx(own)
+    assert loss != pytest.approx(recipe.RecipeCallback(blocks)._loss(model, model.state_dict(), args), rel=1e-6)
+
+
 def test_random_weights_are_the_same_in_all_regions_and_those_in_the_folder_go_first(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     first, second = (recipe.load_model(settings)[0].state_dict() for _ in range(2))
