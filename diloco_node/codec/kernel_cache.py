@@ -58,7 +58,7 @@ def cache_folder() -> Path | None:
             return folder
         refusals.append(refusal)
     log.warning(
-        "compiled kernels can't be kept (%s): each process compiles them for some eight seconds; "
+        "compiled kernels can't be kept (%s): each process compiles them for some 14 seconds; "
         "set NUMBA_CACHE_DIR to a folder that only this user can write",
         "; ".join(refusals) or "this user has no home",
     )

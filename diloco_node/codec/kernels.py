@@ -193,7 +193,7 @@ def outer_step(
 
 
 def warm_up() -> None:
-    """Load every loop, or compile it first: some eight seconds the first time, else less than one.
+    """Load every loop, or compile it first: some 14 seconds the first time, else one or two.
 
     Without it the first round of a run would pay for the compiler.
     """
