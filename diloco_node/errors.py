@@ -89,7 +89,7 @@ class LinkLost(PeerError):
 
 
 class PeerCertificateRefused(LinkLost):
-    """A side of a connection does not take the other's certificate: another run's, another region's, or expired."""
+    """One side of a connection does not take the other's certificate: another run's, another region's, or expired."""
 
     code = "E-PEER-CERT"
     remedy = (

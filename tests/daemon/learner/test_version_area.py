@@ -46,7 +46,7 @@ class Bench:
             spawn=self.tasks.spawn,
             now_ns=lambda: 7,
         )
-        self.version_area.attached(writes_initial=False)
+        self.version_area.begin_learner(writes_initial=False)
 
     def send(self, message: ToLearner) -> bool:
         assert isinstance(message, VersionOffered)
@@ -147,9 +147,9 @@ async def test_an_offer_that_came_while_the_replica_moved_on_is_not_forgotten(be
 async def test_an_offer_for_a_learner_that_is_gone_is_not_told_to_the_next_one(bench: Bench, is_back: bool) -> None:
     bench.parameters.is_slow = True
     await bench.offer(0, 0, snapshot=4)
-    bench.version_area.detached()
+    bench.version_area.end_learner()
     if is_back:
-        bench.version_area.attached(writes_initial=False)
+        bench.version_area.begin_learner(writes_initial=False)
     bench.parameters.gates.pop().set()
     await settle()
     assert bench.said == []
@@ -159,7 +159,7 @@ async def test_an_offer_for_a_learner_that_is_gone_is_not_told_to_the_next_one(b
 async def test_the_next_learner_gets_its_own_offer_after_a_void_copy(bench: Bench) -> None:
     bench.parameters.is_slow = True
     await bench.offer(0, 0, snapshot=4)
-    bench.version_area.attached(writes_initial=False)
+    bench.version_area.begin_learner(writes_initial=False)
     await bench.offer(0, 0)
     bench.parameters.gates.pop().set()
     await settle()
@@ -173,7 +173,7 @@ async def test_an_offer_that_waited_for_one_learner_is_not_made_to_the_next(benc
     await bench.offer(0, 0)
     bench.parameters.versions[0] = 1
     await bench.offer(0, 1, snapshot=4)
-    bench.version_area.attached(writes_initial=True)
+    bench.version_area.begin_learner(writes_initial=True)
     bench.version_area.release_initial()
     await settle()
     assert bench.versions() == [(0, 0, -1)]
@@ -182,11 +182,11 @@ async def test_an_offer_that_waited_for_one_learner_is_not_made_to_the_next(benc
 async def test_nothing_is_written_while_no_learner_is_attached(bench: Bench) -> None:
     """A connection may end while the learner reads: the place is safe again when it, or another, has attached."""
     await bench.offer(0, 0)
-    bench.version_area.detached()
+    bench.version_area.end_learner()
     assert bench.version_area.free_place(0) is None
     await bench.offer(0, 1)
     assert bench.versions() == [(0, 0, -1)]
-    bench.version_area.attached(writes_initial=False)
+    bench.version_area.begin_learner(writes_initial=False)
     assert bench.version_area.free_place(0) is not None
 
 
@@ -196,7 +196,7 @@ async def test_the_whole_version_area_is_the_learners_while_it_writes_theta_0(be
     place[:] = 1.0
     bench.version_area.place_written(0, 1)
     bench.parameters.versions[:] = [1, 1]
-    bench.version_area.attached(writes_initial=True)
+    bench.version_area.begin_learner(writes_initial=True)
     assert bench.version_area.free_place(0) is None
     await bench.offer(0, 1)
     await bench.offer(1, 1, 2)
@@ -213,19 +213,19 @@ async def test_a_learner_that_died_writing_theta_0_leaves_nothing_that_counts_as
     place[:] = 1.0
     bench.version_area.place_written(0, 1)
     bench.parameters.versions[0] = 1
-    bench.version_area.attached(writes_initial=True)
+    bench.version_area.begin_learner(writes_initial=True)
     bench.area[:] = 77.0
-    bench.version_area.detached()
-    bench.version_area.attached(writes_initial=False)
+    bench.version_area.end_learner()
+    bench.version_area.begin_learner(writes_initial=False)
     await bench.offer(0, 1)
     assert bench.versions() == [(0, 1, -1)]
 
 
 async def test_each_coming_and_going_is_another_life(bench: Bench) -> None:
     lives = [bench.version_area.generation]
-    bench.version_area.detached()
+    bench.version_area.end_learner()
     lives.append(bench.version_area.generation)
-    bench.version_area.attached(writes_initial=False)
+    bench.version_area.begin_learner(writes_initial=False)
     lives.append(bench.version_area.generation)
     assert lives == sorted(set(lives))
 
@@ -233,7 +233,7 @@ async def test_each_coming_and_going_is_another_life(bench: Bench) -> None:
 async def test_the_places_are_lent_for_theta_0_once_and_only_when_it_is_wanted() -> None:
     bench = Bench()
     assert not bench.version_area.is_lent
-    bench.version_area.attached(writes_initial=True)
+    bench.version_area.begin_learner(writes_initial=True)
     assert bench.version_area.is_lent
     bench.version_area.release_initial()
     assert not bench.version_area.is_lent
