@@ -95,7 +95,7 @@ async def test_a_place_that_is_read_is_not_free_and_the_newest_offer_waits_for_i
         bench.parameters.versions[0] = version
         await bench.offer(0, version)
     assert bench.versions() == [(0, 0, -1)]
-    bench.version_area.applied(0, 0)
+    bench.version_area.release(0, 0)
     await settle()
     assert bench.versions() == [(0, 0, -1), (0, 2, -1)]
 
@@ -103,9 +103,9 @@ async def test_a_place_that_is_read_is_not_free_and_the_newest_offer_waits_for_i
 async def test_an_older_answer_frees_nothing(bench: Bench) -> None:
     bench.parameters.versions[0] = 2
     await bench.offer(0, 2)
-    bench.version_area.applied(0, 1)
+    bench.version_area.release(0, 1)
     assert bench.version_area.free_place(0) is None
-    bench.version_area.applied(0, 2)
+    bench.version_area.release(0, 2)
     assert bench.version_area.free_place(0) is not None
 
 
@@ -115,7 +115,7 @@ async def test_a_snapshot_that_the_version_before_has_resolved_is_not_named_agai
     await bench.offer(0, 5, snapshot=3)
     bench.parameters.versions[0] = 6
     await bench.offer(0, 6, snapshot=3)
-    bench.version_area.applied(0, 5)
+    bench.version_area.release(0, 5)
     await settle()
     assert bench.versions() == [(0, 5, 3), (0, 6, -1)]
 
