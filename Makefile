@@ -43,6 +43,7 @@ check: $(STAMP) docs
 	$(BIN)/ruff check diloco_node tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(PYTEST) --quiet tests/test_language.py tests/test_names.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codec.py
