@@ -22,13 +22,13 @@ MARGIN: Final = 3
 """A ballot may take this many times what is expected; a next ballot costs a whole transfer if stripes move."""
 
 ATTEMPTS_DOUBLED_MAX: Final = 3
-"""The time doubles with each further ballot of a round, up to 8 times: a link slower than measured gets there."""
+"""The time doubles with each further ballot of a round, three times at most. A link slower than measured gets there."""
 
 PROBE_HEARTBEATS: Final = 3
-"""A ballot that tries a region lasts at least so long: what was lost is asked for again with each heartbeat."""
+"""The deadline of a ballot that tries a suspect, in heartbeats: each of them asks again for lost messages."""
 
 PROBE_MARGIN: Final = 2
-"""And twice as long as ballots of this fragment usually take."""
+"""Or this many times the usual ballot of the fragment, if that is longer; never above the normal deadline."""
 
 RATE_UNKNOWN_BYTES_PER_S: Final = 12_500_000
 """Assumed before anything was measured: 100 Mbit/s, the slow end of what regions are joined by."""
@@ -59,10 +59,10 @@ def ballot_deadline(
     transfer_bytes: int,
     rate_bytes_per_s: int,
 ) -> Deadline:
-    """When to give up on a ballot.
+    """Decide when to give up on a ballot.
 
-    Two boundaries of the slowest member's steps, eight one-way delays, and the time for the round's bytes at the
-    measured rate; times a margin, and doubled for each ballot of this round that failed before.
+    Two steps of the slowest member, four round trips, and the time for the round's bytes at the measured rate. All
+    that times `MARGIN`, and doubled for each failed ballot of this round, three times at most.
 
     Args:
         minimum_ns: never less than this.
@@ -102,10 +102,10 @@ class BallotClock:
         self._took[fragment] = self._took[fragment].after(duration_ns)
 
     def _usual_ns(self, fragment: int) -> int:
-        """How long a ballot of this fragment takes; of one never merged, by its size at the slowest other's pace.
+        """Return the usual time of a ballot of this fragment; 0 if nothing is known.
 
-        Otherwise every fragment would fail its first ballot on a link slower than RATE_UNKNOWN_BYTES_PER_S. 0: nothing
-        is known.
+        A fragment that was never merged gets an estimate: its size, at the slowest pace of any other fragment.
+        Otherwise its first ballot would fail on a link slower than RATE_UNKNOWN_BYTES_PER_S.
         """
         own_ns = self._took[fragment].average_ns
         if own_ns:
@@ -139,21 +139,21 @@ class BallotClock:
         )
 
     def patience_ns(self, fragment: int) -> int:
-        """How long a single region may hold up what the others have done, when it is in doubt already."""
+        """Return how long the others wait for a single region: a suspect on trial, or a leader without the payload."""
         usual_ns = self._usual_ns(fragment)
         if not usual_ns:
             return self._settings.ballot_deadline_min_ns
         return max(PROBE_HEARTBEATS * self._settings.heartbeat_ns, PROBE_MARGIN * usual_ns)
 
-    def probe_deadline(self, fragment: int, usual: Deadline, doublings: int) -> Deadline:
+    def probe_deadline(self, fragment: int, usual: Deadline, failed_probes: int) -> Deadline:
         """Return the short deadline of a ballot that tries a suspect, so that it costs the others little.
 
         Args:
             usual: the deadline for such members without suspects; an upper limit.
-            doublings: how often the region was tried in vain. The time doubles with every second failure, the pause
-                with each: a region that is slow and not broken gets there in the end.
+            failed_probes: of this region, one after the other. The deadline doubles with every second of them, so a
+                region that is slow and not broken gets there in the end.
         """
-        duration_ns = min(usual.duration_ns, self.patience_ns(fragment) << doublings // 2)
+        duration_ns = min(usual.duration_ns, self.patience_ns(fragment) << failed_probes // 2)
         return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {usual.derivation}")
 
     def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
@@ -169,7 +169,7 @@ class NextBallot:
     """The plan for the next ballot.
 
     Attributes:
-        contributions: those that are here already, by learner; they keep their names.
+        contributions: those that are here already, by learner; they keep their incarnation and snapshot.
         reused: stripes of theirs that have arrived and stay where they are.
     """
 
@@ -189,8 +189,8 @@ def plan_next(
 ) -> NextBallot:
     """Choose the members of the next ballot.
 
-    After a missed deadline: those whose contribution has arrived at all remaining reducers. After a loss: all that are
-    left. If that is nobody: everybody who can.
+    After a missed deadline: those whose contribution has arrived at all remaining reducers. After a loss: every
+    reachable member that still has a contribution. If nobody remains: all that could contribute to a fresh round.
 
     Args:
         round_: the round with the failed ballot.
@@ -203,7 +203,7 @@ def plan_next(
     places = {stripe: index for index, stripe in enumerate(stripes)}
     cuts = [(old, places[stripe]) for old, stripe in enumerate(round_.stripes) if stripe in places]
     stays = stripes == round_.stripes
-    # The stripes of a member that is lost can't be sent again: it stays only where nothing moves.
+    # A lost member can't send its stripes again, so it stays only if all stripes stay where they are.
     whole = {
         name
         for name in usable

@@ -3,7 +3,7 @@
 The rules are those by which an honest leader makes entries (`core.rounds`), asked of the log as it is, committed or
 not. So a leader that was captured, or is broken, can put nothing into the ledger that ends the run later.
 
-- Genesis comes once, and is this run's, with a folder for each region. Before it nothing but leaders.
+- Genesis comes once, and is this run's, with the id of one state folder per region. Only `LeaderBody` comes before.
 - A round takes its fragment to the next version, with members whose steps follow the token account.
 - Discarded steps follow the account, too.
 - After the end there are no more rounds.
@@ -66,7 +66,8 @@ class _Facts:
         versions: per fragment the last one; empty before genesis.
         snapshots: per fragment the version of the newest snapshot, 0 if there is none.
         disks: per region the id of its folder, empty for none.
-        summary: the entry up to which the newest named summary goes. is_finished: the run's end is in the log.
+        summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
+        is_finished: the run's end is in the log.
     """
 
     versions: tuple[int, ...] = ()
@@ -102,7 +103,7 @@ class EntryCheck:
 
     Args:
         run: the facts that all regions must agree on.
-        manifest: of the model. summary_entries: between two sums of the ledger, which close old incarnations.
+        manifest: of the model. summary_entries: so many lie between two summaries; each closes old incarnations.
     """
 
     def __init__(self, run: Run, manifest: Manifest, *, summary_entries: int) -> None:
@@ -141,7 +142,8 @@ class EntryCheck:
         snapshots = (0,) * len(self._fragments)
         for body in summary.snapshots:
             snapshots = _with(snapshots, body.fragment, body.version)
-        # The base does not say which summary was named last before it: entries behind it may name older ones.
+        # The base does not say how far the last named summary went, so `summary` begins at 0: an entry after the base
+        # may name an older one.
         self._facts = _Facts(summary.versions, snapshots, named_disks(summary), is_finished=bool(summary.finished))
         self._before.clear()
         self._account.restore(summary, base.index)
@@ -160,7 +162,8 @@ class EntryCheck:
         """Take the entry as the next one."""
         self._account.take(entry)
         if entry.index % self._summary_entries == 0:
-            # Every region sums up here and closes old incarnations by it. So a whole log says the same as its base.
+            # Every region sums up after this entry, which closes old incarnations. The same is done here, so that the
+            # check answers alike after a whole log and after a base.
             self._account.close_old(len(self._fragments))
         self._before.append(self._facts)
         self._facts = self._facts.after(entry.body)
@@ -186,11 +189,11 @@ class EntryCheck:
         if len(body.fragment_digests) != len(self._fragments):
             return f"{len(body.fragment_digests)} digests for {len(self._fragments)} fragments"
         if len(body.disks) != len(body.regions) or len(set(body.disks)) != len(body.disks) or b"" in body.disks:
-            return f"{len(set(body.disks))} folders for {len(body.regions)} regions"
+            return f"{len(set(body.disks))} different ids of folders for {len(body.regions)} regions, each with one"
         return ""
 
     def _disk_fault(self, body: DiskNamedBody, _: Entry) -> str:
-        """A folder's id is taken away before another one is named."""
+        """Say what is wrong with the change of a folder: entries that take an id away and that name one alternate."""
         disk = self._facts.disks.get(body.region, b"")
         if bool(disk) == bool(body.disk):
             return f"{body.region}'s folder is {disk.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
@@ -228,7 +231,7 @@ class EntryCheck:
         fault = self._account.fault(body)
         newest = max(0, self._account.newest_incarnation(body.learner))
         if not fault and not is_plausible_incarnation(body.incarnation, newest):
-            return f"incarnation {body.incarnation} of {body.learner} after {newest}"
+            return f"incarnation {body.incarnation} of {body.learner} is too far ahead of {newest}"
         return fault
 
     def _round_fault(self, body: RoundBody, entry: Entry) -> str:
@@ -251,7 +254,7 @@ class EntryCheck:
     def _members_fault(self, body: RoundBody) -> str:
         names = [member.contribution.learner for member in body.members]
         if not names or names != sorted(set(names)):
-            return f"members {', '.join(names) or '(none)'}: each once, sorted, at least one"
+            return f"members {', '.join(names) or '(none)'} are not sorted, are repeated, or there are none"
         faults = (
             self._region_fault(member.contribution.learner) or self._contribution_fault(member.contribution, body)
             for member in body.members

@@ -43,9 +43,9 @@ class RoundLeader:
         proposals: bodies for the ledger, in order.
         rounds: open rounds by fragment.
         progress: how far the run is; to be asked in every region, whoever leads.
-        is_in_the_way: a majority has had a payload for a while, and this region has not; or the second ballot of a
-            round failed, and the others had its merged stripes. Its disk is full or stands still, or bulk does not
-            reach it: merging goes on when another leads.
+        is_in_the_way: this region holds up the others. A majority has had a payload for a while and this region has
+            not, or a second ballot of a round failed because merged stripes did not come here. Its disk is full or
+            stands still, or bulk does not reach it: merging goes on when another region leads.
     """
 
     def __init__(self, context: RoundContext) -> None:
@@ -56,14 +56,14 @@ class RoundLeader:
         self._region, self._regions = context.region, context.regions
         self._fragments, self._settings = context.fragments, context.settings
         self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
-        # The leader's term, and the number of its last ballot in it: together no ballot ever has the same.
+        # The leader's term, and the number of its last ballot in it; no two ballots share both.
         self._term = 0
         self._number = 0
         # Between `begin` and `end`. Outside of it `rounds` and `proposals` are empty.
         self._is_acting = False
         # Something happened since the agenda was asked, so that its answer may have changed.
         self._is_stale = True
-        # What is learnt about times and suspects outlives a term, as far as `SuspicionBook.begin` keeps it.
+        # Measured times outlive a term. Suspects do not: `SuspicionBook.begin` starts from those of the leader before.
         self._clock = BallotClock(context)
         self._book = SuspicionBook(ballot_ns=context.settings.ballot_deadline_min_ns)
         self._judge = Judge(context, self._book)
@@ -91,7 +91,7 @@ class RoundLeader:
 
     @property
     def disk_patience_ns(self) -> int:
-        """How long the others wait for nothing but this region's disk before another one is to lead."""
+        """How long this region's disk alone may hold up the others before another region is to lead."""
         return max(self._clock.patience_ns(fragment) for fragment in range(len(self._fragments)))
 
     @property
@@ -294,18 +294,22 @@ class RoundLeader:
             self.is_in_the_way = True
 
     def _is_wrong(self, round_: OpenRound, now_ns: int) -> bool:
-        """Decide whether a merged ballot contradicts itself; if so, open the next one."""
+        """Check a merged ballot for contradictions; if there is one, open the next ballot and return True."""
         self._judge.answer_norms(round_, now_ns=now_ns)
         mismatch = round_.norm_mismatch()
         dispute = "" if mismatch else self._judge.judge_digests(round_, now_ns=now_ns)
         if dispute:
             self._next_ballot(round_, dispute, now_ns=now_ns)
         elif mismatch:
-            text = self._judge.question_norms(round_, mismatch, now_ns=now_ns)
-            own_stripes = tuple(Stripe(self._region, cut.block_start, cut.block_stop) for cut in round_.stripes)
-            self._next_ballot(
-                round_, text or "norms are in question", now_ns=now_ns, stripes=None if text else own_stripes
-            )
+            fault = self._judge.question_norms(round_, mismatch, now_ns=now_ns)
+            if fault:
+                self._next_ballot(round_, fault, now_ns=now_ns)
+            else:
+                # Nobody is to blame yet: the leader reduces every stripe itself, and compares.
+                stripes = tuple(
+                    Stripe(self._region, stripe.block_start, stripe.block_stop) for stripe in round_.stripes
+                )
+                self._next_ballot(round_, "norms are in question", now_ns=now_ns, stripes=stripes)
         return bool(dispute or mismatch)
 
     def _next_number(self) -> Ballot:
@@ -322,7 +326,7 @@ class RoundLeader:
         if not members:
             return False
         stripes = self._stripes(fragment, reachability)
-        trials = self._judge.trials(probe, members, [cut.reducer for cut in stripes], now_ns=now_ns)
+        trials = self._judge.trials(probe, members, [stripe.reducer for stripe in stripes], now_ns=now_ns)
         round_ = OpenRound(
             opened_at_ns=now_ns,
             is_last=opening.is_last,
@@ -350,8 +354,8 @@ class RoundLeader:
         self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], names: Iterable[str]
     ) -> Deadline:
         deadline = self._clock.deadline(fragment, members, stripes, attempt=0)
-        doublings = [self._book.doublings(name) for name in names]
-        return self._clock.probe_deadline(fragment, deadline, max(doublings)) if doublings else deadline
+        failed_probes = [self._book.doublings(name) for name in names]
+        return self._clock.probe_deadline(fragment, deadline, max(failed_probes)) if failed_probes else deadline
 
     def _next_ballot(
         self,
@@ -424,9 +428,9 @@ class RoundLeader:
         return self._eligibility.reaches(region, now_ns=now_ns)
 
     def _stripes(self, fragment: int, reachability: Reachability) -> tuple[Stripe, ...]:
-        cut = self._fragments[fragment]
-        up, down = (encoded_bytes(cut, codec) for codec in (self._settings.codec_up, self._settings.codec_down))
-        load = RoundLoad(block_count(cut), up, down, len(reachability.reachable))
+        layout = self._fragments[fragment]
+        up, down = (encoded_bytes(layout, codec) for codec in (self._settings.codec_up, self._settings.codec_down))
+        load = RoundLoad(block_count(layout), up, down, len(reachability.reachable))
         budgets = {name: self._liveness.budget(name) for name in reachability.reducers}
         return cut_finer(cut_by_budget(load, reachability.reducers, budgets), encoded_bytes=down)
 

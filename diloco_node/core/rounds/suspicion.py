@@ -24,7 +24,7 @@ PAUSE_BALLOTS: Final = 2
 """The first pause is so many shortest ballots: at least as long as those two failures have cost the others."""
 
 DOUBLINGS_MAX: Final = 4
-"""The pause doubles up to 16 times: with ballots of 2 s to about a minute, in which a healed region is back."""
+"""The pause doubles four times at most. With ballots of 2 s that comes to about a minute."""
 
 CLEAN_BALLOTS: Final = 64
 """Ballots without a fault that take one doubling back: a failure in every 64th costs the others little."""
