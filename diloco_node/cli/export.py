@@ -13,6 +13,7 @@ import typer
 from diloco_node import __version__
 from diloco_node.cli.places import run_folder
 from diloco_node.errors import ConfigError
+from diloco_node.integrations.weight_files import has_weights
 from diloco_node.state_names import TRAINER_NAME
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def export(
     folder = region_folder(run_folder(place, None))
     model = read_merged(folder)
     document, source = _model_source(folder, model.manifest, config, base)
-    weights = source if base is not None or _has_weights(source) else None
+    weights = source if source is not None and (base is not None or has_weights(source)) else None
     with new_folder(out, is_forced=force) as fresh:
         result = save_model(fresh, model.tensors, document, base=weights, tokenizer=source, dtype=dtype.value)
         report = as_document(model, result)
@@ -90,10 +91,6 @@ def _check_out(out: Path, *, is_forced: bool) -> None:
         raise ConfigError(f"{out} has no {REPORT_NAME}: --force replaces earlier exports only; name another folder")
 
 
-def _has_weights(source: str | None) -> bool:
-    return source is not None and (not Path(source).is_dir() or any(Path(source).glob("*.safetensors")))
-
-
 def _model_source(
     folder: Path, manifest: Manifest, config: Path | None, base: Path | None
 ) -> tuple[dict[str, Any], str | None]:
@@ -106,7 +103,9 @@ def _model_source(
     if config is not None or base is not None:
         return read_config(config or base or Path()), source
     if name:
-        return (read_config(Path(name)) if Path(name).is_dir() else _hub_config(name)), source
+        # The recipe trains a causal language model, whatever head the folder was saved with.
+        config_values = read_config(Path(name)) if Path(name).is_dir() else _hub_config(name)
+        return {key: value for key, value in config_values.items() if key != "architectures"}, source
     shape = ModelSettings(
         **{field.name: trainer[field.name] for field in fields(ModelSettings) if field.name in trainer}
     )

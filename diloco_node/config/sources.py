@@ -133,7 +133,11 @@ def _take_from(folder: Path, tree: dict[str, Any], key: Key) -> None:
 
 
 def _path_from(folder: Path, value: str, key: Key) -> str:
-    if not value or value.startswith(HUB) or (key == ("model", "hf") and is_hub_name(folder / value, value)):
+    if (
+        (not value and key[0] in ("data", "model"))
+        or value.startswith(HUB)
+        or (key == ("model", "hf") and is_hub_name(folder / value, value))
+    ):
         return value
     return str(folder / value)
 

@@ -79,6 +79,10 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         """Leave the run."""
         self._leave(None)
 
+    def fail(self, error: BaseException) -> None:
+        """Leave the run with the reason, for a program that catches the trainer's exceptions itself."""
+        self._leave(error)
+
     def _failed(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """The process ends by an exception, of which the trainer told nobody: say the reason."""
         hook = self._hook_before

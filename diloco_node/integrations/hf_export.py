@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from diloco_node.errors import ConfigError
 from diloco_node.numeric import F32
@@ -65,7 +64,7 @@ def save_model(
         contiguous = {name: value.to(kind).contiguous() for name, value in plain.items()}
         save_file(contiguous, folder / WEIGHTS_NAME, {"format": "pt"})
         return SavedModel(is_plain=True)
-    model = _model(folder, base)
+    model, random_names = _model(folder, base)
     try:
         lacking = model.load_state_dict(plain, strict=False)
     except RuntimeError as error:  # another shape
@@ -75,12 +74,19 @@ def save_model(
             f"tensor {lacking.unexpected_keys[0]} of the run is not in the model of config.json: is it of the same "
             "kind, and saved under the names that the training script attached?"
         )
+    values = model.state_dict()
+    for name, tensor in plain.items():
+        if not torch.equal(values[name], tensor):
+            raise ConfigError(
+                f"tensor {name} of the run shares its memory with another one in the model of config.json, and their "
+                "values differ: set tie_word_embeddings in config.json as the training script did"
+            )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     merged_ids = {id(parameters[name]) for name in plain if name in parameters}
     other_names = sorted(name for name in lacking.missing_keys if id(parameters.get(name)) not in merged_ids)
     model.to(kind).save_pretrained(folder)
     _save_tokenizer(tokenizer, folder)
-    random = () if base is not None else tuple(name for name in other_names if name in parameters)
+    random = tuple(name for name in other_names if name in parameters and (base is None or name in random_names))
     return SavedModel(False, tuple(other_names), random)
 
 
@@ -98,8 +104,8 @@ def is_known(config: Mapping[str, Any]) -> bool:
     return config["model_type"] in CONFIG_MAPPING
 
 
-def _model(folder: Path, base: str | None) -> Any:
-    """The model of the config in the folder, in float32; with the values of the base where there is one."""
+def _model(folder: Path, base: str | None) -> tuple[Any, Set[str]]:
+    """Make the model of the folder's config in float32, with the base's values, and name those that the base lacks."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -109,13 +115,13 @@ def _model(folder: Path, base: str | None) -> Any:
         architecture = getattr(transformers, (config.architectures or [""])[0], None)
         if base is not None:
             kind = architecture or transformers.AutoModelForCausalLM
-            return kind.from_pretrained(base, config=config, dtype=torch.float32)
-        model: nn.Module
+            model, report = kind.from_pretrained(base, config=config, dtype=torch.float32, output_loading_info=True)
+            return model, frozenset(report["missing_keys"])
         if architecture is not None:
             model = architecture(config)
         else:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return model.to(torch.float32)
+        return model.to(torch.float32), frozenset()
     except Exception as error:  # the library has no common class of errors
         place = CONFIG_NAME if base is None else f"--base {base}"
         raise ConfigError(f"{place} makes no model: {_one_line(error)}") from error

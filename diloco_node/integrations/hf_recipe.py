@@ -9,6 +9,7 @@ held out, the same in all regions; they share the others. A stream is dealt by r
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -25,7 +26,6 @@ import numpy as np
 import torch
 import transformers
 from datasets import concatenate_datasets, load_dataset
-from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetsError
 from torch.func import functional_call
 from torch.optim.lr_scheduler import LambdaLR
@@ -36,6 +36,7 @@ from diloco_node import place
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.integrations.hf import DilocoCallback
 from diloco_node.integrations.loader import EndlessLoader
+from diloco_node.integrations.weight_files import has_weights
 from diloco_node.learner.builtin.text_files import text_files
 from diloco_node.learner.builtin.trainer import SETTINGS_VARIABLE, SETTLE_S, read_settings_file
 
@@ -63,19 +64,12 @@ def training_arguments(settings: Settings) -> transformers.TrainingArguments:
     for name in {"max_steps", "num_train_epochs"} & set(settings.hf_args):
         raise ConfigError(f"model.hf_args: {name} can't be set, the run says when it ends: run.steps or run.tokens")
     has_end = settings.schedule_steps or settings.steps or settings.tokens
-    values = {
-        "output_dir": str(Path(os.environ.get(SETTINGS_VARIABLE, "trainer.json")).with_name("hf")),
-        "max_steps": STEPS_ENDLESS,
-        "eval_strategy": "steps",
-        "eval_steps": 200,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": not torch.cuda.is_available(),  # else several ranks on a CPU would train apart
-        "seed": settings.seed,
-        "lr_scheduler_type": "linear" if has_end else "constant_with_warmup",
-        **settings.hf_args,
-    }
+    folder = Path(os.environ.get(SETTINGS_VARIABLE, "trainer.json")).with_name("hf")
+    loop = {"max_steps": STEPS_ENDLESS, "eval_strategy": "steps", "eval_steps": 200, "save_strategy": "no"}
+    quiet = {"output_dir": str(folder), "report_to": "none", "disable_tqdm": True, "seed": settings.seed}
+    kind = "linear" if has_end else "constant_with_warmup"
+    # On a CPU several ranks would train apart without `use_cpu`.
+    values = loop | quiet | {"use_cpu": not torch.cuda.is_available(), "lr_scheduler_type": kind} | settings.hf_args
     words = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
     parser = transformers.HfArgumentParser(transformers.TrainingArguments, allow_abbrev=False)
     parser.error = _refuse_arguments
@@ -97,16 +91,13 @@ def _refuse_arguments(message: str) -> NoReturn:
 
 
 def load_model(settings: Settings) -> tuple[Any, Any]:
-    """Load model and tokenizer: with the weights in the folder, or random ones, the same in all regions.
-
-    Raises: ConfigError: there is none, or tokenizer or context do not fit it.
-    """
-    folder = Path(settings.hf)
+    """Load model and tokenizer: the weights in the folder, or random ones, the same in all regions; or ConfigError."""
+    is_trained = has_weights(settings.hf)
     try:
         config = transformers.AutoConfig.from_pretrained(settings.hf)
         tokenizer = transformers.AutoTokenizer.from_pretrained(settings.hf)
         transformers.set_seed(settings.seed)
-        if any(folder.glob("*.safetensors")) or not folder.is_dir():
+        if is_trained:
             model = transformers.AutoModelForCausalLM.from_pretrained(settings.hf, dtype=torch.float32)
         else:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -122,15 +113,12 @@ def load_model(settings: Settings) -> tuple[Any, Any]:
 
 
 def load_rows(path: str, settings: Settings) -> Iterator[tuple[Any, bool]]:
-    """Load the rows of one data path, one kind of files after another, with a column `text` alone.
-
-    Yields: the rows, and whether they are lines of text files.
-    """
+    """Load a data path by kind of files: rows with a column `text` alone, and whether they are lines of text."""
     files: dict[str, Any] = {}
     for file in [] if path.startswith(HUB) else text_files([path] if path else []):
         kind = KINDS.get(file.path.suffix, "text")
         if kind != "text" or not file.is_binary:
-            files.setdefault(kind, []).append(str(file.path))
+            files.setdefault(kind, []).append(glob.escape(str(file.path)))  # else `[1]` in a name is a pattern
     if settings.streaming and "text" in files:
         raise ConfigError(f"data.streaming: {files['text'][0]} has no rows; give JSONL, Parquet or hf:NAME")
     name, _, config = path.removeprefix(HUB).partition("#")
@@ -148,16 +136,18 @@ def load_rows(path: str, settings: Settings) -> Iterator[tuple[Any, bool]]:
 
 
 def pack(rows: dict[str, list[str | None]], *, tokenizer: Any, context: int, is_text: bool) -> dict[str, Any]:
-    """Tokenise rows and cut them into blocks of `context` tokens; the end-of-text token follows each row.
-
-    Lines of text files are no rows: they are tokenised together, as the text that they were.
-    """
+    """Tokenise rows into blocks of `context` tokens. An end-of-text token follows each row; lines are joined again."""
     texts = [text for text in rows["text"] if text]
     end = [] if is_text or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces = ["".join(texts)] if is_text or not texts else texts
     ids = [*chain.from_iterable(piece + end for piece in tokenizer(pieces, add_special_tokens=False)["input_ids"])]
     blocks = [ids[start : start + context] for start in range(0, len(ids) - context + 1, context)]
     return {"input_ids": blocks, "labels": blocks}
+
+
+def _rank_of(row: dict[str, Any], world_size: int) -> int:
+    number = zlib.crc32(repr(row["text"]).encode())
+    return number // HELD_OUT_EVERY % world_size if number % HELD_OUT_EVERY else -1  # -1: held out
 
 
 class Blocks:
@@ -174,10 +164,11 @@ class Blocks:
             sources = [item for path in settings.paths or ("",) for item in load_rows(path, settings)]
             if settings.streaming:
                 rows = concatenate_datasets([item for item, _ in sources])
-                train_rows = rows.filter(lambda row: zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
-                eval_rows = rows.filter(lambda row: not zlib.crc32(repr(row["text"]).encode()) % HELD_OUT_EVERY)
-                self._rows = split_dataset_by_node(train_rows, rank=region * ranks + rank, world_size=regions * ranks)
+                eval_rows = rows.filter(lambda row: _rank_of(row, regions * ranks) < 0)
+                self._rows = rows.filter(lambda row: _rank_of(row, regions * ranks) == region * ranks + rank)
                 self.held_out = list(self._pack(eval_rows, is_text=False).take(settings.eval_windows))
+                if not self.held_out:
+                    raise ConfigError("data.paths: the rows held out make no whole block: give more text")
                 return
             self._blocks = concatenate_datasets([self._pack(item, is_text) for item, is_text in sources])
         except (OSError, ValueError, RuntimeError, LookupError, DatasetsError) as error:
@@ -232,8 +223,10 @@ class RecipeCallback(DilocoCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Join, and begin at the learning rate of the run's step."""
-        super().on_train_begin(args, state, control, **context)
         schedule, groups = context["lr_scheduler"], context["optimizer"].param_groups
+        peaks = list(schedule.base_lrs)  # of the settings: a checkpoint has those of an earlier start
+        super().on_train_begin(args, state, control, **context)
+        schedule.base_lrs = peaks
         for group, peak, factor in zip(groups, schedule.base_lrs, getattr(schedule, "lr_lambdas", ()), strict=False):
             group["lr"] = peak * factor(0)
 
@@ -242,6 +235,7 @@ class RecipeCallback(DilocoCallback):
         super().on_step_end(args, state, control, **context)
         control.should_evaluate |= control.should_training_stop
         if control.should_training_stop and self.diloco is not None and self.diloco.is_attached:
+            self.diloco.checkpoint()  # first: a supervisor that stops it may not wait for two evaluations
             self.diloco.settle(SETTLE_S)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **context: Any) -> None:
@@ -276,7 +270,11 @@ def train(settings: Settings, args: transformers.TrainingArguments) -> RecipeTra
         args.max_steps = run_steps if run_steps < STEPS_ENDLESS else STEPS_ALONE
     callback = RecipeCallback(blocks, stateful={"data": loader})
     trainer = RecipeTrainer(loader, run_steps, callback, model=model, args=args, eval_dataset=blocks.held_out)
-    trainer.train()
+    try:
+        trainer.train()
+    except BaseException as error:
+        callback.fail(error)
+        raise
     return trainer
 
 

@@ -12,6 +12,7 @@ import torch
 
 from diloco_node.config import sources
 from diloco_node.errors import ConfigError
+from diloco_node.integrations.weight_files import has_weights
 from tests.kit.data_kit import rows_of, write_jsonl, write_parquet
 from tests.kit.hf_kit import write_hf_folder
 
@@ -229,3 +230,29 @@ def test_arguments_are_those_of_the_library(tmp_path: Path) -> None:
 
 def test_a_dataset_has_one_name_in_the_settings_and_in_the_recipe() -> None:
     assert recipe.HUB == sources.HUB
+
+
+def test_a_name_with_brackets_is_one_file_and_no_pattern(tmp_path: Path) -> None:
+    for number, name in enumerate(("x1.jsonl", "x[1].jsonl")):
+        (tmp_path / "rows").mkdir(exist_ok=True)
+        write_jsonl(tmp_path / "rows" / name, rows_of(100)[number * 50 : number * 50 + 50])
+    tables = recipe.load_rows(str(tmp_path / "rows"), settings_of(tmp_path, tmp_path / "rows"))
+    rows = [row["text"] for table, _ in tables for row in table]
+    assert sorted(rows) == sorted(rows_of(100))
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "tf_model.h5", "flax_model.msgpack"])
+def test_weights_that_nothing_reads_are_refused_and_not_made_at_random(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert not has_weights(str(tmp_path))
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(ConfigError, match=rf"weights in {name}, which is not read"):
+        has_weights(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    assert has_weights(str(tmp_path))
+
+
+def test_a_stream_without_a_block_to_hold_out_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", rows_of(3), "body")
+    with pytest.raises(ConfigError, match="no whole block: give more text"):
+        blocks_of(settings_of(tmp_path, path, streaming=True, text_field="body"), 0, 1)

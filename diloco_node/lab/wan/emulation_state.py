@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import signal
@@ -161,6 +162,7 @@ def remove_all(run: str) -> list[str]:
     leftovers = [name for name in namespaces_of(run) if name in names]
     if leftovers:
         raise DilocoError(f"these namespaces can't be removed: {', '.join(leftovers)}")
-    for ending in ("json", "sock", "log", "new"):
-        (STATE_FOLDER / f"{run}.{ending}").unlink(missing_ok=True)
+    for ending in ("json", "sock", "log", "json.*.tmp"):
+        for file in STATE_FOLDER.glob(f"{glob.escape(run)}.{ending}"):
+            file.unlink(missing_ok=True)
     return names

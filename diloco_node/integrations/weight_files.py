@@ -1,0 +1,27 @@
+"""Weights in a saved model's folder: which files transformers loads, and which would be passed over in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from diloco_node.errors import ConfigError
+
+LOADABLE: Final = ("*.safetensors", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+FOREIGN: Final = ("*.gguf", "*.h5", "*.msgpack", "*.ckpt*", "consolidated*.pt*")
+"""Weights of other libraries: a model made from config.json beside them would be random without a word."""
+
+
+def has_weights(name: str) -> bool:
+    """Return whether a model has weights to begin with; a name that is no folder is one of the hub, which has.
+
+    Raises:
+        ConfigError: the folder has weights only in a format that is not read.
+    """
+    folder = Path(name)
+    if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in LOADABLE):
+        return True
+    foreign = sorted(file.name for pattern in FOREIGN for file in folder.glob(pattern))
+    if foreign:
+        raise ConfigError(f"{name} has weights in {foreign[0]}, which is not read: convert them by save_pretrained")
+    return False
