@@ -159,8 +159,8 @@ class Mutant:
         link = self.transport._link(peer)
         if not mutation.is_header:
             link.send(b"\x02" + mutation.data)
-        elif link._session is not None:
-            await self._transfer(link._session._streams[1], mutation.data)
+        elif link.session is not None:
+            await self._transfer(link.session.streams[1], mutation.data)
         self.sent[peer] = self.sent.get(peer, 0) + 1
         self.last_sent = mutation.text
         if mutation.has_shape:

@@ -116,7 +116,7 @@ class UnevenRounds(Rounds):
             step_time_ns=self._periods[m] * TICK_NS,
             positions=tuple(self.copies[m][fragment].position for fragment in range(len(self.globals))),
         )
-        self._opener.status_changed(self.names[m], self._reports[self.names[m]], now_ns=tick * TICK_NS)
+        self._opener.on_status(self.names[m], self._reports[self.names[m]], now_ns=tick * TICK_NS)
 
     def lead(self, tick: int) -> None:
         """What the leader does in this tick: commit what is there, open what is due."""

@@ -102,7 +102,7 @@ async def test_the_recipe_trains_a_model_of_hugging_face_on_two_ranks_and_evalua
     pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     write_hf_folder(tmp_path / "model")
-    write_jsonl(tmp_path / "rows.jsonl", rows_of(2000))
+    write_jsonl(tmp_path / "rows.jsonl", rows_of(20_000))
     model = 'layers = 2\nhf = "../model"\nranks = 2\nhf_args = { eval_steps = 5 }\n'
     changes = {"layers = 2\n": model, EVALUATION: "eval_windows = 8\n", "paths = []": 'paths = ["../rows.jsonl"]'}
     cluster = Cluster(tmp_path / "run", 2, changes=changes)
