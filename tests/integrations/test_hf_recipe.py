@@ -256,3 +256,16 @@ def test_a_stream_without_a_block_to_hold_out_is_refused(tmp_path: Path) -> None
     path = write_jsonl(tmp_path / "rows.jsonl", rows_of(3), "body")
     with pytest.raises(ConfigError, match="no whole block: give more text"):
         blocks_of(settings_of(tmp_path, path, streaming=True, text_field="body"), 0, 1)
+
+
+def test_a_learning_rate_that_was_changed_beats_that_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def schedule_of(peak: float) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+
+    (_, before), (optimizer, schedule) = schedule_of(0.1), schedule_of(0.8)
+    join = "diloco_node.integrations.hf.DilocoCallback.on_train_begin"
+    monkeypatch.setattr(join, lambda *_, **context: context["lr_scheduler"].load_state_dict(before.state_dict()))
+    recipe.RecipeCallback(None).on_train_begin(None, None, None, lr_scheduler=schedule, optimizer=optimizer)
+    assert schedule.base_lrs == [0.8]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
