@@ -35,7 +35,7 @@ def init(
     if not names or run_id is None or folder is None:
         if names and config is None and not Path("run.toml").exists():
             raise ConfigError("without run.toml, certs init needs all of: regions, --run-id NAME and --out FOLDER")
-        run_config = load(config, {}, None)
+        run_config = load(config)
         names = names or list(run_config.regions)
         run_id = run_id if run_id is not None else run_config.run.id
         folder = folder if folder is not None else run_config.run.certs_dir

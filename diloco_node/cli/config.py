@@ -28,7 +28,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show every setting as this command would use it, checked."""
-    node_config = load(config, {}, assignments)
+    node_config = load(config, assignments=assignments)
     rows = [row for row in node_config.rows() if setting in (None, row[0])]
     if setting is not None:
         _explain(setting, rows)

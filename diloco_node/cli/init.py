@@ -194,7 +194,7 @@ def _check(text: str) -> None:
     with tempfile.TemporaryDirectory() as trial:
         (Path(trial) / CONFIG_NAME).write_text(text)
         try:
-            load(Path(trial) / CONFIG_NAME, {}, None)
+            load(Path(trial) / CONFIG_NAME)
         except ConfigError as error:
             raise ConfigError(str(error).replace(f"{trial}/", "the ")) from None
 

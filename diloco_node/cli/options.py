@@ -12,7 +12,6 @@ from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
-    from diloco_node.config.sources import Flag
 
 T = TypeVar("T")
 
@@ -28,16 +27,21 @@ SetOption = Annotated[
 ]
 
 
-def flags_from(values: Mapping[str, tuple[str, Any]], assignments: Sequence[str] | None = None) -> list[Flag]:
-    """Turn flags of the command line into settings.
+def load(
+    config: Path | None,
+    values: Mapping[str, tuple[str, Any]] | None = None,
+    assignments: Sequence[str] | None = None,
+) -> NodeConfig:
+    """Resolve all settings.
 
     Args:
         values: dotted key -> (flag as written, value); a value of None or () was not given.
         assignments: "KEY=VALUE" of `--set`; a flag of its own beats it.
 
     Raises:
-        ConfigError: an assignment without key or "=".
+        ConfigError: says what is wrong.
     """
+    from diloco_node.config.resolve import load_config
     from diloco_node.config.sources import Flag
 
     flags = []
@@ -46,15 +50,9 @@ def flags_from(values: Mapping[str, tuple[str, Any]], assignments: Sequence[str]
         if not equals or "." not in key:
             raise ConfigError(f"--set {assignment!r}: write KEY=VALUE, for example --set rounds.sync_every=16")
         flags.append(Flag(key.strip(), value.strip(), f"--set {key.strip()}"))
-    flags += [Flag(key, value, flag) for key, (flag, value) in values.items() if value is not None and value != []]
-    return flags
-
-
-def load(config: Path | None, values: Mapping[str, tuple[str, Any]], assignments: Sequence[str] | None) -> NodeConfig:
-    """Resolve all settings; ConfigError says what is wrong."""
-    from diloco_node.config.resolve import load_config
-
-    return load_config(config, flags_from(values, assignments))
+    pairs = (values or {}).items()
+    flags += [Flag(key, value, flag) for key, (flag, value) in pairs if value is not None and value != []]
+    return load_config(config, flags)
 
 
 def parse_option(flag: str, text: str, parse: Callable[[str], T]) -> T:

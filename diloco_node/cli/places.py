@@ -114,7 +114,7 @@ def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
     """Read run.toml, which names the regions. Raises ConfigError: it is not there, is wrong, or has no such region."""
     if place is not None and not _has_run(config):
         raise ConfigError(f"{place!r} is no folder with {file}, and there is no run.toml here: {CONVENTION}")
-    settings = load(config, {}, None)
+    settings = load(config)
     if place is not None and place not in settings.regions:
         names = ", ".join(settings.regions)
         raise ConfigError(
@@ -147,7 +147,7 @@ def _exists(path: Path) -> bool:
 def _targets_of_run(config: Path | None) -> list[Target]:
     from diloco_node.cli.admin_client import Target, target_in
 
-    settings = load(config, {}, None)
+    settings = load(config)
     targets = []
     for name, region in settings.regions.items():
         folder = settings.state_dir(name)

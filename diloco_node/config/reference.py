@@ -1,12 +1,8 @@
-"""docs/settings.md: every setting with unit, default and bounds from the schema, and when to touch it.
-
-After a change: `python -m diloco_node.config.reference > docs/settings.md`.
-"""
+"""Words about every setting, from the schema: for `config show SETTING`, and for docs/settings.md."""
 
 from __future__ import annotations
 
 import re
-import sys
 import typing
 from collections.abc import Iterator
 from enum import Enum
@@ -36,55 +32,22 @@ from diloco_node.config.schema import (
     RoundsSection,
     RunSection,
 )
-from diloco_node.config.setting import changes, touch_when
+from diloco_node.config.setting import touch_when
 from diloco_node.config.units import Duration, Rate
 
-COMMAND: Final = "python -m diloco_node.config.reference > docs/settings.md"
-
-_SECTIONS: Final[tuple[tuple[str, type[BaseModel], str], ...]] = (
-    ("run", RunSection, "What the run is called, when it ends, and where things lie."),
-    ("rounds", RoundsSection, "How regions merge. The same in all regions: those that differ refuse each other."),
-    (
-        "model",
-        ModelSection,
-        "The built-in trainer, or its recipe for a model of Hugging Face. Not for a command of your own.",
-    ),
-    ("data", DataSection, "Text for the built-in trainer and for the recipe of `[model] hf`."),
-    ("learner", LearnerSection, "The process that trains, whichever it is."),
-    ("log", LogSection, "The daemon's log in `logs/`."),
-    ("history", HistorySection, "How the run went, in `history.jsonl` of each region's folder."),
-    ("budget", BudgetSection, "What each region may send and receive, in bytes on the wire."),
-    ("budget.per_peer.NAME", LimitsSection, "What goes to one region and comes from it."),
-    (
-        "budget.schedule",
-        WindowSection,
-        "Other ceilings between two times of day; `[[budget.schedule]]`, once for each.",
-    ),
-    ("regions.NAME", RegionSection, "One region, one table each."),
-)
-
-_HEAD: Final = f"""# Settings
-
-Every setting of `run.toml`, made from the schema by `{COMMAND}`.
-`config show --origin` shows what is in force and where it comes from. The few that matter most are on the page
-[Run on real machines](run.md#2-write-runtoml).
-
-Lengths of time are written with a unit, as `"200ms"`, `"5min"`. So are rates, as `"2Gbit/s"` or `"25MB/s"`.
-
-## May it change in a run?
-
-| in the tables | what it means |
-|---|---|
-| fixed | not in a run: `start` refuses it and names both values, of a model the daemon does |
-| same | not in a run: it must be the same in all regions, and **nobody compares it** |
-| all | yes: stop all regions, change it in each, start them. Regions that differ refuse each other and name it |
-| region | yes: in one region, when that is started again |
-| running | yes: SIGHUP to `start`, or `diloco-node budget set` |
-| new run | it has no effect once a run has begun |
-
-A change takes effect with the rounds that are opened from then on. `start` says what it was and what it is, and the
-log that the settings were changed since the run began.
-"""
+SECTIONS: Final[dict[str, type[BaseModel]]] = {
+    "run": RunSection,
+    "rounds": RoundsSection,
+    "model": ModelSection,
+    "data": DataSection,
+    "learner": LearnerSection,
+    "log": LogSection,
+    "history": HistorySection,
+    "budget": BudgetSection,
+    "budget.per_peer.NAME": LimitsSection,
+    "budget.schedule": WindowSection,
+    "regions.NAME": RegionSection,
+}
 
 _KINDS: Final[dict[Any, str]] = {
     Duration: "a time",
@@ -94,24 +57,11 @@ _KINDS: Final[dict[Any, str]] = {
 }
 
 
-def settings_page() -> str:
-    """The page, as it is in docs/."""
-    lines = [_HEAD]
-    for prefix, section, about in _SECTIONS:
-        lines.append(f"## [{prefix}]\n\n{about}\n")
-        lines.append(
-            "| setting | default | allowed | changes | what it is | touch it when |\n|---|---|---|---|---|---|"
-        )
-        lines += _rows(section)
-        lines.append("")
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
 def settings() -> Iterator[tuple[str, FieldInfo]]:
     """Key and field of every setting: "rounds.sync_every", "regions.NAME.address"."""
-    for prefix, section, _ in _SECTIONS:
+    for prefix, section in SECTIONS.items():
         for name, field in section.model_fields.items():
-            if not _is_table(section, name):
+            if section is not BudgetSection or name not in {"per_peer", "schedule"}:  # tables of their own
                 yield f"{prefix}.{name}", field
 
 
@@ -122,30 +72,19 @@ def explanation(key: str) -> str:
     field = dict(settings()).get(f"{prefix}.{name}")
     if field is None:
         return "docs/settings.md has a table of its parts."
-    bounds, default = _allowed(field).replace("`", ""), _default(field).strip("`")
+    bounds, default = allowed(field).replace("`", ""), default_text(field).strip("`")
     words = f"Allowed: {bounds}. Default: {default}. Touch it when: {touch_when(field)}."
     return f"{field.description}. {words}"
 
 
-def _is_table(section: type[BaseModel], name: str) -> bool:
-    return section is BudgetSection and name in {"per_peer", "schedule"}
-
-
-def _rows(section: type[BaseModel]) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        if not _is_table(section, name):
-            words = (changes(field), field.description or "", touch_when(field))
-            cells = (f"`{name}`", _default(field), _allowed(field), *words)
-            yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-def _default(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
+    """The default as it would be written, in backquotes."""
     if field.default is PydanticUndefined:
         return "must be set"
     return "none" if field.default is None else f"`{toml_text(field.default)}`"
 
 
-def _allowed(field: FieldInfo) -> str:
+def allowed(field: FieldInfo) -> str:
     """Type and bounds in words."""
     kind, more = _plain(field.annotation)
     marks = (*more, *field.metadata)
@@ -196,7 +135,3 @@ def _range(bounds: dict[str, Any], kind: str) -> str:
 def _number(value: float) -> str:
     is_power = isinstance(value, int) and value > 1 << 16 and value.bit_count() == 1
     return f"2^{int(value).bit_length() - 1}" if is_power else f"{value:,}"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(settings_page())

@@ -32,7 +32,7 @@ from diloco_node.config.schema import (
     RunSection,
     Tree,
 )
-from diloco_node.config.sources import Flag, Key, Sources, put, read_environment, read_file, read_flags
+from diloco_node.config.sources import Flag, Key, Sources, put, read_environment, read_file
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError
 
@@ -155,16 +155,8 @@ class NodeConfig:
         """(dotted key, value as text, origin) of every setting; defaults that the program chooses are filled in."""
         settings = self.run_settings()
         values = {"outer_lr": settings.outer_lr, "outer_momentum": settings.outer_momentum}
-        sections = {
-            "run": self.run,
-            "model": self.model,
-            "rounds": self.rounds.model_copy(update=values),
-            "data": self.data,
-            "learner": self.learner,
-            "log": self.log,
-            "history": self.history,
-        }
-        for name, section in sections.items():
+        for name in ("run", "model", "rounds", "data", "learner", "log", "history"):
+            section = self.rounds.model_copy(update=values) if name == "rounds" else getattr(self, name)
             yield from self._section_rows(name, section)
         for key, value in self.budget.rows():
             yield f"budget.{key}", toml_text(value), self.origin(f"budget.{key}")
@@ -194,25 +186,16 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
     put(sources.values, ("run", "certs_dir"), str(path.parent / "certs"))
     sources.add(*read_file(path))
     sources.add(*read_environment())
-    sources.add(*read_flags(flags))
+    for flag in flags:
+        put(sources.values, _key(flag.key), flag.value)
+        sources.origins[_key(flag.key)] = flag.flag
     _check_names(sources)
     try:
         tree = Tree(**sources.values)
     except ValidationError as error:
         raise ConfigError(_explain(error, sources)) from None
-    config = NodeConfig(
-        run=tree.run,
-        model=tree.model,
-        rounds=tree.rounds,
-        data=tree.data,
-        learner=tree.learner,
-        log=tree.log,
-        history=tree.history,
-        budget=tree.budget,
-        regions=dict(sorted(tree.regions.items())),
-        origins=sources.origins,
-        path=path,
-    )
+    sections = dict(tree) | {"regions": dict(sorted(tree.regions.items()))}
+    config = NodeConfig(**sections, origins=sources.origins, path=path)
     _check_whole(config)
     return config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -204,14 +204,3 @@ def _check_variable(name: str, key: Key) -> None:
 
 def _region_key(key: Key) -> Key:
     return (key[0], key[1].replace("_", "-"), *key[2:]) if key[0] == "regions" and len(key) > 1 else key
-
-
-def read_flags(flags: Sequence[Flag]) -> tuple[dict[str, Any], dict[Key, str]]:
-    """Flags as a tree, and the flag per key; the last of a kind wins."""
-    tree: dict[str, Any] = {}
-    origins: dict[Key, str] = {}
-    for flag in flags:
-        key = tuple(flag.key.split("."))
-        put(tree, key, flag.value)
-        origins[key] = flag.flag
-    return tree, origins

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_node.config import reference
-from diloco_node.config.reference import COMMAND, explanation, settings, settings_page
+from diloco_node.config.reference import SECTIONS, explanation, settings
 from diloco_node.config.resolve import load_config
 from diloco_node.config.schema import FIXED_IN_A_RUN, RoundsSection, Tree
 from diloco_node.config.setting import changes, touch_when
 from diloco_node.wire.field_bounds import SETTING_BYTES
 from tests.kit.repository import ROOT
+from tests.kit.settings_page import ABOUT, COMMAND, settings_page
 
 
 def test_the_page_is_current() -> None:
@@ -21,9 +21,9 @@ def test_every_setting_has_words_and_a_place_on_the_page() -> None:
     for key, field in settings():
         assert field.description, key
         assert touch_when(field), key
-    sections = {section for section, _, _ in reference._SECTIONS}
-    assert {name for name in sections if "." not in name} == set(Tree.model_fields) - {"regions"}
-    assert "regions.NAME" in sections
+    assert {name for name in SECTIONS if "." not in name} == set(Tree.model_fields) - {"regions"}
+    assert "regions.NAME" in SECTIONS
+    assert SECTIONS.keys() == ABOUT.keys()
 
 
 def test_one_setting_is_explained_by_its_own_name() -> None:

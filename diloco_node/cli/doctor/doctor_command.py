@@ -78,7 +78,7 @@ def patient_of(config: Path | None, region: str | None, assignments: list[str]) 
     from diloco_node.cli.measure.own_links import own_folder
     from diloco_node.cli.options import load
 
-    settings = load(config, {}, assignments)
+    settings = load(config, assignments=assignments)
     try:
         name = region if region is not None else own_folder(settings.run.certs_dir, None).name
     except OSError as error:

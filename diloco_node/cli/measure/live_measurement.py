@@ -42,7 +42,7 @@ def find_daemon(config: Path | None, region: str | None) -> Running | None:
         return None
     from diloco_node.cli.options import load
 
-    run_config = load(config, {}, None)
+    run_config = load(config)
     if region is not None:
         run_config.check_region(region)
     names = [region] if region is not None else list(run_config.regions)

@@ -50,7 +50,7 @@ class Here:
         if config is not None or Path(DEFAULT_NAME).exists():
             from diloco_node.cli.options import load
 
-            settings = load(config, {}, None)
+            settings = load(config)
             if region is not None:
                 settings.check_region(region)
         folder = certs if certs is not None else settings.run.certs_dir if settings is not None else Path("certs")

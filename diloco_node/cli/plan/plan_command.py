@@ -191,7 +191,7 @@ def _source(parameters: str | None, config: Path | None, place: str | None, *, i
             raise ConfigError(f"--parameters and {place!r} both name a model: give one of them")
         return inputs.source_of_state(region_folder(place, config, file=NODE_NAME))
     if config is not None or Path(DEFAULT_NAME).exists():
-        run_config = load(config, {}, None)
+        run_config = load(config)
         if parameters is None:
             return inputs.source_of_config(run_config, config)
         source = inputs.source_of_size(parameters, run_config, config)

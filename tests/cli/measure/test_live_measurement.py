@@ -118,7 +118,7 @@ def eu(folder: Path) -> Iterator[Region]:
 def state_of(folder: Path) -> Path:
     from diloco_node.cli.options import load
 
-    return load(folder / "run.toml", {}, None).state_dir("eu")
+    return load(folder / "run.toml").state_dir("eu")
 
 
 def test_the_state_folder_is_where_these_tests_put_it(folder: Path) -> None:
