@@ -18,7 +18,6 @@
     |   +-- DiskRefused        full, read-only, failing: what is there stays as it is, and another try may go through
     |   +-- LedgerLost         entries that were durable can't be read any more, and the disk does not let go of its id
     |   +-- LedgerGone         the same, and the id is gone: the next process begins again as another folder
-    +-- RecoveryFailed         state can't be completed from disk and peers; exit code 6
     +-- SupersededError        a newer process has this identity, or another version runs; exit code 7
     +-- LearnerError           the training process broke its side of the contract
     +-- InvalidTransition      a bug of ours: a state machine got an event it has no arrow for
@@ -164,14 +163,6 @@ class LedgerGone(StorageError):
 
     code = "E-LEDGER-GONE"
     remedy = "nothing: the region starts again under a new folder id and catches up"
-
-
-class RecoveryFailed(DilocoError):
-    """The state could not be completed from the own disk and the peers."""
-
-    exit_code = 6
-    code = "E-RECOVERY"
-    remedy = "bring a majority of the regions back, and start this one again; its state is taken from theirs"
 
 
 class SupersededError(DilocoError):

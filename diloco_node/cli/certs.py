@@ -13,11 +13,6 @@ from diloco_node.errors import ConfigError
 app = typer.Typer(help="Identities of the regions.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.callback()
-def _group() -> None:
-    pass
-
-
 @app.command()
 def init(
     *,

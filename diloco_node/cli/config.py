@@ -13,11 +13,6 @@ from diloco_node.errors import ConfigError
 app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.callback()
-def _group() -> None:
-    pass
-
-
 @app.command()
 def show(
     setting: Annotated[str | None, typer.Argument(metavar="[SETTING]", help="Only this one, explained.")] = None,

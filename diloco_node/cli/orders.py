@@ -22,13 +22,6 @@ quarantine = typer.Typer(help="Readmit a peer that was shut out for what it sent
 learner = typer.Typer(help="Start a learner that was stopped.", no_args_is_help=True)
 
 
-@budget.callback()
-@quarantine.callback()
-@learner.callback()
-def _top() -> None:
-    pass
-
-
 @budget.command("set")
 def set_budget(
     *,

@@ -172,26 +172,4 @@ VERSION_DIFFERS: Final = AlertKind(
     "Install the same version everywhere.",
     "diloco-node --version",
 )
-ALERT_KINDS: Final = (
-    NO_MAJORITY,
-    CUT_OFF,
-    LAST_MAJORITY,
-    PEER_DOWN,
-    NO_COMMIT,
-    LEFT_OUT,
-    QUARANTINE,
-    LEARNER_STOPPED,
-    LEARNER_ENDED,
-    LEARNER_CRASHES,
-    LEARNER_SILENT,
-    LEARNER_MISSING,
-    LOSS_NAN,
-    LOSS_SPIKE,
-    BUDGET_SMALL,
-    DISK_REFUSED,
-    DISK_LOW,
-    CERTIFICATE_ENDS,
-    DIGEST_DIFFERS,
-    SETTINGS_DIFFER,
-    VERSION_DIFFERS,
-)
+ALERT_KINDS: Final = tuple(kind for kind in tuple(globals().values()) if isinstance(kind, AlertKind))

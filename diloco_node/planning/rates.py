@@ -3,9 +3,9 @@
 Compute utilisation is `compute time / (compute time + time that compute waits for the network)`. The ring factor
 `2 (D - 1) / D` is how often each byte of an all-reduce among D places leaves, and enters, each of them.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428), table 13. The paper prints rates without the formula; the constants below
-are fitted to its cells. They give all 40 DiLoCo cells, and the data-parallel ones up to 95 % within 2.1 %. The 99 %
-column of data-parallel does not follow (the last layers' gradients, which nothing hides, decide there).
+Source: Decoupled DiLoCo (arXiv 2604.21428), table 13. The paper prints rates without the formula; the constant below
+is fitted to its cells. It gives the data-parallel ones up to 95 % within 2.1 %. The 99 % column does not follow (the
+last layers' gradients, which nothing hides, decide there).
 """
 
 from __future__ import annotations
@@ -18,24 +18,12 @@ BITS_BF16: Final = 16
 DATA_PARALLEL_HIDDEN_STEPS: Final = 0.65
 """Part of a step, the backward pass, behind which an all-reduce of gradients hides."""
 
-PAPER_CYCLE_STEPS: Final = 100
-"""Steps in which the whole model crosses the links once in the paper's table; its experiments use H = 24."""
-
-PAPER_HIDDEN_STEPS: Final = 36
-"""Steps of transfer in such a cycle that cost no compute."""
-
 _UNITS: Final = ((10**12, "Tbit/s"), (10**9, "Gbit/s"), (10**6, "Mbit/s"), (10**3, "kbit/s"), (1, "bit/s"))
 _DIGITS: Final = 3
 
 
 def ring_factor(places: int) -> Fraction:
-    """`2 (D - 1) / D`; 0 for one place.
-
-    Raises:
-        ValueError: fewer than one place.
-    """
-    if places < 1:
-        raise ValueError(f"an all-reduce needs at least one place, got {places}")
+    """`2 (D - 1) / D`; 0 for one place."""
     return Fraction(2 * (places - 1), places)
 
 
@@ -67,7 +55,7 @@ def data_parallel_bits_per_s(values: int, places: int, step_s: float, utilisatio
         step_s: seconds of compute per step.
         utilisation: above 0, below 1.
     """
-    waits = _waits(utilisation) + DATA_PARALLEL_HIDDEN_STEPS
+    waits = 1 / utilisation - 1 + DATA_PARALLEL_HIDDEN_STEPS  # steps of waiting per step of compute
     return BITS_BF16 * values * float(ring_factor(places)) / (step_s * waits)
 
 
@@ -75,29 +63,3 @@ def data_parallel_utilisation(values: int, places: int, step_s: float, bits_per_
     """The inverse: the compute utilisation of data-parallel training over links of this rate; at most 1."""
     transfer_steps = BITS_BF16 * values * float(ring_factor(places)) / (bits_per_s * step_s)
     return 1 / (1 + max(0.0, transfer_steps - DATA_PARALLEL_HIDDEN_STEPS))
-
-
-def paper_bits_per_s(values: int, bits: int, places: int, step_s: float, utilisation: float) -> float:
-    """The paper's own figure for DiLoCo: a cycle of 100 steps, of which 36 hide transfer. Not the rate of H = 24.
-
-    Args:
-        values: parameters.
-        bits: per value in both directions; scales and wire overhead are not in it.
-        places: datacenters in the ring.
-        step_s: seconds of compute per step.
-        utilisation: above 0, below 1.
-    """
-    hidden = PAPER_CYCLE_STEPS * _waits(utilisation) + PAPER_HIDDEN_STEPS
-    return bits * values * float(ring_factor(places)) / (step_s * hidden)
-
-
-def hidden_bits_per_s(values: int, bits: float, places: int, step_s: float, sync_every: int) -> float:
-    """Rate that moves the whole model once in H steps over links that are never idle: compute waits for nothing."""
-    return bits * values * float(ring_factor(places)) / (step_s * sync_every)
-
-
-def _waits(utilisation: float) -> float:
-    """Steps of waiting per step of compute."""
-    if not 0 < utilisation < 1:
-        raise ValueError(f"compute utilisation is a part of 1, got {utilisation}")
-    return 1 / utilisation - 1

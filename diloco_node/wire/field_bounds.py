@@ -1,16 +1,8 @@
-"""The table of bounds for every field of every message: what the core says (`core.bounds`), and what the wire adds.
-
-`rows` gives it as docs/protocol.md shows it.
-"""
+"""The table of bounds for every field of every message: what the core says (`core.bounds`), and what the wire adds."""
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
-from collections.abc import Iterable
-from enum import Enum
-from typing import Any, Final
+from typing import Final
 
 from diloco_node.core.bounds import (
     CORE_BOUNDS,
@@ -21,7 +13,7 @@ from diloco_node.core.bounds import (
     REGIONS,
     STEP_MAX,
 )
-from diloco_node.core.shapes import REGION_FIELDS, Bound, Items, Octets, Real, Text, Whole, bound_of
+from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole
 
 COUNT_MAX: Final = 2**63 - 1
 """Bound of numbers that were drawn at random, and of a kernel's counters."""
@@ -94,53 +86,3 @@ BOUNDS: Final[dict[str, Bound]] = {
     "Refuse.reason": Text(ANSWER_BYTES),
     "Stop.reason": Text(ANSWER_BYTES),
 }
-
-
-def rows(classes: Iterable[type]) -> list[tuple[str, str, str]]:
-    """(class, field, what is checked) of these dataclasses and those inside them, each once, as they are met.
-
-    Raises:
-        TypeError: a field has no bound.
-    """
-    fields: dict[type, list[tuple[str, str, str]]] = {}
-    waiting = list(classes)
-    while waiting:
-        cls = waiting.pop(0)
-        if cls in fields:
-            continue
-        hints = typing.get_type_hints(cls)
-        names = [field.name for field in dataclasses.fields(cls)]
-        fields[cls] = [(cls.__name__, name, shape_of(cls, name, hints[name])) for name in names]
-        leaves = (leaf for name in names for leaf in _leaves(hints[name]))
-        waiting += [leaf for leaf in leaves if isinstance(leaf, type) and dataclasses.is_dataclass(leaf)]
-    return [row for of_class in fields.values() for row in of_class]
-
-
-def shape_of(cls: type, name: str, hint: Any) -> str:
-    """Describe the check of a field, in words. Raises TypeError: it has no bound."""
-    bound = bound_of(BOUNDS, cls.__name__, name)
-    (leaf, *more) = _leaves(hint)
-    is_region = leaf is str and name in REGION_FIELDS
-    if more or dataclasses.is_dataclass(leaf):
-        content = (
-            "one of " + ", ".join(f"`{member.__name__}`" for member in (leaf, *more)) if more else f"`{leaf.__name__}`"
-        )
-    elif leaf is bool:
-        content = "true or false"
-    elif issubclass(leaf, Enum):
-        content = "one of " + ", ".join(str(member.value) for member in leaf)
-    elif is_region:
-        content = "a region's name"
-    elif bound is None:
-        raise TypeError(f"{cls.__name__}.{name} has no bound")
-    else:
-        content = str(bound)
-    if isinstance(bound, Items) and bound.of is None:
-        content = f"{bound}, each {content}"
-    return content + (", or nothing" if types.NoneType in typing.get_args(hint) else "")
-
-
-def _leaves(hint: Any) -> list[Any]:
-    """The types at the ends of a hint: `tuple[tuple[float, ...], ...]` is float, `X | None` is X."""
-    inner = [argument for argument in typing.get_args(hint) if argument not in (Ellipsis, types.NoneType)]
-    return [leaf for argument in inner for leaf in _leaves(argument)] if inner else [hint]

@@ -108,8 +108,3 @@ HEADERS: Final[Schema[TransferHeader]] = Schema(
     BULK_HEADERS, bounds=BOUNDS, limits=Limits(message_bytes_max=HEADER_BYTES_MAX)
 )
 """Headers of bulk transfers."""
-
-ENTRIES: Final[Schema[types.Entry]] = Schema(
-    {1: types.Entry}, bounds=BOUNDS, inner=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
-)
-"""Entries of the ledger by themselves, for who keeps them on disk."""

@@ -417,12 +417,8 @@ def test_a_rate_setting_is_enough_and_at_most_one_percent_more(bytes_per_s: int)
 
 def test_the_ring_factor_and_data_parallel_by_hand() -> None:
     assert [ring_factor(places) for places in (1, 2, 4, 8)] == [0, 1, Fraction(3, 2), Fraction(7, 4)]
-    with pytest.raises(ValueError, match="at least one"):
-        ring_factor(0)
     # 80 Gbit in (1 + 0.65) s: half of the time is compute.
     assert data_parallel_bits_per_s(5 * 10**9, 2, 1.0, 0.5) == pytest.approx(80e9 / 1.65)
-    with pytest.raises(ValueError, match="part of 1"):
-        data_parallel_bits_per_s(1, 2, 1.0, 1.0)
 
 
 @given(st.floats(0.05, 0.95), st.integers(2, 16), st.floats(0.01, 100))

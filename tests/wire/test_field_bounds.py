@@ -28,7 +28,7 @@ from diloco_node.core.types import BLOCK_VALUES, DiscardedBody, EntryBody
 from diloco_node.errors import ProtocolViolation
 from diloco_node.transport.pacing.grants import DEMAND_MAX
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX, Hello
-from diloco_node.wire.field_bounds import BOUNDS, RATE_FREE_MAX, rows
+from diloco_node.wire.field_bounds import BOUNDS, RATE_FREE_MAX
 from diloco_node.wire.learner_link import ToDaemon, ToLearner
 from diloco_node.wire.message_schema import Limits, Schema
 from diloco_node.wire.message_tables import BULK_HEADERS, ENTRY_BODIES, MESSAGES
@@ -199,6 +199,37 @@ def test_no_bound_is_for_a_field_that_is_not_there() -> None:
 
 
 PAGE = Path(ROOT, "docs", "protocol.md")
+
+
+def rows(classes: list[type]) -> list[tuple[str, str, str]]:
+    """(class, field, what is checked) of these dataclasses and those inside them, each once, as they are met."""
+    hints = {cls: typing.get_type_hints(cls) for cls in dataclasses_in(classes)}
+    fields = [(cls, field.name) for cls in hints for field in dataclasses.fields(cls)]
+    return [(cls.__name__, name, shape_of(cls, name, hints[cls][name])) for cls, name in fields]
+
+
+def shape_of(cls: type, name: str, hint: Any) -> str:
+    """Describe the check of a field, in words. Raises TypeError: it has no bound."""
+    bound = bound_of(BOUNDS, cls.__name__, name)
+    (leaf, *more) = leaves(hint)
+    is_region = leaf is str and name in REGION_FIELDS
+    if more or dataclasses.is_dataclass(leaf):
+        content = (
+            "one of " + ", ".join(f"`{member.__name__}`" for member in (leaf, *more)) if more else f"`{leaf.__name__}`"
+        )
+    elif leaf is bool:
+        content = "true or false"
+    elif issubclass(leaf, Enum):
+        content = "one of " + ", ".join(str(member.value) for member in leaf)
+    elif is_region:
+        content = "a region's name"
+    elif bound is None:
+        raise TypeError(f"{cls.__name__}.{name} has no bound")
+    else:
+        content = str(bound)
+    if isinstance(bound, Items) and bound.of is None:
+        content = f"{bound}, each {content}"
+    return content + (", or nothing" if python_types.NoneType in typing.get_args(hint) else "")
 
 
 def rows_of_the_page() -> list[tuple[str, str, str]]:

@@ -12,11 +12,12 @@ from diloco_node.core.types import RateLimits
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire import link_messages as k
 from diloco_node.wire import measure_messages as g
+from diloco_node.wire.field_bounds import BOUNDS
+from diloco_node.wire.message_schema import Schema
 from diloco_node.wire.message_tables import (
     BULK_HEADERS,
     BULK_LANES,
     CONTROL,
-    ENTRIES,
     ENTRY_BODIES,
     HEADERS,
     MESSAGES,
@@ -26,6 +27,7 @@ from diloco_node.wire.message_tables import (
     TransferHeader,
 )
 
+ENTRIES = Schema[t.Entry]({1: t.Entry}, bounds=BOUNDS, inner=ENTRY_BODIES)
 BALLOT = t.Ballot(3, 4)
 CONTRIBUTION = t.Contribution("us-east", 1, 2, 5, 9, 10, 26, 4096, (0.5, 2.0))
 STRIPE = t.Stripe("eu", 0, 7)
