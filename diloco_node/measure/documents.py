@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_node.errors import DilocoError, PeersUnreachable
-from diloco_node.measure.echoes import LatencyMeasured
 from diloco_node.measure.requester import FlowMeasured
-from diloco_node.measure.samples import seconds_per_gb
+from diloco_node.measure.samples import Latency, seconds_per_gb
 from diloco_node.numeric import NS_PER_S
 from diloco_node.wire.measure_messages import LinkMeasured
 
@@ -43,10 +42,9 @@ class FlowCase:
         return {"random": "TLS, random", "int4": "TLS, int4+zstd"}[self.body]
 
 
-def latency_document(load: str, latency_result: LatencyMeasured) -> dict[str, Any]:
+def latency_document(load: str, latency: Latency) -> dict[str, Any]:
     """A row of the table: `load` is "none", "out" or "in"."""
-    latency = latency_result.latency
-    least = latency_result.tcp_rtt_min_ns
+    least = latency.tcp_rtt_min_ns
     return {
         "load": load,
         "answered": latency.answered,
@@ -56,7 +54,7 @@ def latency_document(load: str, latency_result: LatencyMeasured) -> dict[str, An
         "p99_seconds": latency.p99_ns / NS_PER_S,
         "max_seconds": latency.max_ns / NS_PER_S,
         "jitter_seconds": latency.jitter_ns / NS_PER_S,
-        "retransmitted_share": latency_result.retransmitted,
+        "retransmitted_share": latency.retransmitted,
         "tcp_rtt_min_seconds": None if least is None else least / NS_PER_S,
     }
 

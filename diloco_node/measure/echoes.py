@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final
 
 from diloco_node.errors import LinkLost
@@ -25,21 +25,6 @@ ECHOES_SKIPPED: Final = 5
 """The first round trips pay for what is done once."""
 
 UNANSWERED_AFTER_S: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyMeasured:
-    """Round trips through the whole path: both processes, TLS, HTTP/2.
-
-    Attributes:
-        retransmitted: part of the bytes of both ends, on the link, that was retransmitted, 0 to 1; None where a kernel
-            does not tell. TCP hides loss: this is what it had to repair, rightly or not.
-        tcp_rtt_min_ns: the kernel's least round trip of the link; None where it does not tell.
-    """
-
-    latency: Latency
-    retransmitted: float | None
-    tcp_rtt_min_ns: int | None
 
 
 class Echoes:
@@ -91,7 +76,7 @@ class EchoProbe:
         if self._echoes is not None and self._echoes.peer == peer:
             self._echoes.take(message, now_ns=self.now_ns())
 
-    async def measure(self, peer: str, span_s: float, *, load: asyncio.Task[Any] | None = None) -> LatencyMeasured:
+    async def measure(self, peer: str, span_s: float, *, load: asyncio.Task[Any] | None = None) -> Latency:
         """Send echoes for so long, or until the load ends. Raises LinkLost: none came back."""
         loop, gap_s = asyncio.get_running_loop(), self._gap_s(peer)
         before = await self._transport.tcp_now(peer)
@@ -115,7 +100,8 @@ class EchoProbe:
         after = await self._transport.tcp_now(peer)
         least_ns = after.rtt_min_ns if after is not None else 0
         share = share_retransmitted(before, after, echoes.answers)
-        return LatencyMeasured(summarise_rtts(rtts, lost_count=len(order) - len(rtts)), share, least_ns or None)
+        latency = summarise_rtts(rtts, lost_count=len(order) - len(rtts))
+        return replace(latency, retransmitted=share, tcp_rtt_min_ns=least_ns or None)
 
     def _gap_s(self, peer: str) -> float:
         rate = self._transport.budget_status()["peers"][peer]["egress_bytes_per_s"]

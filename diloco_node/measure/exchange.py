@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, TypeVar
 
 from diloco_node.errors import DilocoError, LinkLost, PeerError, ProtocolViolation
+from diloco_node.escaping import escaped
 from diloco_node.wire.measure_messages import MeasurementDeclined, MeasureMessage
 
 T = TypeVar("T")
@@ -46,15 +47,10 @@ class Exchange:
         if isinstance(answer, DilocoError):
             raise answer
         if isinstance(answer, MeasurementDeclined):
-            raise PeerError(f"{self.peer} can't: {printable(answer.reason)}")
+            raise PeerError(f"{self.peer} can't: {escaped(answer.reason)}")
         if not isinstance(answer, kind):
             raise PeerError(f"{self.peer} said {type(answer).__name__}; expected {kind.__name__}")
         return answer
-
-
-def printable(text: str) -> str:
-    """Make a peer's own words safe for a terminal: one line, without control characters."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 @contextlib.asynccontextmanager

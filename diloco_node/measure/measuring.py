@@ -14,11 +14,12 @@ from concurrent.futures import Executor
 from typing import Final, get_args
 
 from diloco_node.errors import ConfigError, LinkLost, PeerError, PeersUnreachable
-from diloco_node.measure.echoes import EchoProbe, LatencyMeasured
+from diloco_node.measure.echoes import EchoProbe
 from diloco_node.measure.gate import MeasuringGate
 from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
 from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
 from diloco_node.measure.responder import MeasurementResponder, Spawn
+from diloco_node.measure.samples import Latency
 from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.transport.transport import GrpcTransport
@@ -147,7 +148,7 @@ class Measuring:
         if error:
             raise PeersUnreachable(error)
 
-    async def latency(self, peer: str, span_s: float) -> LatencyMeasured:
+    async def latency(self, peer: str, span_s: float) -> Latency:
         """Round trips through the control lane, one echo every 10 ms, whether or not the one before came back.
 
         Raises:
@@ -157,7 +158,7 @@ class Measuring:
             self._check_link(peer)
             return await self.echoes.measure(peer, span_s)
 
-    async def loaded_latency(self, request: FlowRequest, span_s: float) -> LatencyMeasured:
+    async def loaded_latency(self, request: FlowRequest, span_s: float) -> Latency:
         """The same while a flow fills the link, until its bytes are used up. Raises as `latency` and `flow`."""
         with self.exclusive(f"latency under load to {request.peer}"):
             self._check_link(request.peer)
@@ -188,7 +189,7 @@ class Measuring:
 
     async def times(self, peer: str, span_ns: int, warm_ns: int | None) -> tuple[FlowTimes, int]:
         """How long flows to a peer are to be, and the round trip (ns) that this was taken from."""
-        rtt_ns = (await self.latency(peer, 0.5)).latency.p50_ns
+        rtt_ns = (await self.latency(peer, 0.5)).p50_ns
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
     async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
@@ -207,7 +208,7 @@ class Measuring:
     ) -> tuple[msg.LinkMeasured, int]:
         """See `link`; with the bytes that flowed."""
         self._check_link(peer)
-        echoes = (await self.echoes.measure(peer, request.probes_ns / NS_PER_S)).latency
+        echoes = await self.echoes.measure(peer, request.probes_ns / NS_PER_S)
         times = FlowTimes(request.warm_up_ns or warm_up_ns(echoes.p50_ns), request.span_ns)
         flow = await self.requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max))
         link = msg.LinkMeasured(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -102,22 +102,6 @@ def booked_bytes(transport: GrpcTransport, peer: str) -> int:
     return int(transport.budget_status()["peers"][peer]["lanes"]["measurement"]["used_bytes"])
 
 
-class Bulk(Protocol):
-    """The part of `GrpcTransport` that a sender of probes needs."""
-
-    async def transfer(self, peer: str, header: ProbeHeader, body: memoryview) -> None:
-        """Stream a body; raises LinkLost."""
-        ...
-
-    async def give_way(self) -> None:
-        """Wait while rounds are on their way elsewhere."""
-        ...
-
-    async def tcp_now(self, peer: str) -> TcpCounters | None:
-        """Return TCP's counters of the link to a peer."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Counted:
     at_ns: int
@@ -130,20 +114,20 @@ class ProbeSender:
     """Sends probes to a peer until it is stopped, or has used up its bytes or its time. `run` once.
 
     Args:
-        bulk: what carries them. peer: to whom. request: how much, how long.
+        transport: carries them. peer: to whom. request: how much, how long.
         body: `BODY_BYTES_MAX` bytes to send from.
         booked: bytes of the measurement lane to this peer until now.
     """
 
     def __init__(
         self,
-        bulk: Bulk,
+        transport: GrpcTransport,
         peer: str,
         request: MeasurementRequested,
         body: memoryview,
         read_booked_bytes: Callable[[], int],
     ) -> None:
-        self._bulk = bulk
+        self._transport = transport
         self._peer = peer
         self._request = request
         self._body = body
@@ -213,19 +197,19 @@ class ProbeSender:
         kind = CompressibleProbe if self._request.is_compressible else Probe
         header = kind(self._request.measurement)
         while self._left:
-            await self._bulk.give_way()
+            await self._transport.give_way()
             size = min(self._size, self._left)
             if not size:  # the other task took the last of it meanwhile
                 return
             self._left -= size
             began_s = loop.time()
-            await self._bulk.transfer(self._peer, header, self._body[:size])
+            await self._transport.transfer(self._peer, header, self._body[:size])
             # Two of them share the link, so each takes twice its own time. It doubles at most: buffers take the first.
             target_bytes = int(TRANSFERS_QUEUED * size * BODY_S / max(loop.time() - began_s, 1e-6))
             self._size = max(BODY_BYTES_MIN, min(target_bytes, 2 * size, BODY_BYTES_MAX))
 
     async def _count(self) -> _Counted:
-        tcp = await self._bulk.tcp_now(self._peer)
+        tcp = await self._transport.tcp_now(self._peer)
         return _Counted(time.monotonic_ns(), time.process_time_ns(), self._booked(), tcp)
 
 

@@ -26,7 +26,7 @@ from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import DialedStream, Stream, raise_if_cancelled
-from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, TransferBegin, decode_control_lane
+from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, TransferBegin, decode_control
 
 _log = structlog.get_logger(part="transport")
 
@@ -274,7 +274,7 @@ class Session:
             frame = await stream.read()
             self._received_s = loop.time()
             pacer.was_read(self._peer, len(frame), is_bulk=False)
-            message = decode_control_lane(frame)
+            message = None if frame == PING_FRAME else decode_control(frame)
             await self._pace(Ping if message is None else type(message), len(frame))
             if message is not None and not pacer.take_message(self._peer, message):
                 self._env.handler.control_arrived(self._peer, message)

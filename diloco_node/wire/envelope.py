@@ -281,11 +281,6 @@ def decode_control(frame: bytes) -> ControlMessage:
     return CONTROL.decode(memoryview(frame)[1:])
 
 
-def decode_control_lane(frame: bytes) -> ControlMessage | None:
-    """Decode any frame of the control lane after the hello; None: a ping. Raises ProtocolViolation."""
-    return None if frame == PING_FRAME else decode_control(frame)
-
-
 def encode_begin(transfer: int, header: TransferHeader, raw_bytes: int) -> bytes:
     """A BEGIN frame; `transfer` counts up on each stream, `raw_bytes` is the size before zstd."""
     return _BEGIN.pack(KIND_BEGIN, transfer, raw_bytes) + HEADERS.encode(header)

@@ -16,7 +16,6 @@ from diloco_node.measure.documents import (
     pair_document,
     run_series,
 )
-from diloco_node.measure.echoes import LatencyMeasured
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
 from diloco_node.wire.measure_messages import LinkMeasured, MeasurementReceived, MeasurementSent
@@ -68,12 +67,12 @@ def test_a_case_has_a_title(body: str, title: str) -> None:
 
 
 def test_round_trips_are_reported_in_seconds() -> None:
-    measured = LatencyMeasured(summarise_rtts([40_000_000, 44_000_000, 42_000_000], lost_count=2), 0.25, None)
+    measured = replace(summarise_rtts([40_000_000, 44_000_000, 42_000_000], lost_count=2), retransmitted=0.25)
     document = latency_document("out", measured)
     assert (document["load"], document["answered"], document["unanswered"]) == ("out", 3, 2)
     assert [document[f"{name}_seconds"] for name in ("min", "p50", "p99", "max")] == [0.04, 0.042, 0.044, 0.044]
     assert (document["retransmitted_share"], document["tcp_rtt_min_seconds"]) == (0.25, None)
-    again = latency_document("none", LatencyMeasured(measured.latency, None, 39_000_000))
+    again = latency_document("none", replace(measured, retransmitted=None, tcp_rtt_min_ns=39_000_000))
     assert (again["retransmitted_share"], again["tcp_rtt_min_seconds"]) == (None, 0.039)
 
 

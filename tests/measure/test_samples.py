@@ -28,12 +28,6 @@ def test_percentiles_by_nearest_rank() -> None:
     assert percentile([7], 1) == percentile([7], 100) == 7
 
 
-@pytest.mark.parametrize(("values", "per_cent"), [([], 50), ([1], 0), ([1], 101)])
-def test_percentiles_of_nothing_are_refused(values: list[int], per_cent: int) -> None:
-    with pytest.raises(ValueError, match="percentile"):
-        percentile(values, per_cent)
-
-
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=50), st.integers(1, 100))
 def test_a_percentile_bounds_its_part_of_the_values(values: list[int], per_cent: int) -> None:
     found = percentile(values, per_cent)
@@ -68,8 +62,6 @@ def test_round_trips_in_one_line() -> None:
     found = summarise_rtts([40, 41, 39, 400], lost_count=2)
     assert (found.answered, found.unanswered) == (4, 2)
     assert (found.min_ns, found.p50_ns, found.p99_ns, found.max_ns) == (39, 40, 400, 400)
-    with pytest.raises(ValueError, match="none of 3"):
-        summarise_rtts([], lost_count=3)
 
 
 def test_goodput_counts_only_after_the_warm_up() -> None:

@@ -132,17 +132,14 @@ def test_what_is_no_control_frame_is_refused(frame: bytes) -> None:
         e.decode_control(frame)
 
 
-def test_the_control_lane_has_pings_and_messages() -> None:
-    message = RequestVoteReply(3, True, False, b"")
+def test_a_ping_is_one_byte() -> None:
     assert e.PING_FRAME == b"\x03"
-    assert e.decode_control_lane(e.PING_FRAME) is None
-    assert e.decode_control_lane(e.encode_control(message)) == message
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x03" + bytes(8), b"\x04" + bytes(16), b"\x05"])
 def test_pings_with_a_clock_and_echoes_of_version_4_are_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolViolation):
-        e.decode_control_lane(frame)
+        e.decode_control(frame)
 
 
 def test_a_hello_of_version_4_is_refused_for_its_version() -> None:
@@ -238,9 +235,9 @@ def test_the_largest_chunk_is_allowed_and_fits_a_frame() -> None:
 
 FRAMES = (
     (e.decode_hello, e.encode_hello(dataclasses.replace(HELLO, settings=("rounds.sync_every=24",)))),
-    (e.decode_control_lane, e.encode_control(RequestVoteReply(3, True, False, b"x" * 16))),
-    (e.decode_control_lane, e.encode_control(Refused(1, 77, "gone"))),
-    (e.decode_control_lane, e.encode_control(ReductionReported(Ballot(1, 2), 0, (0.5,), ((0.25,),), bytes(32)))),
+    (e.decode_control, e.encode_control(RequestVoteReply(3, True, False, b"x" * 16))),
+    (e.decode_control, e.encode_control(Refused(1, 77, "gone"))),
+    (e.decode_control, e.encode_control(ReductionReported(Ballot(1, 2), 0, (0.5,), ((0.25,),), bytes(32)))),
     (e.decode_bulk, e.encode_begin(7, HEADER, 1000)),
     (e.decode_bulk, e.encode_chunk(7, 2**33, 3, b"abc", is_compressed=False)),
     (e.decode_bulk, e.encode_end(7, [3, 0, 2**32 - 1])),

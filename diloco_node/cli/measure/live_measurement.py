@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,16 +23,10 @@ SILENT_S: Final = 20.0
 """A daemon that measures says something twice a second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A daemon on this machine that answers: its region, and its state folder."""
+def find_daemon(config: Path | None, region: str | None) -> Path | None:
+    """The state folder of the running daemon that is meant: of the region named, else the only one of the run here.
 
-    region: str
-    folder: Path
-
-
-def find_daemon(config: Path | None, region: str | None) -> Running | None:
-    """The running daemon that is meant, if there is one: of the region named, else the only one of the run here.
+    None: no daemon answers.
 
     Raises:
         ConfigError: several run here and none was named; or run.toml is wrong, or does not have the region.
@@ -46,10 +39,10 @@ def find_daemon(config: Path | None, region: str | None) -> Running | None:
     if region is not None:
         run_config.check_region(region)
     names = [region] if region is not None else list(run_config.regions)
-    folders = {name: run_config.state_dir(name).resolve() for name in names}
-    daemons = [Running(name, folder) for name, folder in folders.items() if is_answering(folder, SILENT_S)]
+    folders = [run_config.state_dir(name).resolve() for name in names]
+    daemons = [folder for folder in folders if is_answering(folder, SILENT_S)]
     if len(daemons) > 1:
-        running = ", ".join(daemon.region for daemon in daemons)
+        running = ", ".join(folder.name for folder in daemons)
         raise ConfigError(
             f"{len(daemons)} regions run on this machine ({running}): say from which one to measure, with --region NAME"
         )
@@ -57,12 +50,12 @@ def find_daemon(config: Path | None, region: str | None) -> Running | None:
 
 
 def measure(
-    daemon: Running, document: dict[str, Any], on_progress: Callable[[str], None], on_partial: OnPartial
+    daemon: Path, document: dict[str, Any], on_progress: Callable[[str], None], on_partial: OnPartial
 ) -> dict[str, Any]:
     """Ask a daemon to measure, and wait for what comes of it.
 
     Args:
-        document: see `measure.measurement.parse_request`.
+        daemon: its state folder, which has the region's name. document: see `measure.measurement.parse_request`.
         on_progress: called with the current test. on_partial: called with the results so far.
 
     Raises:
@@ -70,25 +63,25 @@ def measure(
         DilocoError: the measurement failed.
     """
     try:
-        with post(daemon.folder, "measure", document, timeout_s=SILENT_S) as answer:
+        with post(daemon, "measure", document, timeout_s=SILENT_S) as answer:
             if answer.status != http.client.OK:
                 raise _refusal(daemon, answer)
             return follow(answer, on_progress, on_partial)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeersUnreachable(
-            f"the daemon of {daemon.region} in {daemon.folder} went away in the middle of a measurement ({error}); "
+            f"the daemon of {daemon.name} in {daemon} went away in the middle of a measurement ({error}); "
             "see its logs/daemon.log"
         ) from None
 
 
-def _refusal(daemon: Running, answer: http.client.HTTPResponse) -> DilocoError:
+def _refusal(daemon: Path, answer: http.client.HTTPResponse) -> DilocoError:
     text = answer.read(LINE_BYTES_MAX)
     if answer.status == http.client.NOT_FOUND:
         return ConfigError(
-            f"the daemon of {daemon.region} is of another version, which does not measure: start it again, or measure "
+            f"the daemon of {daemon.name} is of another version, which does not measure: start it again, or measure "
             "with --alone"
         )
-    return ConfigError(f"{daemon.region} refuses: {json.loads(text).get('error', answer.status)}")
+    return ConfigError(f"{daemon.name} refuses: {json.loads(text).get('error', answer.status)}")
 
 
 def follow(

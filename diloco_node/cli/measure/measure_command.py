@@ -133,7 +133,7 @@ class _Way:
         if daemon is None:
             here = own_links.Here.find(self.config, self.certs, self.region)
             return own_links.run(lambda: own_links.measure(here, request, on_partial))
-        with own_links.progress(f"asking the daemon of {daemon.region}") as on_progress:
+        with own_links.progress(f"asking the daemon of {daemon.name}") as on_progress:
             return live_measurement.measure(daemon, request, on_progress, on_partial)
 
     def _show(self, document: dict[str, Any]) -> None:

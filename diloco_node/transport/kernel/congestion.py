@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.transport.connections import LONG_RTT_NS
-from diloco_node.transport.kernel.tcp_info import SocketCounters, set_option
+from diloco_node.transport.kernel.tcp_info import set_option
 
 LONG_RTT_CONGESTION_CONTROL: Final = b"bbr"
 """A control that goes by loss alone (cubic, the usual one) gets 1.4 Mbit/s out of 100 ms with 1 % loss, whatever the
@@ -68,11 +68,6 @@ def _name_of(sock: socket.socket) -> str:
     return (
         sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0").decode("ascii", "replace")
     )
-
-
-def has_long_rtt(counters: SocketCounters) -> bool:
-    """Whether a socket's round trip is so long that it should go by LONG_RTT_CONGESTION_CONTROL."""
-    return counters.rtt_min_us * 1000 >= LONG_RTT_NS
 
 
 def use_bbr(fd: int, cookie: int) -> bool:

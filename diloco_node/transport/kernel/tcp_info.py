@@ -114,25 +114,42 @@ def buffer_bytes() -> int:
 
 def read_sockets() -> list[SocketCounters]:
     """The connected TCP sockets of this process; empty where the kernel does not tell."""
+    return [counters for fd in _descriptors() if (counters := read_socket(fd)) is not None]
+
+
+def _descriptors() -> list[int]:
     try:
-        names = os.listdir("/proc/self/fd")  # noqa: PTH208 - only names are needed, and this runs often
+        return [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - only names, and this runs often
     except OSError:
         return []
-    return [counters for name in names if (counters := read_socket(int(name))) is not None]
+
+
+class _View(socket.socket):
+    """A descriptor as a socket, while a block lasts: the descriptor is gRPC's, and stays open.
+
+    It may be closed or reused at any moment, so every call may fail. One of something else fails at once, which is
+    cheaper than to ask for its kind first.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(socket.AF_INET6, socket.SOCK_STREAM, 0, fd)
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def is_ip(self) -> bool:
+        """Whether it speaks IP. Raises OSError."""
+        return self.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) in (socket.AF_INET, socket.AF_INET6)
+
+    def cookie(self) -> int:
+        """The kernel's number for it. Raises OSError."""
+        return int(_COOKIE.unpack(self.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8))[0])
 
 
 def listening_sockets(port: int) -> tuple[tuple[int, int], ...]:
     """(descriptor, cookie) of our sockets that listen on a port; empty where the kernel does not tell."""
-    try:
-        names = os.listdir("/proc/self/fd")  # noqa: PTH208 - only names are needed
-    except OSError:
-        return ()
-    addresses = []
-    for name in names:
-        cookie = _listening_cookie(int(name), port)
-        if cookie is not None:
-            addresses.append((int(name), cookie))
-    return tuple(sorted(addresses))
+    cookies = {fd: _listening_cookie(fd, port) for fd in _descriptors()}
+    return tuple(sorted((fd, cookie) for fd, cookie in cookies.items() if cookie is not None))
 
 
 def is_listening(fd: int, cookie: int) -> bool:
@@ -143,43 +160,25 @@ def is_listening(fd: int, cookie: int) -> bool:
 def _listening_cookie(fd: int, port: int | None) -> int | None:
     """The cookie of a TCP socket that listens, on this port if one is given; else None."""
     try:
-        view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
+        with _View(fd) as view:
+            is_open = view.is_ip() and view.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return view.cookie() if is_open and port in (None, view.getsockname()[1]) else None
     except OSError:
         return None
-    try:
-        if view.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        if not view.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return None
-        if port is not None and view.getsockname()[1] != port:
-            return None
-        return int(_COOKIE.unpack(view.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8))[0])
-    except OSError:
-        return None
-    finally:
-        view.detach()
 
 
 def read_socket(fd: int) -> SocketCounters | None:
     """Return the counters of a TCP socket; None where the descriptor is none any more."""
-    # The descriptor is gRPC's and may be closed or reused at any moment: every call may fail, and nothing is changed.
-    # One of something else fails at once, which is cheaper than to ask for its kind first.
     try:
-        view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
+        with _View(fd) as view:
+            if not view.is_ip():
+                return None
+            info = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512)
+            (host, port, *_), (own_host, own_port, *_) = view.getpeername(), view.getsockname()
+            local, remote = (plain_ip(own_host), own_port), (plain_ip(host), port)
+            return counters_from(info, view.cookie(), fd, local, remote)
     except OSError:
         return None
-    try:
-        if view.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        info = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512)
-        (host, port, *_), (own_host, own_port, *_) = view.getpeername(), view.getsockname()
-        local, remote = (plain_ip(own_host), own_port), (plain_ip(host), port)
-        (cookie,) = _COOKIE.unpack(view.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8))
-        return counters_from(info, cookie, fd, local, remote)
-    except OSError:
-        return None
-    finally:
-        view.detach()
 
 
 def counters_from(info: bytes, cookie: int, fd: int, local: Address, remote: Address) -> SocketCounters | None:
@@ -219,18 +218,13 @@ def pace_socket(fd: int, cookie: int, rate_bytes_per_s: int | None) -> bool:
 def set_option(fd: int, cookie: int, level: int, option: int, value: bytes) -> bool:
     """Set an option of one of gRPC's sockets, if its descriptor is still this socket's; whether that was done."""
     try:
-        view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
+        with _View(fd) as view:
+            if view.cookie() != cookie:
+                return False
+            view.setsockopt(level, option, value)
+            return True
     except OSError:
         return False
-    try:
-        if _COOKIE.unpack(view.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)) != (cookie,):
-            return False
-        view.setsockopt(level, option, value)
-    except OSError:
-        return False
-    finally:
-        view.detach()
-    return True
 
 
 def plain_ip(host: str) -> str:

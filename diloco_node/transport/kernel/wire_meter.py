@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from diloco_node.transport.kernel.congestion import has_long_rtt, use_bbr
+from diloco_node.transport.connections import LONG_RTT_NS
+from diloco_node.transport.kernel.congestion import use_bbr
 from diloco_node.transport.kernel.tcp_info import (
     LINK_HEADER_BYTES,
     Address,
@@ -139,7 +140,7 @@ class WireMeter:
         self._paced = {cookie: rate for cookie, rate in self._paced.items() if cookie in live}
         self._long_rtt &= live.keys()
         for cookie, (_, sock) in sorted(live.items()):
-            if has_long_rtt(sock) and cookie not in self._long_rtt:
+            if sock.rtt_min_us * 1000 >= LONG_RTT_NS and cookie not in self._long_rtt:
                 self._long_rtt.add(cookie)
                 self.goes_by_loss = not use_bbr(sock.fd, cookie)
         self._is_measured = self._is_measured or bool(live)

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ from prometheus_client import CollectorRegistry
 
 from diloco_node.cli.measure import live_measurement as daemon
 from diloco_node.cli.measure import own_links
-from diloco_node.cli.measure.live_measurement import Running, find_daemon
+from diloco_node.cli.measure.live_measurement import find_daemon
 from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.main import main
 from diloco_node.measure.documents import FlowCase, flow_document, latency_document, pair_document
-from diloco_node.measure.echoes import LatencyMeasured
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
 from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
@@ -36,7 +36,7 @@ RUN_TOML = '[run]\nid = "try"\n' + "".join(
 )
 PAIR = LinkMeasured(1, 5_000_000, 6_000_000, 1000, 40, 0, 10**7, 10**7, 10**7, 10**8, 10**5)
 LATENCY = latency_document(
-    "none", LatencyMeasured(summarise_rtts([5_000_000, 6_000_000], lost_count=1), 0.01, 4_000_000)
+    "none", replace(summarise_rtts([5_000_000, 6_000_000], lost_count=1), retransmitted=0.01, tcp_rtt_min_ns=4_000_000)
 )
 FLOW = flow_document(
     FlowCase("eu", "us", "random", 1),
@@ -276,8 +276,8 @@ def test_a_measuring_end_is_dialed_when_the_user_names_it(eu: Region, arguments:
 def test_a_daemon_that_died_is_none(folder: Path) -> None:
     made = Region("eu", folder / "state")
     made.start()
-    assert find_daemon(None, "eu") == Running("eu", made.folder.resolve())
-    assert find_daemon(None, None) == Running("eu", made.folder.resolve())
+    assert find_daemon(None, "eu") == made.folder.resolve()
+    assert find_daemon(None, None) == made.folder.resolve()
     assert find_daemon(None, "us") is None
     made.stop()
     (made.folder / "admin.port").write_text("1\n")
