@@ -13,7 +13,7 @@ import typer
 from diloco_node import __version__
 from diloco_node.cli.places import run_folder
 from diloco_node.errors import ConfigError
-from diloco_node.integrations.weight_files import has_weights
+from diloco_node.integrations.weight_files import check_hub_name, has_weights
 from diloco_node.state_names import TRAINER_NAME
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def _model_source(
     if config is not None or base is not None:
         return read_config(config or base or Path()), source
     if name:
+        check_hub_name(name)
         # The recipe trains a causal language model, whatever head the folder was saved with.
         config_values = read_config(Path(name)) if Path(name).is_dir() else _hub_config(name)
         return {key: value for key, value in config_values.items() if key != "architectures"}, source

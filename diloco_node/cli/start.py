@@ -21,6 +21,7 @@ import typer
 from diloco_node.cli.existing_state import check_begun
 from diloco_node.cli.options import ConfigOption, SetOption, load
 from diloco_node.errors import BindError, ConfigError, StorageError
+from diloco_node.integrations.weight_files import check_hub_name
 from diloco_node.state_names import DAEMON_SOCKET_NAME, MEMORY_SOCKET_NAME, NODE_NAME, TRAINER_NAME
 
 if TYPE_CHECKING:
@@ -114,6 +115,9 @@ def start(
     if not command and not serve:
         check_data(settings)
         check_model(settings)
+        if settings.model.hf is not None:
+            kind = "the folder" if Path(settings.model.hf).is_absolute() else "of the model hub:"
+            changes.append(f"model.hf is {kind} {settings.model.hf}")
     check_trackers(settings)
     check_start(settings, region, command or ())
     spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
@@ -154,14 +158,13 @@ def check_model(config: NodeConfig) -> None:
     Raises:
         ConfigError: the folder is not there, a library is not installed, or `hf_args` has an unknown or wrong value.
     """
-    from diloco_node.config.sources import is_hub_name
-
     name = config.model.hf
     if name is None:
         return
     origin = config.origin("model.hf")
-    if not is_hub_name(Path(name), name) and not (Path(name) / "config.json").is_file():
+    if Path(name).is_absolute() and not (Path(name) / "config.json").is_file():
         raise ConfigError(f"model.hf: {name} ({origin}) is no folder with a config.json, and no name of the model hub")
+    check_hub_name(name)
     for library in RECIPE_LIBRARIES:
         if importlib.util.find_spec(library) is None:
             raise ConfigError(f"model.hf ({origin}) needs {library}: pip install 'diloco-node[hf]'")
@@ -357,16 +360,12 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
 
 def trainer_settings(config: NodeConfig) -> dict[str, dict[str, Any]]:
     """Settings of the trainer in the file that DILOCO_TRAINER names: sections and names are those of run.toml."""
-    from diloco_node.config.sources import HUB, is_hub_name
+    from diloco_node.config.sources import HUB
 
     run, model, data = config.run, config.model, config.data
-    name = model.hf
-    if name is not None and not is_hub_name(Path(name), name):
-        name = str(Path(name).resolve())
     paths = [path if path.startswith(HUB) else str(Path(path).resolve()) for path in data.paths]
     return {
         "run": {"seed": run.seed, "steps": run.steps, "tokens": run.tokens},
-        "model": model.model_dump(exclude={"step_time_min"})
-        | {"hf": name, "step_time_min": model.step_time_min.ns / 1e9},
+        "model": model.model_dump(exclude={"step_time_min"}) | {"step_time_min": model.step_time_min.ns / 1e9},
         "data": data.model_dump() | {"paths": paths},
     }

@@ -32,7 +32,7 @@ from diloco_node.config.schema import (
     RunSection,
     Tree,
 )
-from diloco_node.config.sources import Flag, Key, Sources, put, read_environment, read_file
+from diloco_node.config.sources import MODEL_KEY, Flag, Key, Sources, folder_or_name, put, read_environment, read_file
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError
 
@@ -187,8 +187,9 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
     sources.add(*read_file(path))
     sources.add(*read_environment())
     for flag in flags:
-        put(sources.values, _key(flag.key), flag.value)
-        sources.origins[_key(flag.key)] = flag.flag
+        key = _key(flag.key)
+        put(sources.values, key, folder_or_name(Path(), flag.value) if key == MODEL_KEY else flag.value)
+        sources.origins[key] = flag.flag
     _check_names(sources)
     try:
         tree = Tree(**sources.values)

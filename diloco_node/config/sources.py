@@ -16,7 +16,8 @@ from diloco_node.errors import ConfigError
 
 ENV_PREFIX: Final = "DILOCO_"
 CONFIG_BYTES_MAX: Final = 1 << 20
-PATH_KEYS: Final = (("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), ("model", "hf"), ("data", "paths"))
+MODEL_KEY: Final = ("model", "hf")
+PATH_KEYS: Final = (("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), MODEL_KEY, ("data", "paths"))
 HUB: Final = "hf:"
 """Prefix of a data path that is the name of a dataset (see `integrations.hf_recipe`)."""
 
@@ -133,18 +134,18 @@ def _take_from(folder: Path, tree: dict[str, Any], key: Key) -> None:
 
 
 def _path_from(folder: Path, value: str, key: Key) -> str:
-    if (
-        (not value and key[0] in ("data", "model"))
-        or value.startswith(HUB)
-        or (key == ("model", "hf") and is_hub_name(folder / value, value))
-    ):
-        return value
-    return str(folder / value)
+    if key == MODEL_KEY:
+        return folder_or_name(folder, value)
+    return value if value.startswith(HUB) or (not value and key[0] == "data") else str(folder / value)
 
 
-def is_hub_name(path: Path, name: str) -> bool:
-    """Whether a name is one of the model hub: it looks like one, and there is no such folder."""
-    return bool(_HUB_NAME.fullmatch(name)) and not path.exists()
+def folder_or_name(folder: Path, value: str) -> str:
+    """Tell a model's folder from its name on the hub: a name stays as it is, a folder gets its full path.
+
+    A name looks like one, and there is no such folder below `folder`: that of run.toml, or the current one for flags.
+    """
+    is_name = not value or (_HUB_NAME.fullmatch(value) and not (folder / value).exists())
+    return value if is_name else str((folder / value).absolute())
 
 
 def _lines(text: str) -> dict[Key, int]:
@@ -184,7 +185,7 @@ def read_environment() -> tuple[dict[str, Any], dict[Key, str]]:
         raise ConfigError(f"a DILOCO_ variable can't be read ({error}): write DILOCO_ROUNDS__SYNC_EVERY=24") from error
     result: dict[str, Any] = {}
     for key, value in leaves(tree):
-        put(result, _region_key(key), value)
+        put(result, _region_key(key), folder_or_name(Path(), value) if key == MODEL_KEY else value)
     return result, origins
 
 

@@ -12,6 +12,19 @@ FOREIGN: Final = ("*.gguf", "*.h5", "*.msgpack", "*.ckpt*", "consolidated*.pt*")
 """Weights of other libraries: a model made from config.json beside them would be random without a word."""
 
 
+def check_hub_name(name: str) -> None:
+    """Refuse a model's name for which transformers would take a folder of the current one. A full path is no name.
+
+    Raises:
+        ConfigError: there is such a folder.
+    """
+    if not Path(name).is_absolute() and Path(name).exists():
+        raise ConfigError(
+            f"model.hf is {name} of the model hub, but transformers would take the folder {Path(name).absolute()} for "
+            "it: name that by its full path, or go to another folder"
+        )
+
+
 def has_weights(name: str) -> bool:
     """Return whether a model has weights to begin with; a name that is no folder is one of the hub, which has.
 

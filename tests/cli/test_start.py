@@ -259,6 +259,13 @@ def test_a_model_that_is_not_there_is_refused_at_once(tmp_path: Path, monkeypatc
     config = resolve(Flag("model.hf", str(tmp_path), "--set model.hf"))
     with pytest.raises(ConfigError, match=r"--set model\.hf\) is no folder with a config\.json"):
         start_cmd.check_model(config)
+    # What transformers would take in silence: a folder where the command is typed, not beside run.toml.
+    config = resolve(Flag("model.hf", "gpt2", "--set model.hf"))
+    Path("gpt2").mkdir()
+    with pytest.raises(ConfigError, match=rf"gpt2 of the model hub, but .* {Path.cwd() / 'gpt2'} for it"):
+        start_cmd.check_model(config)
+    assert resolve(Flag("model.hf", "gpt2", "--set model.hf")).model.hf == str(Path.cwd() / "gpt2")
+    config = resolve(Flag("model.hf", str(tmp_path), "--set model.hf"))
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(start_cmd.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs transformers: pip install 'diloco-node\[hf\]'"):

@@ -163,6 +163,8 @@ def test_a_model_of_ones_own_is_named_from_the_folder_of_the_file(run_toml: Path
     assert config.model.hf_args == {"learning_rate": 1e-4, "bf16": True, "optim": "sgd"}
     rows = {key: value for key, value, _ in config.rows()}
     assert rows["model.hf_args"] == '{learning_rate = 0.0001, bf16 = true, optim = "sgd"}'
+    assert load(run_toml, "model.hf=model").model.hf == "model", "flags are taken from the current folder"
+    assert load(run_toml, "model.hf=./model").model.hf == str(Path.cwd() / "model")
     run_toml.write_text(plain + '\n[model]\nhf = "./gone"\n')
     assert load(run_toml).model.hf == str(run_toml.parent / "gone")
 
