@@ -59,6 +59,14 @@ def write_parts(descriptor: int, chunks: Sequence[bytes | memoryview]) -> None:
             views[0] = views[0][written_bytes:]
 
 
+def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    """Write all of it at its place, however often the kernel takes only some. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        written_bytes = os.pwrite(descriptor, left, offset)
+        left, offset = left[written_bytes:], offset + written_bytes
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames and removals in the folder durable. Raises OSError."""
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)

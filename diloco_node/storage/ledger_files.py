@@ -39,7 +39,8 @@ from typing import Final
 
 import msgpack
 
-from diloco_node.atomic_file import TMP_SUFFIX, remove_if_possible, sync_folder, write_parts
+from diloco_node import atomic_file
+from diloco_node.atomic_file import sync_folder, write_at
 from diloco_node.core.ledger.entries import decode_entry, encode_entry, verify_chain
 from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 from diloco_node.core.unpacking import unpack
@@ -165,7 +166,7 @@ class LedgerFile:
                 self.cut_bytes = len(data) - self._end
                 os.ftruncate(self._descriptor, self._end)
             # Earlier frames were on the disk before the last one was begun.
-            _write_at(self._descriptor, self._last_frame, data[self._last_frame : self._end])
+            write_at(self._descriptor, self._last_frame, data[self._last_frame : self._end])
             os.fsync(self._descriptor)
         except OSError as error:
             raise disk_error("open", self._path, error) from error
@@ -307,7 +308,7 @@ class LedgerFile:
             self._descriptor = -1
 
     def _write_at_end(self, frame: bytes) -> None:
-        _write_at(self._descriptor, self._end, frame)
+        write_at(self._descriptor, self._end, frame)
         try:
             os.fdatasync(self._descriptor)
         except OSError:
@@ -332,19 +333,8 @@ class LedgerFile:
 
     def _replace(self, chunks: Sequence[bytes]) -> None:
         """Write a new file of these parts, which takes the place of this one. Raises OSError."""
-        temporary = self._path.with_name(self._path.name + TMP_SUFFIX)
-        descriptor = -1
-        try:
-            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            write_parts(descriptor, chunks)
-            os.fsync(descriptor)
-            temporary.rename(self._path)
-            sync_folder(self._path.parent)
-        except OSError:
-            if descriptor >= 0:
-                os.close(descriptor)
-            remove_if_possible(temporary)
-            raise
+        atomic_file.replace_file(self._path, chunks, is_durable=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         os.close(self._descriptor)
         self._descriptor = descriptor
         self._is_suspect = False
@@ -424,13 +414,6 @@ class LedgerFile:
 
     def _damage(self, at: int, fault: str) -> StorageError:
         return StorageError(f"{self._path} is damaged at byte {at}: {fault}. {_REMEDY}")
-
-
-def _write_at(descriptor: int, offset: int, data: bytes) -> None:
-    """All of it, however often the kernel takes only some. Raises OSError."""
-    written_bytes = 0
-    while written_bytes < len(data):
-        written_bytes += os.pwrite(descriptor, data[written_bytes:] if written_bytes else data, offset + written_bytes)
 
 
 def _frame(number: int, content: list[object]) -> bytes:

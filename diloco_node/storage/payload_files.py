@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from diloco_node.atomic_file import TMP_SUFFIX, remove_if_possible, sync_folder
+from diloco_node.atomic_file import TMP_SUFFIX, remove_if_possible, sync_folder, write_at
 from diloco_node.storage.durable import disk_error
 
 SPARES_MAX: Final = 8
@@ -128,7 +128,7 @@ class PayloadDraft:
             StorageError: the disk refused.
         """
         try:
-            _write_at(self._descriptor, offset, data)
+            write_at(self._descriptor, offset, data)
             os.fdatasync(self._descriptor)
         except OSError as error:
             raise disk_error("write", self._path, error) from error
@@ -140,7 +140,7 @@ class PayloadDraft:
             StorageError: the disk refused; there is no file of that name then, or the one before.
         """
         try:
-            _write_at(self._descriptor, 0, memoryview(header))
+            write_at(self._descriptor, 0, header)
             os.fdatasync(self._descriptor)
             self._path.rename(path)
             sync_folder(path.parent)
@@ -161,13 +161,6 @@ def _is_near(size_bytes: int, wanted_bytes: int) -> bool:
     return abs(size_bytes - wanted_bytes) * NEAR_DIVISOR <= wanted_bytes
 
 
-def _write_at(descriptor: int, offset: int, data: memoryview) -> None:
-    """All of it, however often the kernel takes only some. Raises OSError."""
-    while data:
-        written_bytes = os.pwrite(descriptor, data, offset)
-        data, offset = data[written_bytes:], offset + written_bytes
-
-
 def _fill(path: Path, size_bytes: int) -> None:
     """A file of zeros whose blocks are all on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -175,7 +168,7 @@ def _fill(path: Path, size_bytes: int) -> None:
         os.posix_fallocate(descriptor, 0, size_bytes)
         zeros = memoryview(bytes(_FILL_BYTES))
         for start in range(0, size_bytes, _FILL_BYTES):
-            _write_at(descriptor, start, zeros[: size_bytes - start])
+            write_at(descriptor, start, zeros[: size_bytes - start])
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 from diloco_node.backoff import Backoff
-from diloco_node.supervisor.preload import Forked, ForkServer
+from diloco_node.supervisor.preload import Forked, ForkServer, start_reader
 
 if TYPE_CHECKING:
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec
@@ -162,9 +162,9 @@ class Child:
         self._started_s = time.monotonic()
         self.restart_at_s = None
         assert process.stdout is not None
-        self._readers = [self._reader(process.stdout, self._show if self._logs_errors_only else self.log.write)]
+        self._readers = [start_reader(process.stdout, self._show if self._logs_errors_only else self.log.write)]
         if isinstance(process, subprocess.Popen) and process.stderr is not None:
-            self._readers.append(self._reader(process.stderr, self.log.write))
+            self._readers.append(start_reader(process.stderr, self.log.write))
         threading.Thread(target=self._watch, args=(process, report), daemon=True).start()
 
     def marked(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -185,17 +185,6 @@ class Child:
     def _show(self, data: bytes) -> None:
         if self._spec.is_echoing:
             show(data)
-
-    @staticmethod
-    def _reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.Thread:
-        def copy() -> None:
-            with pipe:
-                while data := os.read(pipe.fileno(), 65536):
-                    write(data)
-
-        thread = threading.Thread(target=copy, daemon=True)
-        thread.start()
-        return thread
 
     def _watch(self, process: subprocess.Popen[bytes] | Forked, report: Callable[[ChildExited], None]) -> None:
         # Look at the exit without reaping: until then the process group's number can't belong to anyone else, and what

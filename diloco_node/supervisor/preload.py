@@ -191,14 +191,8 @@ class ForkServer:
         self.is_starting, self.restart_at_s = True, None
         self._say(f"preloading {', '.join(self._modules)} for the learner, in process {process.pid}")
         assert process.stdout is not None
-        self._reader = threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True)
-        self._reader.start()
+        self._reader = start_reader(process.stdout, self._write)
         threading.Thread(target=self._watch, args=(process, ours), daemon=True).start()
-
-    def _copy_output(self, pipe: IO[bytes]) -> None:
-        with pipe:
-            while data := os.read(pipe.fileno(), 65_536):
-                self._write(data)
 
     def _watch(self, process: subprocess.Popen[bytes], orders: socket.socket) -> None:
         """Its first packet, then its end. Nobody else reads the socket before ServerReady was reported."""
@@ -282,6 +276,19 @@ class ForkServer:
             self._orders = None
         if self._reader is not None:
             self._reader.join(1.0)  # the log that it writes to may be closed next
+
+
+def start_reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.Thread:
+    """Hand on what a process writes, in a thread that ends with the pipe."""
+
+    def copy() -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), 65_536):
+                write(data)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
 
 
 @contextlib.contextmanager
