@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -46,7 +46,7 @@ class Source:
         settings: of the run, before flags.
         regions: names; empty when nobody named them.
         step_time_ns, rtt_ns: as a running region tells them; 0 when unknown.
-        egress, ingress: ceilings by region, wire bytes per second, the least of the day; none: no limit.
+        limits: ceilings by region, wire bytes per second, the least of the day.
     """
 
     origin: str
@@ -56,8 +56,17 @@ class Source:
     regions: tuple[str, ...] = ()
     step_time_ns: int = 0
     rtt_ns: int = 0
-    egress: Mapping[str, int] = field(default_factory=dict)
-    ingress: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, RateLimits] = field(default_factory=dict)
+
+    @property
+    def egress(self) -> dict[str, int]:
+        """Ceilings of what regions send; those without a limit are not in it."""
+        return {region: rates.egress for region, rates in self.limits.items() if rates.egress is not None}
+
+    @property
+    def ingress(self) -> dict[str, int]:
+        """The same of what they receive."""
+        return {region: rates.ingress for region, rates in self.limits.items() if rates.ingress is not None}
 
     def sizes(self, fragments: int) -> tuple[FragmentSize, ...]:
         """The model cut into this many fragments.
@@ -112,24 +121,16 @@ def parse_overhead(text: str) -> Fraction:
     return Fraction(percent) / 100
 
 
-def source_of_parameters(text: str) -> Source:
-    """A model of which only the size is known, with default settings."""
-    return Source(f"--parameters {text}", parse_parameters(text), None, RunSettings())
-
-
 def source_of_size(text: str, config: NodeConfig, path: Path | None) -> Source:
     """A model of which only the size is known; schedule, regions and budget of run.toml."""
-    egress, ingress = _ceilings(config)
     origin = f"--parameters {text}, the rest from {path or 'run.toml'}"
     size, settings = parse_parameters(text), config.run_settings()
-    return Source(origin, size, None, settings, tuple(config.regions), egress=egress, ingress=ingress)
+    limits = _least_limits(config, config.regions)
+    return Source(origin, size, None, settings, tuple(config.regions), limits=limits)
 
 
-def _ceilings(config: NodeConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """(egress, ingress) by region, the least of the day."""
-    limits = {region: config.budget_plan(region).least() for region in config.regions}
-    egress = {region: rates.egress for region, rates in limits.items() if rates.egress is not None}
-    return egress, {region: rates.ingress for region, rates in limits.items() if rates.ingress is not None}
+def _least_limits(config: NodeConfig, regions: Iterable[str]) -> dict[str, RateLimits]:
+    return {region: config.budget_plan(region).least() for region in regions if region in config.regions}
 
 
 def source_of_config(config: NodeConfig, path: Path | None) -> Source:
@@ -143,12 +144,12 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
 
     name = str(path or "run.toml")
     settings, regions = config.run_settings(), tuple(config.regions)
-    egress, ingress = _ceilings(config)
+    limits = _least_limits(config, regions)
     for region in regions:
         manifest = load_manifest(config.state_dir(region))
         if manifest is not None:
             origin = f"{name} and the model in {config.state_dir(region)}"
-            return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
+            return Source(origin, manifest.size, manifest, settings, regions, limits=limits)
     model = config.model
     if model.hf is not None:
         raise ConfigError(
@@ -159,7 +160,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
     manifest = build_manifest([TensorSpec(*shape) for shape in shapes.items()], settings.fragments)
     is_set = any(key[0] == "model" for key in config.origins)
     origin = f"{name}, the built-in model" + ("" if is_set else "; --parameters for one of your own")
-    return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
+    return Source(origin, manifest.size, manifest, settings, regions, limits=limits)
 
 
 def source_of_state(folder: Path) -> Source:
@@ -178,19 +179,8 @@ def source_of_state(folder: Path) -> Source:
             f"{folder} has no {MANIFEST_NAME}: the region's learner has not listed its model yet; "
             "use --parameters until it has"
         )
-    step_time_ns, rtt_ns = _live_times(folder)
-    limits = _limits_of(spec)
-    return Source(
-        str(folder),
-        manifest.size,
-        manifest,
-        spec.settings,
-        spec.regions,
-        step_time_ns,
-        rtt_ns,
-        egress={region: rates.egress for region, rates in limits.items() if rates.egress is not None},
-        ingress={region: rates.ingress for region, rates in limits.items() if rates.ingress is not None},
-    )
+    times = _live_times(folder)
+    return Source(str(folder), manifest.size, manifest, spec.settings, spec.regions, *times, limits=_limits_of(spec))
 
 
 def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
@@ -204,8 +194,7 @@ def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
 
     if spec.config_file is None or not spec.config_file.exists():
         return {spec.region: spec.budget.least()}
-    config = load_config(spec.config_file)
-    return {region: config.budget_plan(region).least() for region in spec.regions if region in config.regions}
+    return _least_limits(load_config(spec.config_file), spec.regions)
 
 
 def _live_times(folder: Path) -> tuple[int, int]:

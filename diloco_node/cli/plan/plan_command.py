@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -17,7 +16,6 @@ from diloco_node.state_names import NODE_NAME
 if TYPE_CHECKING:
     from diloco_node.cli.plan.inputs import Mesh, Source
     from diloco_node.core.types import RunSettings
-    from diloco_node.planning.plan import Network, Plan
 
 T = TypeVar("T")
 
@@ -88,7 +86,9 @@ def plan(
 
     With --parameters the size is that one, and the rest is run.toml's, where there is one.
     """
-    from diloco_node.cli.plan.inputs import read_mesh
+    from diloco_node.cli.plan.inputs import parse_overhead, read_mesh
+    from diloco_node.cli.plan.plan_view import document, render
+    from diloco_node.planning.plan import Network, Workload, make_plan
 
     source = _source(parameters, config, place, is_counted=regions is not None)
     flags = {
@@ -100,83 +100,46 @@ def plan(
         "codec_down": codec_down,
     }
     limits = _limits(budget, egress, ingress)
-    request = _Request(
-        source=source,
-        settings=_settings(source, flags),
-        mesh=None if mesh is None else read_mesh(mesh),
-        region_count=regions,
-        step_time=_step_time(source, step_time),
-        rtt=_rtt(source, rtt, mesh),
-        limits=limits,
-        overhead=overhead,
+    settings = _settings(source, flags)
+    links = None if mesh is None else read_mesh(mesh)
+    origins = {"model": source.origin}
+    step_time_ns, origins["step_time"] = _step_time(source, step_time)
+    rtt_ns, origins["rtt"] = _rtt(source, rtt, mesh)
+    names = _region_names(source, links, regions)
+    workload = Workload(source.sizes(settings.fragments), names, settings, step_time_ns, parse_overhead(overhead))
+    out, into = (
+        ceilings if limit is None else dict.fromkeys(names, limit)
+        for ceilings, limit in zip((source.egress, source.ingress), limits, strict=True)
     )
-    result = request.plan()
-    from diloco_node.cli.plan.plan_view import document, render
-
+    if links is None:
+        network = Network(rtt_ns=rtt_ns, egress=out, ingress=into)
+    else:
+        network = links.network(names, workload.overhead, egress=out, ingress=into)
+        if missing := links.missing(names):
+            origins["mesh"] = missing
+    if limits != (None, None):
+        origins["budget"] = "command line"
+    elif source.egress or source.ingress:
+        origins["budget"] = source.origin
+    result = make_plan(workload, network)
     if as_json:
-        typer.echo(json.dumps(document(result, request.inputs()), indent=1))
+        typer.echo(json.dumps(document(result, origins), indent=1))
     else:
         from diloco_node.cli.tables import table_console
 
-        table_console().print(render(result, request.inputs()))
+        table_console().print(render(result, origins))
     if result.network.has_limits and not result.fits:
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The request, each number with its origin."""
-
-    source: Source
-    settings: RunSettings
-    mesh: Mesh | None
-    region_count: int | None
-    step_time: tuple[int, str]
-    rtt: tuple[int, str]
-    limits: tuple[int | None, int | None]
-    overhead: str
-
-    def plan(self) -> Plan:
-        """Do the arithmetic."""
-        from diloco_node.cli.plan.inputs import parse_overhead
-        from diloco_node.planning.plan import Workload, make_plan
-
-        overhead = parse_overhead(self.overhead)
-        names = self._regions()
-        workload = Workload(
-            self.source.sizes(self.settings.fragments), names, self.settings, self.step_time[0], overhead
-        )
-        return make_plan(workload, self._network(names, workload.overhead))
-
-    def inputs(self) -> dict[str, str]:
-        """Origins, for the head of the report."""
-        origins = {"model": self.source.origin, "step_time": self.step_time[1], "rtt": self.rtt[1]}
-        if self.mesh is not None and (missing := self.mesh.missing(self._regions())):
-            origins["mesh"] = missing
-        if self.limits != (None, None):
-            return origins | {"budget": "command line"}
-        return origins | ({"budget": self.source.origin} if self.source.egress or self.source.ingress else {})
-
-    def _regions(self) -> tuple[str, ...]:
-        regions = self.source.regions or (self.mesh.regions if self.mesh is not None else ())
-        if not regions:
-            return tuple(f"region-{index + 1:02d}" for index in range(self.region_count or 4))
-        if self.region_count not in (None, len(regions)):
-            where = self.source.origin if self.source.regions else "the mesh"
-            raise ConfigError(
-                f"--regions is {self.region_count}, but {where} names {len(regions)}: leave --regions out"
-            )
-        return regions
-
-    def _network(self, names: tuple[str, ...], overhead: Fraction) -> Network:
-        from diloco_node.planning.plan import Network
-
-        given_out, given_in = self.limits
-        egress = self.source.egress if given_out is None else dict.fromkeys(names, given_out)
-        ingress = self.source.ingress if given_in is None else dict.fromkeys(names, given_in)
-        if self.mesh is not None:
-            return self.mesh.network(names, overhead, egress=egress, ingress=ingress)
-        return Network(rtt_ns=self.rtt[0], egress=egress, ingress=ingress)
+def _region_names(source: Source, links: Mesh | None, count: int | None) -> tuple[str, ...]:
+    regions = source.regions or (links.regions if links is not None else ())
+    if not regions:
+        return tuple(f"region-{index + 1:02d}" for index in range(count or 4))
+    if count not in (None, len(regions)):
+        where = source.origin if source.regions else "the mesh"
+        raise ConfigError(f"--regions is {count}, but {where} names {len(regions)}: leave --regions out")
+    return regions
 
 
 def _source(parameters: str | None, config: Path | None, place: str | None, *, is_counted: bool) -> Source:
@@ -185,6 +148,7 @@ def _source(parameters: str | None, config: Path | None, place: str | None, *, i
     from diloco_node.cli.places import region_folder
     from diloco_node.cli.plan import inputs
     from diloco_node.config.resolve import DEFAULT_NAME
+    from diloco_node.core.types import RunSettings
 
     if place is not None:
         if parameters is not None:
@@ -196,13 +160,14 @@ def _source(parameters: str | None, config: Path | None, place: str | None, *, i
             return inputs.source_of_config(run_config, config)
         source = inputs.source_of_size(parameters, run_config, config)
         is_named = config is not None or not is_counted
-        return source if is_named else replace(source, regions=(), egress={}, ingress={})
+        return source if is_named else replace(source, regions=(), limits={})
     if parameters is None:
         raise ConfigError(
             "which model? give its size (--parameters 5e9), a run (--config run.toml) or a region's state folder "
             "(plan state/us-east)"
         )
-    return inputs.source_of_parameters(parameters)
+    size = inputs.parse_parameters(parameters)
+    return inputs.Source(f"--parameters {parameters}", size, None, RunSettings())
 
 
 def _settings(source: Source, flags: dict[str, Any]) -> RunSettings:
