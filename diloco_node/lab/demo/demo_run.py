@@ -400,34 +400,34 @@ def print_report(report: dict[str, Any]) -> None:
         )
     console.print("What each region did")
     console.print(table)
+    for line in report_lines(report):  # one line each, however narrow the terminal
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """What stands below the report's table, a fact in each line."""
     tokens = report["tokens"]
-    same = "the same bytes in every region" if report["equal_digests"] else "[red]DIFFERENT between regions[/red]"
-    whole = "accounts for every one" if tokens["balanced"] else f"[red]FAULTS: {'; '.join(tokens['faults'])}[/red]"
-    console.print(f"final parameters   {same}")
-    console.print(f"held-out loss      {_loss(report['val_loss_global'])} of the merged model")
-    console.print(
-        f"rounds             {report['rounds_committed']} committed, at most {report['rounds_in_flight_max']} in flight"
-    )
-    console.print(
-        f"tokens             {tokens['trained']:,} trained = {tokens['merged']:,} merged + {tokens['carried']:,} "
-        f"carried + {tokens['discarded']:,} discarded; the ledger {whole}"
-    )
-    for learner in tokens["uncounted"]:
-        console.print(
+    same = "the same bytes in every region" if report["equal_digests"] else "DIFFERENT between regions"
+    whole = "accounts for every one" if tokens["balanced"] else f"FAULTS: {'; '.join(tokens['faults'])}"
+    rounds, in_flight = report["rounds_committed"], report["rounds_in_flight_max"]
+    parts = f"{tokens['merged']:,} merged + {tokens['carried']:,} carried + {tokens['discarded']:,} discarded"
+    return [
+        f"final parameters   {same}",
+        f"held-out loss      {_loss(report['val_loss_global'])} of the merged model",
+        f"rounds             {rounds} committed, at most {in_flight} in flight",
+        f"tokens             {tokens['trained']:,} trained = {parts}; the ledger {whole}",
+        *(
             f"                   {learner['learner']} lost its folder, and with it the count of incarnation "
             f"{learner['incarnation']}: what that trained since its last merge is in none of these"
-        )
-    console.print(f"learners blocked   {report['learner_blocked_seconds']:.2f} s in all, over all regions")
-    if report["wan"] is not None:
-        for line in wan_lines(report):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for line in budget_lines(report):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if report["chaos"] is not None:
-        for line in storm_lines(report):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"folder             {report['folder']}")
-    console.print(f"page               {report['page']}", highlight=False, markup=False, soft_wrap=True)
+            for learner in tokens["uncounted"]
+        ),
+        f"learners blocked   {report['learner_blocked_seconds']:.2f} s in all, over all regions",
+        *(wan_lines(report) if report["wan"] is not None else ()),
+        *budget_lines(report),
+        *(storm_lines(report) if report["chaos"] is not None else ()),
+        f"folder             {report['folder']}",
+        f"page               {report['page']}",
+    ]
 
 
 def _loss(value: float | None) -> str:

@@ -166,3 +166,27 @@ def test_the_window_of_a_demo_of_tokens_ends_when_they_are_merged(
     demo.add_course(report)
     training: dict[str, Any] = report["training"]  # type: ignore[assignment]
     assert (training["seconds"], training["tokens_merged"]) == (25, 410_000)
+
+
+def test_each_fact_of_the_report_stays_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = {"trained": 3_008_000, "merged": 2_980_273, "carried": 27_727, "discarded": 0}
+    report = {
+        "regions": [],
+        "rounds_committed": 9,
+        "rounds_in_flight_max": 2,
+        "learner_blocked_seconds": 0.5,
+        "tokens": {**tokens, "balanced": True, "faults": [], "uncounted": []},
+        "equal_digests": True,
+        "val_loss_global": 1.5,
+        **dict.fromkeys(("wan", "budget", "chaos")),
+        "folder": "runs/[1]",
+        "page": "p" * 200,
+    }
+    run_module.print_report(report)
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "tokens             3,008,000 trained = 2,980,273 merged + 27,727 carried + 0 discarded; the ledger "
+        in lines[5]
+    )
+    assert lines[5].endswith("accounts for every one")
+    assert lines[-2:] == ["folder             runs/[1]", f"page               {'p' * 200}"]

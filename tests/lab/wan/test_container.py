@@ -153,8 +153,12 @@ class Container:
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+            self.process.terminate()  # it ends its region; killed, it would leave that behind
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
         self.holder.kill()
         self.holder.wait()
 
