@@ -28,12 +28,11 @@ from typing import Any, Final
 
 from diloco_node.lab.demo.demo_report import build_report
 from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
-from diloco_node.shared_memory import request_area
+from diloco_node.shared_memory import COUNTERS_AREA, request_area
 from diloco_node.state_names import MEMORY_SOCKET_NAME
 from diloco_node.storage.trained import AREA_BYTES, Trained
 from diloco_node.transport.certificates import init_run
 from diloco_node.unix_sockets import process_of, socket_path
-from diloco_node.wire.learner_link import COUNTERS_AREA
 
 HERE: Final = Path(__file__).resolve().parent
 LOOK_S: Final = 0.002

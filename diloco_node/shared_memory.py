@@ -29,6 +29,9 @@ from typing import Final
 from diloco_node.errors import BindError, LearnerError
 from diloco_node.unix_sockets import peer_uid
 
+COUNTERS_AREA: Final = "counters"
+"""Name of the area of a learner's trained counters, which all three processes know."""
+
 AREAS_MAX: Final = 16
 """Areas one store keeps; daemon and learner use two."""
 

@@ -204,6 +204,24 @@ def check_region(value: Any) -> str:
     return value
 
 
+_SCALARS: Final[dict[tuple[type, type], Callable[..., Check]]] = {
+    (int, Whole): whole_check,
+    (float, Real): real_check,
+    (str, Text): text_check,
+    (bytes, Octets): octets_check,
+}
+
+
+def scalar_check(hint: Any, bound: Bound | None, *, is_region: bool) -> Check | None:
+    """Return the check of a boolean, number, string or bytes; None: it has no bound, or one of another kind."""
+    if hint is bool:
+        return check_bool
+    if hint is str and is_region:
+        return check_region
+    make = _SCALARS.get((hint, type(bound)))
+    return None if make is None else make(bound)
+
+
 def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -> Check:
     """Return the check of an array, which is `container` before and `make(...)` after."""
     most, is_set = bound.most, bound.is_set

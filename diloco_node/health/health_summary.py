@@ -48,7 +48,7 @@ def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
     going = [(document, health) for document, health in summaries if not _is_left_behind(health, sound)]
     alerts = _joint_alerts(summaries, is_carried=bool(sound))
     states = [text(health, "state") for _, health in going] + ["degraded"] * (len(going) < len(summaries))
-    state = min(states, key=_state_rank)
+    state = min(states, key=lambda state: STATES.index(state) if state in STATES else 0)
     worst = next((document for document, health in going if text(health, "state") == state), going[0][0])
     running = [health for _, health in going if text(health, "state") != "starting"]
     return {
@@ -88,10 +88,6 @@ def _joint_alerts(summaries: Sequence[tuple[Document, Document]], *, is_carried:
             is_of_run = finding.code == kinds.LAST_MAJORITY.code  # whichever region raises it
             unique.setdefault((finding.code, "" if is_of_run else finding.region), finding)
     return sorted(unique.values(), key=lambda alert: tuple(Mark).index(alert.mark))
-
-
-def _state_rank(state: str) -> int:
-    return STATES.index(state) if state in STATES else 0
 
 
 def _state(document: Document, alerts: Sequence[Finding]) -> str:

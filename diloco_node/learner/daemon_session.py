@@ -23,11 +23,10 @@ from diloco_node.learner.local_fragments import Answer, FragmentSettings, Learne
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.run_clock import RunClock
-from diloco_node.shared_memory import request_area
+from diloco_node.shared_memory import COUNTERS_AREA, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
-    COUNTERS_AREA,
     LINK_PROTOCOL,
     NEW_PROCESS,
     VERSION_AREA,

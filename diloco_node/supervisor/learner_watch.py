@@ -15,9 +15,6 @@ from collections import deque
 from enum import StrEnum
 from typing import Any, Final
 
-COUNTERS_AREA: Final = "counters"
-"""As `wire.learner_link` calls it, which needs more than the standard library."""
-
 HANG_FACTOR: Final = 10
 """Times the longest pause: evaluations and checkpoints are pauses, too."""
 

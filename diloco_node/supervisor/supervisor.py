@@ -44,10 +44,10 @@ from typing import Final
 
 from diloco_node.backoff import Backoff
 from diloco_node.errors import StorageError
-from diloco_node.shared_memory import MemoryStore
+from diloco_node.shared_memory import COUNTERS_AREA, MemoryStore
 from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
 from diloco_node.supervisor.child import Child, ChildExited, ChildLog, show
-from diloco_node.supervisor.learner_watch import COUNTERS_AREA, FROM_OUTSIDE, Action, LearnerWatch
+from diloco_node.supervisor.learner_watch import FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager

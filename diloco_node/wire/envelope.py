@@ -253,7 +253,7 @@ def settings_difference(ours: Sequence[str], peer_settings: Sequence[str]) -> st
     """
     if not ours or not peer_settings:
         return ""
-    here, there = (dict(_name_and_value(line) for line in lines) for lines in (ours, peer_settings))
+    here, there = (dict(line.partition("=")[::2] for line in lines) for lines in (ours, peer_settings))
     names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     lines = [
         f"{escaped(name)} is {escaped(here.get(name, 'unknown'))} here, {escaped(there.get(name, 'unknown'))} there"
@@ -262,11 +262,6 @@ def settings_difference(ours: Sequence[str], peer_settings: Sequence[str]) -> st
     if len(names) > len(lines):
         lines.append(f"{len(names) - len(lines)} more")
     return f"{'; '.join(lines)}: these settings of run.toml must be the same in all regions" if lines else ""
-
-
-def _name_and_value(line: str) -> tuple[str, str]:
-    name, _, value = line.partition("=")
-    return name, value
 
 
 def encode_control(message: ControlMessage) -> bytes:

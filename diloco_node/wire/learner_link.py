@@ -36,7 +36,6 @@ LINK_PROTOCOL: Final = 3
 VERSION_AREA: Final = "versions"
 """Area of 4 bytes per value: the model, fragment after fragment, float32."""
 
-COUNTERS_AREA: Final = "counters"
 CONTRIBUTION_AREA: Final = "contributions"
 """Area of the encoded contributions, one place of `FragmentBlocks.encoded_bytes` per fragment."""
 

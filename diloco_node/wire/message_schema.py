@@ -31,22 +31,15 @@ from diloco_node.core.shapes import (
     Bounds,
     Check,
     Items,
-    Octets,
     OutOfBounds,
-    Real,
-    Text,
     Whole,
     bound_of,
     check_bool,
-    check_region,
     check_relations,
     items_check,
-    octets_check,
-    real_check,
     relations,
+    scalar_check,
     show,
-    text_check,
-    whole_check,
 )
 from diloco_node.core.unpacking import SHORT_BYTES, unpack, unpack_short
 from diloco_node.errors import ProtocolViolation
@@ -307,24 +300,12 @@ _NO_BOUND: Final = "needs a bound of kind {kind} in core/bounds.py or wire/field
 
 
 def _scalar(hint: type, bound: Bound | None, is_region: bool) -> tuple[Check, Check]:
-    if hint is bool:
-        return check_bool, check_bool
-    if hint is str and is_region:
-        return check_region, check_region
-    if hint is int and isinstance(bound, Whole):
-        check = whole_check(bound)
-        return _lenient(int, check, _as_int), check
-    if hint is float and isinstance(bound, Real):
-        check = real_check(bound)
-        return _lenient(float, check, _as_float), check
-    if hint is str and isinstance(bound, Text):
-        check = text_check(bound)
-        return check, check
-    if hint is bytes and isinstance(bound, Octets):
-        check = octets_check(bound)
-        return check, check
-    kind = {int: "Whole", float: "Real", str: "Text", bytes: "Octets"}[hint]
-    raise OutOfBounds(_NO_BOUND.format(kind=kind, found=bound))
+    check = scalar_check(hint, bound, is_region=is_region)
+    if check is None:
+        kind = {int: "Whole", float: "Real", str: "Text", bytes: "Octets"}[hint]
+        raise OutOfBounds(_NO_BOUND.format(kind=kind, found=bound))
+    convert = {int: _as_int, float: _as_float}.get(hint)
+    return (check if convert is None else _lenient(hint, check, convert)), check
 
 
 def _enum(cls: type[Enum]) -> tuple[Check, Check]:

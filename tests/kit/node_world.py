@@ -31,7 +31,7 @@ from diloco_node.daemon.parameters import fragment_offsets
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import Threads
 from diloco_node.errors import LinkLost, PeerError
-from diloco_node.shared_memory import MemoryStore, request_area
+from diloco_node.shared_memory import COUNTERS_AREA, MemoryStore, request_area
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
@@ -44,7 +44,6 @@ from diloco_node.wire.envelope import (
 )
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
-    COUNTERS_AREA,
     LINK_PROTOCOL,
     VERSION_AREA,
     Attach,

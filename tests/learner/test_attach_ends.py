@@ -19,10 +19,9 @@ import diloco_node
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
-from diloco_node.shared_memory import request_area
+from diloco_node.shared_memory import COUNTERS_AREA, request_area
 from diloco_node.storage.trained import AREA_BYTES, read_trained
 from diloco_node.wire.learner_link import (
-    COUNTERS_AREA,
     Attach,
     Done,
     Failed,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from diloco_node.supervisor.learner_watch import (
     ABORT_S,
     ASLEEP_S,
-    COUNTERS_AREA,
     CRASHES_MAX,
     CRASHES_WITHIN_S,
     FORGIVEN_S,
@@ -20,7 +19,6 @@ from diloco_node.supervisor.learner_watch import (
     Action,
     LearnerWatch,
 )
-from diloco_node.wire import learner_link
 
 HANG_S = 60.0
 
@@ -41,10 +39,6 @@ def looks(watch: LearnerWatch, mark: bytes, from_s: float, to_s: float) -> list[
             found.append((at_s, action))
         at_s += 1
     return found
-
-
-def test_the_area_is_the_one_of_the_learners_counters() -> None:
-    assert COUNTERS_AREA == learner_link.COUNTERS_AREA
 
 
 def test_a_learner_that_stops_stepping_is_aborted_then_killed_then_told_of() -> None:

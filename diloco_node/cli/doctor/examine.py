@@ -78,7 +78,7 @@ def examine_machine(patient: Patient | None) -> Iterator[Finding]:
 
     info = sys.version_info
     yield machine.python_version((info.major, info.minor, info.micro))
-    yield machine.program_version(__version__, PROTOCOL_VERSION)
+    yield topics.PROGRAM.ok(f"diloco-node {__version__}, protocol {PROTOCOL_VERSION}")
     yield machine.torch_version(probes.torch_version())
     yield from _kernel()
     if patient is not None:
@@ -120,18 +120,14 @@ def examine_settings(patient: Patient) -> Iterator[Finding]:
     from diloco_node.daemon.spec import NodeSpec
 
     yield membership.settings_read(str(patient.config.path), "", "")
-    now = _plain(patient.config.run_settings())
+    now = dataclasses.asdict(patient.config.run_settings())
     for name in patient.config.regions:
         file = patient.config.state_dir(name) / NODE_NAME
         if probes.is_there(file):
             try:
-                yield membership.settings_kept(name, _plain(NodeSpec.load(file).settings), now)
+                yield membership.settings_kept(name, dataclasses.asdict(NodeSpec.load(file).settings), now)
             except DilocoError as error:
                 yield topics.UNCHANGED.warning(str(error), f"start {name} again: the file is written anew")
-
-
-def _plain(settings: Any) -> dict[str, Any]:
-    return dataclasses.asdict(settings)
 
 
 def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding], Identity | None]:
@@ -180,7 +176,7 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
         if peer == patient.region:
             continue
         if peer not in results:
-            yield network.peer_undialled(peer)
+            yield topics.REACHABLE.unknown(f"{peer} has no address, so it dials us")
         else:
             answer, mtu = results[peer].answer, results[peer].mtu
             if isinstance(answer, PeerError):

@@ -29,11 +29,6 @@ def python_version(version: tuple[int, int, int]) -> Finding:
     return topics.PYTHON.ok(f"Python {text}")
 
 
-def program_version(version: str, protocol: int) -> Finding:
-    """Show the version, to be compared by eye where a peer does not answer."""
-    return topics.PROGRAM.ok(f"diloco-node {version}, protocol {protocol}")
-
-
 def torch_version(version: str | None) -> Finding:
     """Judge the torch of this environment, which a command with its own environment does not need."""
     if version is None:

@@ -56,11 +56,6 @@ def peer_version(peer: str, their_version: int, ours: int) -> Finding:
     return topics.VERSION.ok(f"{peer} speaks protocol {their_version}, as we do")
 
 
-def peer_undialled(peer: str) -> Finding:
-    """Report a peer without an address in run.toml."""
-    return topics.REACHABLE.unknown(f"{peer} has no address, so it dials us")
-
-
 def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
     """Judge the link as our own daemon has it.
 

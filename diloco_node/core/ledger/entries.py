@@ -20,20 +20,13 @@ from diloco_node.core.shapes import (
     Bound,
     Check,
     Items,
-    Octets,
     OutOfBounds,
-    Real,
-    Text,
-    Whole,
     bound_of,
-    check_bool,
-    check_region,
     check_relations,
     items_check,
     octets_check,
-    real_check,
     relations,
-    text_check,
+    scalar_check,
     whole_check,
 )
 from diloco_node.core.types import (
@@ -242,23 +235,10 @@ def _field(hint: Any, bound: Bound | None, name: str) -> _Codec:
             items_check(write, bound, container=tuple, make=list),
             items_check(read, bound, container=list, make=tuple),
         )
-    if hint is float and isinstance(bound, Real):
-        check = real_check(bound)
+    check = scalar_check(hint, bound, is_region=name in REGION_FIELDS)
+    if check is None:
+        raise TypeError(f"{name}: no bound in core/bounds.py for {hint!r}, found {bound}")
+    if hint is float:
         # An integer in a float field gets the bytes of the float: 1 == 1.0, and equal bodies must have equal hashes.
         return (lambda value: check(float(value) if type(value) is int else value)), check
-    check = _scalar(hint, bound, name)
     return check, check
-
-
-def _scalar(hint: Any, bound: Bound | None, name: str) -> Check:
-    if hint is bool:
-        return check_bool
-    if hint is str and name in REGION_FIELDS:
-        return check_region
-    if hint is int and isinstance(bound, Whole):
-        return whole_check(bound)
-    if hint is str and isinstance(bound, Text):
-        return text_check(bound)
-    if hint is bytes and isinstance(bound, Octets):
-        return octets_check(bound)
-    raise TypeError(f"{name}: no bound in core/bounds.py for {hint!r}, found {bound}")

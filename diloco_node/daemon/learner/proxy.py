@@ -28,6 +28,7 @@ from diloco_node.escaping import escaped
 from diloco_node.health.alerts import learner_silence
 from diloco_node.health.rate import SlidingRate
 from diloco_node.numeric import NS_PER_S, U8
+from diloco_node.shared_memory import COUNTERS_AREA
 from diloco_node.storage.trained import AREA_BYTES
 from diloco_node.wire import learner_link
 
@@ -138,7 +139,7 @@ class LearnerProxy:
         # The bytes of `_contribution_area`; the learner writes them, this process only reads.
         self._contributions = np.frombuffer(self._contribution_area, np.uint8)
         # Steps and tokens as the learner counts them itself; they outlive its process.
-        self.counters = memory(learner_link.COUNTERS_AREA, AREA_BYTES)
+        self.counters = memory(COUNTERS_AREA, AREA_BYTES)
         self.version_area = VersionArea(
             np.frombuffer(self._version_area, np.float32),
             fragment_offsets(manifest),
