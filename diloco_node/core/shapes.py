@@ -57,10 +57,6 @@ class Whole:
     above: str = ""
     since: str = ""
 
-    def __str__(self) -> str:
-        relation = f", above `{self.above}`" if self.above else f", at least `{self.since}`" if self.since else ""
-        return f"{show_number(self.lowest)} to {show_number(self.highest)}{relation}"
-
 
 @dataclass(frozen=True, slots=True)
 class Real:
@@ -69,20 +65,12 @@ class Real:
     lowest: float = -float_info.max
     highest: float = float_info.max
 
-    def __str__(self) -> str:
-        if self.highest < float_info.max:
-            return f"{self.lowest:.6g} to {self.highest:.6g}"
-        return "finite" if self.lowest < 0.0 else f"finite, at least {self.lowest:.6g}"
-
 
 @dataclass(frozen=True, slots=True)
 class Text:
     """A string of so many bytes of UTF-8."""
 
     bytes_max: int
-
-    def __str__(self) -> str:
-        return f"at most {self.bytes_max:,} bytes of UTF-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +100,6 @@ class Items:
     most: int
     of: Bound | None = None
     is_set: bool = False
-
-    def __str__(self) -> str:
-        items = f", each {self.of}" if self.of is not None else ""
-        return f"at most {self.most:,}{' different' if self.is_set else ''}{items}"
 
 
 Bound = Whole | Real | Text | Octets | Items

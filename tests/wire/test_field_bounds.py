@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import types as python_types
 import typing
 from enum import Enum
@@ -23,7 +24,7 @@ from diloco_node.core.merge.fragments import FRAGMENTS_MAX, TENSORS_MAX, VALUES_
 from diloco_node.core.merge.stripes import STRIPES_MAX
 from diloco_node.core.merge.weights import FLOAT32_MAX
 from diloco_node.core.rounds.discards import REPORTED_MAX
-from diloco_node.core.shapes import REGION_FIELDS, Bound, Items, Octets, Real, Text, Whole, bound_of
+from diloco_node.core.shapes import REGION_FIELDS, Bound, Items, Octets, Real, Text, Whole, bound_of, show_number
 from diloco_node.core.types import BLOCK_VALUES, DiscardedBody, EntryBody
 from diloco_node.errors import ProtocolViolation
 from diloco_node.transport.pacing.grants import DEMAND_MAX
@@ -208,6 +209,26 @@ def rows(classes: list[type]) -> list[tuple[str, str, str]]:
     return [(cls.__name__, name, shape_of(cls, name, hints[cls][name])) for cls, name in fields]
 
 
+def words(bound: Bound) -> str:
+    """A bound as docs/protocol.md has it."""
+    match bound:
+        case Whole():
+            relation = (
+                f", above `{bound.above}`" if bound.above else f", at least `{bound.since}`" if bound.since else ""
+            )
+            return f"{show_number(bound.lowest)} to {show_number(bound.highest)}{relation}"
+        case Real() if bound.highest < sys.float_info.max:
+            return f"{bound.lowest:.6g} to {bound.highest:.6g}"
+        case Real():
+            return "finite" if bound.lowest < 0.0 else f"finite, at least {bound.lowest:.6g}"
+        case Text():
+            return f"at most {bound.bytes_max:,} bytes of UTF-8"
+        case Items():
+            items = f", each {words(bound.of)}" if bound.of is not None else ""
+            return f"at most {bound.most:,}{' different' if bound.is_set else ''}{items}"
+    return str(bound)
+
+
 def shape_of(cls: type, name: str, hint: Any) -> str:
     """Describe the check of a field, in words. Raises TypeError: it has no bound."""
     bound = bound_of(BOUNDS, cls.__name__, name)
@@ -226,9 +247,9 @@ def shape_of(cls: type, name: str, hint: Any) -> str:
     elif bound is None:
         raise TypeError(f"{cls.__name__}.{name} has no bound")
     else:
-        content = str(bound)
+        content = words(bound)
     if isinstance(bound, Items) and bound.of is None:
-        content = f"{bound}, each {content}"
+        content = f"{words(bound)}, each {content}"
     return content + (", or nothing" if python_types.NoneType in typing.get_args(hint) else "")
 
 
