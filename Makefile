@@ -27,7 +27,7 @@ test: $(STAMP)
 
 # Every test: first all that may run beside others, then what wants the machine for itself, from the files that say so.
 test-all: $(STAMP)
-	$(PYTEST) $(PARALLEL) 3 -m 'not alone' $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) 3 -m 'not alone' --hypothesis-profile thorough $(PYTEST_ARGS)
 	$(PYTEST) -m alone $(PYTEST_ARGS) $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
 # What measures links or needs root, one at a time: namespaces, containers, the kernel's sch_netem in User-Mode Linux.
