@@ -47,7 +47,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     commands = [["-c", "from diloco_node.codec.kernels import warm_up; warm_up()"]]
     if not [*Path(__file__).parent.glob("__pycache__/test_main.*pytest*")]:
         commands.append(["-m", "pytest", "--collect-only", "-qq"])
-    running = [subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL) for command in commands]
+    running = [
+        subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL) for command in commands
+    ]
     assert [process.wait() for process in running] == [0] * len(commands)
 
 

@@ -80,7 +80,7 @@ def test_every_learner_starts_from_the_first_leaders_theta(patch: pytest.MonkeyP
 @pytest.mark.parametrize("regions", [2, 3])
 def test_fewer_regions_merge_as_well(patch: pytest.MonkeyPatch, regions: int) -> None:
     small = Small(patch, regions)
-    small.go(4)
+    small.go(8)
     assert small.sim.checkers.commits >= 10
     small.settle()
 
