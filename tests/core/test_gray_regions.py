@@ -143,7 +143,7 @@ CASES = [(kind, False) for kind in GRAY] + [
 ]
 
 ALWAYS = ("bulk cut inwards", False)
-"""A case takes some ten seconds of a core. In the fast tier the word fails of a reducer that lies about norms, below."""
+"""A case takes some ten seconds of a core. In the fast tier a word is false where a reducer lies about norms, below."""
 
 
 @pytest.mark.parametrize(

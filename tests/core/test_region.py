@@ -260,7 +260,13 @@ def test_region_that_lost_the_merged_stripes_fetches_the_payload(patch: pytest.M
     small.settle()
 
 
-@pytest.mark.parametrize("stuck", [(ev.StorePayload,), (ev.PersistLedger,), (ev.StorePayload, ev.PersistLedger)])
+@pytest.mark.parametrize(
+    "stuck",
+    [
+        *(pytest.param((kind,), marks=pytest.mark.seeds) for kind in (ev.StorePayload, ev.PersistLedger)),
+        (ev.StorePayload, ev.PersistLedger),
+    ],
+)
 def test_a_leader_whose_disk_stands_still_makes_way(patch: pytest.MonkeyPatch, stuck: tuple[type, ...]) -> None:
     """A full disk of one region must not stop the merging of the others."""
     small = Small(patch)
@@ -299,7 +305,7 @@ def test_a_leader_that_only_waits_for_the_others_keeps_the_lead(patch: pytest.Mo
     small.settle()
 
 
-@pytest.mark.parametrize("who", ["leader", "follower"])
+@pytest.mark.parametrize("who", ["leader", pytest.param("follower", marks=pytest.mark.seeds)])
 @pytest.mark.parametrize("lost", ["payloads", "states"])
 def test_region_whose_disk_lost_files_fetches_them_before_it_acknowledges_what_they_hold(
     patch: pytest.MonkeyPatch, who: str, lost: str
