@@ -44,13 +44,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """
     if not session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput"):
         return
-    commands = [["-c", "from diloco_node.codec.kernels import warm_up; warm_up()"]]
-    if not [*Path(__file__).parent.glob("__pycache__/test_main.*pytest*")]:
-        commands.append(["-m", "pytest", "--collect-only", "-qq"])
-    running = [
-        subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL) for command in commands
-    ]
-    assert [process.wait() for process in running] == [0] * len(commands)
+    program = "from diloco_node.codec.kernels import warm_up; warm_up()"
+    kernels = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    if not sys.dont_write_bytecode and not [*Path(__file__).parent.glob("__pycache__/test_main.*pytest*")]:
+        # What can't be imported is told by the workers.
+        collecting = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
+        subprocess.run(collecting, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    assert kernels.wait() == 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
