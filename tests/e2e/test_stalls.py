@@ -41,6 +41,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run]:
     try:
         await run_.start()
         await run_.until_trains()
+        await run_.until_commits(4)
         run_.usual = await run_.rounds_per_step()
         yield run_
         await run_.end()
