@@ -27,7 +27,7 @@ test: $(STAMP)
 
 # Every test: first all that may run beside others, then what wants the machine for itself, from the files that say so.
 test-all: $(STAMP)
-	$(PYTEST) $(PARALLEL) 3 -m 'not alone' $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) 3 -m 'not alone' --hypothesis-profile thorough $(PYTEST_ARGS)
 	$(PYTEST) -m alone $(PYTEST_ARGS) $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
 # What measures links or needs root, one at a time: namespaces, containers, the kernel's sch_netem in User-Mode Linux.
@@ -38,12 +38,18 @@ test-system: $(STAMP)
 test-all test-system: export DILOCO_CI_DOCKER ?= 1
 test-all test-system: export DILOCO_CI_UML ?= 1
 
-check: $(STAMP) docs
+# mypy takes as long as the rest together: `make --jobs 2 check` does both at once, as .ci/run does.
+.PHONY: style types
+check: style types
+
+style: $(STAMP) docs
 	$(BIN)/ruff format --check diloco_node tests benchmarks examples
 	$(BIN)/ruff check diloco_node tests benchmarks examples
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(PYTEST) --quiet tests/test_language.py tests/test_names.py
+
+types: $(STAMP)
+	$(BIN)/mypy
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codec.py

@@ -20,8 +20,9 @@ from diloco_node.lab.demo import region_processes as processes
 from tests.kit.repository import ROOT
 
 # An example that takes long, or is made slowly, says something about the machine only.
-settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any-machine")
+settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=40)
+settings.load_profile("quick")  # `make test-all` asks for the other one
 
 # For torch, here and in every learner that a test starts: threads that wait would spin, and take the cores from others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,10 +38,19 @@ LONGEST_FIRST = ("long", "system", "e2e", "seeds")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Before workers start: compile the kernels once, for them and for every process that tests start."""
-    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
-        program = "from diloco_node.codec.kernels import warm_up; warm_up()"
-        subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    """Before workers start, do once what each of them would do: compile the kernels, and in a new checkout all modules.
+
+    pytest compiles those of the tests itself, for half a minute.
+    """
+    if not session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput"):
+        return
+    program = "from diloco_node.codec.kernels import warm_up; warm_up()"
+    kernels = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    if not sys.dont_write_bytecode and not [*Path(__file__).parent.glob("__pycache__/test_main.*pytest*")]:
+        # What can't be imported is told by the workers.
+        collecting = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
+        subprocess.run(collecting, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    assert kernels.wait() == 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -89,12 +89,14 @@ def test_version() -> None:
         (["demo", "--regions", "0"], "--regions"),
     ],
 )
-def test_wrong_usage_ends_with_2_and_no_traceback(arguments: list[str], hint: str) -> None:
-    process = run_command(*arguments)
-    assert process.returncode == 2
-    assert hint in process.stderr
-    assert "Traceback" not in process.stderr
-    assert process.stdout == ""
+def test_wrong_usage_ends_with_2_and_no_traceback(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert hint in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
 
 
 def test_an_error_is_one_line_and_debug_shows_the_traceback() -> None:

@@ -142,12 +142,12 @@ CASES = [(kind, False) for kind in GRAY] + [
     (kind, True) for kind in ("merged stripes dropped", "bulk cut outwards", "bulk cut inwards")
 ]
 
-ALWAYS = (("bulk cut inwards", False), ("wrong digests", False))
-"""A case takes six seconds of a core: in the fast tier there is one whose bytes and one whose word fails."""
+ALWAYS = ("bulk cut inwards", False)
+"""A case takes some ten seconds of a core. In the fast tier a word is false where a reducer lies about norms, below."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "leads"), [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.seeds) for case in CASES]
+    ("kind", "leads"), [pytest.param(*case, marks=() if case == ALWAYS else pytest.mark.seeds) for case in CASES]
 )
 def test_one_gray_region_of_four_costs_the_others_little_and_comes_back(
     patch: pytest.MonkeyPatch, kind: str, leads: bool

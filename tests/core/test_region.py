@@ -11,9 +11,10 @@ import pytest
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
+from diloco_node.core import region
 from diloco_node.core.events import Note
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.region import ENTRIES_PER_EVENT, RegionCore
+from diloco_node.core.region import RegionCore
 from diloco_node.core.types import (
     Ballot,
     CarryMode,
@@ -42,9 +43,9 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 def test_quiet_run_merges_at_the_pace_of_its_schedule_with_everybody(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(10)
+    small.go(4)
     before, step = len(small.bodies()), small.hosts["asia-ne"].learner.step
-    small.go(20)
+    small.go(10)
     steps = small.hosts["asia-ne"].learner.step - step
     merged = [body for body in small.bodies()[before:] if isinstance(body, RoundBody)]
     assert len(merged) >= 0.8 * steps * 4 / 8
@@ -56,12 +57,12 @@ def test_quiet_run_merges_at_the_pace_of_its_schedule_with_everybody(patch: pyte
 
 def test_what_overwrite_throws_away_is_booked_and_everybody_stays_a_member(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, carry=CarryMode.OVERWRITE)
-    small.go(10)
+    small.go(4)
     before = small.sim.checkers.commits
-    small.go(10)
-    assert small.sim.checkers.commits - before >= 30
+    small.go(8)
+    assert small.sim.checkers.commits - before >= 24
     bodies = small.bodies()
-    assert all(len(body.members) >= 3 for body in bodies[-40:] if isinstance(body, RoundBody))
+    assert all(len(body.members) >= 3 for body in bodies[-30:] if isinstance(body, RoundBody))
     lost = [body for body in bodies if isinstance(body, DiscardedBody)]
     assert {body.incarnation for body in lost} == {1}
     assert {body.learner for body in lost} == set(small.hosts)
@@ -79,14 +80,14 @@ def test_every_learner_starts_from_the_first_leaders_theta(patch: pytest.MonkeyP
 @pytest.mark.parametrize("regions", [2, 3])
 def test_fewer_regions_merge_as_well(patch: pytest.MonkeyPatch, regions: int) -> None:
     small = Small(patch, regions)
-    small.go(15)
-    assert small.sim.checkers.commits >= 20
+    small.go(8)
+    assert small.sim.checkers.commits >= 10
     small.settle()
 
 
 def test_status_shows_peers_rounds_and_reasons(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(10)
+    small.go(4)
     leader = small.leader()
     view = small.view(leader)
     assert (view.role, view.leader, view.is_ending, view.finished) == ("leader", leader, False, "")
@@ -108,14 +109,14 @@ def test_status_shows_peers_rounds_and_reasons(patch: pytest.MonkeyPatch) -> Non
 
 def test_lost_messages_and_transfers_only_cost_time(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, loss=0.02)
-    small.go(40)
-    assert small.sim.checkers.commits >= 40
+    small.go(16)
+    assert small.sim.checkers.commits >= 16
     small.settle()
 
 
 def test_death_of_the_leader_is_bridged_within_seconds(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(8)
+    small.go(4)
     dead = small.leader()
     small.hosts[dead].kill_daemon()
     small.go(6)
@@ -131,7 +132,7 @@ def test_death_of_the_leader_is_bridged_within_seconds(patch: pytest.MonkeyPatch
 
 def test_death_of_a_member_and_reducer_does_not_wait_for_the_deadline(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, ballot_deadline_min_ns=30 * SECOND)
-    small.go(8)
+    small.go(4)
     victim = small.others()[0]
     small.hosts[victim].kill_daemon()
     small.go(4)
@@ -144,7 +145,7 @@ def test_death_of_a_member_and_reducer_does_not_wait_for_the_deadline(patch: pyt
 
 def test_region_that_is_cut_off_trains_on_and_what_it_did_alone_is_in_the_ledger(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(8)
+    small.go(4)
     alone = small.others()[0]
     pairs = small.cut(alone)
     small.go(3)
@@ -176,7 +177,7 @@ def test_region_that_is_cut_off_trains_on_and_what_it_did_alone_is_in_the_ledger
 
 def test_leader_without_majority_merges_nothing_and_its_ballots_die(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(8)
+    small.go(4)
     old = small.leader()
     pairs = small.cut(old)
     small.go(8)
@@ -188,7 +189,7 @@ def test_leader_without_majority_merges_nothing_and_its_ballots_die(patch: pytes
 
 def test_one_way_cut_between_two_keeps_both_as_members(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(8)
+    small.go(4)
     first_region, second_region = small.others()[:2]
     small.sim.network.cut(first_region, second_region)
     small.go(8)
@@ -202,7 +203,7 @@ def test_one_way_cut_between_two_keeps_both_as_members(patch: pytest.MonkeyPatch
 
 def test_dead_learner_is_booked_as_discarded_and_the_new_one_goes_on(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(8)
+    small.go(4)
     victim = small.others()[1]
     small.hosts[victim].kill_learner()
     small.go(2)
@@ -234,9 +235,9 @@ def test_late_region_catches_up(patch: pytest.MonkeyPatch) -> None:
     late = "us-east"
     small.go(1.5)
     small.hosts[late].kill_daemon()
-    small.go(15)
+    small.go(8)
     small.hosts[late].start_daemon()
-    small.go(6)
+    small.go(4)
     small.settle()
     assert any(note.kind == "fetch" for name, note in small.notes if name == late)
     last = [body for body in small.bodies() if isinstance(body, RoundBody)][-4:]
@@ -259,20 +260,26 @@ def test_region_that_lost_the_merged_stripes_fetches_the_payload(patch: pytest.M
     small.settle()
 
 
-@pytest.mark.parametrize("stuck", [(ev.StorePayload,), (ev.PersistLedger,), (ev.StorePayload, ev.PersistLedger)])
+@pytest.mark.parametrize(
+    "stuck",
+    [
+        *(pytest.param((kind,), marks=pytest.mark.seeds) for kind in (ev.StorePayload, ev.PersistLedger)),
+        (ev.StorePayload, ev.PersistLedger),
+    ],
+)
 def test_a_leader_whose_disk_stands_still_makes_way(patch: pytest.MonkeyPatch, stuck: tuple[type, ...]) -> None:
     """A full disk of one region must not stop the merging of the others."""
     small = Small(patch)
-    small.go(8)
+    small.go(4)
     victim = small.leader()
     host = small.hosts[victim]
     usual = {kind: host.effects.handlers[kind] for kind in stuck}
     host.effects.handlers |= dict.fromkeys(stuck, lambda _: None)
-    small.go(8)
+    small.go(6)
     assert not host.core.is_leader
     commits = small.sim.checkers.commits
-    small.go(8)
-    assert small.sim.checkers.commits >= commits + 8, "slowly: the region is taken for a member until it is 1 s behind"
+    small.go(6)
+    assert small.sim.checkers.commits >= commits + 6, "slowly: the region is taken for a member until it is 1 s behind"
     host.effects.handlers |= usual
     host.kill_daemon()
     small.go(1)
@@ -282,13 +289,13 @@ def test_a_leader_whose_disk_stands_still_makes_way(patch: pytest.MonkeyPatch, s
 
 def test_a_leader_that_only_waits_for_the_others_keeps_the_lead(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(8)
+    small.go(4)
     leader, peers = small.leader(), small.others()
     usual = {name: small.hosts[name].effects.handlers[ev.StorePayload] for name in peers}
     for name in peers[:2]:
         small.hosts[name].effects.handlers[ev.StorePayload] = lambda _: None
     commits = small.sim.checkers.commits
-    small.go(20)
+    small.go(12)
     assert small.sim.checkers.commits <= commits + 2, "no majority has a payload"
     assert small.leader() == leader
     for name in peers[:2]:
@@ -298,7 +305,7 @@ def test_a_leader_that_only_waits_for_the_others_keeps_the_lead(patch: pytest.Mo
     small.settle()
 
 
-@pytest.mark.parametrize("who", ["leader", "follower"])
+@pytest.mark.parametrize("who", ["leader", pytest.param("follower", marks=pytest.mark.seeds)])
 @pytest.mark.parametrize("lost", ["payloads", "states"])
 def test_region_whose_disk_lost_files_fetches_them_before_it_acknowledges_what_they_hold(
     patch: pytest.MonkeyPatch, who: str, lost: str
@@ -336,7 +343,7 @@ def ended(small: Small) -> set[tuple[int, ...]]:
 
 def test_run_ends_by_steps_with_equal_final_versions(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, steps_max=80)
-    small.go(20)
+    small.go(14)
     assert len(ended(small)) == 1
     view = small.view(small.leader())
     assert "80 steps" in view.finished
@@ -348,14 +355,14 @@ def test_run_ends_by_steps_with_equal_final_versions(patch: pytest.MonkeyPatch) 
 
 def test_run_ends_by_tokens(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, tokens_max=10_000)
-    small.go(20)
+    small.go(12)
     ended(small)
     assert small.view(small.leader()).tokens_merged >= 10_000
 
 
 def test_operator_of_any_region_ends_the_run_even_if_a_region_is_gone(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(8)
+    small.go(4)
     dead, orderer = small.others()[:2]
     small.hosts[dead].kill_daemon()
     small.hosts[orderer].post(ev.FinishOrdered("the operator has seen enough"))
@@ -384,7 +391,7 @@ def test_leader_that_dies_while_the_run_ends_is_replaced(patch: pytest.MonkeyPat
 
 def test_the_ledger_gets_snapshots_and_stays_short(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, checkpoint_versions=2, summary_entries=20)
-    small.go(40)
+    small.go(28)
     small.settle()
     snapshots = [body for body in small.bodies() if isinstance(body, SnapshotBody)]
     assert {body.fragment for body in snapshots} == {0, 1, 2, 3}
@@ -405,7 +412,7 @@ def test_a_region_that_was_away_too_long_for_entries_gets_sums_and_a_state_at_a_
     small.go(4)
     late = small.others()[0]
     small.hosts[late].kill_daemon()
-    small.go(40)
+    small.go(20)
     assert small.hosts[late].disk.base.index == 0
     small.hosts[late].start_daemon()
     small.go(5)
@@ -422,12 +429,17 @@ def test_a_region_that_was_away_too_long_for_entries_gets_sums_and_a_state_at_a_
     small.settle()
 
 
+SLICE = 8
+"""Entries, instead of the 64 of a region: a ledger of a minute would take a quarter of one to make."""
+
+
 def test_a_restart_applies_the_ledger_in_slices(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(region, "ENTRIES_PER_EVENT", SLICE)
     small = Small(patch)
-    small.go(60)
+    small.go(7)
     name = small.others()[0]
     count = len(small.bodies())
-    assert count > 2 * ENTRIES_PER_EVENT
+    assert count > 2 * SLICE
     host = small.hosts[name]
     host.kill_daemon()
     host.start_daemon()
@@ -441,7 +453,7 @@ def test_a_restart_applies_the_ledger_in_slices(patch: pytest.MonkeyPatch) -> No
     patch.setattr(host, "_give", watched)
     small.go(3)
     small.settle()
-    assert max(after - before for before, after in pairwise(steps)) <= ENTRIES_PER_EVENT
+    assert max(after - before for before, after in pairwise(steps)) <= SLICE
     assert steps[-1] >= count
 
 

@@ -27,7 +27,8 @@ def participation(small: Small) -> dict[str, float]:
     return {name: records[name] / len(rounds) for name in small.hosts}
 
 
-@pytest.mark.parametrize("mix", ["one_fast", pytest.param("mixed", marks=pytest.mark.seeds)])
+@pytest.mark.seeds
+@pytest.mark.parametrize("mix", ["one_fast", "mixed"])
 def test_nobody_starves(patch: pytest.MonkeyPatch, mix: str) -> None:
     small = Small(patch, slower=SPEEDS[mix])
     small.go(90)

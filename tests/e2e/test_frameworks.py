@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.core.ledger.election import Role
 from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
 from tests.kit.cluster_kit import Cluster, Statuses, all_train
 from tests.kit.data_kit import END, rows_of, write_jsonl, write_tokenizer
@@ -29,7 +30,7 @@ NEEDS = {
     "fsdp_loop.py": (),
     "torchtitan_train.py": ("torchtitan",),
 }
-KILLED = ("accelerate_loop.py", "fsdp_loop.py", "torchtitan_train.py")
+KILLED = ("fsdp_loop.py", "torchtitan_train.py")
 """What callbacks bring back after a restart, tests/integrations/test_callbacks.py looks at."""
 
 MICRO_BATCHES = {"accelerate_loop.py": 4}
@@ -174,7 +175,9 @@ async def test_an_example_trains_in_two_regions_as_its_readme_says(tmp_path: Pat
         shell.stdin.write(b"go\n")
         assert await asyncio.wait_for(shell.wait(), 600) == 0
         said = output.read_text()
-        assert set(re.findall(r"^(\w+) +(?:leader|follower) ", said, re.MULTILINE)) == set(cluster.names), "status"
+        # Whatever the role: on a machine that stands still an election may be on.
+        rows = re.findall(rf"^(\w+) +(?:{'|'.join(Role)}) ", said, re.MULTILINE)
+        assert set(rows) == set(cluster.names), "status"
         digests = re.findall(r"^([0-9a-f]{64})  state/(\w+)/final.safetensors$", said, re.MULTILINE)
         assert {name for _, name in digests} == set(cluster.names)
         assert len({digest for digest, _ in digests}) == 1

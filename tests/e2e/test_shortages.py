@@ -1,10 +1,9 @@
-"""A region that lacks descriptors or memory holds up nobody else, and the way back is clean."""
+"""A region that lacks memory holds up nobody else, and the way back is clean."""
 
 from __future__ import annotations
 
 import errno
 import os
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cluster_kit import FAILED_BALLOT_WINDOWS, Cluster, children, end_process
+from tests.kit.cluster_kit import Cluster, children, end_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -23,19 +22,6 @@ SHORT_OF_MEMORY_BYTES = 192 * 2**20
 GROUP_S = 30.0
 LOOK_S = 0.05
 """To get rid of a group of processes, and between two tries."""
-
-
-@contextmanager
-def without_descriptors(pid: int) -> Iterator[None]:
-    """The process can open nothing more; it may be replaced meanwhile."""
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    opened = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (opened, before[1]))
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 @contextmanager
@@ -86,28 +72,6 @@ def can_limit_memory() -> bool:
     except OSError:
         return False
     return True
-
-
-async def test_a_daemon_that_can_open_nothing_more_holds_up_nobody_else(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "run", 3)
-    try:
-        await cluster.start()
-        await cluster.until_trains()
-        usual = await cluster.rounds_per_step()
-        leader = await cluster.until_leader()
-        for region in (leader, cluster.others(leader)[0]):
-            pid = (await cluster.until_trains())[region]["pids"]["daemon"]
-            with without_descriptors(pid):
-                others = cluster.others(region)
-                await cluster.until_paced(
-                    usual, others, why=f"while {region} can open nothing more", windows=FAILED_BALLOT_WINDOWS
-                )
-            await cluster.until_merged(region, why="with descriptors")
-        await cluster.end()
-    finally:
-        await cluster.clear()
-    cluster.check_equal()
-    assert cluster.account().faults == ()
 
 
 @pytest.mark.skipif(not can_limit_memory(), reason="no memory cgroup (v1) can be made here: NOT TESTED")

@@ -33,6 +33,7 @@ import diloco_node
 PAGE_BYTES = 4096
 PACKAGE = Path(diloco_node.__file__).parent
 SYNC_CALLS = ("fsync", "fdatasync")
+SYNCS = (*SYNC_CALLS, "sync_file", "sync_folder")
 CHANGING_CALLS = ("pwrite", "writev", "write", "ftruncate", "posix_fallocate", "open")
 NAMING_CALLS = ("rename", "replace", "unlink", "link", "mkdir", "rmdir")
 
@@ -66,12 +67,14 @@ def sync_sites() -> tuple[Site, ...]:
             name = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
             if isinstance(child, ast.Call):
                 called = ast.unparse(child.func).rsplit(".", maxsplit=1)[-1]
-                if called in (*SYNC_CALLS, "sync_file", "sync_folder"):
+                if called in SYNCS:
                     found.append(Site(module, name, child.lineno, child.end_lineno or child.lineno))
             visit(child, module, name)
 
     for path in sorted(PACKAGE.rglob("*.py")):
-        visit(ast.parse(path.read_text()), str(path.relative_to(PACKAGE)), "")
+        text = path.read_text()
+        if any(name in text for name in SYNCS):
+            visit(ast.parse(text), str(path.relative_to(PACKAGE)), "")
     return tuple(found)
 
 

@@ -177,29 +177,29 @@ def test_few_open_files_allowed(ward: Ward) -> None:
 NO_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
 
 
-@pytest.mark.parametrize(
-    ("name", "check", "text"),
-    [
-        ("state", "disk-space", "can't be written: Permission denied"),
-        (f"state/{OWN}", "disk-space", "can't be written: Permission denied"),
-        ("certs", "certificate", "can't be read (Permission denied)"),
-        (f"certs/{OWN}/node.key", "certificate", "can't be read (Permission denied)"),
-        ("models", "learner-files", "run.init: "),
-    ],
-)
-def test_what_belongs_to_another_user(ward: Ward, name: str, check: str, text: str) -> None:
+DENIED = {
+    "disk-space": "can't be written: Permission denied",
+    "certificate": "can't be read (Permission denied)",
+    "learner-files": "run.init: ",
+}
+
+
+@pytest.mark.parametrize("names", [("state", "certs", "models"), (f"state/{OWN}", f"certs/{OWN}/node.key", "models")])
+def test_what_belongs_to_another_user(ward: Ward, names: tuple[str, ...]) -> None:
     ward.certify()
     (ward.folder / "state" / OWN).mkdir(parents=True)
     (ward.folder / "models").mkdir()
     (ward.folder / "models" / "first").touch()
     ward.write(ward.text().replace("steps = 100", 'steps = 100\ninit = "models/first"'))
-    place = ward.folder / name
-    place.chmod(0)
+    for name in names:
+        (ward.folder / name).chmod(0)
     sheet = ward.examine_apart(*NO_RIGHTS)
-    place.chmod(0o700)
-    assert sheet.one(check)["mark"] == "failed"
-    assert text in sheet.one(check)["text"]
-    assert sheet.failed() <= {check, "peer-reachable"}
+    for name in names:
+        (ward.folder / name).chmod(0o700)
+    for check, text in DENIED.items():
+        assert sheet.one(check)["mark"] == "failed"
+        assert text in sheet.one(check)["text"]
+    assert sheet.failed() <= {*DENIED, "peer-reachable"}
 
 
 def test_who_we_are_is_asked_where_no_key_can_be_seen(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
