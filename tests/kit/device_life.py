@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import random
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -13,11 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from diloco_node.core.merge.fragments import build_manifest
+from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import CarryMode, Codec, Contribution
 from diloco_node.learner.contribution_area import area_sizes
+from diloco_node.learner.layouts.shard_map import ShardMap, agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
+from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.wire.learner_link import NO_SNAPSHOT, SnapshotReady, SnapshotRequested, VersionOffered
 from tests.kit.fakecuda import fake_device
 
@@ -27,6 +30,15 @@ ORDERS_MAX: Final = 2
 """Of each kind at one boundary: as many as a lane has rooms."""
 
 SHAPES: Final = ((40, 24), (24,), (24, 64), (64,), (64, 24), (300,), (31, 17), (7,))
+
+PATIENCE_S: Final = 60.0
+
+ALONE: Final = (tuple(range(len(SHAPES))),)
+RANKS: Final = {
+    "copies": (*ALONE, *ALONE),
+    "stages": (tuple(range(4)), tuple(range(4, len(SHAPES)))),
+}
+"""By rank the numbers of its parameters: what DistributedDataParallel does, and pipeline stages."""
 
 ON_THE_CPU: Final = ("cpu",)
 PLACES: Final = {
@@ -53,6 +65,7 @@ class Life:
 
     Args:
         places: devices of the parameters, in turn. kind: `LearnerFragments`, or one with a planted fault.
+        holdings: by rank the numbers of its parameters. All ranks are in this process.
     """
 
     def __init__(
@@ -62,26 +75,36 @@ class Life:
         dtype: torch.dtype = torch.float32,
         seed: int = 1,
         kind: type[LearnerFragments] = LearnerFragments,
+        holdings: Sequence[Sequence[int]] = ALONE,
     ) -> None:
         self.seed = seed
         self.dtype = dtype
         self.places = places
         self.is_on_device = places != ON_THE_CPU
-        self.model = _model(places, dtype)
-        tensors = ModelTensors(self.model)
-        self.manifest = build_manifest(tensors.specs, FRAGMENTS)
+        self.models = [_model(places, dtype, numbers) for numbers in holdings]
+        tensors = [ModelTensors(model) for model in self.models]
+        specs, shards = agreed([describe(rank.specs, rank.boxes) for rank in tensors])
+        self.manifest = build_manifest(specs, FRAGMENTS)
         version_bytes, contribution_bytes = area_sizes(self.manifest, Codec.INT4)
         self.area = np.zeros(version_bytes // 4, np.float32)
         self.contributions = np.zeros(contribution_bytes, np.uint8)
         self.heard: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self.fragments = kind(
-            tensors,
-            self.manifest,
-            FragmentSettings("us-east", 1, Codec.INT4, CarryMode.CARRY, 96),
-            version_area=self.area,
-            contribution_area=self.contributions,
-            answer=self.heard.put,
-        )
+        post = Post()
+        self.ranks = [
+            kind(
+                tensors[rank],
+                self.manifest,
+                FragmentSettings("us-east", 1, Codec.INT4, CarryMode.CARRY, 96),
+                version_area=self.area if rank == 0 else None,
+                contribution_area=self.contributions if rank == 0 else None,
+                answer=self.heard.put,
+                shards=shards,
+                rank=rank,
+                exchange=PostExchange(post, rank, shards, self.manifest) if len(holdings) > 1 else None,
+            )
+            for rank in range(len(holdings))
+        ]
+        self.fragments = self.ranks[0]
         self.values = np.random.default_rng(seed)
         self.versions = [0] * FRAGMENTS
         self.ready: list[Contribution | None] = [None] * FRAGMENTS
@@ -94,7 +117,12 @@ class Life:
         self.run_steps()
         is_checked = self.fragments._revert._is_done
         self._hear()
-        parameters = b"".join(p.detach().float().cpu().numpy().tobytes() for p in self.model.parameters())
+        copies = [dict(model.named_parameters()) for model in self.models]
+        parameters = b""
+        for number in range(len(SHAPES)):
+            same = {_bytes(held[f"p{number}"]) for held in copies if f"p{number}" in held}
+            assert len(same) == 1, "ranks that hold the same have the same"
+            parameters += same.pop()
         base = b"".join(vector.numpy().tobytes() for vector in self.fragments.global_vectors())
         answers = tuple(sorted(self.answers))
         self.close()
@@ -102,13 +130,18 @@ class Life:
 
     def close(self) -> None:
         """Let go of everything."""
-        self.fragments.close()
+        for fragments in self.ranks:
+            fragments.close()
 
     def run_steps(self) -> None:
         """All steps of the script. On a device nothing may wait in this thread."""
-        self.fragments.write_initial_state()
+        self.area[:] = self.values.standard_normal(self.area.size, np.float32)
         for index in range(FRAGMENTS):
-            self.fragments.apply(VersionOffered(index, 0, NO_SNAPSHOT))
+            for fragments in self.ranks:
+                fragments.take(VersionOffered(index, 0, NO_SNAPSHOT))
+            self._drain()
+            for fragments in self.ranks:
+                fragments.finish(index)
         script, noise = random.Random(self.seed), torch.Generator(device="cpu").manual_seed(self.seed)
         for _ in range(STEPS):
             with fake_device.no_waits() if self.is_on_device else nullcontext():
@@ -116,38 +149,44 @@ class Life:
                 self._boundary(script)
 
     def _train(self, noise: torch.Generator) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                change = torch.randn(parameter.shape, generator=noise, device="cpu").to(self.dtype) * 0.1
-                if parameter.is_cuda:
-                    change = change.pin_memory().to(parameter.device, non_blocking=True)
-                parameter.add_(change)
-        self.fragments.step += 1
-        self.fragments.tokens += 8
+        for number, shape in enumerate(SHAPES):
+            change = torch.randn(shape, generator=noise, device="cpu").to(self.dtype) * 0.1
+            with torch.no_grad():
+                for parameter in (getattr(model, f"p{number}", None) for model in self.models):
+                    if parameter is not None and parameter.is_cuda:
+                        parameter.add_(change.pin_memory().to(parameter.device, non_blocking=True))
+                    elif parameter is not None:
+                        parameter.add_(change)
+        for fragments in self.ranks:
+            fragments.step += 1
+            fragments.tokens += 8
 
     def _boundary(self, script: random.Random) -> None:
-        fragments = self.fragments
-        fragments.verify()
+        for fragments in self.ranks:
+            fragments.verify()
         offers = script.sample(range(FRAGMENTS), script.randint(0, ORDERS_MAX))
         requests = script.sample(range(FRAGMENTS), script.randint(0, ORDERS_MAX))
         includes = script.random() < 0.7
         self._hear()
         due = sorted(self.coming)
         for index in [] if due else offers:
-            if not fragments.is_busy(index):
+            if not self.fragments.is_busy(index):
                 self._offer(index, is_included=includes)
         for index in requests:
             may_ask = index not in self.asked and index not in self.coming
-            if may_ask and fragments.step > fragments.positions[index].included_step:
+            if may_ask and self.fragments.step > self.fragments.positions[index].included_step:
                 self.asked.add(index)
-                fragments.snapshot(SnapshotRequested(index, self.versions[index] + 1, self.versions[index]))
+                for fragments in self.ranks:
+                    fragments.snapshot(SnapshotRequested(index, self.versions[index] + 1, self.versions[index]))
         for index in due:
-            assert index in fragments.arrived()
-            fragments.finish(index)
+            for fragments in self.ranks:
+                assert index in fragments.arrived()
+                fragments.finish(index)
             self._place(index)[:] = np.nan  # the daemon may write there from now on
             self.coming.remove(index)
             self.ready[index] = None
-        fragments.encode_taken()
+        for fragments in self.ranks:
+            fragments.encode_taken()
 
     def _offer(self, index: int, *, is_included: bool) -> None:
         self.versions[index] += 1
@@ -157,16 +196,21 @@ class Life:
             number = contribution.snapshot
         place = self._place(index)
         place[:] = self.values.standard_normal(place.size, np.float32)
-        self.fragments.take(VersionOffered(index, self.versions[index], number))
+        for fragments in self.ranks:
+            fragments.take(VersionOffered(index, self.versions[index], number))
         self.coming.add(index)
 
     def _place(self, index: int) -> np.ndarray:
         start = sum(fragment.size for fragment in self.manifest.fragments[:index])
         return self.area[start : start + self.manifest.fragments[index].size]
 
+    def _drain(self) -> None:
+        for fragments in self.ranks:
+            fragments._worker.drain()
+
     def _hear(self) -> None:
         """Both lives come to the same place before something depends on it: what the worker has is done."""
-        self.fragments._worker.drain()
+        self._drain()
         while not self.heard.empty():
             answer = self.heard.get()
             assert isinstance(answer, SnapshotReady), answer
@@ -183,6 +227,7 @@ def complaints(
     seeds: tuple[int, ...] = (1, 2),
     expected: Callable[[torch.dtype, int], Outcome],
     stop_at: int | None = None,
+    holdings: Sequence[Sequence[int]] = ALONE,
 ) -> list[str]:
     """What is wrong with lives on devices, under all schedules; at most `stop_at` complaints.
 
@@ -195,11 +240,10 @@ def complaints(
             fake_device.reset()
             fake_device.schedule(schedule, seed=seed)
             try:
-                outcome = Life(PLACES[place], dtype=dtype, seed=seed, kind=kind).run()
+                outcome = Life(PLACES[place], dtype=dtype, seed=seed, kind=kind, holdings=holdings).run()
                 torch.cuda.synchronize()
-                wrong = [
-                    name for name in Outcome.__slots__ if getattr(outcome, name) != getattr(expected(dtype, seed), name)
-                ]
+                names = set(Outcome.__slots__) - ({"base", "is_checked"} if len(holdings) > 1 else set())
+                wrong = [name for name in names if getattr(outcome, name) != getattr(expected(dtype, seed), name)]
                 texts += [f"{schedule}: other {', '.join(wrong)}"] if wrong else []
             except Exception as error:  # noqa: BLE001 - with a planted fault anything may happen
                 texts.append(f"{schedule}: {type(error).__name__}: {error}"[:200])
@@ -209,10 +253,66 @@ def complaints(
     return texts
 
 
-def _model(places: tuple[str, ...], dtype: torch.dtype) -> nn.Module:
+class Post:
+    """Letters between ranks that are all in this process."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+
+    def send(self, source: int, target: int, values: torch.Tensor) -> None:
+        self.boxes[source, target].put(values.clone())
+
+    def receive(self, source: int, target: int) -> torch.Tensor:
+        return self.boxes[source, target].get(timeout=PATIENCE_S)
+
+
+class PostExchange(RankExchange):
+    """`RankExchange` whose bytes go by post."""
+
+    def __init__(self, post: Post, rank: int, shards: ShardMap, manifest: Manifest) -> None:
+        super().__init__(None, rank, shards, manifest)  # type: ignore[arg-type]
+        self._post = post
+
+    def gather(self, index: int, vector: torch.Tensor) -> torch.Tensor | None:
+        self._post.send(self._rank, 0, vector)
+        if self._rank:
+            return None
+        whole = torch.zeros(self._manifest.fragments[index].size, device="cpu")
+        for rank in self._ranks:
+            values = self._post.receive(rank, 0)
+            for slab in self._owned[index][rank].slabs:
+                self._inside(whole, slab).copy_(values[slab.span].view(slab.shape))
+        return whole
+
+    def scatter(self, index: int, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        for rank, packet in enumerate(self.pack(index, whole) if whole is not None else ()):
+            self._post.send(0, rank, packet)
+        packet = self._post.receive(0, self._rank)
+        size = self._owned[index][self._rank].size
+        return packet[:size], packet[size:]
+
+    def share_anchor(self, index: int, anchor: torch.Tensor) -> torch.Tensor:
+        values = torch.zeros(self._followed[index][self._rank].size, device="cpu")
+        for (owner, follower), (sources, targets) in self._pairs[index].items():
+            if self._rank == owner:
+                self._post.send(owner, follower, torch.cat([anchor[slab.span] for slab in sources]))
+            elif self._rank == follower:
+                packet, end = self._post.receive(owner, follower), 0
+                for slab in targets:
+                    values[slab.span] = packet[end : end + slab.size]
+                    end += slab.size
+        return values
+
+
+def _bytes(parameter: torch.Tensor) -> bytes:
+    return parameter.detach().float().cpu().numpy().tobytes()
+
+
+def _model(places: tuple[str, ...], dtype: torch.dtype, numbers: Sequence[int]) -> nn.Module:
     generator = torch.Generator(device="cpu").manual_seed(3)
     model = nn.Module()
     for number, shape in enumerate(SHAPES):
         values = torch.randn(*shape, generator=generator, device="cpu").to(dtype)
-        model.register_parameter(f"p{number}", nn.Parameter(values.to(places[number % len(places)])))
+        if number in numbers:
+            model.register_parameter(f"p{number}", nn.Parameter(values.to(places[number % len(places)])))
     return model

@@ -14,7 +14,7 @@ import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.wire.learner_link import NO_SNAPSHOT, OfferApplied, SnapshotReady, SnapshotRequested, VersionOffered
-from tests.kit.device_life import FRAGMENTS, ON_THE_CPU, PLACES, Life, Outcome, complaints
+from tests.kit.device_life import FRAGMENTS, ON_THE_CPU, PLACES, RANKS, Life, Outcome, complaints
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.fakecuda import fake_device
 from tests.kit.learner_kit import Toy, region_folder
@@ -39,6 +39,11 @@ def on_the_cpu(dtype: torch.dtype, seed: int) -> Outcome:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_are_those_of_the_cpu_under_every_schedule(dtype: torch.dtype, place: str) -> None:
     assert not complaints(LearnerFragments, dtype=dtype, place=place, expected=on_the_cpu)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_come_to_the_bits_of_one_on_the_cpu(ranks: str) -> None:
+    assert not complaints(LearnerFragments, holdings=RANKS[ranks], expected=on_the_cpu)
 
 
 @pytest.mark.parametrize("name", DEVICE_FAULTS)
