@@ -30,10 +30,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-LIMIT_S: Final = {"compiled": 90.0, "loop": 75.0, "ranks": 75.0}
+LIMIT_S: Final = {"compiled": 90.0, "loop": 75.0, "checkpoint": 75.0, "ranks": 75.0}
 """Seconds that a check may take; `OTHER_LIMIT_S` where it is not named."""
 
 OTHER_LIMIT_S: Final = 60.0
+SMALL_LIMIT_S: Final = 600.0
+"""Small models are for devices in software, on machines that do other things as well."""
+
 NAMES: Final = ("bits", "waits", "loop", "checkpoint", "graphs", "capture", "ranks", "compiled")
 NO_DEVICE: Final = 2
 
@@ -98,7 +101,7 @@ def main() -> int:
         command += ["--small"] if options.small else []
         command += ["--import", options.module] if options.module else []
         started_s = time.monotonic()
-        lines = run(name, command, LIMIT_S.get(name, OTHER_LIMIT_S))
+        lines = run(name, command, SMALL_LIMIT_S if options.small else LIMIT_S.get(name, OTHER_LIMIT_S))
         for number, line in enumerate(lines):
             verdicts.append(line["verdict"])
             took = f" [{time.monotonic() - started_s:.0f} s]" if number == len(lines) - 1 else ""

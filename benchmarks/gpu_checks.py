@@ -13,13 +13,14 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from gpu_daemon import DaemonProcess, ScriptedDaemon, region
+from gpu_encode import BLOCK, differing_bytes, figures
 from gpu_model import DEVICE, FULL, GPT, HAS_DRIVER, Moment, Size, Trainer
 from gpu_trace import Trace
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ import diloco_node
 from diloco_node.core.types import RunSettings
 from diloco_node.planning.plan import Workload, storage
 from diloco_node.planning.sizes import even_sizes
-from diloco_node.wire.learner_link import NO_SNAPSHOT
+from diloco_node.wire.learner_link import NO_SNAPSHOT, SnapshotReady
 
 SLOWER_MAX: Final = 0.01
 IDLE_MAX_MS: Final = 0.2
@@ -36,6 +37,7 @@ DEVICE_BYTES_MAX: Final = 1.0
 """Bytes on the device for a parameter."""
 
 PAUSE_MAX_MS: Final = 20.0
+TINY: Final = Size(2, 64, 2, 16, 4, 128, 4, 0, 0, 0, 0)
 CYCLES_BEFORE: Final = 2
 """Cycles before anything counts: the first versions are looked at again, and touch memory for the first time."""
 
@@ -160,7 +162,7 @@ class SyncWarnings:
         warnings.showwarning = self._before
 
     def _show(self, message: Warning | str, *_: object, **__: object) -> None:
-        if "synchroniz" in str(message):
+        if "called a synchroniz" in str(message):
             self.by_thread[threading.get_ident()] += 1
 
 
@@ -195,13 +197,13 @@ def waits(size: Size) -> Iterator[Line]:
         with SyncWarnings() as warned:
             for _ in range(size.steps // 2):
                 train(diloco)
-                time.sleep(0.005)
+                time.sleep(0.01)
         in_training, all_threads = warned.by_thread[threading.get_ident()], sum(warned.by_thread.values())
         torch.cuda.synchronize()
         with Trace() as trace:
             for _ in range(size.steps // 2):
                 train(diloco)
-                time.sleep(0.005)
+                time.sleep(0.01)
         versions = sum(diloco.versions) - before
     calls, others = trace.calls_inside("boundary"), trace.calls_outside("boundary")
     stops = {name: count for name, count in calls.items() if "Synchronize" in name or name == "cudaMemcpy"}
@@ -212,7 +214,7 @@ def waits(size: Size) -> Iterator[Line]:
     elsewhere = {name: count for name, count in others.items() if "Synchronize" in name}
     yield Line(
         "waits",
-        verdict(not in_training and not stops and not pageable),
+        verdict(bool(calls) and not in_training and not stops and not pageable),
         f"{versions} versions in {size.steps} steps; a step: {in_training / half:.1f} waits by the debug mode, "
         f"{sum(stops.values()) / half:.1f} by the profiler {stops}, {pageable / half:.1f} pageable copies, "
         f"{launches / half:.1f} launches; memory {memory}; other threads {elsewhere}",
@@ -266,7 +268,7 @@ def loop(size: Size) -> Iterator[Line]:
     turns: dict[str, list[Turn]] = {"alone": [], "attached": []}
     idle: dict[str, list[float]] = {}
     used: dict[str, dict[str, int]] = {}
-    orders = 0
+    versions, steps_attached = 0, 0
 
     def alone(*_: Tensor) -> None:
         return None
@@ -274,7 +276,7 @@ def loop(size: Size) -> Iterator[Line]:
     def finish(arm: str, boundary: Callable[[Tensor, Tensor], None]) -> None:
         torch.cuda.synchronize()
         turns[arm].append(turn(trainer, steps, boundary))
-        if HAS_DRIVER and len(turns[arm]) == size.turns:
+        if HAS_DRIVER and len(turns[arm]) == 1:
             used[arm] = memory_now()
             idle[arm] = idle_of(lambda: boundary(*trainer.step()))
 
@@ -291,12 +293,13 @@ def loop(size: Size) -> Iterator[Line]:
 
                 for _ in range(CYCLES_BEFORE * size.fragments):
                     attached(*trainer.step())
-                before = sum(diloco.versions)
+                before, steps_before = sum(diloco.versions), diloco.steps
                 finish("attached", attached)
-                orders += sum(diloco.versions) - before
+                versions += sum(diloco.versions) - before
+                steps_attached += diloco.steps - steps_before
         reset_memory()
         turns["alone"].append(turn(trainer, steps, alone))
-    yield time_line(turns, orders / (size.turns * steps))
+    yield time_line(turns, versions / steps_attached)
     yield boundary_line(turns)
     if HAS_DRIVER:
         yield idle_line(idle)
@@ -465,13 +468,12 @@ def longest_launch_gap_ms(values: Tensor, is_going_on: Callable[[], bool]) -> fl
 class Stepper:
     """A small model whose step is eager, captured as a whole, or compiled to graphs."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, size: Size = TINY) -> None:
         torch.manual_seed(1)
         self.kind = kind
-        self.size = Size(2, 64, 2, 16, 4, 128, 4, 0, 0, 0, 0)
-        self.model = GPT(self.size).to(DEVICE)
+        self.model = GPT(size).to(DEVICE)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, capturable=HAS_DRIVER)
-        self.tokens = torch.randint(128, (4, 17)).to(DEVICE)
+        self.tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1)).to(DEVICE)
         self.forward: Callable[[Tensor], Tensor] = self.model
         if kind == "reduce-overhead":
             self.forward = torch.compile(self.model, mode="reduce-overhead")
@@ -487,18 +489,20 @@ class Stepper:
         return loss.detach()
 
     def warm_up(self) -> None:
-        """Three steps on a side stream, as torch says, and the capture, which makes none."""
+        """Three steps, on a side stream as torch says where they are to be captured."""
+        if self.kind == "reduce-overhead":
+            for _ in range(3):
+                self.eager()
+            return
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
                 self.eager()
         torch.cuda.current_stream().wait_stream(side)
-        if self.kind == "graph":
-            self.capture()
 
     def capture(self) -> None:
-        """Record a whole step; the next ones are its replays."""
+        """Record a whole step, which makes none; the next ones are its replays."""
         self.optimizer.zero_grad(set_to_none=True)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -515,11 +519,13 @@ class Stepper:
         return self.loss.detach().clone()
 
 
-def losses(kind: str, *, has_versions: bool, is_captured_late: bool = False) -> list[float]:
+def losses(kind: str, *, has_versions: bool) -> list[float]:
     """The losses of a run, with a version of each fragment in turn between its steps."""
     draw = np.random.default_rng(11)
     stepper = Stepper(kind)
-    stepper.warm_up() if not is_captured_late else stepper.eager()
+    stepper.warm_up()
+    if kind == "graph":
+        stepper.capture()
     result: list[Tensor] = []
     with (
         tempfile.TemporaryDirectory(prefix="gpu-") as name,
@@ -527,11 +533,6 @@ def losses(kind: str, *, has_versions: bool, is_captured_late: bool = False) -> 
         ScriptedDaemon(Path(name), fragments=4) as daemon,
         diloco_node.attach(stepper.model, stepper.optimizer, checkpoint_every_s=0) as diloco,
     ):
-        if is_captured_late:
-            daemon.want(0)
-            diloco.step(tokens=8)
-            diloco.step(tokens=8)
-            stepper.capture()
         for number in range(20):
             for _ in range(2):
                 result.append(stepper.step())
@@ -557,10 +558,30 @@ def compiled(_: Size) -> Iterator[Line]:
     yield compared("compiled", losses("reduce-overhead", has_versions=True), expected, effect)
 
 
-def capture(_: Size) -> Iterator[Line]:
-    """A graph that is captured while a snapshot is still on its way."""
-    result = losses("graph", has_versions=True, is_captured_late=True)
-    yield Line("capture", verdict(all(np.isfinite(result))), f"{len(result)} replays after it")
+def capture(size: Size) -> Iterator[Line]:
+    """A graph that is captured while snapshots of all fragments are on their way."""
+    stepper = Stepper("graph", replace(size, context=16, batch=4) if size is FULL else TINY)
+    stepper.warm_up()
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-") as name,
+        region(Path(name)),
+        ScriptedDaemon(Path(name), fragments=4) as daemon,
+        diloco_node.attach(stepper.model, stepper.optimizer, checkpoint_every_s=0) as diloco,
+    ):
+        for index in range(4):
+            daemon.want(index)
+        time.sleep(0.1)
+        stepper.eager()
+        diloco.step(tokens=8)
+        stepper.capture()
+        encoded = daemon.heard(SnapshotReady)
+        result = []
+        for _ in range(8):
+            result.append(stepper.step())
+            diloco.step(tokens=8, loss=result[-1])
+        daemon.wait_for(SnapshotReady, 4)
+        is_right = bool(torch.stack(result).isfinite().all())
+    yield Line("capture", verdict(is_right), f"{len(result)} replays; {4 - encoded} of 4 snapshots came after it")
 
 
 def compared(name: str, result: list[float], expected: list[float], effect: float) -> Line:
@@ -607,6 +628,16 @@ def ranks(size: Size) -> Iterator[Line]:
     )
 
 
+def encoding(size: Size) -> Iterator[Line]:
+    """What a fragment takes on the device."""
+    values = 124_000_000 // 24 if size is FULL else 40_000
+    parts = figures(values, 7)
+    text = ", ".join(f"{name} {took:.3f}" for name, took in parts.items())
+    yield Line("figures", "INFO", f"ms for a fragment of {values / 1e6:.1f} M values: {text}", parts)
+    differing = differing_bytes(values // BLOCK * BLOCK)
+    yield Line("encode", verdict(not differing), f"int4 in torch's operators: {differing} bytes are not the kernel's")
+
+
 CHECKS: Final[dict[str, Callable[[Size], Iterator[Line]]]] = {
     "bits": bits,
     "waits": waits,
@@ -616,6 +647,7 @@ CHECKS: Final[dict[str, Callable[[Size], Iterator[Line]]]] = {
     "capture": capture,
     "compiled": compiled,
     "ranks": ranks,
+    "encode": encoding,
 }
 
 

@@ -72,7 +72,7 @@ class Learner:
         """One step."""
         loss = self.model(self._tokens)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1e3)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.diloco.step(tokens=self._tokens.numel(), loss=loss, grad_norm=norm)
