@@ -36,6 +36,7 @@ IDLE_MAX_MS: Final = 0.2
 DEVICE_BYTES_MAX: Final = 1.0
 """Bytes on the device for a parameter."""
 
+STEPS_LIMIT_S: Final = 120.0
 PAUSE_MAX_MS: Final = 20.0
 TINY: Final = Size(2, 64, 2, 16, 4, 128, 4, 0, 0, 0, 0)
 CYCLES_BEFORE: Final = 2
@@ -183,51 +184,58 @@ def waits(size: Size) -> Iterator[Line]:
         DaemonProcess(size.fragments) as daemon,
         diloco_node.attach(trainer.model, trainer.optimizer, checkpoint_every_s=0) as diloco,
     ):
-        for _ in range(CYCLES_BEFORE * size.fragments):
-            train(diloco)
-            time.sleep(0.01)
-        before = sum(diloco.versions)
-        device = fake()
+        until_applied(diloco, CYCLES_BEFORE * size.fragments, lambda: train(diloco))
+        count, device = size.steps // 2, fake()
         if device is not None:
             with device.no_waits():
-                for _ in range(size.steps):
-                    train(diloco)
-            yield Line("waits", "PASS", f"none in {size.steps} steps with {sum(diloco.versions) - before} versions")
+                steps = until_applied(diloco, count, lambda: train(diloco))
+            yield Line("waits", "PASS", f"none in {steps} steps with {count} versions")
             return
         with SyncWarnings() as warned:
-            for _ in range(size.steps // 2):
-                train(diloco)
-                time.sleep(0.01)
+            warned_steps = until_applied(diloco, count, lambda: train(diloco))
         in_training, all_threads = warned.by_thread[threading.get_ident()], sum(warned.by_thread.values())
         torch.cuda.synchronize()
         with Trace() as trace:
-            for _ in range(size.steps // 2):
-                train(diloco)
-                time.sleep(0.01)
-        versions = sum(diloco.versions) - before
+            traced_steps = until_applied(diloco, count, lambda: train(diloco))
     calls, others = trace.calls_inside("boundary"), trace.calls_outside("boundary")
     stops = {name: count for name, count in calls.items() if "Synchronize" in name or name == "cudaMemcpy"}
     memory = {name: count for name, count in calls.items() if "Alloc" in name or "Free" in name or "Register" in name}
     pageable = trace.pageable_copies("boundary")
     launches = sum(count for name, count in calls.items() if "Launch" in name or "Async" in name)
-    half = size.steps // 2
     elsewhere = {name: count for name, count in others.items() if "Synchronize" in name}
     yield Line(
         "waits",
         verdict(bool(calls) and not in_training and not stops and not pageable),
-        f"{versions} versions in {size.steps} steps; a step: {in_training / half:.1f} waits by the debug mode, "
-        f"{sum(stops.values()) / half:.1f} by the profiler {stops}, {pageable / half:.1f} pageable copies, "
-        f"{launches / half:.1f} launches; memory {memory}; other threads {elsewhere}",
+        f"for each of {count} snapshots and versions: {in_training / count:.1f} waits by the debug mode, "
+        f"{sum(stops.values()) / count:.1f} by the profiler {stops}, {pageable / count:.1f} pageable copies, "
+        f"{launches / count:.1f} launches; memory {memory}; other threads {elsewhere}",
         {
-            "versions": versions,
+            "versions": count,
+            "steps": [warned_steps, traced_steps],
             "debug_mode": in_training,
             "debug_mode_all_threads": all_threads,
-            "steps_each": half,
             "calls": calls,
             "elsewhere": elsewhere,
             "pageable": pageable,
         },
     )
+
+
+def until_applied(diloco: Any, versions: int, train: Callable[[], None]) -> int:
+    """Train until so many versions more were applied, and return how many steps that took.
+
+    Raises:
+        TimeoutError: it takes too long.
+    """
+    target, deadline_s = sum(diloco.versions) + versions, time.monotonic() + STEPS_LIMIT_S
+    for steps in itertools.count():
+        if sum(diloco.versions) >= target:
+            return steps
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{steps} steps, and {target - sum(diloco.versions)} versions are still to come")
+        train()
+        time.sleep(0.005)
+    raise AssertionError
 
 
 # ---- time, idle, memory ----------------------------------------------------------------------------------------------
@@ -291,8 +299,7 @@ def loop(size: Size) -> Iterator[Line]:
                     daemon.order()
                     diloco.step(tokens=trainer.tokens_a_step, loss=loss, grad_norm=norm)
 
-                for _ in range(CYCLES_BEFORE * size.fragments):
-                    attached(*trainer.step())
+                until_applied(diloco, CYCLES_BEFORE * size.fragments, lambda work=attached: work(*trainer.step()))
                 before, steps_before = sum(diloco.versions), diloco.steps
                 finish("attached", attached)
                 versions += sum(diloco.versions) - before
