@@ -16,9 +16,8 @@ snapshot of the fragment replaces it. Asked again for the same version and base 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -34,7 +33,7 @@ from diloco_node.learner.layouts.shard_map import ShardMap, join, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, host_values
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.revert import RevertCheck
-from diloco_node.learner.snapshots import HeldSnapshot, SnapshotFacts, SnapshotRooms, host_room
+from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotFacts, SnapshotRooms, host_room
 from diloco_node.learner.worker import BackgroundWorker
 from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
@@ -59,22 +58,6 @@ class FragmentSettings:
     codec_up: Codec
     carry: CarryMode
     carry_steps_limit: int
-
-
-@dataclass(slots=True)
-class _ComingVersion:
-    """A version on its way into the model.
-
-    Attributes:
-        new, anchor_followed: see `RankExchange.scatter` and `share_anchor`; set when `arrived` is.
-        room: what it is applied from, if the model is on a device.
-    """
-
-    offered: VersionOffered
-    new: tuple[Tensor, Tensor] | None = None
-    anchor_followed: Tensor | None = None
-    room: Room | None = None
-    arrived: threading.Event = field(default_factory=threading.Event)
 
 
 class LearnerFragments:
@@ -159,7 +142,7 @@ class LearnerFragments:
         # Those of this boundary that the encoder does not have yet; empty between boundaries.
         self._taken: list[HeldSnapshot] = []
         # By fragment the version on its way; in the same order on all ranks. Gone when it is applied.
-        self._incoming: dict[int, _ComingVersion] = {}
+        self._incoming: dict[int, ComingVersion] = {}
         # By fragment the newest snapshot that an applied version included: no older one is carried over again.
         self._last_included: dict[int, int] = {}
         # The own parameters from just before the run's last merges; None until those begin.
@@ -261,11 +244,9 @@ class LearnerFragments:
         local = self._owned[request.fragment]
         buffer = self._rooms.take()
         values = buffer[: local.size]
-        transit = None
-        if self._lane is None:
+        transit = None if self._lane is None else self._lane.pack(local)
+        if transit is None:
             self.tensors.read(local, values)
-        else:
-            transit = self._lane.pack(local)
         facts = SnapshotFacts(
             number=self._next_snapshot,
             fragment=request.fragment,
@@ -353,7 +334,7 @@ class LearnerFragments:
             LearnerError: the daemon names a snapshot that this learner does not have.
         """
         index = offer.fragment
-        incoming = self._incoming[index] = _ComingVersion(offer)
+        incoming = self._incoming[index] = ComingVersion(offer)
         position, exchange, lane = self.positions[index], self._exchange, self._lane
         if (exchange is None and lane is None) or offer.version <= position.base_version:
             incoming.arrived.set()
@@ -446,16 +427,14 @@ class LearnerFragments:
         self.discounted += carry_factor < 1.0
         return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps)
 
-    def _shift(self, incoming: _ComingVersion, plan: CarryPlan, snapshot: HeldSnapshot | None) -> None:
+    def _shift(self, incoming: ComingVersion, plan: CarryPlan, snapshot: HeldSnapshot | None) -> None:
         """Apply a version on the CPU."""
         index = incoming.offered.fragment
         primary, replica = self._owned[index], self._followed[index]
-        anchors = {
-            Anchor.SNAPSHOT: (snapshot.values if snapshot else None, incoming.anchor_followed),
-            Anchor.BASE: (self._base[index], incoming.anchor_followed),
-            Anchor.NONE: (None, None),
-        }
-        anchor, anchor_followed = anchors[plan.anchor]
+        anchor = anchor_followed = None
+        if plan.anchor is not Anchor.NONE:
+            anchor = self._base[index] if snapshot is None else snapshot.values
+            anchor_followed = incoming.anchor_followed
         new, new_followed = incoming.new or (self._places[index], None)
         self.tensors.shift(primary, new, anchor, plan.carry_factor, self._scratch)
         if new_followed is not None:

@@ -1,4 +1,4 @@
-"""Snapshots of one fragment: what is known of each, and the memory that they lie in."""
+"""Snapshots of one fragment, and versions on their way: what is known of each, and the memory that they lie in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco_node.core.types import Contribution
 from diloco_node.learner.layouts.device import Room
-from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady
+from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, VersionOffered
 
 SPARE_ROOMS: Final = 2
 """Kept for the next snapshots: as many rounds are in flight by default. When more were, as after ballots that failed,
@@ -69,6 +69,22 @@ class HeldSnapshot:
     transit: Room | None = None
     answer: SnapshotReady | SnapshotDenied | None = None
     encoded: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(slots=True)
+class ComingVersion:
+    """A version on its way into the model.
+
+    Attributes:
+        new, anchor_followed: see `RankExchange.scatter` and `share_anchor`; set when `arrived` is.
+        room: what it is applied from, if the model is on a device.
+    """
+
+    offered: VersionOffered
+    new: tuple[Tensor, Tensor] | None = None
+    anchor_followed: Tensor | None = None
+    room: Room | None = None
+    arrived: threading.Event = field(default_factory=threading.Event)
 
 
 class SnapshotRooms:

@@ -80,13 +80,13 @@ DEVICE_FAULTS: Final = {
     ),
     "training-thread-copies": DeviceFault(
         FRAGMENTS,
-        "        if self._lane is None:\n            self.tensors.read",
+        "        if transit is None:\n            self.tensors.read",
         "        if True:\n            self.tensors.read",
     ),
     "training-thread-fetches": DeviceFault(
         FRAGMENTS,
-        "            transit = self._lane.pack(local)\n",
-        "            transit = self._lane.pack(local)\n            self._lane.fetch(transit, values)\n",
+        "        if transit is None:\n            self.tensors.read",
+        "        self._lane.fetch(transit, values)\n        if transit is None:\n            self.tensors.read",
     ),
     "snapshot-in-the-room": DeviceFault(
         LANE, "        out.copy_(room.host[0, : out.numel()])\n", "        out.set_(room.host[0, : out.numel()])\n"
