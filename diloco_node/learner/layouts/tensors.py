@@ -131,7 +131,7 @@ class ModelTensors:
         # After an evaluation FSDP2 leaves its root unsharded: it names other parameters then, which it throws away, and
         # what is written to the shards is not seen.
         self._resharded = [module for module in self.model.modules() if hasattr(module, "reshard")]
-        self._reshard()
+        self.reshard()
         _check_kind("the model", *self.model.modules())  # FSDP1's parameters may look like plain ones
         self._names_of = names_of(self.model)
         masters, merge = by_plain_name(masters or {}), by_plain_name(merge or {})
@@ -170,6 +170,11 @@ class ModelTensors:
     def is_cut(self) -> bool:
         """Whether ranks hold parts of tensors."""
         return any(map(is_sharded, self._names_of))
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the values lie now."""
+        return {tensor.source.device for tensor in self._tracked.values()}
 
     @property
     def names(self) -> dict[Tensor, str]:
@@ -224,7 +229,7 @@ class ModelTensors:
             out: shape (part.size,), float32, CPU; overwritten.
         """
         with torch.no_grad():
-            sources = [self._values(slab) for slab in local.slabs]
+            sources = [self.values(slab) for slab in local.slabs]
             if sources and all(value.is_cpu and value.dtype == out.dtype for value in sources):
                 # One call, for of small tensors each costs more than its values. Other types would take it longer.
                 torch.cat([value.reshape(-1) for value in sources], out=out)
@@ -238,12 +243,12 @@ class ModelTensors:
         Args:
             values: shape (part.size,), float32, CPU. Not changed.
         """
-        self._reshard()
+        self.reshard()
         with torch.no_grad():
             for slab in local.slabs:
-                target = self._values(slab)
+                target = self.values(slab)
                 target.copy_(values[slab.span].view(target.shape))
-                self._follow(slab)
+                self.follow((slab,))
 
     def shift(
         self, local: LocalFragment, new: Tensor, anchor: Tensor | None, carry_factor: float, scratch: Tensor
@@ -260,16 +265,16 @@ class ModelTensors:
         if anchor is None:
             self.write(local, new)
             return
-        self._reshard()
+        self.reshard()
         with torch.no_grad():
             for slab in local.slabs:
-                values = self._values(slab)
+                values = self.values(slab)
                 is_direct = values.dtype == torch.float32 and values.device.type == "cpu"
                 theta = values if is_direct else scratch[: slab.size].view(values.shape).copy_(values)
                 _shift(theta, new[slab.span].view(values.shape), anchor[slab.span].view(values.shape), carry_factor)
                 if not is_direct:
                     values.copy_(theta)
-                self._follow(slab)
+                self.follow((slab,))
 
     def held(self, local: LocalFragment, new: Tensor, out: Tensor) -> None:
         """Return what a learner that takes exactly `new` holds: `new` rounded to each parameter's type, as float32.
@@ -286,7 +291,10 @@ class ModelTensors:
                 span.copy_(span.to(dtype))
 
     def sample(self, local: LocalFragment) -> Tensor:
-        """The first values of each slab as the *parameters* hold them, masters or not: shape (k,), float32, CPU."""
+        """The first values of each slab as the *parameters* hold them, masters or not: shape (k,), float32.
+
+        Of slabs on several devices those on the first one: nothing is moved.
+        """
         return self._sample(local, local_part)
 
     def sample_gradients(self, local: LocalFragment) -> Tensor:
@@ -297,14 +305,12 @@ class ModelTensors:
         )
 
     def _sample(self, local: LocalFragment, values_of: Callable[[Tensor], Tensor]) -> Tensor:
-        pieces = [host_values(0)]
+        pieces = []
         for slab in local.slabs:
             values = values_of(self._tracked[slab.piece.name].parameter)[slab.local]
             # Rows first: making all of a slab that lies across memory contiguous would copy it.
-            pieces.append(
-                (values[:SAMPLE_VALUES] if values.dim() else values).reshape(-1)[:SAMPLE_VALUES].float().cpu()
-            )
-        return torch.cat(pieces)
+            pieces.append((values[:SAMPLE_VALUES] if values.dim() else values).reshape(-1)[:SAMPLE_VALUES].float())
+        return torch.cat([piece for piece in pieces if piece.device == pieces[0].device] or [host_values(0)])
 
     def rest_of_state(self, *, is_kept: bool) -> dict[str, Tensor]:
         """Copy the entries of `state_dict()` that are not merged: buffers and frozen parameters.
@@ -359,16 +365,23 @@ class ModelTensors:
         own_names = [name for name in by_plain_name(self.model.state_dict()) if name in state]
         return {name: state[name] for name in dict.fromkeys((*own_names, *state))}
 
-    def _values(self, slab: Slab) -> Tensor:
+    def values(self, slab: Slab) -> Tensor:
         """A view of the slab's values; taken anew each time, for `model.to()` may have moved them."""
         return self._tracked[slab.piece.name].source[slab.local]
 
-    def _follow(self, slab: Slab) -> None:
-        tensor = self._tracked[slab.piece.name]
-        if tensor.master is not None:
-            local_part(tensor.parameter)[slab.local].copy_(local_part(tensor.master)[slab.local])
+    def follow(self, slabs: Sequence[Slab]) -> None:
+        """Copy masters that were written into their parameters."""
+        pairs = []
+        for slab in slabs:
+            tensor = self._tracked[slab.piece.name]
+            if tensor.master is not None:
+                pairs.append((local_part(tensor.parameter)[slab.local], tensor.source[slab.local]))
+        if pairs:
+            parameters, masters = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(parameters, masters)
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
+        """Have FSDP2 show the shards, also after an evaluation."""
         for module in self._resharded:
             module.reshard()  # type: ignore[operator]
 

@@ -178,6 +178,7 @@ def test_parameters_that_are_not_contiguous_and_scalars() -> None:
     assert model.b.item() == 6.0
 
 
+@pytest.mark.no_device("the arithmetic of the host; layouts/test_device.py has the device's")
 @pytest.mark.parametrize(
     "plan", [CarryPlan(Anchor.BASE, 1.0), CarryPlan(Anchor.BASE, 0.37), CarryPlan(Anchor.NONE, 0.0)]
 )
@@ -235,6 +236,7 @@ def mesh() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+@pytest.mark.no_device("its mesh is of the CPU")
 def test_a_dtensor_is_read_and_written_where_it_lies(mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -297,7 +299,7 @@ class Checked:
         self.model = nn.Linear(size, size, bias=False)
         self.tensors = ModelTensors(self.model)
         self.fragment = parts(self.tensors)[0]
-        self.check = RevertCheck(self.tensors)
+        self.check = RevertCheck(self.tensors, len(self.tensors.specs))
 
     def write(self, value: float | torch.Tensor) -> None:
         self.tensors.write(self.fragment, torch.zeros(self.fragment.size) + value)
