@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--small", action="store_true", help="small models, few steps")
     parser.add_argument("--encode", action="store_true", help="figures of a device path, too")
-    parser.add_argument("--import", dest="module", default="", help="before torch: a device in software")
+    parser.add_argument("--import", dest="module", default="", help="before torch: tests.kit.fakecuda.installed")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.module:

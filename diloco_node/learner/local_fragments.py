@@ -303,7 +303,6 @@ class LearnerFragments:
         return SnapshotReady(snapshot.facts.contribution(settings.region, settings.incarnation, norms.tolist()))
 
     # ---- versions ----------------------------------------------------------------------------------------------------
-
     def is_busy(self, index: int) -> bool:
         """Whether a version of this fragment can't be taken now: its base is still read, or one is on its way."""
         self._worker.check()
