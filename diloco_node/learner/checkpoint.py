@@ -31,9 +31,9 @@ from torch import Tensor
 
 from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.device import page_locked, record_event, relax_capture
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
-from diloco_node.learner.page_locked import page_locked
 from diloco_node.storage.durable import make_folder
 
 FORMAT: Final = 2
@@ -293,7 +293,8 @@ class CheckpointWriter:
         return before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype
 
     def _make_room(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        self._copies |= {name: page_locked(shape, dtype) for name, (shape, dtype) in shapes.items()}
+        relax_capture()
+        self._copies |= {name: page_locked(*shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         """Into the memory of the last copy where it fits: fresh pages cost more than the copying."""
@@ -310,6 +311,8 @@ class CheckpointWriter:
         begun_s: float,
     ) -> None:
         try:
+            if events:
+                relax_capture()
             for event in events:
                 event.synchronize()
             write_checkpoint(self._folder, checkpoint, self._place, whole=whole)
@@ -327,9 +330,7 @@ def _copied(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
     """
     events = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
+        events.append(record_event(device))
     return events
 
 

@@ -394,7 +394,7 @@ def test_memory_for_copies_from_a_device_is_made_in_the_background(
 ) -> None:
     makers: list[threading.Thread] = []
 
-    def room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         makers.append(threading.current_thread())
         return torch.zeros(shape, dtype=dtype)
 
