@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.device import has_streams, record_event
 from diloco_node.learner.layouts.tensors import is_sharded, local_part
-
-WITHOUT_STREAMS: Final = ("cpu", "mps")
-"""Kinds of devices whose values are waited for: that takes no time, or there is no other way."""
 
 
 class LateLoss:
@@ -41,16 +39,14 @@ class LateLoss:
             return
         if isinstance(loss, Tensor):
             loss = self._value(loss)
-        if not isinstance(loss, Tensor) or loss.device.type in WITHOUT_STREAMS:
+        if not isinstance(loss, Tensor) or not has_streams(loss.device):
             self._take(float(loss))
         elif self._event is None:
-            device, module = loss.device, getattr(torch, loss.device.type)
             if self._host is None:
                 self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
             self._host.copy_(loss, non_blocking=True)
-            self._event = module.Event()
             # The copy is in the stream of the loss's device, which need not be the current one.
-            self._event.record(module.current_stream(device))
+            self._event = record_event(loss.device)
 
     def _value(self, loss: Tensor) -> Tensor:
         """The loss as one detached value. Of a DTensor this rank's: nothing is gathered, for not all ranks may tell."""

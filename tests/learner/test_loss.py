@@ -63,7 +63,7 @@ class Event:
 
     made: ClassVar[list[Event]] = []
 
-    def __init__(self) -> None:
+    def __init__(self, **_: Any) -> None:
         self.is_over = False
         self.stream: Any = None
         self.made.append(self)
