@@ -257,7 +257,7 @@ class DeviceLane:
         """By device; taken anew each time, for `model.to()` may have moved parameters."""
         slabs: dict[torch.device, list[Slab]] = {}
         for slab in local.slabs:
-            slabs.setdefault(self._tensors.values(slab).device, []).append(slab)
+            slabs.setdefault(self._tensors.device(slab), []).append(slab)
         return [Stretch.of_slabs(device, neighbours) for device, neighbours in slabs.items()]
 
     @contextlib.contextmanager
