@@ -25,8 +25,14 @@ test-fast: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not system and not long' $(PYTEST_ARGS)
 
+# The learner's tests once more, on devices in software (tests/kit/fakecuda): a minute. g++ builds those once.
+.PHONY: test-device
+test-device: $(STAMP)
+	$(PYTEST) $(PARALLEL) 2 -p tests.kit.fakecuda.plugin -m 'not e2e and not seeds and not system' $(PYTEST_ARGS) \
+	  tests/learner tests/kit/test_fakecuda.py
+
 # Every test: first all that may run beside others, then what wants the machine for itself, from the files that say so.
-test-all: $(STAMP)
+test-all: $(STAMP) test-device
 	$(PYTEST) $(PARALLEL) 3 -m 'not alone' --hypothesis-profile thorough $(PYTEST_ARGS)
 	$(PYTEST) -m alone $(PYTEST_ARGS) $$(grep -rl --include='*.py' 'mark\.alone' tests)
 

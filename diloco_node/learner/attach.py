@@ -282,10 +282,10 @@ class Diloco:
             self._report(self._session)
 
     def global_state_dict(self) -> dict[str, Tensor]:
-        """The model's `state_dict()` with the global parameters as last applied: for evaluation. Copies.
+        """The model's `state_dict()` with the global parameters as last applied: for evaluation. Copies on the CPU.
 
-        Names are those of the model below DistributedDataParallel and torch.compile, shapes those of whole tensors;
-        buffers are the own ones. When alone, the model's own parameters.
+        Names are those of the model without DistributedDataParallel, torch.compile and activation checkpointing,
+        shapes those of whole tensors; buffers are the own ones. When alone, the model's own parameters.
 
         Where ranks hold parts of the model, all of them call this, and those but rank 0 get {}. Where each holds all of
         it, only rank 0 may: the others keep no copy of the global parameters.
@@ -299,7 +299,8 @@ class Diloco:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
 
         They are the model's parameters, and once the run's last merges have begun those from just before: what the
-        last rounds leave is the global parameters plus a few steps. Copies. For its callers see `global_state_dict`.
+        last rounds leave is the global parameters plus a few steps. Copies on the CPU; for its callers see
+        `global_state_dict`.
 
         Raises:
             LearnerError: on another rank.
@@ -316,7 +317,7 @@ class Diloco:
         if fragments is None:
             return self._tensors.own_state(is_kept=self._ranks.is_first or not is_cut)
         whole = fragments.gathered(vectors_of(fragments))
-        remainder = self._tensors.rest_of_state()
+        remainder = self._tensors.rest_of_state(is_kept=whole is not None)
         return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, remainder)
 
     def settle(self, seconds: float) -> None:

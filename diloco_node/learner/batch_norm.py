@@ -8,6 +8,8 @@ from typing import Final
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from diloco_node.learner.layouts.names import plain_name
+
 NAMED_MAX: Final = 3
 
 
@@ -19,9 +21,11 @@ def batch_norm_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
     """
     name_set = set(merged_names)
     layers = [
-        name
+        plain_name(name)
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None and f"{name}.running_mean" not in name_set
+        if isinstance(module, _BatchNorm)
+        and module.running_mean is not None
+        and plain_name(f"{name}.running_mean") not in name_set
     ]
     if not layers:
         return ""

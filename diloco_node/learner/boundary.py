@@ -105,7 +105,7 @@ class StepBoundaries:
             answer = fragments.snapshot(request)
             if answer is not None:
                 answers.append(answer)
-        # One rank alone has what it is offered; of several each says so at the next boundary.
+        # One rank alone, on a CPU, has what it is offered; others say so at a later boundary.
         for index in boundary.arrived if self.ranks.size > 1 else fragments.arrived():
             answers.append(fragments.finish(index))
         return answers
@@ -134,6 +134,7 @@ class StepBoundaries:
             self._wait(min(SETTLE_SLICE_S, max(0.0, left_s)))
 
     def _wait(self, at_most_s: float) -> None:
-        """For an order, where no step is under way; less while a version is on its way to other ranks."""
+        """For an order, where no step is under way; less while a version is on its way, or orders wait for room."""
         if self.session is not None:
-            self.session.wait(min(at_most_s, COMING_WAIT_S) if self.fragments.arriving else at_most_s)
+            is_soon = self.fragments.arriving or self.session.link.waiting_commands
+            self.session.wait(min(at_most_s, COMING_WAIT_S) if is_soon else at_most_s)

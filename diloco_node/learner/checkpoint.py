@@ -3,9 +3,9 @@
 Parameters are not in it: a new incarnation takes all of them from the global state. A checkpoint is one
 safetensors file. Everything else is JSON in its metadata, with a SHA-256 over both. Never pickle. The
 training thread copies the tensors, those of a GPU by its own copy engine, which nobody waits for here (D-094). A
-background thread writes a temporary name, fsyncs, renames, fsyncs the folder. The
-last two are kept, and a damaged one falls back to the one before. A full disk is logged and never stops training.
-Each of several ranks writes its own part (`learner.checkpointing`).
+background thread makes the memory for that before the first time, and then writes a temporary name, fsyncs, renames,
+fsyncs the folder. The last two are kept, and a damaged one falls back to the one before. A full disk is logged and
+never stops training. Each of several ranks writes its own part (`learner.checkpointing`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.device import page_locked, record_event, relax_capture
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
 from diloco_node.storage.durable import make_folder
@@ -38,6 +39,9 @@ from diloco_node.storage.durable import make_folder
 FORMAT: Final = 2
 KEPT: Final = 2
 WRITER_STOP_S: Final = 60.0
+BYTES_PER_S_MIN: Final = 1e8
+"""A disk that writes so much is waited for at the end, however large the state is."""
+
 DAMAGED: Final = ".damaged"
 
 _STATEFUL: Final = "stateful"
@@ -172,7 +176,7 @@ class Checkpoint:
         """Put it back.
 
         Args:
-            rng: also torch's random generator on the CPU; not on ranks other than the one that saved.
+            rng: also torch's random generators, of CPU and current GPU; not on ranks other than the one that saved.
             siblings: what other ranks have kept of the optimizer.
 
         Raises:
@@ -191,6 +195,8 @@ class Checkpoint:
             ) from error
         if rng and "rng" in self.tensors:
             torch.set_rng_state(self.tensors["rng"])
+            if "rng.cuda" in self.tensors and torch.cuda.is_available():
+                torch.cuda.set_rng_state(self.tensors["rng.cuda"])
 
 
 class CheckpointWriter:
@@ -224,9 +230,16 @@ class CheckpointWriter:
         stateful: Mapping[str, Stateful],
         *,
         whole: tuple[int, int] | None = None,
-    ) -> None:
+        is_waiting: bool = False,
+    ) -> bool:
         """Copy everything now, write it later. Not while `is_busy`: the copies are reused. `whole`: see
         `write_checkpoint`.
+
+        Args:
+            is_waiting: also for memory, which takes seconds where there is none yet.
+
+        Returns:
+            Whether it was copied. If not, the memory for copies from a GPU is being made: ask again when not `is_busy`.
 
         Raises:
             LearnerError: a state holds what can't be kept.
@@ -237,10 +250,21 @@ class CheckpointWriter:
         moments = None if optimizer is None else optimizer.keep()
         tensors = {} if moments is None else moments.tensors
         tensors["rng"] = torch.get_rng_state()
+        if torch.cuda.is_initialized() and torch.cuda.default_generators:
+            tensors["rng.cuda"] = torch.cuda.get_rng_state()
         states = {
             name: flatten(f"{_STATEFUL}.{name}", component.state_dict(), tensors)
             for name, component in stateful.items()
         }
+        absent = {
+            name: tensor for name, tensor in tensors.items() if tensor.is_cuda and not self._has_room(name, tensor)
+        }
+        if absent:
+            shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in absent.items()}
+            self._begin(self._make_room, shapes)
+            if not is_waiting:
+                return False
+            self.wait()
         checkpoint = Checkpoint(
             progress=progress,
             tensors={name: self._copy(name, tensor) for name, tensor in tensors.items()},
@@ -248,24 +272,35 @@ class CheckpointWriter:
             stateful=states,
         )
         self._copies = checkpoint.tensors
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(checkpoint, whole, _copied(tensors.values()), begun_s),
-            name="diloco-checkpoint",
-            daemon=True,
-        )
+        self._begin(self._write, checkpoint, whole, _copied(tensors.values()), begun_s)
+        return True
+
+    def _begin(self, work: Callable[..., None], *given: object) -> None:
+        self._thread = threading.Thread(target=work, args=given, name="diloco-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         """Until what was saved last is on disk."""
-        if self._thread is not None:
-            self._thread.join(WRITER_STOP_S)
+        if self._thread is None:
+            return
+        size = sum(tensor.nbytes for tensor in self._copies.values())
+        self._thread.join(WRITER_STOP_S + size / BYTES_PER_S_MIN)
+        if self.is_busy:
+            log.warning("a checkpoint of %d MB is not on disk yet: nobody waits for it any longer", size >> 20)
+
+    def _has_room(self, name: str, tensor: Tensor) -> bool:
+        before = self._copies.get(name)
+        return before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype
+
+    def _make_room(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        relax_capture()
+        self._copies |= {name: page_locked(*shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         """Into the memory of the last copy where it fits: fresh pages cost more than the copying."""
-        before = self._copies.get(name)
-        if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
-            before = _host_memory(tensor)
+        before = self._copies[name] if self._has_room(name, tensor) else None
+        if before is None:
+            before = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return before.copy_(tensor.detach(), non_blocking=before.is_pinned())
 
     def _write(
@@ -276,6 +311,8 @@ class CheckpointWriter:
         begun_s: float,
     ) -> None:
         try:
+            if events:
+                relax_capture()
             for event in events:
                 event.synchronize()
             write_checkpoint(self._folder, checkpoint, self._place, whole=whole)
@@ -286,14 +323,6 @@ class CheckpointWriter:
             log.warning("learner checkpoint not written, training goes on: %s", error)
 
 
-def _host_memory(tensor: Tensor) -> Tensor:
-    """For a copy of it; of one on a GPU in pages that stay where they are, for other ones the copy is waited for."""
-    if tensor.is_cuda:
-        with contextlib.suppress(RuntimeError):  # the system allows no more of such pages
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
 def _copied(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
     """Return an event for each GPU that copies: it comes when the copies that were ordered so far are made.
 
@@ -301,9 +330,7 @@ def _copied(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
     """
     events = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
+        events.append(record_event(device))
     return events
 
 

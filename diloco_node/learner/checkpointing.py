@@ -185,13 +185,17 @@ class Checkpointing:
         pause_s = min(self._every_s, max(EVERY_MIN_S, took_s / COST_PART))
         return time.monotonic() - self._saved_at_s >= pause_s
 
-    def save(self, progress: TrainingProgress) -> None:
-        """Copy everything now; it is written in the background. A state that can't be kept ends the checkpoints."""
+    def save(self, progress: TrainingProgress, *, is_waiting: bool = False) -> None:
+        """Copy everything now; it is written in the background. A state that can't be kept ends the checkpoints.
+
+        The first time, only the memory for it is begun, unless `is_waiting`: the checkpoint stays due.
+        """
         if self._writer is None:
             return
-        self._saved_at_s = time.monotonic()
+        before_s, self._saved_at_s = self._saved_at_s, time.monotonic()
         try:
-            self._writer.save(progress, self._parts, self._stateful, whole=self._whole)
+            if not self._writer.save(progress, self._parts, self._stateful, whole=self._whole, is_waiting=is_waiting):
+                self._saved_at_s = before_s
         except LearnerError as error:
             log.warning("no checkpoints of this learner: %s", error)
             self._writer = None
@@ -202,7 +206,7 @@ class Checkpointing:
         if self._writer is not None and self._writer.is_busy:
             log.warning("no checkpoint: the one before is still being written")
             return
-        self.save(progress)
+        self.save(progress, is_waiting=True)
         self.wait()
 
     def wait(self) -> None:

@@ -166,6 +166,8 @@ class LearnerSession:
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
         fragments, welcome = self._fragments, self.welcome
+        if fragments is not None:
+            fragments.finish_reading()
         if fragments is None or welcome is None:
             return Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), ())
         return Attach(
@@ -260,7 +262,9 @@ class LearnerSession:
                 self._take_news(command)
                 continue
             index = command.fragment
-            is_early = self.fragments.is_busy(index) if isinstance(command, VersionOffered) else False
+            is_offer = isinstance(command, VersionOffered)
+            is_early = is_offer and self.fragments.is_busy(index)
+            is_early = is_early or not self.fragments.has_room(command, ahead=len(offers if is_offer else requests))
             if is_early or index in waiting or index in requests or index in offers or self.fragments.is_coming(index):
                 waiting.add(index)
                 later.append(command)

@@ -2,7 +2,8 @@
 
 `LearnerFragments` belongs to the training thread, which calls it at step boundaries. It keeps `base` (what it last
 applied), unresolved snapshots and the positions, which outlive any daemon. Encoding happens in one background thread;
-the training thread only copies. The outer gradient is `base - theta` (see `codec.kernels.encode_delta`).
+the training thread only copies, and for a model on a device only orders copies (`learner.layouts.device`). The outer
+gradient is `base - theta` (see `codec.kernels.encode_delta`).
 
 Every rank of a region has one, and all of them go through the same: positions are equal, while base and snapshots are
 those of what the rank owns. `base - theta` is computed by owners and gathered on rank 0, which encodes it. A version is
@@ -15,9 +16,8 @@ snapshot of the fragment replaces it. Asked again for the same version and base 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,11 +28,12 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.contribution_area import ContributionArea
-from diloco_node.learner.layouts.shard_map import ShardMap, whole_map
+from diloco_node.learner.layouts.device import ROOMS, DeviceLane, Room, has_streams
+from diloco_node.learner.layouts.shard_map import ShardMap, join, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, host_values
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.revert import RevertCheck
-from diloco_node.learner.snapshots import HeldSnapshot, SnapshotFacts, SnapshotRooms, room
+from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotFacts, SnapshotRooms, host_room
 from diloco_node.learner.worker import BackgroundWorker
 from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
@@ -57,20 +58,6 @@ class FragmentSettings:
     codec_up: Codec
     carry: CarryMode
     carry_steps_limit: int
-
-
-@dataclass(slots=True)
-class _ComingVersion:
-    """A version on its way into the model.
-
-    Attributes:
-        new, anchor_followed: see `RankExchange.scatter` and `share_anchor`; set when `arrived` is.
-    """
-
-    offered: VersionOffered
-    new: tuple[Tensor, Tensor] | None = None
-    anchor_followed: Tensor | None = None
-    arrived: threading.Event = field(default_factory=threading.Event)
 
 
 class LearnerFragments:
@@ -137,31 +124,38 @@ class LearnerFragments:
         # The encoder's thread alone writes there.
         self._contributions = ContributionArea(manifest, settings.codec_up, contribution_area)
         sizes = [local.size for local in self._owned]
-        # One allocation, pinned where there is a GPU, so that copies run at the speed of the bus.
-        is_pinned = torch.cuda.is_available()
-        # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded.
-        self._base = list(torch.split(room(sum(sizes), is_pinned=is_pinned), sizes))
-        self._rooms = SnapshotRooms(max(sizes), is_pinned=is_pinned)
-        slab_sizes = [slab.size for local in (*self._owned, *self._followed) for slab in local.slabs]
+        # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded. With a
+        # lane it is the worker's.
+        self._base = list(torch.split(host_room(sum(sizes)), sizes))
+        self._rooms = SnapshotRooms(max(sizes))
+        # Per fragment all that this rank applies: what it owns, then what it follows.
+        self._resident = list(map(join, self._owned, self._followed))
+        # To and from the device; None if the model is on the CPU.
+        self._lane: DeviceLane | None = None
+        if any(map(has_streams, tensors.devices)):
+            self._lane = DeviceLane(tensors, self._owned, self._resident)
+        slab_sizes = [slab.size for local in self._resident for slab in local.slabs]
         # As large as the largest slab; what is in it is of no use between two calls.
-        self._scratch = room(max(slab_sizes, default=0), is_pinned=is_pinned)
+        self._scratch = host_room(max(slab_sizes, default=0) if self._lane is None else 0)
         # By fragment the unresolved snapshot: at most one, against the version in `_base`.
         self._snapshots: dict[int, HeldSnapshot] = {}
         # Those of this boundary that the encoder does not have yet; empty between boundaries.
         self._taken: list[HeldSnapshot] = []
         # By fragment the version on its way; in the same order on all ranks. Gone when it is applied.
-        self._incoming: dict[int, _ComingVersion] = {}
+        self._incoming: dict[int, ComingVersion] = {}
         # By fragment the newest snapshot that an applied version included: no older one is carried over again.
         self._last_included: dict[int, int] = {}
         # The own parameters from just before the run's last merges; None until those begin.
         self._own: list[Tensor] | None = None
-        self._revert = RevertCheck(tensors)
+        self._revert = RevertCheck(tensors, len(manifest.fragments))
         # Grows with each snapshot of this incarnation, over all fragments.
         self._next_snapshot = 1
         self._answer = answer
         self._before_ready = before_ready if self._is_first else lambda: None
         # One thread: encoding and exchanges go in the order of the boundaries, the same on all ranks.
         self._worker = BackgroundWorker()
+        if self._lane is not None:
+            self._worker.put(self._lane.begin)
         if self._is_first:
             self._contributions.warm_up(is_gathered=exchange is not None and self._is_gathered)
 
@@ -204,6 +198,8 @@ class LearnerFragments:
 
     def global_vectors(self) -> list[Tensor]:
         """Per fragment the global parameters as last applied, what this rank owns: shape (n,), float32. Not copies."""
+        if self._lane is not None:
+            self._worker.drain()
         return self._base
 
     def own_vectors(self) -> list[Tensor]:
@@ -248,7 +244,9 @@ class LearnerFragments:
         local = self._owned[request.fragment]
         buffer = self._rooms.take()
         values = buffer[: local.size]
-        self.tensors.read(local, values)
+        transit = None if self._lane is None else self._lane.pack(local)
+        if transit is None:
+            self.tensors.read(local, values)
         facts = SnapshotFacts(
             number=self._next_snapshot,
             fragment=request.fragment,
@@ -259,7 +257,7 @@ class LearnerFragments:
             tokens_from=position.included_tokens,
             tokens=self.tokens,
         )
-        snapshot = HeldSnapshot(facts, values, buffer)
+        snapshot = HeldSnapshot(facts, values, buffer, transit)
         self._next_snapshot += 1
         self._snapshots[request.fragment] = snapshot
         self._taken.append(snapshot)
@@ -275,6 +273,9 @@ class LearnerFragments:
         """In the worker. Base can't change meanwhile: `is_busy` says so."""
         # A step that others may merge must not be forgotten by a power cut: the counters first.
         durable = self._worker.disk.submit(self._before_ready)
+        if self._lane is not None and snapshot.transit is not None:
+            self._lane.fetch(snapshot.transit, snapshot.values)
+            snapshot.transit = None
         answer = self._encoded(snapshot)
         durable.result()
         snapshot.answer = answer
@@ -302,12 +303,19 @@ class LearnerFragments:
         return SnapshotReady(snapshot.facts.contribution(settings.region, settings.incarnation, norms.tolist()))
 
     # ---- versions ----------------------------------------------------------------------------------------------------
-
     def is_busy(self, index: int) -> bool:
         """Whether a version of this fragment can't be taken now: its base is still read, or one is on its way."""
         self._worker.check()
         snapshot = self._snapshots.get(index)
         return index in self._incoming or (snapshot is not None and not snapshot.encoded.is_set())
+
+    def has_room(self, order: SnapshotRequested | VersionOffered, *, ahead: int) -> bool:
+        """Whether an order can be carried out at this boundary, after `ahead` others of its kind."""
+        if self._lane is None:
+            return True
+        if isinstance(order, SnapshotRequested):
+            return self._lane.free_down > ahead
+        return len(self._incoming) + ahead < ROOMS
 
     def is_coming(self, index: int) -> bool:
         """Whether a version of this fragment is on its way to all ranks."""
@@ -325,25 +333,39 @@ class LearnerFragments:
             LearnerError: the daemon names a snapshot that this learner does not have.
         """
         index = offer.fragment
-        incoming = self._incoming[index] = _ComingVersion(offer)
-        position, exchange = self.positions[index], self._exchange
-        if exchange is None or offer.version <= position.base_version:
+        incoming = self._incoming[index] = ComingVersion(offer)
+        position, exchange, lane = self.positions[index], self._exchange, self._lane
+        if (exchange is None and lane is None) or offer.version <= position.base_version:
             incoming.arrived.set()
             return
         # The newest snapshot stays while a version is coming; what the steps are measured from is known now.
         snapshot = self._included(offer)
         anchor = self._base[index] if snapshot is None else snapshot.values
         is_kept = position.base_version >= 0 and self.settings.carry is CarryMode.CARRY
-        # A copy: the daemon that wrote the place may die, and the next one writes what it likes.
-        whole = self._places[index].clone() if self._is_first else None
+        if lane is not None:
+            incoming.room = lane.reserve(self._resident[index])
 
         def carry() -> None:
-            incoming.new = exchange.scatter(index, whole)
-            if is_kept:
-                incoming.anchor_followed = exchange.share_anchor(index, anchor)
+            whole = self._places[index] if self._is_first else None
+            if exchange is not None:
+                # A copy, for what is returned may be a part of it, and the daemon writes the next version there.
+                incoming.new = exchange.scatter(index, None if whole is None else whole.clone())
+                incoming.anchor_followed = exchange.share_anchor(index, anchor) if is_kept else None
+            if lane is not None and incoming.room is not None:
+                anchors = [vector for vector in (anchor, incoming.anchor_followed) if vector is not None]
+                lane.send(incoming.room, incoming.new or (self._places[index],), anchors if is_kept else ())
             incoming.arrived.set()
 
         self._worker.put(carry)
+
+    def finish_reading(self) -> None:
+        """Wait until no place in the version area is read: another daemon may write there then.
+
+        Raises:
+            LearnerError: the worker has ended.
+        """
+        if self._incoming:
+            self._worker.drain()
 
     def arrived(self) -> tuple[int, ...]:
         """Fragments, ascending, of which this rank has all of a version that was begun."""
@@ -351,8 +373,10 @@ class LearnerFragments:
         return tuple(sorted(index for index, incoming in self._incoming.items() if incoming.arrived.is_set()))
 
     def apply(self, offer: VersionOffered) -> OfferApplied:
-        """`take` and `finish` at once; of one rank."""
+        """`take` and `finish` at once; of one rank. Waits for a device."""
         self.take(offer)
+        if self._lane is not None:
+            self._worker.drain()
         return self.finish(offer.fragment)
 
     def finish(self, index: int) -> OfferApplied:
@@ -376,20 +400,14 @@ class LearnerFragments:
         if offer.is_last and self._own is None and self.is_placed:
             self._own = self.own_vectors()
         plan, kept_steps = self._plan(position, snapshot, version)
-        primary, replica = self._owned[index], self._followed[index]
-        anchors = {
-            Anchor.SNAPSHOT: (snapshot.values if snapshot else None, incoming.anchor_followed),
-            Anchor.BASE: (self._base[index], incoming.anchor_followed),
-            Anchor.NONE: (None, None),
-        }
-        anchor, anchor_followed = anchors[plan.anchor]
-        new, new_followed = incoming.new or (self._places[index], None)
+        primary = self._owned[index]
         self._revert.before(primary)
-        self.tensors.shift(primary, new, anchor, plan.carry_factor, self._scratch)
-        if new_followed is not None:
-            self.tensors.shift(replica, new_followed, anchor_followed, plan.carry_factor, self._scratch)
+        if self._lane is not None and incoming.room is not None:
+            self._lane.apply(incoming.room, is_anchored=plan.anchor is not Anchor.NONE, carry_factor=plan.carry_factor)
+            self._worker.put(partial(self._keep, index, incoming.room))
+        else:
+            self._shift(incoming, plan, snapshot)
         self._revert.after(primary)
-        self.tensors.held(primary, new, self._base[index])
         self.positions[index] = position_after(
             position,
             inclusion=None if snapshot is None else (snapshot.facts.step, snapshot.facts.tokens),
@@ -407,6 +425,27 @@ class LearnerFragments:
         self.carried_steps += kept_steps
         self.discounted += carry_factor < 1.0
         return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps)
+
+    def _shift(self, incoming: ComingVersion, plan: CarryPlan, snapshot: HeldSnapshot | None) -> None:
+        """Apply a version on the CPU."""
+        index = incoming.offered.fragment
+        primary, replica = self._owned[index], self._followed[index]
+        anchor = anchor_followed = None
+        if plan.anchor is not Anchor.NONE:
+            anchor = self._base[index] if snapshot is None else snapshot.values
+            anchor_followed = incoming.anchor_followed
+        new, new_followed = incoming.new or (self._places[index], None)
+        self.tensors.shift(primary, new, anchor, plan.carry_factor, self._scratch)
+        if new_followed is not None:
+            self.tensors.shift(replica, new_followed, anchor_followed, plan.carry_factor, self._scratch)
+        self.tensors.held(primary, new, self._base[index])
+
+    def _keep(self, index: int, room: Room) -> None:
+        """In the worker: base is what was applied from the room. Snapshots against it come later to the worker."""
+        base = self._base[index]
+        self.tensors.held(self._owned[index], room.host[0, : base.numel()], base)
+        assert self._lane is not None
+        self._lane.give_back(room)
 
     def verify(self) -> None:
         """At a boundary, before anything is applied: are the values of the last one still there?
@@ -455,5 +494,7 @@ class LearnerFragments:
     def close(self) -> None:
         """Stop the worker and let go of the shared memory."""
         self._worker.close()
+        if self._lane is not None:
+            self._lane.close()
         self._places = []
         self._contributions.close()

@@ -3,37 +3,64 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.device import has_streams, record_event
+from diloco_node.learner.layouts.tensors import is_sharded, local_part
+
 
 class LateLoss:
-    """The loss of a step not long ago, read without waiting for the device."""
+    """The loss of a step not long ago, read without waiting for the device.
 
-    def __init__(self) -> None:
+    Args:
+        name: for errors.
+    """
+
+    def __init__(self, name: str = "loss") -> None:
+        self._name = name
         self._newest: float | None = None
         self._unread: float | None = None
+        # Page-locked; made at the first loss on a device, and not written before it was read.
         self._host: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+        # Comes when the loss is in `_host`; None while none is on its way.
+        self._event: Any = None
 
     def offer(self, loss: Tensor | float | None) -> None:
-        """A step has this one; of several values the mean. It waits behind a loss still on its way from a GPU."""
+        """A step has this one; of several values the mean. It waits behind a loss still on its way from a device.
+
+        Raises:
+            LearnerError: this rank has only a part of it.
+        """
         if loss is None:
             return
-        if isinstance(loss, Tensor) and loss.dim():
-            loss = loss.detach().float().mean()
-        if not isinstance(loss, Tensor) or loss.device.type == "cpu":
-            self._take(float(loss.detach() if isinstance(loss, Tensor) else loss))
-        elif loss.device.type == "cuda" and self._event is None:
-            self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
-            self._host.copy_(loss.detach(), non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        if isinstance(loss, Tensor):
+            loss = self._value(loss)
+        if not isinstance(loss, Tensor) or not has_streams(loss.device):
+            self._take(float(loss))
+        elif self._event is None:
+            if self._host is None:
+                self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
+            self._host.copy_(loss, non_blocking=True)
+            # The copy is in the stream of the loss's device, which need not be the current one.
+            self._event = record_event(loss.device)
+
+    def _value(self, loss: Tensor) -> Tensor:
+        """The loss as one detached value. Of a DTensor this rank's: nothing is gathered, for not all ranks may tell."""
+        if is_sharded(loss) and not all(place.is_replicate() for place in loss.placements):  # type: ignore[attr-defined]
+            raise LearnerError(
+                f"step({self._name}=...) is a DTensor of which each rank has a part, {loss.placements}: "  # type: ignore[attr-defined]
+                f"give {self._name}.full_tensor(), called on all ranks"
+            )
+        plain = local_part(loss)
+        return plain.float().mean() if plain.dim() else plain
 
     def newest(self) -> float | None:
         """The last one that is here; None before there is one, or if it is not finite."""
-        if self._event is not None and self._host is not None and self._event.query():  # type: ignore[no-untyped-call]
+        if self._event is not None and self._host is not None and self._event.query():
             self._take(float(self._host))
             self._event = None
         return self._newest

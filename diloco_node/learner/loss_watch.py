@@ -23,7 +23,7 @@ class LossWatch:
 
     def __init__(self, *, is_rolling_back: bool) -> None:
         self.loss = LateLoss()
-        self._grad_norm = LateLoss()
+        self._grad_norm = LateLoss("grad_norm")
         values = ((self.loss, "loss"), (self._grad_norm, "gradient norm"))
         self._watches = [(late, SpikeWatch(name, is_rolling_back=is_rolling_back)) for late, name in values]
 

@@ -11,14 +11,17 @@ and several of them. A single version that stays is enough to say that all is we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.device import LateNumbers, has_streams, page_locked
 from diloco_node.learner.layouts.shard_map import LocalFragment
-from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.layouts.tensors import ModelTensors, host_values
 
 CLOSER: Final = 0.5
 """Reverted means: the parameters are less than half as far from where they were before as from the version."""
@@ -33,16 +36,35 @@ LEADS_BACK: Final = 0.5
 """The gradient explains the way back if the cosine between it and the version's move is larger than this."""
 
 LOOKS_MAX: Final = 64
-"""After so many versions nothing more is to be found out: each look waits for the device."""
+"""After so many versions nothing more is to be found out."""
+
+_NUMBERS: Final = 7
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A version that was applied, and what is looked at.
+
+    Attributes:
+        before, after: samples of the parameters, on their device. look: on its way; None until one was begun.
+    """
+
+    local: LocalFragment
+    before: Tensor
+    after: Tensor
+    look: LateNumbers | None = None
 
 
 class RevertCheck:
     """Use around applies: `before`, `after`, and `verify` at the next boundary, until one check was conclusive."""
 
-    def __init__(self, tensors: ModelTensors) -> None:
+    def __init__(self, tensors: ModelTensors, fragments: int) -> None:
         self._tensors = tensors
         self._before: dict[int, Tensor] = {}
-        self._pending: list[tuple[LocalFragment, Tensor, Tensor]] = []
+        # By fragment the version applied last, if it moved anything.
+        self._pending: dict[int, _Trial] = {}
+        # Per fragment where its look arrives.
+        self._places = (page_locked if any(map(has_streams, tensors.devices)) else host_values)(fragments, _NUMBERS)
         self._looks = 0
         self._reverted = 0
         self._is_done = False
@@ -55,11 +77,8 @@ class RevertCheck:
     def after(self, local: LocalFragment) -> None:
         """It has been."""
         before = self._before.pop(local.index, None)
-        if before is None:
-            return
-        after = self._tensors.sample(local)
-        if not torch.equal(before, after):
-            self._pending.append((local, before, after))
+        if before is not None:
+            self._pending[local.index] = _Trial(local, before, self._tensors.sample(local))
 
     def verify(self) -> None:
         """At the next boundary, before anything is applied: are the applied values still there?
@@ -67,23 +86,45 @@ class RevertCheck:
         Raises:
             LearnerError: they were reverted, `VERSIONS_REVERTED` times.
         """
-        pending, self._pending = self._pending, []
-        for local, before, after in pending:
-            now = self._tensors.sample(local)
-            if torch.equal(now, after):
-                self._pending.append((local, before, after))  # no optimizer step in between: ask again
+        for index, trial in list(self._pending.items()):
+            if trial.look is None:
+                trial.look = LateNumbers(self._compare(trial), self._places[index])
+            numbers = trial.look.read()
+            if numbers is None:
                 continue
-            self._look(local, before, after, now)
+            trial.look = None
+            changes, moved = numbers[:2]
+            if moved and not changes:
+                continue  # no optimizer step in between: ask again
+            del self._pending[index]
+            if moved:
+                self._judge(trial.local, numbers)
         if self._is_done:
             self._pending.clear()
 
-    def _look(self, local: LocalFragment, before: Tensor, after: Tensor, now: Tensor) -> None:
+    def _compare(self, trial: _Trial) -> Tensor:
+        """Numbers for `verify`, without a look at them: shape (`_NUMBERS`,), float32.
+
+        How many values an optimizer step has changed since, and how many the version moved; of the latter the distance
+        now from before and from the version, the dot product of gradient and move, and the norms of both.
+        """
+        before, after, now = trial.before, trial.after, self._tensors.sample(trial.local)
+        is_same = before == after
+        move, back, ahead, gradient = (
+            values.masked_fill(is_same, 0.0)
+            for values in (after - before, now - before, now - after, self._tensors.sample_gradients(trial.local))
+        )
+        sums = [(now != after).sum(), (~is_same).sum(), back.norm(), ahead.norm()]
+        sums += [(gradient * move).sum(), gradient.norm(), move.norm()]
+        return torch.stack([value.float() for value in sums])
+
+    def _judge(self, local: LocalFragment, numbers: Sequence[float]) -> None:
+        _, moved, back, ahead, dot, gradient, move = numbers
         self._looks += 1
-        mask = before != after
-        if int(mask.sum()) >= VALUES_MIN:
-            if torch.dist(now[mask], before[mask]) >= CLOSER * torch.dist(now[mask], after[mask]):
+        if moved >= VALUES_MIN:
+            if back >= CLOSER * ahead:
                 self._is_done = True
-            elif not self._leads_back(local, (after - before)[mask], mask):
+            elif not dot > LEADS_BACK * gradient * move:
                 self._reverted += 1
         if self._reverted >= VERSIONS_REVERTED:
             name = local.slabs[0].piece.name
@@ -93,8 +134,3 @@ class RevertCheck:
                 "reach them too"
             )
         self._is_done = self._is_done or self._looks >= LOOKS_MAX
-
-    def _leads_back(self, local: LocalFragment, move: Tensor, mask: Tensor) -> bool:
-        """Whether the gradient of the step, if it is still there, points from the version to where it was before."""
-        gradient = self._tensors.sample_gradients(local)[mask]
-        return bool(torch.dot(gradient, move) > LEADS_BACK * gradient.norm() * move.norm())

@@ -50,8 +50,13 @@ def _inside(optimizer: Any) -> Iterator[Any]:
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The class of the optimizer that keeps the state, below wrappers; of several all, in their order."""
+    return ", ".join(type(inner).__name__ for inner in inner_of(optimizer))
+
+
+def inner_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers below wrappers, one or several."""
     members = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
-    return ", ".join(type([*_inside(member)][-1]).__name__ for member in members)
+    return [[*_inside(member)][-1] for member in members]
 
 
 class SeveralOptimizers(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Snapshots of one fragment: what is known of each, and the memory that they lie in."""
+"""Snapshots of one fragment, and versions on their way: what is known of each, and the memory that they lie in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from diloco_node.core.types import Contribution
-from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady
+from diloco_node.learner.layouts.device import Room
+from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, VersionOffered
 
 SPARE_ROOMS: Final = 2
 """Kept for the next snapshots: as many rounds are in flight by default. When more were, as after ballots that failed,
@@ -57,6 +58,7 @@ class HeldSnapshot:
 
     Attributes:
         values: shape (owned size,), float32, CPU; the first part of `buffer`, which comes from the rooms.
+        transit: where they come from, for a model on a device; None once the worker has put them into `values`.
         answer: set by the encoder when it is done and the counters are durable.
         encoded: set by the encoder after `answer`.
     """
@@ -64,8 +66,25 @@ class HeldSnapshot:
     facts: SnapshotFacts
     values: Tensor
     buffer: Tensor
+    transit: Room | None = None
     answer: SnapshotReady | SnapshotDenied | None = None
     encoded: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(slots=True)
+class ComingVersion:
+    """A version on its way into the model.
+
+    Attributes:
+        new, anchor_followed: see `RankExchange.scatter` and `share_anchor`; set when `arrived` is.
+        room: what it is applied from, if the model is on a device.
+    """
+
+    offered: VersionOffered
+    new: tuple[Tensor, Tensor] | None = None
+    anchor_followed: Tensor | None = None
+    room: Room | None = None
+    arrived: threading.Event = field(default_factory=threading.Event)
 
 
 class SnapshotRooms:
@@ -75,17 +94,16 @@ class SnapshotRooms:
         largest: values of the largest fragment.
     """
 
-    def __init__(self, largest: int, *, is_pinned: bool) -> None:
+    def __init__(self, largest: int) -> None:
         self._largest = largest
-        self._is_pinned = is_pinned
-        self._free = [room(largest, is_pinned=is_pinned) for _ in range(SPARE_ROOMS)]
+        self._free = [host_room(largest) for _ in range(SPARE_ROOMS)]
 
     def __len__(self) -> int:
         return len(self._free)
 
     def take(self) -> Tensor:
         """Shape (largest,), float32, CPU; what is in it is of no use."""
-        return self._free.pop() if self._free else room(self._largest, is_pinned=self._is_pinned)
+        return self._free.pop() if self._free else host_room(self._largest)
 
     def give_back(self, buffer: Tensor) -> None:
         """Nobody reads it any more."""
@@ -93,12 +111,10 @@ class SnapshotRooms:
             self._free.append(buffer)
 
 
-def room(size: int, *, is_pinned: bool) -> Tensor:
+def host_room(size: int) -> Tensor:
     """Zeros, shape (size,), float32, on the CPU.
 
-    Memory that is not pinned comes from numpy: it asks the kernel for huge pages, torch does not. Copies and encoding
-    take a quarter less time with them.
+    From numpy: it asks the kernel for huge pages, torch does not. Copies and encoding take a quarter less time with
+    them.
     """
-    if is_pinned:
-        return torch.zeros(size, dtype=torch.float32, device="cpu", pin_memory=True)
     return torch.from_numpy(np.zeros(size, np.float32))

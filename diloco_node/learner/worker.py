@@ -55,6 +55,11 @@ class BackgroundWorker:
             wait((future,), timeout=THREAD_POLL_S)
         return future.result()
 
+    def drain(self) -> None:
+        """Wait until all that was asked for is done. Raises LearnerError: one of the jobs failed."""
+        if self._thread.is_alive():
+            self.wait_for(lambda: None)
+
     def check(self) -> None:
         """Raise, in the training thread, what ended the worker."""
         if isinstance(self._failure, LearnerError):

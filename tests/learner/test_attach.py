@@ -319,6 +319,7 @@ class WithMasters:
             parameter.detach().copy_(self.masters[name])
 
 
+@pytest.mark.no_device("the verdict comes later there: layouts/test_device.py")
 @pytest.mark.parametrize("are_given", [False, True])
 def test_optimizer_that_undoes_a_version_is_found_unless_masters_are_given(folder: Path, are_given: bool) -> None:
     torch.manual_seed(0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from diloco_node.learner.checkpoint import (
 from diloco_node.learner.checkpointing import Checkpointing, _groups
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.optimizer_parts import OptimizerParts
+from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
 from diloco_node.learner.ranks import Ranks
 from tests.kit.fsync_kit import traced
 
@@ -38,7 +39,7 @@ def progress(step: int, *, incarnation: int = 1, digest: str = DIGEST) -> Traini
 
 
 def checkpoint(step: int, **more: Any) -> Checkpoint:
-    return Checkpoint(progress(step, **more), {"state.0.m": torch.full((3,), float(step))}, {}, {})
+    return Checkpoint(progress(step, **more), {"state.0.m": torch.full((3,), float(step), device="cpu")}, {}, {})
 
 
 class Data:
@@ -211,6 +212,7 @@ def test_nothing_half_written_stays_on_the_disk(tmp_path: Path, monkeypatch: pyt
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".safetensors"] * 2
 
 
+@pytest.mark.no_device("it compares with what lies on the CPU")
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.SGD, 2, momentum=0.9)
     expected = {id(p): s["momentum_buffer"].clone() for p, s in optimizer.state.items()}
@@ -360,13 +362,87 @@ def test_state_on_a_gpu_is_copied_as_it_was_when_the_loop_goes_on_at_once(tmp_pa
     for step in (1, 2):
         moment = optimizer.state[parameter]["momentum_buffer"]
         before = float(moment[0])
-        writer.save(progress(step), OptimizerParts(optimizer), {})
+        if step == 1:
+            assert not writer.save(progress(step), OptimizerParts(optimizer), {}), "memory is made in the background"
+            writer.wait()
+            moment.fill_(before := 3.0)
+        assert writer.save(progress(step), OptimizerParts(optimizer), {})
         moment.fill_(-7.0 * step)  # ordered behind the copy, which nobody has waited for
         writer.wait()
         kept = read_newest(tmp_path, progress(step).manifest_digest)
         assert kept is not None
         assert set(kept.tensors["state.0.momentum_buffer"].tolist()) == {before}
     assert all(tensor.is_pinned() for name, tensor in writer._copies.items() if name.startswith("state."))
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on a GPU, as far as one can tell."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+
+class Moments:
+    """An optimizer's state of one tensor on a GPU."""
+
+    def keep(self) -> Kept:
+        return Kept({"state.0.m": torch.arange(6.0).view(2, 3).as_subclass(OnDevice)}, {})
+
+
+def test_memory_for_copies_from_a_device_is_made_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers: list[threading.Thread] = []
+
+    def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        makers.append(threading.current_thread())
+        return torch.zeros(shape, dtype=dtype)
+
+    monkeypatch.setattr(checkpoint_module, "page_locked", room)
+    monkeypatch.setattr(checkpoint_module, "_copied", lambda tensors: [])
+    writer = CheckpointWriter(tmp_path)
+    assert not writer.save(progress(1), Moments(), {})  # type: ignore[arg-type]
+    writer.wait()
+    assert not list(tmp_path.iterdir())
+    assert writer.save(progress(2), Moments(), {})  # type: ignore[arg-type]
+    writer.wait()
+    assert writer.written == (1, 2)
+    assert read_checkpoint(next(tmp_path.iterdir())).tensors["state.0.m"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert len(makers) == 1, "and used again"
+    assert makers[0] is not threading.current_thread()
+    late = CheckpointWriter(tmp_path / "last")
+    assert late.save(progress(3), Moments(), {}, is_waiting=True), "the last one waits for its memory"  # type: ignore[arg-type]
+    late.wait()
+
+
+def test_a_checkpoint_stays_due_until_there_is_memory_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    checkpoints = begun(tmp_path, every_s=10.0)
+    assert checkpoints._writer is not None
+    monkeypatch.setattr(checkpoints._writer, "save", lambda *given, is_waiting, **how: is_waiting)
+    clock.now_s += 11.0
+    checkpoints.save(progress(1))
+    assert checkpoints.is_due
+    checkpoints.save(progress(1), is_waiting=True)
+    assert not checkpoints.is_due
+
+
+def test_the_last_checkpoint_is_waited_for_as_long_as_its_size_takes(tmp_path: Path) -> None:
+    class Thread:
+        waited_s = 0.0
+
+        def join(self, timeout_s: float) -> None:
+            self.waited_s = timeout_s
+
+        def is_alive(self) -> bool:
+            return True
+
+    writer = CheckpointWriter(tmp_path)
+    writer._thread = Thread()  # type: ignore[assignment]
+    writer._copies = {"state.0.m": torch.empty(10**10, device="meta")}
+    writer.wait()
+    assert writer._thread.waited_s == 460.0  # type: ignore[attr-defined]
 
 
 class Clock:

@@ -117,7 +117,7 @@ def test_initial_state_is_the_model_in_fragment_order() -> None:
     parts = [bench.fragments.vector(index).numpy() for index in range(3)]
     assert bench.version_area.tobytes() == np.concatenate(parts).tobytes()
     assert sorted(bench.version_area) == sorted(
-        np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
+        np.concatenate([p.detach().cpu().numpy().ravel() for p in model.parameters()])
     )
 
 
@@ -173,12 +173,12 @@ def test_a_model_on_a_device_comes_to_the_bits_of_one_on_the_cpu(device: str, dt
     """And stays where it lies: CUDA graphs keep addresses."""
     found = []
     for place in ("cpu", device):
-        generator = torch.Generator().manual_seed(SEED)
-        model = nn.Linear(33, 17).to(place, dtype)
+        generator = torch.Generator(device="cpu").manual_seed(SEED)
+        model = nn.Linear(33, 17, device="cpu").to(place, dtype)
         bench = Bench(model, fragments=2, codec=Codec.INT4)
         addresses = [one.data_ptr() for one in model.parameters()]
         size = bench.starts[-1]
-        whole = torch.randn(3, size, generator=generator).numpy()
+        whole = torch.randn(3, size, generator=generator, device="cpu").numpy()
         for index in range(2):
             bench.offer(index, 0, whole[0, bench.starts[index] : bench.starts[index + 1]])
         for version in (1, 2):
@@ -345,7 +345,8 @@ def test_encoded_bytes_are_the_codecs() -> None:
         bases = [base.numpy().copy() for base in bench.fragments.global_vectors()]
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32))
+                change = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32))
+                parameter += change.to(parameter.device)
         bench.fragments.step += 1
         start = 0
         for index, part in enumerate(bench.manifest.fragments):

@@ -209,6 +209,12 @@ def _check_not_tied(copies: Sequence[tuple[str, int]], holdings: Sequence[Mappin
             )
 
 
+def join(first: LocalFragment, second: LocalFragment) -> LocalFragment:
+    """One vector of both, the second after the first."""
+    slabs = (*first.slabs, *(replace(slab, offset=first.size + slab.offset) for slab in second.slabs))
+    return LocalFragment(first.index, slabs, first.size + second.size)
+
+
 def whole_map(tensors: Sequence[TensorSpec]) -> ShardMap:
     """The map of one rank that holds all of the model."""
     return ShardMap(tensors, [{tensor.name: [whole_box(tensor.shape)] for tensor in tensors}])

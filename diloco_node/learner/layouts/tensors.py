@@ -12,7 +12,7 @@ A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from diloco_node.core.merge.fragments import Manifest, TensorSpec
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, Slab, whole_box
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +73,7 @@ class _Tracked:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module below DistributedDataParallel and torch.compile, so that names don't depend on them."""
+    """The user's own module below DistributedDataParallel and torch.compile. Of wrappers inside see `names`."""
     while True:
         inner = (
             model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._modules.get("_orig_mod")
@@ -130,10 +131,11 @@ class ModelTensors:
         # After an evaluation FSDP2 leaves its root unsharded: it names other parameters then, which it throws away, and
         # what is written to the shards is not seen.
         self._resharded = [module for module in self.model.modules() if hasattr(module, "reshard")]
-        self._reshard()
+        self.reshard()
         _check_kind("the model", *self.model.modules())  # FSDP1's parameters may look like plain ones
-        self._names_of = _names_of(self.model)
-        masters, merge = masters or {}, merge or {}
+        self._names_of = names_of(self.model)
+        masters, merge = by_plain_name(masters or {}), by_plain_name(merge or {})
+        untied = [plain_name(name) for name in untied]
         self._tracked: dict[str, _Tracked] = {}
         self.boxes: dict[str, list[Box]] = {}
         self.marks: dict[str, str] = {}
@@ -170,6 +172,11 @@ class ModelTensors:
         return any(map(is_sharded, self._names_of))
 
     @property
+    def devices(self) -> set[torch.device]:
+        """Where the values lie now."""
+        return {tensor.source.device for tensor in self._tracked.values()}
+
+    @property
     def names(self) -> dict[Tensor, str]:
         """The tensors that an optimizer may hold, parameters and masters, with their names in the manifest."""
         names: dict[Tensor, str] = {}
@@ -200,7 +207,7 @@ class ModelTensors:
 
     def check_not_replaced(self) -> None:
         """Raise LearnerError: the model was sharded after it was attached, or a buffer that is merged was replaced."""
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in buffers_of(self.model).items():
             tensor = self._tracked.get(name)
             if tensor is not None and tensor.parameter is not buffer:
                 raise LearnerError(
@@ -208,7 +215,7 @@ class ModelTensors:
                     "for instance with copy_()"
                 )
         for name, parameter in self.model.named_parameters():
-            tensor = self._tracked.get(name)
+            tensor = self._tracked.get(plain_name(name))
             if tensor is not None and is_sharded(parameter) and not is_sharded(tensor.parameter):
                 raise LearnerError(
                     f"parameter {name!r} was sharded after attach(), which follows the one before: call fully_shard, "
@@ -222,7 +229,7 @@ class ModelTensors:
             out: shape (part.size,), float32, CPU; overwritten.
         """
         with torch.no_grad():
-            sources = [self._values(slab) for slab in local.slabs]
+            sources = [self.values(slab) for slab in local.slabs]
             if sources and all(value.is_cpu and value.dtype == out.dtype for value in sources):
                 # One call, for of small tensors each costs more than its values. Other types would take it longer.
                 torch.cat([value.reshape(-1) for value in sources], out=out)
@@ -236,12 +243,12 @@ class ModelTensors:
         Args:
             values: shape (part.size,), float32, CPU. Not changed.
         """
-        self._reshard()
+        self.reshard()
         with torch.no_grad():
             for slab in local.slabs:
-                target = self._values(slab)
+                target = self.values(slab)
                 target.copy_(values[slab.span].view(target.shape))
-                self._follow(slab)
+                self.follow((slab,))
 
     def shift(
         self, local: LocalFragment, new: Tensor, anchor: Tensor | None, carry_factor: float, scratch: Tensor
@@ -258,16 +265,16 @@ class ModelTensors:
         if anchor is None:
             self.write(local, new)
             return
-        self._reshard()
+        self.reshard()
         with torch.no_grad():
             for slab in local.slabs:
-                values = self._values(slab)
+                values = self.values(slab)
                 is_direct = values.dtype == torch.float32 and values.device.type == "cpu"
                 theta = values if is_direct else scratch[: slab.size].view(values.shape).copy_(values)
                 _shift(theta, new[slab.span].view(values.shape), anchor[slab.span].view(values.shape), carry_factor)
                 if not is_direct:
                     values.copy_(theta)
-                self._follow(slab)
+                self.follow((slab,))
 
     def held(self, local: LocalFragment, new: Tensor, out: Tensor) -> None:
         """Return what a learner that takes exactly `new` holds: `new` rounded to each parameter's type, as float32.
@@ -284,7 +291,10 @@ class ModelTensors:
                 span.copy_(span.to(dtype))
 
     def sample(self, local: LocalFragment) -> Tensor:
-        """The first values of each slab as the *parameters* hold them, masters or not: shape (k,), float32, CPU."""
+        """The first values of each slab as the *parameters* hold them, masters or not: shape (k,), float32.
+
+        Of slabs on several devices those on the first one: nothing is moved.
+        """
         return self._sample(local, local_part)
 
     def sample_gradients(self, local: LocalFragment) -> Tensor:
@@ -295,36 +305,46 @@ class ModelTensors:
         )
 
     def _sample(self, local: LocalFragment, values_of: Callable[[Tensor], Tensor]) -> Tensor:
-        pieces = [host_values(0)]
+        pieces = []
         for slab in local.slabs:
             values = values_of(self._tracked[slab.piece.name].parameter)[slab.local]
             # Rows first: making all of a slab that lies across memory contiguous would copy it.
-            pieces.append(
-                (values[:SAMPLE_VALUES] if values.dim() else values).reshape(-1)[:SAMPLE_VALUES].float().cpu()
-            )
-        return torch.cat(pieces)
+            pieces.append((values[:SAMPLE_VALUES] if values.dim() else values).reshape(-1)[:SAMPLE_VALUES].float())
+        return torch.cat([piece for piece in pieces if piece.device == pieces[0].device] or [host_values(0)])
 
-    def rest_of_state(self) -> dict[str, Tensor]:
+    def rest_of_state(self, *, is_kept: bool) -> dict[str, Tensor]:
         """Copy the entries of `state_dict()` that are not merged: buffers and frozen parameters.
 
-        All ranks call it, where frozen parameters are sharded.
+        All ranks call it, where frozen parameters are sharded. For `is_kept` and the copies see `own_state`.
         """
         merged_names = {
             name for parameter, names in self._names_of.items() if names[0] in self._tracked for name in names
         }
-        return {name: _whole(value) for name, value in self.model.state_dict().items() if name not in merged_names}
+        return self._host_state(merged_names, is_kept=is_kept)
 
     def own_state(self, *, is_kept: bool) -> dict[str, Tensor]:
-        """The model's `state_dict()` in whole tensors; copies. All ranks call it, where the model is cut.
+        """The model's `state_dict()` in whole tensors on the CPU; copies. All ranks call it, where the model is cut.
 
         Args:
             is_kept: here; else {} is returned.
         """
-        state = ((name, _whole(value)) for name, value in self.model.state_dict().items())
-        return {name: value for name, value in state if is_kept}
+        return self._host_state(frozenset(), is_kept=is_kept)
+
+    def _host_state(self, left_out: Collection[str], *, is_kept: bool) -> dict[str, Tensor]:
+        """One tensor at a time: a device that trains has no room for the whole model, even for a moment."""
+        state: dict[str, Tensor] = {}
+        for name, value in by_plain_name(self.model.state_dict()).items():
+            if name in left_out:
+                continue
+            whole = value.detach()
+            if is_sharded(whole):
+                whole = whole.full_tensor()  # all ranks, also those that keep nothing
+            if is_kept:
+                state[name] = whole.to("cpu", copy=True)
+        return state
 
     def full_state(self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The model's `state_dict()` with these values as the trainable parameters; copies, parameter types.
+        """The model's `state_dict()` with these values as the trainable parameters; on the CPU, parameter types.
 
         Args:
             manifest, vectors: all fragments and their values, float32, CPU. remainder: see `rest_of_state`.
@@ -341,30 +361,34 @@ class ModelTensors:
                 state[name] = value
                 continue
             parameter, names = names_of[name]
-            cast_value = value.to(parameter.device, parameter.dtype)
-            state.update(dict.fromkeys(names, cast_value))
-        own_names = [name for name in self.model.state_dict() if name in state]
+            state.update(dict.fromkeys(names, value.to(parameter.dtype)))
+        own_names = [name for name in by_plain_name(self.model.state_dict()) if name in state]
         return {name: state[name] for name in dict.fromkeys((*own_names, *state))}
 
-    def _values(self, slab: Slab) -> Tensor:
+    def device(self, slab: Slab) -> torch.device:
+        """Where the slab's values lie now."""
+        tensor = self._tracked[slab.piece.name]
+        return (tensor.parameter if tensor.master is None else tensor.master).device
+
+    def values(self, slab: Slab) -> Tensor:
         """A view of the slab's values; taken anew each time, for `model.to()` may have moved them."""
         return self._tracked[slab.piece.name].source[slab.local]
 
-    def _follow(self, slab: Slab) -> None:
-        tensor = self._tracked[slab.piece.name]
-        if tensor.master is not None:
-            local_part(tensor.parameter)[slab.local].copy_(local_part(tensor.master)[slab.local])
+    def follow(self, slabs: Sequence[Slab]) -> None:
+        """Copy masters that were written into their parameters."""
+        pairs = []
+        for slab in slabs:
+            tensor = self._tracked[slab.piece.name]
+            if tensor.master is not None:
+                pairs.append((local_part(tensor.parameter)[slab.local], tensor.source[slab.local]))
+        if pairs:
+            parameters, masters = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(parameters, masters)
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
+        """Have FSDP2 show the shards, also after an evaluation."""
         for module in self._resharded:
             module.reshard()  # type: ignore[operator]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A copy, for which a DTensor is gathered from all ranks."""
-    plain = tensor.detach()
-    whole: Tensor = plain.full_tensor() if is_sharded(plain) else plain.clone()  # type: ignore[attr-defined]
-    return whole
 
 
 def host_values(*shape: int) -> Tensor:
@@ -384,10 +408,10 @@ def _buffers(model: nn.Module, patterns: Sequence[str]) -> tuple[dict[str, Tenso
     matches: dict[str, Tensor] = {}
     unknown: dict[str, str] = {}
     for pattern in patterns:
-        fitting = {name: buffer for name, buffer in model.named_buffers() if fnmatchcase(name, pattern)}
+        fitting = {name: buffer for name, buffer in buffers_of(model).items() if fnmatchcase(name, plain_name(pattern))}
         if not fitting:
-            all_names = [name for name, _ in model.named_buffers()]
-            unknown[f"buffers {pattern}"] = f"buffers: {pattern!r} fits no buffer of the model; it has {all_names[:5]}"
+            all_names = list(buffers_of(model))[:5]
+            unknown[f"buffers {pattern}"] = f"buffers: {pattern!r} fits no buffer of the model; it has {all_names}"
         matches |= fitting
     return matches, unknown
 
@@ -398,14 +422,6 @@ def _mark(values: Tensor) -> str:
     if not sample.numel() or bool((sample == sample.view(-1)[0]).all()):
         return ""
     return sha256(sample.numpy().tobytes()).hexdigest()[:16]
-
-
-def _names_of(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Each parameter with all its names; several for a tied one."""
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
 
 
 def _embedding_parameters(model: nn.Module) -> set[Tensor]:

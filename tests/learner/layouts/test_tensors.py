@@ -11,6 +11,7 @@ from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_over
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
+from diloco_node.learner.batch_norm import batch_norm_warning
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, unwrap
 from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck
@@ -72,7 +73,7 @@ def test_buffers_that_train_are_merged_by_their_mean() -> None:
         tensors.shift(part, values + 1.0, values, 1.0, torch.empty(100))
         vectors.append(values)
     assert model.router_bias.tolist() == [1.0, 2.0, 3.0, 4.0]
-    full = tensors.full_state(manifest, vectors, tensors.rest_of_state())
+    full = tensors.full_state(manifest, vectors, tensors.rest_of_state(is_kept=True))
     assert full["router_bias"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert list(full) == list(model.state_dict())
 
@@ -159,7 +160,7 @@ def test_what_is_written_is_read_back(fragments: int, dtype: torch.dtype) -> Non
         tensors.write(fragment, vector)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    full = tensors.full_state(manifest, vectors, tensors.rest_of_state())
+    full = tensors.full_state(manifest, vectors, tensors.rest_of_state(is_kept=True))
     assert {name: value.dtype for name, value in full.items()} == {name: value.dtype for name, value in before.items()}
     assert all(torch.equal(before[name], full[name]) for name in before)
 
@@ -177,6 +178,7 @@ def test_parameters_that_are_not_contiguous_and_scalars() -> None:
     assert model.b.item() == 6.0
 
 
+@pytest.mark.no_device("the arithmetic of the host; layouts/test_device.py has the device's")
 @pytest.mark.parametrize(
     "plan", [CarryPlan(Anchor.BASE, 1.0), CarryPlan(Anchor.BASE, 0.37), CarryPlan(Anchor.NONE, 0.0)]
 )
@@ -234,6 +236,7 @@ def mesh() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+@pytest.mark.no_device("its mesh is of the CPU")
 def test_a_dtensor_is_read_and_written_where_it_lies(mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -296,7 +299,7 @@ class Checked:
         self.model = nn.Linear(size, size, bias=False)
         self.tensors = ModelTensors(self.model)
         self.fragment = parts(self.tensors)[0]
-        self.check = RevertCheck(self.tensors)
+        self.check = RevertCheck(self.tensors, len(self.tensors.specs))
 
     def write(self, value: float | torch.Tensor) -> None:
         self.tensors.write(self.fragment, torch.zeros(self.fragment.size) + value)
@@ -384,3 +387,61 @@ def test_boundary_without_an_optimizer_step_proves_nothing() -> None:
     one.write(0.0)
     with pytest.raises(LearnerError):
         one.check.verify()
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """Each block compiled, checkpointed, or both, as torchtitan does."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model.first = torch.compile(model.first, backend="eager")
+    model.second = checkpoint_wrapper(model.second)
+    model.lm_head = torch.compile(checkpoint_wrapper(model.lm_head), backend="eager")
+    return torch.compile(model, backend="eager")  # type: ignore[no-any-return]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.lm_head = nn.Linear(4, 4, bias=False)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+
+def test_names_and_states_are_those_without_wrappers_at_every_level() -> None:
+    plain, model = Blocks(), wrapped(Blocks())
+    told = {"merge": {"second._checkpoint_wrapped_module.bias": MergeRule.AVG}, "buffers": ("*.running_mean",)}
+    tensors, expected = (
+        ModelTensors(model, **told),
+        ModelTensors(plain, merge={"second.bias": MergeRule.AVG}, buffers=told["buffers"]),
+    )
+    assert tensors.specs == expected.specs
+    assert not tensors.unknown
+    tensors.check_not_replaced()
+    assert "running" not in batch_norm_warning(tensors.model, [spec.name for spec in tensors.specs])
+    own = tensors.own_state(is_kept=True)
+    assert list(own) == list(plain.state_dict())
+    assert all(torch.equal(own[name], value) for name, value in plain.state_dict().items())
+    manifest = build_manifest(tensors.specs, 1)
+    full = tensors.full_state(manifest, [torch.full((manifest.size,), 7.0)], tensors.rest_of_state(is_kept=True))
+    assert list(full) == list(plain.state_dict()), "no own weights beside the merged ones"
+    assert {name for name, value in full.items() if value.eq(7.0).all()} == {spec.name for spec in tensors.specs}
+
+
+def test_a_state_is_gathered_by_all_and_stays_with_those_that_want_it(
+    mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    model = nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+    model.weight = nn.Parameter(distribute_tensor(before, mesh, [Shard(0)]), requires_grad=False)
+    gathered: list[DTensor] = []
+    full_tensor = DTensor.full_tensor
+    monkeypatch.setattr(DTensor, "full_tensor", lambda self: gathered.append(self) or full_tensor(self))
+    tensors = ModelTensors(model)
+    assert (tensors.rest_of_state(is_kept=False), tensors.own_state(is_kept=False)) == ({}, {})
+    assert len(gathered) == 2, "its part of each gathering"
+    kept = tensors.rest_of_state(is_kept=True)["weight"]
+    assert torch.equal(kept, before)
+    assert kept.untyped_storage().data_ptr() != model.weight.to_local().untyped_storage().data_ptr()  # type: ignore[operator]

@@ -1,0 +1,117 @@
+"""What a learner does on a GPU, checked and measured: one line a check, PASS, FAIL or SKIP.
+
+    python benchmarks/gpu.py [--only bits,waits] [--json] [--small] [--encode]
+
+Needs a GPU, numpy, numba, msgpack, safetensors and torch; nothing is installed, and no other part of this package runs.
+Each check is a process of its own: one that breaks is a FAIL, and the others go on. Exit code: 0 if nothing failed, 1
+else, 2 without a device. Some four minutes on an H100.
+
+- `bits`: snapshots, versions and encoded contributions are the CPU's, for float32, bfloat16, float16 and masters.
+- `waits`: in 200 steps of GPT-2's parameters with an order each, `step()` never waits for the device.
+- `time`, `boundary`, `idle`, `memory`: GPT-2 with 124 M parameters, alone and attached in turns, P = H = 24.
+- `checkpoint`: the longest time without a launch, while AdamW's state, 1 GB, is copied and written.
+- `graphs`, `compiled`: `torch.cuda.graph` of a whole step, and `reduce-overhead`, with versions between replays.
+- `capture`: a graph is captured while a snapshot is on its way.
+- `ranks`: FSDP2 over NCCL on all GPUs, `grad_norm=` of sharded gradients.
+- `--encode`: what packing, copying, applying and encoding a fragment take on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+LIMIT_S: Final = {"waits": 90.0, "compiled": 90.0, "loop": 75.0, "checkpoint": 75.0, "ranks": 75.0}
+"""Seconds that a check may take; `OTHER_LIMIT_S` where it is not named."""
+
+OTHER_LIMIT_S: Final = 60.0
+SMALL_LIMIT_S: Final = 600.0
+"""Small models are for devices in software, on machines that do other things as well."""
+
+NAMES: Final = ("bits", "waits", "loop", "checkpoint", "graphs", "capture", "ranks", "compiled")
+NO_DEVICE: Final = 2
+
+
+def has_device() -> bool:
+    """Whether torch sees a device of type cuda, which ROCm's are as well."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def child(name: str, *, is_small: bool) -> None:
+    """Run one check here, and write each of its lines as JSON."""
+    from gpu_checks import relay
+    from gpu_model import FULL, SMALL
+
+    relay(name, SMALL if is_small else FULL, lambda line: print(json.dumps(asdict(line)), flush=True))
+
+
+def run(name: str, command: list[str], limit_s: float) -> list[dict[str, Any]]:
+    """The lines of one check, in a process of its own."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=limit_s)
+        ending = f"ended with code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        ending = f"took more than {limit_s:.0f} s"
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    if process.returncode:
+        last = err.strip().splitlines()[-1:] or [""]
+        lines.append({"name": name, "verdict": "FAIL", "text": f"{ending} {last[0][:300]}", "figures": {}})
+    return lines
+
+
+def main() -> int:
+    """Run the checks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names of checks, with commas [all]")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--small", action="store_true", help="small models, few steps")
+    parser.add_argument("--encode", action="store_true", help="figures of a device path, too")
+    parser.add_argument("--import", dest="module", default="", help="before torch: tests.kit.fakecuda.installed")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.module:
+        importlib.import_module(options.module)
+    if options.child:
+        child(options.child, is_small=options.small)
+        return 0
+    if not has_device():
+        print("no GPU here that torch can use: nothing is checked")
+        return NO_DEVICE
+    names = [*NAMES, *(["encode"] if options.encode else [])]
+    names = [name for name in options.only.split(",") if name] or names
+    verdicts = []
+    for name in names:
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", name]
+        command += ["--small"] if options.small else []
+        command += ["--import", options.module] if options.module else []
+        started_s = time.monotonic()
+        lines = run(name, command, SMALL_LIMIT_S if options.small else LIMIT_S.get(name, OTHER_LIMIT_S))
+        for number, line in enumerate(lines):
+            verdicts.append(line["verdict"])
+            took = f" [{time.monotonic() - started_s:.0f} s]" if number == len(lines) - 1 else ""
+            text = json.dumps(line) if options.json else f"{line['verdict']:4} {line['name']:10} {line['text']}{took}"
+            print(text, flush=True)
+    counts = {word: verdicts.count(word) for word in ("PASS", "FAIL", "SKIP")}
+    if not options.json:
+        print(", ".join(f"{count} {word}" for word, count in counts.items()))
+    return 1 if counts["FAIL"] or not verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,395 @@
+"""Values between a model on devices and the host, by streams of their own: the training thread never waits (D-094).
+
+Down: the training thread packs a fragment into staging memory on the device, in the stream of the loop. The worker's
+stream copies it from there into page-locked memory as soon as it is packed, and the worker waits for that copy.
+
+Up: the worker puts a version, and what the own steps are measured from, into page-locked memory and copies both into
+staging. When they are there the training thread applies them in place: addresses stay, as CUDA graphs want.
+
+A room is the memory for one fragment on its way. There are two for each direction, so that the next one is packed or
+copied while the last one is read. At P = 24 that is one byte for each parameter on the device, and one page-locked.
+
+`torch.cuda` (also of ROCm), `torch.xpu` and others have the same streams and events: nothing here names one of them,
+but for what CUDA alone can do. Without streams (MPS) values go the host's way, which waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco_node.learner.layouts.shard_map import LocalFragment, Slab
+from diloco_node.learner.layouts.tensors import ModelTensors
+
+ROOMS: Final = 2
+"""For each direction. More are made for a while where more fragments are asked for at once."""
+
+WITHOUT_STREAMS: Final = ("cpu", "mps", "meta")
+
+PAGE_BYTES: Final = 4096
+CAPTURE_MODE_RELAXED: Final = 2
+
+log = logging.getLogger("diloco_node.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The slabs of one fragment that lie on one device.
+
+    Attributes:
+        spans: per slab its place in the device's staging memory.
+        copies: (place in the fragment's vector, place in staging) of slabs that are neighbours in both.
+        size: values of all of them.
+    """
+
+    device: torch.device
+    slabs: tuple[Slab, ...]
+    spans: tuple[slice, ...]
+    copies: tuple[tuple[slice, slice], ...]
+    size: int
+
+    @classmethod
+    def of_slabs(cls, device: torch.device, slabs: Sequence[Slab]) -> Stretch:
+        """Lay them side by side."""
+        spans: list[slice] = []
+        copies: list[tuple[slice, slice]] = []
+        end = 0
+        for slab in slabs:
+            span = slice(end, end + slab.size)
+            spans.append(span)
+            if copies and copies[-1][0].stop == slab.offset:
+                copies[-1] = slice(copies[-1][0].start, slab.span.stop), slice(copies[-1][1].start, span.stop)
+            else:
+                copies.append((slab.span, span))
+            end = span.stop
+        return cls(device, tuple(slabs), tuple(spans), tuple(copies), end)
+
+
+@dataclass(slots=True)
+class Room:
+    """Memory for one fragment on its way.
+
+    Attributes:
+        host: shape (rows, largest fragment), float32, page-locked if the system allows.
+        staging: by device, shape (rows, values), float32.
+        stretches: what is in it now.
+        fills: by device, an event that comes when staging holds the values. reads: when its last user has read them.
+    """
+
+    host: Tensor
+    staging: dict[torch.device, Tensor] = field(default_factory=dict)
+    stretches: list[Stretch] = field(default_factory=list)
+    fills: dict[torch.device, Any] = field(default_factory=dict)
+    reads: dict[torch.device, Any] = field(default_factory=dict)
+
+    def rows(self, stretch: Stretch) -> Tensor:
+        """Shape (rows, stretch.size): its staging memory. Made at first, and after `model.to()`."""
+        staging = self.staging.get(stretch.device)
+        if staging is None or staging.shape[1] < stretch.size:
+            staging = torch.empty(len(self.host), stretch.size, dtype=torch.float32, device=stretch.device)
+            self.staging[stretch.device] = staging
+            # The memory may have been another tensor's, whose last reader is still to run in the loop's stream.
+            self.reads[stretch.device] = record_event(stretch.device)
+        return staging[:, : stretch.size]
+
+
+class DeviceLane:
+    """See the module. `pack` and `apply` are for the training thread, `fetch` and `send` for the worker.
+
+    Args:
+        tensors: the model's parameters.
+        down: by fragment, what is packed. up: by fragment, what versions are applied to.
+    """
+
+    def __init__(self, tensors: ModelTensors, down: Sequence[LocalFragment], up: Sequence[LocalFragment]) -> None:
+        self._tensors = tensors
+        self._sharded: list[Any] = [m for m in tensors.model.modules() if hasattr(m, "set_post_optim_event")]
+        self._largest_down, self._largest_up = (max(local.size for local in locals_) for locals_ in (down, up))
+        self._sides: dict[torch.device, Any] = {}
+        # Rooms that nobody uses; the training thread takes, both threads give back.
+        self._down = deque(self._room(1, self._largest_down) for _ in range(ROOMS))
+        self._up = deque(self._room(2, self._largest_up) for _ in range(ROOMS))
+        for rooms, fragments in ((self._down, down), (self._up, up)):
+            widest = _widest([stretch for local in fragments for stretch in self._stretches(local)])
+            for room in rooms:
+                for stretch in widest:
+                    room.rows(stretch)
+
+    @property
+    def free_down(self) -> int:
+        """Fragments that can be packed without more memory."""
+        return len(self._down)
+
+    # ---- down --------------------------------------------------------------------------------------------------------
+
+    def pack(self, local: LocalFragment) -> Room:
+        """Order a copy of the values as they are now, behind what the loop has ordered; `fetch` has to follow."""
+        room = self._down.popleft() if self._down else self._room(1, self._largest_down)
+        room.stretches = self._stretches(local)
+        for stretch in room.stretches:
+            values = [self._tensors.values(slab) for slab in stretch.slabs]
+            if not has_streams(stretch.device):
+                for slab, value in zip(stretch.slabs, values, strict=True):
+                    room.host[0, slab.span].view(value.shape).copy_(value)
+                continue
+            row = room.rows(stretch)[0]
+            _wait(room.reads, stretch.device)
+            with torch.no_grad():
+                if all(value.dtype == row.dtype for value in values):
+                    torch.cat([value.reshape(-1) for value in values], out=row)
+                else:
+                    torch._foreach_copy_(_views(row, stretch.spans, values), values)
+            room.fills[stretch.device] = record_event(stretch.device)
+        return room
+
+    def fetch(self, room: Room, out: Tensor) -> None:
+        """Wait for what was packed, and give the room back.
+
+        Args:
+            out: shape (values,), float32, CPU; overwritten.
+        """
+        for stretch in room.stretches:
+            if not has_streams(stretch.device):
+                continue
+            row = room.rows(stretch)[0]
+            with self._on_side(stretch.device):
+                _wait(room.fills, stretch.device)
+                for place, span in stretch.copies:
+                    room.host[0, place].copy_(row[span], non_blocking=True)
+                room.reads[stretch.device] = record_event(stretch.device)
+        for event in room.reads.values():
+            event.synchronize()
+        out.copy_(room.host[0, : out.numel()])
+        self._down.append(room)
+
+    # ---- up ----------------------------------------------------------------------------------------------------------
+
+    def reserve(self, local: LocalFragment) -> Room:
+        """Take a room for a version of the fragment; `send`, `apply` and `give_back` have to follow."""
+        room = self._up.popleft() if self._up else self._room(2, self._largest_up)
+        room.stretches = self._stretches(local)
+        for stretch in room.stretches:
+            if has_streams(stretch.device):
+                room.rows(stretch)
+        return room
+
+    def send(self, room: Room, new: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        """Copy a version into staging, and wait until it is there.
+
+        Args:
+            new, anchor: float32, CPU, which make up the fragment's vector; an empty `anchor` if nothing is kept.
+        """
+        for row, vectors in enumerate((new, anchor)):
+            end = 0
+            for vector in vectors:
+                room.host[row, end : end + vector.numel()].copy_(vector)
+                end += vector.numel()
+        for stretch in room.stretches:
+            if not has_streams(stretch.device):
+                continue
+            rows = room.rows(stretch)
+            with self._on_side(stretch.device):
+                _wait(room.reads, stretch.device)
+                for row in range(2 if anchor else 1):
+                    for place, span in stretch.copies:
+                        rows[row, span].copy_(room.host[row, place], non_blocking=True)
+                room.fills[stretch.device] = record_event(stretch.device)
+        for event in room.fills.values():
+            event.synchronize()
+
+    def apply(self, room: Room, *, is_anchored: bool, carry_factor: float) -> None:
+        """Order the carry-over of what was sent, as `ModelTensors.shift`: in place, each operation rounded by itself.
+
+        Args:
+            is_anchored: whether own steps are kept; else the values are those of the version.
+        """
+        self._tensors.reshard()
+        for stretch in room.stretches:
+            is_on_host = not has_streams(stretch.device)
+            values = [self._tensors.values(slab) for slab in stretch.slabs]
+            if not is_on_host:
+                _wait(room.fills, stretch.device)
+            new, anchor = room.host if is_on_host else room.rows(stretch)
+            spans = tuple(slab.span for slab in stretch.slabs) if is_on_host else stretch.spans
+            with torch.no_grad():
+                _shift(
+                    values,
+                    _views(new, spans, values),
+                    _views(anchor, spans, values) if is_anchored else None,
+                    carry_factor,
+                )
+                self._tensors.follow(stretch.slabs)
+            if not is_on_host:
+                room.reads[stretch.device] = event = record_event(stretch.device)
+                self._hand_on(event)
+
+    def give_back(self, room: Room) -> None:
+        """Nobody reads the room's host memory any more."""
+        self._up.append(room)
+
+    # ---- both --------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Prepare the worker's thread: its waits must not break a CUDA graph that the loop captures meanwhile."""
+        if any(device.type == "cuda" for device in self._tensors.devices):
+            relax_capture()
+
+    def close(self) -> None:
+        """Let go of the memory. The worker has ended."""
+        self._down.clear()
+        self._up.clear()
+
+    def _room(self, rows: int, largest: int) -> Room:
+        return Room(page_locked(rows, largest))
+
+    def _stretches(self, local: LocalFragment) -> list[Stretch]:
+        """By device; taken anew each time, for `model.to()` may have moved parameters."""
+        slabs: dict[torch.device, list[Slab]] = {}
+        for slab in local.slabs:
+            slabs.setdefault(self._tensors.device(slab), []).append(slab)
+        return [Stretch.of_slabs(device, neighbours) for device, neighbours in slabs.items()]
+
+    @contextlib.contextmanager
+    def _on_side(self, device: torch.device) -> Iterator[None]:
+        """In the worker's own stream of a device."""
+        module = getattr(torch, device.type)
+        if device not in self._sides:
+            self._sides[device] = module.Stream(device=device)
+        with module.stream(self._sides[device]):
+            yield
+
+    def _hand_on(self, event: Any) -> None:
+        """Have FSDP2's next gathers wait for what was applied, where it was told to wait for the optimizer alone."""
+        for module in self._sharded:
+            if module._get_fsdp_state()._state_ctx.post_optim_event is not None:
+                module.set_post_optim_event(event)
+
+
+class LateNumbers:
+    """A few numbers that are computed on a device, and read when they are there."""
+
+    def __init__(self, numbers: Tensor, room: Tensor) -> None:
+        """Order the copy.
+
+        Args:
+            numbers: shape (k,), float32. room: shape (at least k,), float32, page-locked; used until they were read.
+        """
+        self._numbers = numbers
+        self._event = None
+        if has_streams(numbers.device):
+            self._numbers = room[: numbers.numel()].copy_(numbers, non_blocking=True)
+            self._event = record_event(numbers.device)
+
+    def read(self) -> list[float] | None:
+        """The numbers, or None as long as they are not there."""
+        if self._event is not None and not self._event.query():
+            return None
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on it is ordered, and may be waited for by events."""
+    return device.type not in WITHOUT_STREAMS
+
+
+def page_locked(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros on the CPU, in pages that a device copies from and to without the host; in others if it must.
+
+    Half a second for a gigabyte. torch would round the size up to a power of two: 4.9 GB to 8.6 GB.
+    """
+    size = torch.Size(shape).numel() * dtype.itemsize
+    try:
+        if not torch.cuda.is_available() or torch.cuda.cudart() is None:  # of other makers, or in software
+            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
+        pages = np.zeros(-(-max(1, size) // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES, np.uint8)
+        start = -pages.ctypes.data % PAGE_BYTES  # whole pages of its own: none may be registered twice
+        _register(pages, pages.ctypes.data + start, len(pages) - PAGE_BYTES)
+        return torch.from_numpy(pages[start : start + size]).view(dtype).view(shape)
+    except RuntimeError as error:
+        text = "no page-locked memory of %d MB (%s): copies from and to the device take longer. Raise `ulimit -l`"
+        log.warning(text, size >> 20, error)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def _register(pages: Any, address: int, size: int) -> None:
+    """Tell the driver of memory, until the array is gone. Raises RuntimeError: it refuses."""
+    runtime: Any = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(address, size, 0)):
+        raise RuntimeError("cudaHostRegister refused it")
+
+    def let_go() -> None:
+        with contextlib.suppress(RuntimeError):
+            runtime.cudaHostUnregister(address)
+
+    weakref.finalize(pages, let_go).atexit = False
+
+
+def record_event(device: torch.device) -> Any:
+    """An event behind all that this thread has ordered on a device so far."""
+    module = getattr(torch, device.type)
+    # Who waits for this kind sleeps; for others the processor turns.
+    event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
+def relax_capture() -> None:
+    """Let this thread wait for events while another one captures a CUDA graph, which CUDA forbids by default."""
+    library = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+    # On ROCm, and where torch lies elsewhere, it stays forbidden.
+    with contextlib.suppress(OSError, AttributeError):
+        mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
+        ctypes.CDLL(str(library)).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def _wait(events: dict[torch.device, Any], device: torch.device) -> None:
+    """Have what this thread orders next on a device begin after an event, if there is one. The host goes on."""
+    event = events.get(device)
+    if event is not None:
+        getattr(torch, device.type).current_stream(device).wait_event(event)
+
+
+def _views(row: Tensor, spans: Sequence[slice], values: Sequence[Tensor]) -> list[Tensor]:
+    """The row's parts in the shapes, and on the devices, of the values."""
+    return [row[span].view(value.shape).to(value.device) for span, value in zip(spans, values, strict=True)]
+
+
+def _shift(values: list[Tensor], new: list[Tensor], anchor: list[Tensor] | None, carry_factor: float) -> None:
+    """Set `values = new + carry_factor * (values - anchor)` in place; `anchor` is used up."""
+    if anchor is None:
+        torch._foreach_copy_(values, new)
+        return
+    is_rounded = any(value.dtype != torch.float32 for value in values)
+    theta = values
+    if is_rounded:  # in float32: a - b is -b + a
+        torch._foreach_neg_(anchor)
+        torch._foreach_add_(anchor, values)
+        theta = anchor
+    else:
+        torch._foreach_sub_(theta, anchor)
+    if carry_factor != 1.0:
+        torch._foreach_mul_(theta, carry_factor)
+    torch._foreach_add_(theta, new)
+    if is_rounded:
+        torch._foreach_copy_(values, theta)
+
+
+def _widest(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """By device the one with the most values; of devices with streams alone."""
+    widest: dict[torch.device, Stretch] = {}
+    for stretch in sorted(stretches, key=lambda stretch: stretch.size):
+        if has_streams(stretch.device):
+            widest[stretch.device] = stretch
+    return list(widest.values())

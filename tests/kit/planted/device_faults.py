@@ -1,0 +1,168 @@
+"""Faults of the device lane: each drops one wait, one order or one buffer, by a change of its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import torch
+
+from diloco_node.learner.local_fragments import LearnerFragments
+
+LANE: Final = "diloco_node.learner.layouts.device"
+REVERT: Final = "diloco_node.learner.revert"
+FRAGMENTS: Final = "diloco_node.learner.local_fragments"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFault:
+    """A text that is once in a module, and what stands there instead; dtype: of the parameters that show it."""
+
+    module: str
+    text: str
+    instead: str
+    dtype: torch.dtype = torch.float32
+
+
+def planted(fault: DeviceFault) -> type[LearnerFragments]:
+    """`LearnerFragments` with the fault; the modules themselves stay as they are."""
+    lane, revert, fragments = (_copied(name, fault) for name in (LANE, REVERT, FRAGMENTS))
+    for module in (revert, fragments):
+        for name in set(vars(module)) & {"DeviceLane", "LateNumbers", "Room", "page_locked", "ROOMS"}:
+            setattr(module, name, getattr(lane, name))
+    fragments.RevertCheck = revert.RevertCheck  # type: ignore[attr-defined]
+    kind: type[LearnerFragments] = fragments.LearnerFragments  # type: ignore[attr-defined]
+    return kind
+
+
+def _copied(name: str, fault: DeviceFault) -> ModuleType:
+    path = Path(str(import_module(name).__file__))
+    source = path.read_text()
+    if name == fault.module:
+        assert source.count(fault.text) == 1, f"{source.count(fault.text)} times in {path.name}: {fault.text}"
+        source = source.replace(fault.text, fault.instead)
+    module = ModuleType(name)
+    exec(compile(source, str(path), "exec"), vars(module))
+    return module
+
+
+DEVICE_FAULTS: Final = {
+    # ---- down
+    "copy-before-packing": DeviceFault(
+        LANE,
+        "                _wait(room.fills, stretch.device)\n                for place, span in stretch.copies:\n"
+        "                    room.host",
+        "                for place, span in stretch.copies:\n                    room.host",
+    ),
+    "encoder-does-not-wait": DeviceFault(
+        LANE,
+        "        for event in room.reads.values():\n            event.synchronize()\n",
+        "",
+    ),
+    "packing-into-what-is-copied": DeviceFault(
+        LANE,
+        "            row = room.rows(stretch)[0]\n            _wait(room.reads, stretch.device)\n",
+        "            row = room.rows(stretch)[0]\n",
+    ),
+    "room-down-given-back-early": DeviceFault(
+        LANE,
+        "            room.fills[stretch.device] = record_event(stretch.device)\n        return room\n",
+        "            room.fills[stretch.device] = record_event(stretch.device)\n"
+        "        self._down.appendleft(room)\n        return room\n",
+    ),
+    "packed-behind-the-next-step": DeviceFault(
+        FRAGMENTS,
+        "            self._lane.fetch(snapshot.transit, snapshot.values)\n",
+        "            self.tensors.read(self._owned[snapshot.facts.fragment], snapshot.values)\n",
+    ),
+    "training-thread-copies": DeviceFault(
+        FRAGMENTS,
+        "        if transit is None:\n            self.tensors.read",
+        "        if True:\n            self.tensors.read",
+    ),
+    "training-thread-fetches": DeviceFault(
+        FRAGMENTS,
+        "        if transit is None:\n            self.tensors.read",
+        "        self._lane.fetch(transit, values)\n        if transit is None:\n            self.tensors.read",
+    ),
+    "snapshot-in-the-room": DeviceFault(
+        LANE, "        out.copy_(room.host[0, : out.numel()])\n", "        out.set_(room.host[0, : out.numel()])\n"
+    ),
+    "packed-on-the-side": DeviceFault(
+        LANE,
+        "                    torch.cat([value.reshape(-1) for value in values], out=row)\n",
+        "                    with self._on_side(stretch.device):\n"
+        "                        torch.cat([value.reshape(-1) for value in values], out=row)\n",
+    ),
+    "half-a-fragment-down": DeviceFault(
+        LANE,
+        "room.host[0, place].copy_(row[span], non_blocking=True)",
+        "room.host[0, place][1:].copy_(row[span][1:], non_blocking=True)",
+    ),
+    # ---- up
+    "version-not-waited-for": DeviceFault(
+        LANE, "            if not is_on_host:\n                _wait(room.fills, stretch.device)\n", ""
+    ),
+    "version-over-one-that-is-applied": DeviceFault(
+        LANE,
+        "                _wait(room.reads, stretch.device)\n                for row in",
+        "                for row in",
+    ),
+    "worker-does-not-wait-for-the-version": DeviceFault(
+        LANE,
+        "        for event in room.fills.values():\n            event.synchronize()\n",
+        "",
+    ),
+    "room-up-used-twice": DeviceFault(
+        LANE, "room = self._up.popleft() if self._up else self._room(2, self._largest_up)", "room = self._up[0]"
+    ),
+    "base-from-the-place": DeviceFault(
+        FRAGMENTS, "room.host[0, : base.numel()], base)", "self._places[index][: base.numel()], base)"
+    ),
+    "base-before-its-anchor": DeviceFault(
+        FRAGMENTS,
+        "        def carry() -> None:\n",
+        "        def carry() -> None:\n"
+        "            self.tensors.held(self._owned[index], self._places[index], self._base[index])\n",
+    ),
+    "base-not-rounded": DeviceFault(
+        FRAGMENTS,
+        "        self.tensors.held(self._owned[index], room.host",
+        "        (lambda _, new, out: out.copy_(new))(0, room.host",
+        torch.bfloat16,
+    ),
+    "base-not-kept": DeviceFault(
+        FRAGMENTS, "            self._worker.put(partial(self._keep, index, incoming.room))\n", ""
+    ),
+    "applied-on-the-side": DeviceFault(
+        LANE,
+        "                self._tensors.follow(stretch.slabs)\n",
+        "                pass\n            with self._on_side(stretch.device), torch.no_grad():\n"
+        "                torch._foreach_mul_(values, 1.0)\n",
+    ),
+    "applied-through-the-host": DeviceFault(
+        FRAGMENTS,
+        "        if self._lane is not None and incoming.room is not None:\n            self._lane.apply",
+        "        self.tensors.write(primary, self._places[index])\n"
+        "        if self._lane is not None and incoming.room is not None:\n            self._lane.apply",
+    ),
+    "anchor-not-sent": DeviceFault(LANE, "range(2 if anchor else 1)", "range(1)"),
+    "pageable-rooms-and-words": DeviceFault(LANE, "pin_memory=True)", "pin_memory=False)"),
+    # ---- the check of reverted versions
+    "verdict-waited-for": DeviceFault(
+        LANE,
+        "        if self._event is not None and not self._event.query():\n            return None\n",
+        "        if self._event is not None:\n            self._event.synchronize()\n",
+    ),
+    "verdict-read-early": DeviceFault(
+        LANE, "        if self._event is not None and not self._event.query():\n            return None\n", ""
+    ),
+    "samples-on-the-host": DeviceFault(
+        REVERT,
+        "_Trial(local, before, self._tensors.sample(local))",
+        "_Trial(local, before.cpu(), self._tensors.sample(local))",
+    ),
+}

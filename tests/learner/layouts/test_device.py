@@ -1,0 +1,210 @@
+"""A model on devices comes to the bits of one on the CPU, and its training thread never waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.wire.learner_link import NO_SNAPSHOT, OfferApplied, SnapshotReady, SnapshotRequested, VersionOffered
+from tests.kit.device_life import FRAGMENTS, ON_THE_CPU, PLACES, RANKS, Life, Outcome, complaints
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.fakecuda import fake_device
+from tests.kit.learner_kit import Toy, region_folder
+from tests.kit.planted.device_faults import DEVICE_FAULTS, planted
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not fake_device.is_installed(), reason="needs a device in software: make test-device"),
+]
+folder = pytest.fixture(region_folder)
+
+BOUNDARIES = 1000
+DAEMONS = 3
+
+
+@lru_cache
+def on_the_cpu(dtype: torch.dtype, seed: int) -> Outcome:
+    return Life(ON_THE_CPU, dtype=dtype, seed=seed).run()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_those_of_the_cpu_under_every_schedule(dtype: torch.dtype, place: str) -> None:
+    assert not complaints(LearnerFragments, dtype=dtype, place=place, expected=on_the_cpu)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_come_to_the_bits_of_one_on_the_cpu(ranks: str) -> None:
+    assert not complaints(LearnerFragments, holdings=RANKS[ranks], expected=on_the_cpu)
+
+
+@pytest.mark.parametrize("name", DEVICE_FAULTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    """Each drops one wait, one order or one buffer of the lane."""
+    fault = DEVICE_FAULTS[name]
+    found = complaints(planted(fault), dtype=fault.dtype, seeds=(1, 2, 3), expected=on_the_cpu, stop_at=1)
+    fake_device.reset()
+    print(f"{name}: {found}")
+    assert found
+
+
+def test_a_device_holds_six_fragments_at_most() -> None:
+    """At P = 24 that is one byte for each parameter."""
+    life = Life(PLACES["one device"])
+    lane = life.fragments._lane
+    assert lane is not None
+    life.run_steps()
+    rooms = [*lane._down, *lane._up]
+    largest = max(fragment.size for fragment in life.manifest.fragments)
+    assert sum(values.nbytes for room in rooms for values in room.staging.values()) == 6 * largest * 4
+    life.close()
+
+
+def test_more_orders_than_rooms_wait_for_a_later_boundary() -> None:
+    life = Life(PLACES["one device"])
+    request, offer = SnapshotRequested(0, 1, 0), VersionOffered(0, 1, NO_SNAPSHOT)
+    assert [life.fragments.has_room(request, ahead=count) for count in range(3)] == [True, True, False]
+    assert [life.fragments.has_room(offer, ahead=count) for count in range(3)] == [True, True, False]
+    assert Life(ON_THE_CPU).fragments.has_room(offer, ahead=FRAGMENTS)
+    life.close()
+
+
+def test_a_version_is_there_when_the_worker_has_sent_it() -> None:
+    life = Life(PLACES["one device"])
+    go = threading.Event()
+    life.fragments._worker.put(lambda: assert_true(go.wait(60.0)))
+    life.fragments.take(VersionOffered(0, 0, NO_SNAPSHOT))
+    assert life.fragments.arrived() == ()
+    go.set()
+    life.fragments._worker.drain()
+    assert life.fragments.arrived() == (0,)
+    life.close()
+
+
+def test_a_new_daemon_may_write_when_no_place_is_read_any_more() -> None:
+    life = Life(PLACES["one device"])
+    go = threading.Event()
+    life.fragments._worker.put(lambda: assert_true(go.wait(60.0)))
+    life.area[:] = 2.0
+    for index in range(2):
+        life.fragments.take(VersionOffered(index, 0, NO_SNAPSHOT))
+    reading = threading.Thread(target=life.fragments.finish_reading)
+    reading.start()
+    reading.join(0.05)
+    assert reading.is_alive()
+    go.set()
+    reading.join(60.0)
+    life.area[:] = float("nan")
+    life.fragments.finish(0)
+    assert set(life.fragments.vector(0).tolist()) == {2.0}
+    life.close()
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+def test_a_thousand_boundaries_without_a_wait_while_daemons_die(folder: Path) -> None:
+    toy = Toy()
+    theta = versions = None
+    applied = snapshots = boundary = 0
+    diloco = None
+    for life in range(DAEMONS):
+        with FakeDaemon(folder, theta=theta, versions=versions) as daemon:
+            if diloco is None:
+                diloco = diloco_node.attach(toy.model, toy.optimizer, checkpoint_every_s=0.0)
+                fake_device.reset()
+            daemon.wait_attached()
+            answers = [0] * daemon.fragments
+            while boundary < BOUNDARIES * (life + 1) // DAEMONS:
+                with fake_device.no_waits():
+                    toy.step(diloco, loss=torch.ones((), device="cuda"))
+                boundary += 1
+                time.sleep(0.001)
+                _go_on(daemon, answers)
+            applied += sum(isinstance(message, OfferApplied) for message in daemon.said)
+            snapshots += sum(isinstance(message, SnapshotReady) for message in daemon.said)
+            theta, versions = daemon.theta, daemon.versions
+    assert diloco is not None
+    assert fake_device.own_waits() == []
+    assert min(applied, snapshots) > BOUNDARIES // 20, "it was asked for something all the time"
+    diloco.close()
+
+
+def _go_on(daemon: FakeDaemon, answers: list[int]) -> None:
+    """Ask for a snapshot of each fragment; of what has come make the next version."""
+    for index in range(daemon.fragments):
+        ready = [m for m in daemon.said if isinstance(m, SnapshotReady) and m.contribution.fragment == index]
+        if len(ready) > answers[index]:
+            answers[index] = len(ready)
+            contribution = ready[-1].contribution
+            if contribution.base_version == daemon.versions[index]:
+                daemon.commit(index, daemon.theta[index] - 0.125, contribution.snapshot)
+        daemon.want(index)
+
+
+def test_an_optimizer_that_undoes_versions_is_found_without_a_wait(folder: Path) -> None:
+    toy = Toy()
+    masters = [parameter.detach().clone() for parameter in toy.model.parameters()]
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        answers = [0] * daemon.fragments
+        fake_device.reset()
+
+        def undo() -> None:
+            with torch.no_grad():
+                for parameter, master in zip(toy.model.parameters(), masters, strict=True):
+                    parameter.copy_(master.sub_(0.25))
+
+        def train() -> None:
+            for _ in range(BOUNDARIES):
+                undo()
+                with fake_device.no_waits():
+                    diloco.step(tokens=7)
+                time.sleep(0.001)
+                _go_on(daemon, answers)
+
+        with pytest.raises(LearnerError, match="reverted"):
+            train()
+        assert fake_device.own_waits() == []
+
+
+def test_fsdp2_gathers_after_what_was_applied() -> None:
+    """A loop that told FSDP2 to wait for its optimizer alone (`set_post_optim_event`) waits for the version, too."""
+    life = Life(PLACES["one device"])
+    lane = life.fragments._lane
+    assert lane is not None
+
+    class Context:
+        post_optim_event: object = None
+
+    class Sharded:
+        context = Context()
+
+        def _get_fsdp_state(self) -> Sharded:
+            return self
+
+        @property
+        def _state_ctx(self) -> Context:
+            return self.context
+
+        def set_post_optim_event(self, event: object) -> None:
+            self.context.post_optim_event = event
+
+    sharded = Sharded()
+    lane._sharded.append(sharded)
+    life.run()
+    assert sharded.context.post_optim_event is None, "who has told nothing waits for the whole stream"
+    life = Life(PLACES["one device"])
+    assert life.fragments._lane is not None
+    life.fragments._lane._sharded.append(sharded)
+    sharded.context.post_optim_event = told = torch.cuda.Event()
+    life.run()
+    assert sharded.context.post_optim_event is not told
