@@ -54,6 +54,17 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return ", ".join(type([*_inside(member)][-1]).__name__ for member in members)
 
 
+def settings_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of what a script sets in a group of parameters, such as `lr`: the arguments of the optimizer's class."""
+    members = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+    return frozenset(key for member in members for inner in _inside(member) for key in inner.defaults)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all tensors in the optimizer's groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class SeveralOptimizers(torch.optim.Optimizer):
     """Several optimizers as one: a step is a step of each, and their groups and states stand one after the other."""
 
