@@ -31,24 +31,21 @@ from torch import Tensor, nn
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.auto_step import AutoStep
-from diloco_node.learner.batch_norm import batch_norm_warning
 from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.checkpoint import Stateful, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.daemon_session import (
-    LearnerSession,
-    exchange_of,
-    manifest_of,
-    settings_of,
-)
+from diloco_node.learner.daemon_session import LearnerSession, exchange_of, manifest_of, settings_of
+from diloco_node.learner.layouts.module_group import ModuleGroup
+from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import finite
 from diloco_node.learner.loss_watch import LossWatch
-from diloco_node.learner.process_signals import TerminateFlag, die_with_supervisor
+from diloco_node.learner.model_watch import ModelWatch, attach_warnings
+from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
-from diloco_node.learner.several_optimizers import OptimizerArgument, as_one
+from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome
 
 log = logging.getLogger("diloco_node.learner")
@@ -61,7 +58,7 @@ the daemon a tenth of a millisecond."""
 
 
 def attach(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: OptimizerArgument = None,
     *,
     masters: Mapping[str, Tensor] | None = None,
@@ -76,9 +73,10 @@ def attach(
 
     Args:
         model: its trainable parameters are overwritten now, and changed in place at step boundaries later.
-            Wrappers of DistributedDataParallel and torch.compile are fine, and so are DTensors.
-        optimizer: its moments are kept in the learner's checkpoint and come back after a restart. A list of several is
-            kept as one.
+            Wrappers of DistributedDataParallel and torch.compile are fine, and so are DTensors. Several modules, such
+            as a model and a loss with weights, are one model.
+        optimizer: what it holds is merged, what no optimizer holds is not. Moments are kept in the learner's checkpoint
+            and come back after a restart, with the settings of the script. A list of several is kept as one.
         masters: name of a parameter -> float32 master of it, for optimizers that keep their own.
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
         buffers: patterns of the names of buffers that train, such as "*.expert_bias": they are merged by their mean.
@@ -96,10 +94,17 @@ def attach(
     """
     if step not in ("call", "auto"):
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
-    tensors = ModelTensors(model, masters=masters, merge=merge, buffers=buffers, untied=untied)
+    modules = list(model) if isinstance(model, list | tuple) else [model]
+    whole = ModuleGroup([unwrap(module) for module in modules]) if len(modules) > 1 else modules[0]
     joint = as_one(optimizer)
-    if joint is not None:
-        tensors.check_optimizer(joint)
+    tensors = ModelTensors(
+        whole,
+        masters=masters,
+        merge=merge,
+        buffers=buffers,
+        untied=untied,
+        optimized=None if joint is None else parameters_of(joint),
+    )
     if step == "auto" and isinstance(optimizer, list | tuple) and len(optimizer) > 1:
         raise LearnerError('attach(step="auto") counts the steps of one optimizer: with several, call step() yourself')
     return Diloco(
@@ -107,7 +112,7 @@ def attach(
         tensors=tensors,
         stateful=stateful or {},
         checkpoint_every_s=checkpoint_every_s,
-        auto_step=AutoStep(model, joint) if step == "auto" else None,
+        auto_step=AutoStep(modules[0], joint) if step == "auto" else None,
     )
 
 
@@ -163,9 +168,12 @@ class Diloco:
         # Both on every rank of a run from `_join` on; None alone.
         self._fragments: LearnerFragments | None = None
         self._boundaries: StepBoundaries | None = None
+        # On every rank of a run from the end of `_join` on; None alone.
+        self._watch: ModelWatch | None = None
         # Once True nothing is told or written any more.
         self._is_closed = False
         self._terminate = TerminateFlag()
+        self._place = LearnerPlace()
         self._ranks = Ranks()
         self._auto_step = auto_step
         try:
@@ -232,8 +240,6 @@ class Diloco:
     ) -> None:
         if self._is_closed:
             raise LearnerError("step() after the end of the `with` block, or after close(): this learner has left")
-        if self.steps == 1:
-            self._tensors.check_not_replaced()
         session = self._session
         if session is not None:
             session.timer.stepped(started_ns)
@@ -241,7 +247,10 @@ class Diloco:
             self._losses.offer(loss, grad_norm)
             self._losses.check(session.run_clock.global_step, session.warn)
         assert self._boundaries is not None
+        assert self._watch is not None
+        self._watch.check()
         self.tokens += self._crossed(self._boundaries.cross(tokens, is_step=True)).tokens
+        self._watch.note_writes()
         if session is not None and (started_ns - self._reported_ns >= REPORT_EVERY_NS or session.is_news):
             self._reported_ns = started_ns
             self._report(session)
@@ -331,6 +340,8 @@ class Diloco:
         if self._boundaries is not None and not self._is_closed:
             for boundary in self._boundaries.settle(seconds):
                 self._crossed(boundary)
+            if self._watch is not None:
+                self._watch.note_writes()
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
@@ -384,6 +395,9 @@ class Diloco:
             return
         self._is_closed = True
         self._terminate.restore()
+        self._place.leave()
+        if self._watch is not None:
+            self._watch.close()
         if self._auto_step is not None:
             self._auto_step.close()
         if self._session is not None:
@@ -410,6 +424,7 @@ class Diloco:
                     stacklevel=4,
                 )
             return
+        self._place.take()
         die_with_supervisor()
         self._terminate.install()
         description = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)
@@ -431,9 +446,8 @@ class Diloco:
         self.global_step = welcome.global_step
         if self._session is not None:
             self._fragments = self._session.fragments
-            if text := batch_norm_warning(self._tensors.model, [spec.name for spec in specs]):
-                log.warning("%s", text)
-                self._session.warn(text)
+            for text in attach_warnings(self._tensors, [spec.name for spec in specs]):
+                self._warn(text)
         else:
             manifest = manifest_of(specs, welcome)
             self._fragments = LearnerFragments(
@@ -455,6 +469,12 @@ class Diloco:
             self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set
         )
         self._crossed(self._boundaries.place())
+        self._watch = ModelWatch(self._fragments, self._warn)
+
+    def _warn(self, text: str) -> None:
+        log.warning("%s", text)
+        if self._session is not None:
+            self._session.warn(text)
 
     def _welcome(self) -> Welcome | None:
         session = self._session

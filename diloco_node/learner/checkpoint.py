@@ -34,6 +34,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.device import page_locked, record_event, relax_capture
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
+from diloco_node.learner.schedules import place_schedule
 from diloco_node.storage.durable import make_folder
 
 FORMAT: Final = 2
@@ -187,7 +188,8 @@ class Checkpoint:
                 optimizer.restore([self.kept(), *siblings])
             for name, component in stateful.items():
                 if name in self.stateful:
-                    component.load_state_dict(unflatten(self.stateful[name], self.tensors))
+                    state = unflatten(self.stateful[name], self.tensors)
+                    component.load_state_dict(place_schedule(component, state))
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
             raise LearnerError(
                 f"the learner's checkpoint at step {self.progress.global_step} does not fit this training script "

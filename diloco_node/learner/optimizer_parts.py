@@ -18,7 +18,8 @@ from torch import Tensor
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
-from diloco_node.learner.several_optimizers import inner_of, kind_of
+from diloco_node.learner.schedules import take_settings, tell_changes
+from diloco_node.learner.several_optimizers import inner_of, kind_of, settings_of
 
 Json = dict[str, Any]
 
@@ -115,7 +116,7 @@ class OptimizerParts:
         return Kept(tensors, document, self._names, boxes)
 
     def restore(self, saves: Sequence[Kept]) -> None:
-        """Take what ranks have kept, in whatever way the model was cut then.
+        """Take the moments that ranks have kept, in whatever way the model was cut then. Settings stay the script's.
 
         Args:
             saves: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
@@ -136,14 +137,17 @@ class OptimizerParts:
                 groups[int(index)][key] = tensor
         if len(groups) != len(own_groups):
             raise ValueError(f"{len(groups)} groups of parameters were kept, {len(own_groups)} are there")
-        is_named = any(self._names)
+        is_named, settings = any(self._names), settings_of(self._optimizer)
+        changes: dict[str, tuple[Any, Any]] = {}
         for group, own_group in zip(groups, own_groups, strict=True):
             if not is_named and len(group["params"]) != len(own_group["params"]):
                 raise ValueError("another number of parameters was kept")
             group["params"] = own_group["params"]
+            changes |= take_settings(group, own_group, settings)
         views = [_ByParameter(save) for save in saves]
         state = {index: values for index in range(len(self._parameters)) if (values := self._state_of(index, views))}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        tell_changes(changes)
 
     def missing(self, documents: Mapping[int, Kept], first: int) -> set[int]:
         """Name the ranks whose parts are needed besides those of rank `first`, by what they say that they have."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from diloco_node.errors import LearnerError
+
+LEARNER_VARIABLE: Final = "DILOCO_LEARNER_PID"
+"""Set by a learner for its children: the process that they are not to replace."""
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -41,6 +46,59 @@ class TerminateFlag:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
+
+
+class LearnerPlace:
+    """A region has one learner: its children, and a second `attach` in it, are refused before the daemon hears them.
+
+    A worker that multiprocessing spawns imports the training script again. Without a `__main__` guard it attaches, and
+    would take the place of the learner that waits for it.
+    """
+
+    pid: ClassVar[int | None] = None
+    """Of this process, while it is a learner."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+
+    def take(self) -> None:
+        """Be this process's learner. Raises LearnerError: it has one, or is a child of one."""
+        pid = os.getpid()
+        if LearnerPlace.pid == pid:
+            raise LearnerError(
+                "attach() was called a second time in this process, where the first learner is still at work: close() "
+                "it first. Several models of one loop are attached together, attach([model, criterion], ...)"
+            )
+        learner = os.environ.get(LEARNER_VARIABLE, "")
+        is_spawning = getattr(multiprocessing.current_process(), "_inheriting", False)
+        if is_spawning or (learner.isdecimal() and int(learner) in _ancestors()):
+            raise LearnerError(
+                "attach() was called in a child of the learner: a worker that multiprocessing has spawned runs the "
+                "script again. Put what only the learner does under `if __name__ == '__main__':`, and start other "
+                "programs without DILOCO_SOCKET in their environment"
+            )
+        LearnerPlace.pid, self._is_taken = pid, True
+        os.environ[LEARNER_VARIABLE] = str(pid)
+
+    def leave(self) -> None:
+        """Let another be it."""
+        if self._is_taken and LearnerPlace.pid == os.getpid():
+            LearnerPlace.pid, self._is_taken = None, False
+            os.environ.pop(LEARNER_VARIABLE, None)
+
+
+def _ancestors() -> list[int]:
+    """Process ids of the parent, its parent, and so on, as far as /proc tells."""
+    pids: list[int] = []
+    pid = os.getppid()
+    while pid > 1 and pid not in pids:
+        pids.append(pid)
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(text.rpartition(")")[2].split()[1])
+    return pids
 
 
 def die_with_supervisor() -> None:

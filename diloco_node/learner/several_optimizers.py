@@ -59,6 +59,16 @@ def inner_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return [[*_inside(member)][-1] for member in members]
 
 
+def settings_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of what a script sets in a group of parameters, such as `lr`: the arguments of the optimizer's class."""
+    return frozenset(key for inner in inner_of(optimizer) for key in inner.defaults)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all tensors in the optimizer's groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class SeveralOptimizers(torch.optim.Optimizer):
     """Several optimizers as one: a step is a step of each, and their groups and states stand one after the other."""
 

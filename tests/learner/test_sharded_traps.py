@@ -18,6 +18,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import attach
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded
+from diloco_node.learner.model_watch import check_not_replaced
 from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
 
 RANKS, RANK = 4, 3
@@ -190,10 +191,10 @@ def test_an_optimizer_that_was_made_before_the_model_was_sharded() -> None:
 def test_a_model_that_is_sharded_after_it_was_attached() -> None:
     model = build()
     tensors = ModelTensors(model)
-    tensors.check_not_replaced()
+    check_not_replaced(tensors)
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     with pytest.raises(LearnerError, match="sharded after attach"):
-        tensors.check_not_replaced()
+        check_not_replaced(tensors)
 
 
 @pytest.mark.no_device("its mesh is of the CPU")

@@ -14,6 +14,17 @@ WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_w
 block and another none: the names that they agree on have none of these, as torch's own distributed checkpoints."""
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module below DistributedDataParallel and torch.compile. Wrappers of parts of it stay."""
+    while True:
+        inner = (
+            model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._modules.get("_orig_mod")
+        )
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
 def plain_name(name: str) -> str:
     """Leave out wrappers, at every level."""
     if "._" not in name and not name.startswith("_"):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from diloco_node.core.merge.fragments import Manifest, TensorSpec
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
-from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name
+from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name, unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, Slab, whole_box
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,17 +72,6 @@ class _Tracked:
         return local_part(self.parameter if self.master is None else self.master)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module below DistributedDataParallel and torch.compile. Of wrappers inside see `names`."""
-    while True:
-        inner = (
-            model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._modules.get("_orig_mod")
-        )
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor."""
     return any(kind.__name__ == DTENSOR for kind in type(tensor).__mro__)
@@ -106,11 +95,14 @@ class ModelTensors:
         merge: name of a parameter -> rule, where the guess (see the module) is wrong.
         buffers: patterns of the names of buffers that are merged, such as "*.expert_bias".
         untied: names of parameters that have no mark: they are copies of nothing.
+        optimized: what the optimizers hold; another parameter than these is not merged. None: all may be trained.
 
     Attributes:
         specs: one per tensor, with its global shape; `RDA` stands for the run's own rule.
         boxes: by name, which part of it lies on this rank.
         marks: of embeddings and heads, by name: what tells a copy of the same values on another rank.
+        idle: trainable parameters that no optimizer holds, by name: they are not merged. strangers: what the optimizers
+            hold besides the model.
         unknown: what is wrong with patterns, rules and masters that nothing here fits. Another rank may have it.
 
     Raises:
@@ -126,6 +118,7 @@ class ModelTensors:
         merge: Mapping[str, MergeRule] | None = None,
         buffers: Sequence[str] = (),
         untied: Sequence[str] = (),
+        optimized: Sequence[Tensor] | None = None,
     ) -> None:
         self.model = unwrap(model)
         # After an evaluation FSDP2 leaves its root unsharded: it names other parameters then, which it throws away, and
@@ -142,12 +135,17 @@ class ModelTensors:
         specs = []
         embeddings = _embedding_parameters(self.model)
         trainable, self.unknown = _buffers(self.model, buffers)
+        held, self.strangers = self._held(optimized, masters)
+        self.idle: dict[str, Tensor] = {}
         self._names_of |= {buffer: [name] for name, buffer in trainable.items()}
         for parameter, names in self._names_of.items():
             if not (parameter.requires_grad or names[0] in trainable) or not parameter.numel():
                 continue
-            _check(names[0], parameter)
             master = next((masters[name] for name in names if name in masters), None)
+            if held is not None and names[0] not in trainable and not held & {parameter, master}:
+                self.idle[names[0]] = parameter
+                continue
+            _check(names[0], parameter)
             _check_master(names[0], parameter, master)
             self._tracked[names[0]] = _Tracked(parameter, master)
             self.boxes[names[0]] = _boxes(names[0], parameter)
@@ -165,6 +163,20 @@ class ModelTensors:
             for name in sorted(set(mapping) - all_names):
                 text = f"{kind}: the model has no parameter {name!r}; known are {sorted(all_names)[:3]}, ..."
                 self.unknown[f"{kind} {name}"] = text
+
+    def _held(
+        self, optimized: Sequence[Tensor] | None, masters: Mapping[str, Tensor]
+    ) -> tuple[set[Tensor] | None, list[Tensor]]:
+        """Return what the optimizers hold, or None where that says nothing of the model; and what is not its."""
+        held, known = set(optimized or ()), {*self._names_of, *masters.values()}
+        if held & known:
+            return held, [tensor for tensor in optimized or () if tensor not in known]
+        if optimized is not None and any(map(is_sharded, self._names_of)):
+            raise LearnerError(
+                "the optimizer holds none of the model's parameters: make it from model.parameters() after "
+                "fully_shard or parallelize_module, or pass its masters"
+            )
+        return None, []
 
     @property
     def is_cut(self) -> bool:
@@ -196,31 +208,16 @@ class ModelTensors:
         if nowhere := sorted(set.intersection(*absent)):
             raise LearnerError(self.unknown[nowhere[0]])
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise LearnerError: the model is sharded, and this optimizer was made before: it trains nothing."""
-        parameters, names = [parameter for group in optimizer.param_groups for parameter in group["params"]], self.names
-        if any(map(is_sharded, names)) and not any(parameter in names for parameter in parameters):
-            raise LearnerError(
-                "the optimizer holds none of the model's parameters: make it from model.parameters() after "
-                "fully_shard or parallelize_module, or pass its masters"
-            )
+    @property
+    def followed(self) -> dict[str, Tensor]:
+        """The parameters and buffers that are merged, by their names in the manifest."""
+        return {name: tensor.parameter for name, tensor in self._tracked.items()}
 
-    def check_not_replaced(self) -> None:
-        """Raise LearnerError: the model was sharded after it was attached, or a buffer that is merged was replaced."""
-        for name, buffer in buffers_of(self.model).items():
-            tensor = self._tracked.get(name)
-            if tensor is not None and tensor.parameter is not buffer:
-                raise LearnerError(
-                    f"buffer {name!r} is another tensor than at attach(), which follows that one: change it in place, "
-                    "for instance with copy_()"
-                )
-        for name, parameter in self.model.named_parameters():
-            tensor = self._tracked.get(plain_name(name))
-            if tensor is not None and is_sharded(parameter) and not is_sharded(tensor.parameter):
-                raise LearnerError(
-                    f"parameter {name!r} was sharded after attach(), which follows the one before: call fully_shard, "
-                    "parallelize_module or accelerator.prepare first, then attach"
-                )
+    def present(self) -> dict[str, Tensor]:
+        """The parameters and buffers that the model has now, by all their names."""
+        self._reshard()
+        parameters = {name: tensor for tensor, names in names_of(self.model).items() for name in names}
+        return buffers_of(self.model) | parameters
 
     def read(self, local: LocalFragment, out: Tensor) -> None:
         """Copy the values.

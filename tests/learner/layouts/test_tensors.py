@@ -12,8 +12,10 @@ from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner.batch_norm import batch_norm_warning
+from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
-from diloco_node.learner.layouts.tensors import ModelTensors, unwrap
+from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.model_watch import check_not_replaced
 from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck
 
 SEED = 499
@@ -97,10 +99,10 @@ def test_a_buffer_that_the_loop_replaces_is_refused_for_its_old_values_would_be_
     model = Tied()
     tensors = ModelTensors(model, buffers=("seen",))
     model.seen.add_(1.0)
-    tensors.check_not_replaced()
+    check_not_replaced(tensors)
     model.seen = model.seen + 1.0
     with pytest.raises(LearnerError, match=r"buffer 'seen' is another tensor.*copy_"):
-        tensors.check_not_replaced()
+        check_not_replaced(tensors)
 
 
 def test_embeddings_and_heads_are_known_by_type_and_by_name() -> None:

@@ -1,0 +1,323 @@
+"""Watches that the training loop trains what `attach` follows, from the first step to the last.
+
+`attach` looks at the model once. What a script does to it later would be merged as if it had been trained (weights that
+are loaded), or trained by this region alone (a layer that is replaced). Four signs cost next to nothing:
+
+- torch calls a hook for each parameter or module that is set in a module;
+- a step of any optimizer calls a hook before and after it: what does the optimizer hold?
+- a tensor counts the writes to it: between two steps of its optimizer nobody writes but this learner;
+- samples of all values, taken once by `attach` and compared before the first step, for `tensor.data` counts nothing.
+
+An optimizer that trains a copy of the weights (schedule-free, Lookahead) takes the parameters back to where its copy
+stands, so versions are half undone. A copy is a state that looks like its parameter and moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+
+from diloco_node.errors import LearnerError
+from diloco_node.learner.batch_norm import batch_norm_warning
+from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
+from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.learner.loss import LateLoss
+from diloco_node.learner.several_optimizers import kind_of, parameters_of
+
+SAMPLE_VALUES: Final = 256
+"""Values to compare of each tensor, spread over it: a tensor that is loaded differs in nearly all of them."""
+
+COPY_VALUES_MIN: Final = 16
+"""A state with fewer values may look like its parameter by chance."""
+
+COPY_LIKENESS: Final = 0.5
+"""1 - |state - parameter| / |parameter| of a copy, which is a few steps away. Of moments it is about zero or below."""
+
+COPY_LOOKS: Final = frozenset({1, 2, 4, 8, 16, 32, 64})
+"""Steps after which an optimizer's states are looked at. Lookahead moves its copy each fifth to tenth step."""
+
+FAR: Final = 0.5
+"""Distance from the global parameters, in lengths of them, that no training since the last merge explains."""
+
+REMEDY: Final = (
+    "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
+    "begin a new run: run.init takes the weights of this one"
+)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """An optimizer that trains tensors which are merged.
+
+    Attributes:
+        size: parameters in its groups. tracked: those that are merged, by name.
+        writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
+        states: samples of its states when looked at last, by names of parameter and state.
+    """
+
+    size: int
+    tracked: dict[str, Tensor]
+    writes: list[int] = field(default_factory=list)
+    steps: int = 0
+    states: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+    def count_writes(self) -> list[int]:
+        return [tensor._version for tensor in self.tracked.values()]
+
+
+class ModelWatch:
+    """See the module. Made when the model holds the run's parameters; `close` takes the hooks away.
+
+    Args:
+        fragments: the model's. warn: tells people what is odd, but no error.
+    """
+
+    def __init__(self, fragments: LearnerFragments, warn: Callable[[str], None]) -> None:
+        self._fragments = fragments
+        self._tensors = tensors = fragments.tensors
+        self._warn = warn
+        # Merged tensors and masters, with their names.
+        self._names = tensors.names
+        self._forms = {name: _form(tensor) for tensor, name in self._names.items()}
+        self._modules = {id(module) for module in tensors.model.modules()}
+        # Those that have made a step; None for one that trains something else.
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _Watched | None] = WeakKeyDictionary()
+        # What `attach` wrote; empty once it was compared.
+        self._written = [_sample(tensor) for tensor in self._names]
+        # Whether a module of the model was given a parameter or a module since the last look.
+        self._is_changed = True
+        # Once True nothing more is said of writes.
+        self._has_warned = False
+        # Values that are not as `attach` wrote them, by tensor, and their sum, which may be on its way from a device.
+        self._differing: list[Tensor] = []
+        self._differing_sum = LateLoss()
+        # States that move, by names of parameter and state: how much each is like its parameter; and the greatest.
+        self._likeness: dict[tuple[str, str], Tensor] = {}
+        self._likeness_max = LateLoss()
+        self._handles = (
+            optimizer_hooks.register_optimizer_step_pre_hook(self._before_step),
+            optimizer_hooks.register_optimizer_step_post_hook(self._after_step),
+            module_hooks.register_module_parameter_registration_hook(self._registered),
+            module_hooks.register_module_buffer_registration_hook(self._registered),
+            module_hooks.register_module_module_registration_hook(self._registered),
+        )
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def check(self) -> None:
+        """Look at the model at a step boundary, if something was set in it.
+
+        Raises:
+            LearnerError: a tensor was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
+        """
+        if self._is_changed:
+            self._is_changed = False
+            self._check_model()
+        self._check_values()
+        if (self._likeness_max.fresh() or 0.0) >= COPY_LIKENESS:
+            (name, key), _ = max(self._likeness.items(), key=lambda entry: float(entry[1]))
+            kinds = sorted({kind_of(optimizer) for optimizer, watched in self._optimizers.items() if watched})
+            raise LearnerError(
+                f"the optimizer ({', '.join(kinds)}) trains a copy of {name!r}, its state {key!r}: it would take back "
+                "a part of each merge. Use one without (AdamW with a schedule, not a schedule-free one), or give "
+                "float32 masters to attach(..., masters={name: tensor})"
+            )
+
+    def note_writes(self) -> None:
+        """Say that this learner itself has written to the parameters."""
+        for watched in self._optimizers.values():
+            if watched is not None:
+                watched.writes = watched.count_writes()
+
+    def _registered(self, module: nn.Module, _name: str, _value: object) -> None:
+        # The same tensor may be set again, as sharding does around a forward pass: the look at the boundary tells.
+        self._is_changed = self._is_changed or id(module) in self._modules
+
+    def _check_model(self) -> None:
+        check_not_replaced(self._tensors)
+        for tensor, name in self._names.items():
+            if _form(tensor) != self._forms[name]:
+                raise LearnerError(f"{name!r} is {_form(tensor)} now, at attach() it was {self._forms[name]}. {REMEDY}")
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling() or _is_capturing():
+            return
+        watched = self._watched(optimizer)
+        if watched is None:
+            return
+        if self._written:
+            self._compare()
+        elif watched.writes and watched.writes != (writes := watched.count_writes()):
+            self._explain(watched, writes)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        watched = None if torch.compiler.is_compiling() or _is_capturing() else self._optimizers.get(optimizer)
+        if watched is None:
+            return
+        watched.writes = watched.count_writes()
+        watched.steps += 1
+        if watched.steps in COPY_LOOKS:
+            self._look_at_states(optimizer, watched)
+
+    def _watched(self, optimizer: torch.optim.Optimizer) -> _Watched | None:
+        """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        watched = self._optimizers.get(optimizer)
+        if optimizer in self._optimizers and (watched is None or watched.size == size):
+            return watched
+        parameters = parameters_of(optimizer)
+        # By the model as it is now: a layer that is unfrozen or new is in it, but is not followed.
+        own_names = {parameter: name for name, parameter in self._tensors.present().items()}
+        alone = [own_names[parameter] for parameter in parameters if parameter in own_names.keys() - self._names.keys()]
+        if alone:
+            raise LearnerError(
+                f"an optimizer trains {len(alone)} parameters of the model that attach() does not follow, such as "
+                f"{alone[0]!r}: then they were frozen, or absent, or no optimizer that attach() was given held them. "
+                f"This region would train them alone. {REMEDY}"
+            )
+        tracked = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
+        self._optimizers[optimizer] = _Watched(size, tracked) if tracked else None
+        return self._optimizers[optimizer]
+
+    def _compare(self) -> None:
+        """Compare all values with what `attach` wrote, just before the first step of an optimizer."""
+        samples, self._written = self._written, []
+        self._differing = [
+            (_sample(tensor) != sample).sum() for tensor, sample in zip(self._names, samples, strict=True)
+        ]
+        self._differing_sum.offer(_joined(self._differing).sum())
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if not self._differing_sum.fresh():
+            return
+        names = [name for name, count in zip(self._names.values(), self._differing, strict=True) if int(count)]
+        raise LearnerError(
+            f"{len(names)} of {len(self._differing)} tensors are not as attach() wrote them, such as {names[0]!r}: "
+            "weights were loaded or drawn anew before the first step, and would be merged as if they had been trained. "
+            f"{REMEDY}"
+        )
+
+    def _explain(self, watched: _Watched, writes: Sequence[int]) -> None:
+        """Somebody has written to parameters since the last step: a load, a constraint, averages swapped in and out."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        name = next(name for name, new, old in zip(watched.tracked, writes, watched.writes, strict=True) if new != old)
+        distance = distance_from_global(self._fragments)
+        if distance is not None and distance > FAR:
+            raise LearnerError(
+                f"{name!r}, and maybe others, was written to by something else than its optimizer, and the model is "
+                f"{distance:.1f} times its length away from the run's: weights were loaded, and would be merged as if "
+                f"they had been trained. {REMEDY}"
+            )
+        self._warn(
+            f"{name!r} was written to by something else than its optimizer. What is written is merged as if it had "
+            "been trained: load weights before attach()"
+        )
+
+    def _look_at_states(self, optimizer: torch.optim.Optimizer, watched: _Watched) -> None:
+        """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not."""
+        self._likeness = {}
+        for name, tensor in watched.tracked.items():
+            for key, state in optimizer.state.get(tensor, {}).items():
+                if not isinstance(state, Tensor) or state.shape != tensor.shape or state in self._names:
+                    continue
+                if not state.is_floating_point() or local_part(state).numel() < COPY_VALUES_MIN:
+                    continue
+                sample, parameter = _sample(state), _sample(tensor)
+                before = watched.states.get((name, key))
+                watched.states[name, key] = sample
+                if before is not None:
+                    distance = torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
+                    self._likeness[name, key] = torch.where((sample != before).any(), 1.0 - distance, 0.0)
+        if self._likeness:
+            self._likeness_max.offer(_joined(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def check_not_replaced(tensors: ModelTensors) -> None:
+    """Raise LearnerError: a tensor that is merged is another one in the model now."""
+    present = tensors.present()
+    for name, tensor in tensors.followed.items():
+        new = present.get(name)
+        if new is tensor:
+            continue
+        if not isinstance(tensor, nn.Parameter):
+            raise LearnerError(
+                f"buffer {name!r} is another tensor than at attach(), which follows that one: change it in place, "
+                "for instance with copy_()"
+            )
+        if new is not None and is_sharded(new) and not is_sharded(tensor):
+            raise LearnerError(f"parameter {name!r} was sharded after attach(), which follows the one before. {REMEDY}")
+        raise LearnerError(
+            f"parameter {name!r} is {'another tensor than' if name in present else 'not in the model any more as'} at "
+            "attach(): its layer was replaced, or weights were loaded with assign=True. This region would train it "
+            f"alone. {REMEDY}"
+        )
+
+
+def distance_from_global(fragments: LearnerFragments) -> float | None:
+    """Return how far the parameters are from the global ones, in lengths of those; None where ranks hold parts."""
+    if not fragments.shards.is_first_whole:
+        return None
+    moved = length = 0.0
+    for index, base in enumerate(fragments.global_vectors()):
+        moved += float((fragments.vector(index) - base).square().sum())
+        length += float(base.square().sum())
+    return math.sqrt(moved / length) if length else None
+
+
+def attach_warnings(tensors: ModelTensors, merged_names: Sequence[str]) -> list[str]:
+    """Say what of a model and its optimizers will not be merged, though its user may think so."""
+    warnings = [batch_norm_warning(tensors.model, merged_names)]
+    if tensors.idle:
+        warnings.append(
+            f"{_amount(tensors.idle.values())} of the model, such as {next(iter(tensors.idle))!r}, are in no optimizer "
+            "that attach() was given: they are not merged. Freeze them (requires_grad=False), or give attach() all "
+            "optimizers"
+        )
+    if tensors.strangers:
+        warnings.append(
+            f"{_amount(tensors.strangers)} that the optimizer holds are not in the model: each region trains them "
+            "alone. Give attach() every module that is trained, attach([model, criterion], ...)"
+        )
+    return [text for text in warnings if text]
+
+
+def _amount(tensors: Iterable[Tensor]) -> str:
+    every = list(tensors)
+    return f"{len(every)} parameters ({sum(tensor.numel() * tensor.element_size() for tensor in every)} bytes)"
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return some values of the part on this rank, spread over it: about SAMPLE_VALUES, float32; a copy."""
+    values = local_part(tensor)
+    step = max(1, values.numel() // SAMPLE_VALUES)
+    flat = values.view(-1) if values.is_contiguous() else values.reshape(-1)
+    return flat[::step].to(torch.float32, copy=True)
+
+
+def _joined(scalars: Iterable[Tensor]) -> Tensor:
+    """Return scalars, of one or more devices, as a tensor of float32 on the first one's."""
+    values = list(scalars)
+    return torch.stack([value.to(values[0].device, torch.float32) for value in values])
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def _is_capturing() -> bool:
+    """Whether a graph is being recorded: nothing may be read then, and the hooks of a replay are not called."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,100 @@
+"""What a restart takes from a checkpoint and what from the script: positions and moments are kept, settings are not.
+
+Somebody who starts again with another learning rate, decay or schedule means it. So a setting is that of the script,
+and each difference is told in a line. Where a schedule has changed a rate, the script's is changed by the same factor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+POSITIONS: Final = frozenset(
+    {"last_epoch", "_step_count", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "_schedulers"}
+)
+"""Where a schedule of torch's is; everything else in its state is a setting."""
+
+BEGIN: Final = "initial_lr"
+"""The rate of a group that its schedule begins with, as schedules of torch's write it into the group."""
+
+log = logging.getLogger("diloco_node.learner")
+
+
+def take_settings(
+    group: dict[str, Any], own_group: Mapping[str, Any], settings: Collection[str]
+) -> dict[str, tuple[Any, Any]]:
+    """Put a script's settings into a group of parameters from a checkpoint.
+
+    Args:
+        group: from the checkpoint; changed. own_group: as the script has made it.
+        settings: the keys that are settings; others, such as a count of steps, are kept.
+
+    Returns:
+        By key the values that differ: in the checkpoint, in the script.
+    """
+    changes: dict[str, tuple[Any, Any]] = {}
+    scheduled_lr = _scheduled(group, own_group)
+    for key in [key for key in (*settings, BEGIN) if key in group or key in own_group]:
+        if key not in own_group:
+            del group[key]
+            continue
+        kept, own = group.get(key), own_group[key]
+        group[key] = own
+        is_told = key != BEGIN and not (key == "lr" and scheduled_lr is not None)
+        if is_told and kept is not None and not _is_same(kept, own):
+            changes[key] = (kept, own)
+    if scheduled_lr is not None:
+        kept_begin, own_begin, lr = scheduled_lr
+        group["lr"] = torch.full_like(group["lr"], lr) if isinstance(group["lr"], Tensor) else lr
+        if kept_begin != own_begin:
+            changes["lr"] = (kept_begin, own_begin)
+    return changes
+
+
+def _scheduled(group: Mapping[str, Any], own_group: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """Return the rates that schedules begin with, in the checkpoint and here, and the rate now; None without any."""
+    if BEGIN not in group or BEGIN not in own_group or not float(group[BEGIN]):
+        return None
+    kept_begin, own_begin = float(group[BEGIN]), float(own_group[BEGIN])
+    lr = float(group["lr"])
+    return kept_begin, own_begin, lr if kept_begin == own_begin else lr / kept_begin * own_begin
+
+
+def _is_same(kept: Any, own: Any) -> bool:
+    """Whether a value is the same after it was JSON."""
+    if isinstance(kept, Tensor) or isinstance(own, Tensor):
+        return float(kept) == float(own)
+    return bool((list(kept) if isinstance(kept, tuple) else kept) == (list(own) if isinstance(own, tuple) else own))
+
+
+def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that `schedule.load_state_dict` is to be given: its own settings at a checkpoint's position.
+
+    Args:
+        schedule: any; one that is not torch's gets all of the checkpoint. state: from the checkpoint.
+    """
+    if not isinstance(schedule, lr_scheduler.LRScheduler):
+        return state
+    own = schedule.state_dict()
+    if type(schedule).__module__ != lr_scheduler.__name__:
+        return state | {"base_lrs": own.get("base_lrs", state.get("base_lrs"))}
+    placed = own | {key: value for key, value in state.items() if key in POSITIONS}
+    members, states = getattr(schedule, "_schedulers", ()), state.get("_schedulers", ())
+    if members:
+        placed["_schedulers"] = [
+            place_schedule(member, member_state) for member, member_state in zip(members, states, strict=True)
+        ]
+    if "_last_lr" in own:
+        placed["_last_lr"] = [float(group["lr"]) for group in schedule.optimizer.param_groups]
+    return placed
+
+
+def tell_changes(changes: Mapping[str, tuple[Any, Any]]) -> None:
+    """Log what differs from the checkpoint, a line each."""
+    for key, (kept, own) in changes.items():
+        log.warning("optimizer: %s is %s as the script sets it, not %s as in the checkpoint", key, own, kept)

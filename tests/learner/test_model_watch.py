@@ -1,0 +1,296 @@
+"""What a script does to its model after `attach`: named before it is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.model_watch import COPY_LOOKS
+from diloco_node.wire.learner_link import Warned
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import Toy, region_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+def make(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, diloco: diloco_node.Diloco, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        diloco.step(tokens=4)
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict(net(7).state_dict())
+
+
+def load_assigning(model: nn.Module) -> None:
+    model.load_state_dict(net(7).state_dict(), assign=True)
+
+
+def load_by_hand(model: nn.Module) -> None:
+    for parameter, other in zip(model.parameters(), net(7).parameters(), strict=True):
+        parameter.data.copy_(other.data)
+
+
+def load_by_data(model: nn.Module) -> None:
+    for parameter, other in zip(model.parameters(), net(7).parameters(), strict=True):
+        parameter.data = other.data
+
+
+def load_one_layer(model: nn.Module) -> None:
+    model[1].load_state_dict(net(7)[1].state_dict())  # type: ignore[index]
+
+
+def draw_anew(model: nn.Module) -> None:
+    for layer in model:  # type: ignore[attr-defined]
+        layer.reset_parameters()
+
+
+@pytest.mark.parametrize("change", [load, load_by_hand, load_by_data, load_one_layer, draw_anew])
+def test_weights_that_change_between_attach_and_the_first_step_are_refused(
+    folder: Path, change: Callable[[nn.Module], None]
+) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        change(model)
+        with pytest.raises(LearnerError, match=r"not as attach\(\) wrote them, such as '.*call attach\(\) last"):
+            train(model, optimizer, diloco)
+
+
+def test_loading_with_assign_is_refused_at_the_first_step(folder: Path) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        load_assigning(model)
+        with pytest.raises(LearnerError, match=r"'0.weight' is another tensor.*assign=True"):
+            train(model, optimizer, diloco)
+
+
+def replace_layer(model: nn.Module) -> None:
+    model[1] = nn.Linear(8, 8)  # type: ignore[index]
+
+
+def replace_parameter(model: nn.Module) -> None:
+    model[1].weight = nn.Parameter(torch.zeros(8, 8))  # type: ignore[index]
+
+
+def resize_layer(model: nn.Module) -> None:
+    model[2] = nn.Linear(8, 3)  # type: ignore[index]
+
+
+def drop_layer(model: nn.Module) -> None:
+    model[1] = nn.Identity()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("change", [load_assigning, replace_layer, replace_parameter, resize_layer, drop_layer])
+def test_a_tensor_that_is_replaced_in_mid_run_is_named_at_the_next_step(
+    folder: Path, change: Callable[[nn.Module], None]
+) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 3)
+        change(model)
+        with pytest.raises(LearnerError, match=r"parameter '[012]\.weight' is (another tensor|not in the model)"):
+            train(model, optimizer, diloco)
+
+
+def test_a_layer_that_is_unfrozen_in_mid_run_is_named(folder: Path) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 3)
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        with pytest.raises(LearnerError, match=r"trains 2 parameters.*such as '0\.weight'.*alone"):
+            train(model, optimizer, diloco)
+
+
+def test_a_second_optimizer_that_attach_was_not_given_is_named(folder: Path) -> None:
+    model = net()
+    first, second = torch.optim.AdamW(model[:2].parameters()), torch.optim.AdamW(model[2].parameters())
+    with FakeDaemon(folder), diloco_node.attach(model, first) as diloco:
+        train(model, first, diloco)
+        with pytest.raises(LearnerError, match=r"trains 2 parameters.*such as '2\.weight'"):
+            second.step()
+    model = net()
+    both = torch.optim.AdamW(model[:2].parameters()), torch.optim.AdamW(model[2].parameters())
+    with FakeDaemon(folder), diloco_node.attach(model, both) as diloco:
+        for optimizer in both * 3:
+            train(model, optimizer, diloco)
+        assert diloco.steps == 6
+
+
+def test_what_no_optimizer_holds_is_told_and_not_merged(folder: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model[2].parameters())
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        text = daemon.wait_for(Warned).text
+        assert "4 parameters (512 bytes) of the model, such as '0.weight', are in no optimizer" in text
+        assert sum(vector.size for vector in daemon.theta) == 18
+        train(model, optimizer, diloco, 2)
+
+
+def test_weights_outside_of_the_model_are_told_and_merged_when_their_module_is_given(folder: Path) -> None:
+    model, criterion = net(), nn.Bilinear(2, 2, 1)
+    optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()])
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        assert "2 parameters (20 bytes) that the optimizer holds are not in the model" in daemon.wait_for(Warned).text
+        train(model, optimizer, diloco)
+    with FakeDaemon(folder) as daemon, diloco_node.attach([model, criterion], optimizer) as diloco:
+        assert sum(vector.size for vector in daemon.theta) == 146 + 5
+        assert set(diloco.global_state_dict()) == {*model.state_dict(), *criterion.state_dict()}
+        train(model, optimizer, diloco)
+    with pytest.raises(LearnerError, match=r"2 names stand in more than one, such as '0\.bias'"):
+        diloco_node.attach([model, nn.Sequential(nn.Linear(2, 1))], optimizer)
+
+
+def test_an_optimizer_of_something_else_is_no_concern(folder: Path) -> None:
+    model, other = net(), net(1)
+    optimizer, outside = make(model), make(other)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        for _ in range(3):
+            other(torch.randn(4, 6)).sum().backward()
+            outside.step()
+            load(other)
+            train(model, optimizer, diloco)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+def test_old_weights_that_are_loaded_in_mid_run_are_refused_and_small_writes_are_told_once(folder: Path) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 3)
+        load(model)
+        with pytest.raises(LearnerError, match=r"weights were loaded"):
+            train(model, optimizer, diloco)
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        for _ in range(4):
+            train(model, optimizer, diloco)
+            with torch.no_grad():
+                model[1].weight.clamp_(-0.3, 0.3)
+        told = [message.text for message in daemon.said if isinstance(message, Warned)]
+        assert len(told) == 1
+        assert told[0].startswith("'1.weight' was written to by something else than its optimizer")
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Trains `z`, and sets the parameters between it and their mean, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                parameter.lerp_(z, 1.0 / self.count)
+                z.sub_(parameter.grad, alpha=group["lr"])
+                parameter.sub_(parameter.grad, alpha=0.1 * group["lr"])
+
+
+class Lookahead(torch.optim.SGD):
+    """Goes back half of the way to slow weights at each fifth step."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.count += 1
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                slow = self.state[parameter].setdefault("slow_buffer", parameter.clone())
+                if self.count % 5 == 0:
+                    slow.lerp_(parameter, 0.5)
+                    parameter.copy_(slow)
+
+
+class Anchored(torch.optim.SGD):
+    """Keeps the first parameters, to measure a distance, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("p0", parameter.detach().clone())
+        super().step()
+
+
+def train_some(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, max(COPY_LOOKS) + 2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key"), [(ScheduleFree, "z"), (lambda parameters: Lookahead(parameters, lr=0.01), "slow_buffer")]
+)
+def test_an_optimizer_with_a_second_copy_of_the_weights_is_refused_by_name(
+    folder: Path, optimizer: Callable[[Iterator[Tensor]], torch.optim.Optimizer], key: str
+) -> None:
+    model = net()
+    with pytest.raises(LearnerError, match=rf"\((ScheduleFree|Lookahead)\) trains a copy of '.*', its state '{key}'"):
+        train_some(model, optimizer(model.parameters()), folder)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+        lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+        lambda parameters: Anchored(parameters, lr=0.01),
+    ],
+)
+def test_moments_and_first_parameters_are_no_copy(
+    folder: Path, build: Callable[[Iterator[Tensor]], torch.optim.Optimizer]
+) -> None:
+    model = net()
+    train_some(model, build(model.parameters()), folder)
+
+
+def test_averages_that_are_swapped_in_and_out_are_told_once(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        for _ in range(3):
+            toy.step(diloco)
+            own = {name: value.clone() for name, value in toy.model.state_dict().items()}
+            toy.model.load_state_dict({name: value * 0 for name, value in own.items()})
+            toy.model.load_state_dict(own)
+        assert sum(isinstance(message, Warned) for message in daemon.said) == 1
+
+
+def test_idle_parameters_with_masters_in_the_optimizer_are_merged() -> None:
+    model = net().to(torch.bfloat16)
+    masters = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+    tensors = ModelTensors(model, masters=masters, optimized=list(masters.values()))
+    assert len(tensors.specs) == 6
+    assert not tensors.idle
