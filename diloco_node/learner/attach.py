@@ -469,7 +469,7 @@ class Diloco:
             self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set
         )
         self._crossed(self._boundaries.place())
-        self._watch = ModelWatch(self._fragments, self._warn)
+        self._watch = ModelWatch(self._tensors, self._warn)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

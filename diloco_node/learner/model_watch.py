@@ -14,7 +14,6 @@ stands, so versions are half undone. A copy is a state that looks like its param
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,7 +27,6 @@ from torch.optim import optimizer as optimizer_hooks
 from diloco_node.errors import LearnerError
 from diloco_node.learner.batch_norm import batch_norm_warning
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
-from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.several_optimizers import kind_of, parameters_of
 
@@ -44,8 +42,8 @@ COPY_LIKENESS: Final = 0.5
 COPY_LOOKS: Final = frozenset({1, 2, 4, 8, 16, 32, 64})
 """Steps after which an optimizer's states are looked at. Lookahead moves its copy each fifth to tenth step."""
 
-FAR: Final = 0.5
-"""Distance from the global parameters, in lengths of them, that no training since the last merge explains."""
+FAR: Final = 0.1
+"""Change between two steps, in lengths of the values, that is a load and no constraint or noise."""
 
 REMEDY: Final = (
     "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
@@ -60,33 +58,44 @@ class _Watched:
     Attributes:
         size: parameters in its groups. tracked: those that are merged, by name.
         writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
-        states: samples of its states when looked at last, by names of parameter and state.
+        sample: of its largest tensor at that time: a load changes all of them.
+        states: samples of its states when looked at last, and how much they were like their parameter when looked at
+            first, by names of parameter and state.
     """
 
     size: int
     tracked: dict[str, Tensor]
     writes: list[int] = field(default_factory=list)
     steps: int = 0
-    states: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    sample: Tensor | None = None
+    states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def count_writes(self) -> list[int]:
         return [tensor._version for tensor in self.tracked.values()]
+
+    def take_sample(self) -> Tensor:
+        return _sample(max(self.tracked.values(), key=Tensor.numel))
+
+    def note(self) -> None:
+        """What is written up to now was written by the optimizer, or by this learner."""
+        writes = self.count_writes()
+        if writes != self.writes:
+            self.writes, self.sample = writes, self.take_sample()
 
 
 class ModelWatch:
     """See the module. Made when the model holds the run's parameters; `close` takes the hooks away.
 
     Args:
-        fragments: the model's. warn: tells people what is odd, but no error.
+        tensors: the model's. warn: tells people what is odd, but no error.
     """
 
-    def __init__(self, fragments: LearnerFragments, warn: Callable[[str], None]) -> None:
-        self._fragments = fragments
-        self._tensors = tensors = fragments.tensors
+    def __init__(self, tensors: ModelTensors, warn: Callable[[str], None]) -> None:
+        self._tensors = tensors
         self._warn = warn
         # Merged tensors and masters, with their names.
         self._names = tensors.names
-        self._forms = {name: _form(tensor) for tensor, name in self._names.items()}
+        self._forms = [_form(tensor) for tensor in self._names]
         self._modules = {id(module) for module in tensors.model.modules()}
         # Those that have made a step; None for one that trains something else.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _Watched | None] = WeakKeyDictionary()
@@ -137,8 +146,8 @@ class ModelWatch:
     def note_writes(self) -> None:
         """Say that this learner itself has written to the parameters."""
         for watched in self._optimizers.values():
-            if watched is not None:
-                watched.writes = watched.count_writes()
+            if watched is not None and watched.writes:
+                watched.note()
 
     def _registered(self, module: nn.Module, _name: str, _value: object) -> None:
         # The same tensor may be set again, as sharding does around a forward pass: the look at the boundary tells.
@@ -146,9 +155,9 @@ class ModelWatch:
 
     def _check_model(self) -> None:
         check_not_replaced(self._tensors)
-        for tensor, name in self._names.items():
-            if _form(tensor) != self._forms[name]:
-                raise LearnerError(f"{name!r} is {_form(tensor)} now, at attach() it was {self._forms[name]}. {REMEDY}")
+        for (tensor, name), form in zip(self._names.items(), self._forms, strict=True):
+            if _form(tensor) != form:
+                raise LearnerError(f"{name!r} is {_form(tensor)} now, at attach() it was {form}. {REMEDY}")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or _is_capturing():
@@ -165,7 +174,7 @@ class ModelWatch:
         watched = None if torch.compiler.is_compiling() or _is_capturing() else self._optimizers.get(optimizer)
         if watched is None:
             return
-        watched.writes = watched.count_writes()
+        watched.note()
         watched.steps += 1
         if watched.steps in COPY_LOOKS:
             self._look_at_states(optimizer, watched)
@@ -211,21 +220,20 @@ class ModelWatch:
 
     def _explain(self, watched: _Watched, writes: Sequence[int]) -> None:
         """Somebody has written to parameters since the last step: a load, a constraint, averages swapped in and out."""
-        if self._has_warned:
-            return
-        self._has_warned = True
+        assert watched.sample is not None
         name = next(name for name, new, old in zip(watched.tracked, writes, watched.writes, strict=True) if new != old)
-        distance = distance_from_global(self._fragments)
-        if distance is not None and distance > FAR:
+        moved = float(torch.linalg.vector_norm(watched.take_sample() - watched.sample))
+        if moved > FAR * float(torch.linalg.vector_norm(watched.sample)):
             raise LearnerError(
-                f"{name!r}, and maybe others, was written to by something else than its optimizer, and the model is "
-                f"{distance:.1f} times its length away from the run's: weights were loaded, and would be merged as if "
-                f"they had been trained. {REMEDY}"
+                f"{name!r}, and others, were changed between two steps by something else than their optimizer: weights "
+                f"were loaded, and would be merged as if they had been trained. {REMEDY}"
             )
-        self._warn(
-            f"{name!r} was written to by something else than its optimizer. What is written is merged as if it had "
-            "been trained: load weights before attach()"
-        )
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"{name!r} was written to by something else than its optimizer. What is written is merged as if it had "
+                "been trained: load weights before attach()"
+            )
 
     def _look_at_states(self, optimizer: torch.optim.Optimizer, watched: _Watched) -> None:
         """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not."""
@@ -237,11 +245,11 @@ class ModelWatch:
                 if not state.is_floating_point() or local_part(state).numel() < COPY_VALUES_MIN:
                     continue
                 sample, parameter = _sample(state), _sample(tensor)
-                before = watched.states.get((name, key))
-                watched.states[name, key] = sample
-                if before is not None:
-                    distance = torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
-                    self._likeness[name, key] = torch.where((sample != before).any(), 1.0 - distance, 0.0)
+                likeness = 1.0 - torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
+                # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
+                before, first = watched.states.get((name, key), (sample, likeness))
+                watched.states[name, key] = sample, first
+                self._likeness[name, key] = torch.where((sample != before).any(), torch.minimum(first, likeness), 0.0)
         if self._likeness:
             self._likeness_max.offer(_joined(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
 
@@ -265,17 +273,6 @@ def check_not_replaced(tensors: ModelTensors) -> None:
             "attach(): its layer was replaced, or weights were loaded with assign=True. This region would train it "
             f"alone. {REMEDY}"
         )
-
-
-def distance_from_global(fragments: LearnerFragments) -> float | None:
-    """Return how far the parameters are from the global ones, in lengths of those; None where ranks hold parts."""
-    if not fragments.shards.is_first_whole:
-        return None
-    moved = length = 0.0
-    for index, base in enumerate(fragments.global_vectors()):
-        moved += float((fragments.vector(index) - base).square().sum())
-        length += float(base.square().sum())
-    return math.sqrt(moved / length) if length else None
 
 
 def attach_warnings(tensors: ModelTensors, merged_names: Sequence[str]) -> list[str]:

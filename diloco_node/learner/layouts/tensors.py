@@ -215,7 +215,7 @@ class ModelTensors:
 
     def present(self) -> dict[str, Tensor]:
         """The parameters and buffers that the model has now, by all their names."""
-        self._reshard()
+        self.reshard()
         parameters = {name: tensor for tensor, names in names_of(self.model).items() for name in names}
         return buffers_of(self.model) | parameters
 

@@ -419,7 +419,7 @@ def test_names_and_states_are_those_without_wrappers_at_every_level() -> None:
     )
     assert tensors.specs == expected.specs
     assert not tensors.unknown
-    tensors.check_not_replaced()
+    check_not_replaced(tensors)
     assert "running" not in batch_norm_warning(tensors.model, [spec.name for spec in tensors.specs])
     own = tensors.own_state(is_kept=True)
     assert list(own) == list(plain.state_dict())
