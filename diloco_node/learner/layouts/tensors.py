@@ -290,7 +290,7 @@ class ModelTensors:
     def sample(self, local: LocalFragment) -> Tensor:
         """The first values of each slab as the *parameters* hold them, masters or not: shape (k,), float32.
 
-        Of slabs on several devices those on the first one: nothing is moved.
+        Slabs on other devices than the first one are left out: nothing is moved.
         """
         return self._sample(local, local_part)
 
