@@ -21,6 +21,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -105,7 +106,7 @@ class Room:
 
 
 class DeviceLane:
-    """See the module. `pack` and `apply` are for the training thread, `fetch` and `send` for the worker.
+    """See the module. `pack` and `apply` are for the training thread, `send` for the worker.
 
     Args:
         tensors: the model's parameters.
@@ -113,6 +114,8 @@ class DeviceLane:
     """
 
     def __init__(self, tensors: ModelTensors, down: Sequence[LocalFragment], up: Sequence[LocalFragment]) -> None:
+        # Waits for what was packed, while the worker does other things.
+        self._fetcher = ThreadPoolExecutor(1, "diloco-fetcher", initializer=self.begin)
         self._tensors = tensors
         self._sharded: list[Any] = [m for m in tensors.model.modules() if hasattr(m, "set_post_optim_event")]
         self._largest_down, self._largest_up = (max(local.size for local in locals_) for locals_ in (down, up))
@@ -133,8 +136,12 @@ class DeviceLane:
 
     # ---- down --------------------------------------------------------------------------------------------------------
 
-    def pack(self, local: LocalFragment) -> Room:
-        """Order a copy of the values as they are now, behind what the loop has ordered; `fetch` has to follow."""
+    def pack(self, local: LocalFragment, out: Tensor) -> Future[None]:
+        """Order a copy of the values as they are now, behind what the loop has ordered; it is made when the future is.
+
+        Args:
+            out: shape (values,), float32, CPU; overwritten.
+        """
         room = self._down.popleft() if self._down else self._room(1, self._largest_down)
         room.stretches = self._stretches(local)
         for stretch in room.stretches:
@@ -151,14 +158,10 @@ class DeviceLane:
                 else:
                     torch._foreach_copy_(_views(row, stretch.spans, values), values)
             room.fills[stretch.device] = record_event(stretch.device)
-        return room
+        return self._fetcher.submit(self._fetch, room, out)
 
-    def fetch(self, room: Room, out: Tensor) -> None:
-        """Wait for what was packed, and give the room back.
-
-        Args:
-            out: shape (values,), float32, CPU; overwritten.
-        """
+    def _fetch(self, room: Room, out: Tensor) -> None:
+        """Wait for what was packed, and give the room back."""
         for stretch in room.stretches:
             if not has_streams(stretch.device):
                 continue
@@ -241,12 +244,13 @@ class DeviceLane:
     # ---- both --------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Prepare the worker's thread: its waits must not break a CUDA graph that the loop captures meanwhile."""
+        """Prepare a thread that waits: it must not break a CUDA graph that the loop captures meanwhile."""
         if any(device.type == "cuda" for device in self._tensors.devices):
             relax_capture()
 
     def close(self) -> None:
-        """Let go of the memory. The worker has ended."""
+        """Wait for what was packed, and let go of the memory; nothing is packed or sent any more."""
+        self._fetcher.shutdown()
         self._down.clear()
         self._up.clear()
 
