@@ -275,8 +275,8 @@ class CheckpointWriter:
         self._begin(self._write, checkpoint, whole, _copied(tensors.values()), begun_s)
         return True
 
-    def _begin(self, work: Callable[..., None], *given: object) -> None:
-        self._thread = threading.Thread(target=work, args=given, name="diloco-checkpoint", daemon=True)
+    def _begin(self, work: Callable[..., None], *arguments: object) -> None:
+        self._thread = threading.Thread(target=work, args=arguments, name="diloco-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:

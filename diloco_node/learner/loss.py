@@ -49,7 +49,7 @@ class LateLoss:
             self._event = record_event(loss.device)
 
     def _value(self, loss: Tensor) -> Tensor:
-        """The loss as one detached value. Of a DTensor this rank's: nothing is gathered, for not all ranks may tell."""
+        """The loss as one detached value. A DTensor is not gathered: not all ranks may tell theirs."""
         if is_sharded(loss) and not all(place.is_replicate() for place in loss.placements):  # type: ignore[attr-defined]
             raise LearnerError(
                 f"step({self._name}=...) is a DTensor of which each rank has a part, {loss.placements}: "  # type: ignore[attr-defined]

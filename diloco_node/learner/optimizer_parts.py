@@ -29,7 +29,7 @@ class Kept:
 
     Attributes:
         tensors: by `state.INDEX.KEY` or `group.INDEX.KEY`; what of them lies on the rank.
-        rest: what is no tensor; `state` by index, `param_groups`, and `kind`, the optimizer's class. `quantized`: class
+        rest: what is no tensor; `state` by index, `param_groups`, and `kind`, the optimizer's class. `narrow`: class
             and sign of those tensors that the optimizer holds in fewer bits; they are kept as floats.
         names: of the parameters, by index; "" for one that is not merged.
         boxes: of those tensors that have a value for each of their parameter's.
@@ -94,7 +94,7 @@ class OptimizerParts:
             raise LearnerError(f"the state_dict() of {kind} is not as in torch.optim: give attach what is inside it")
         tensors: dict[str, Tensor] = {}
         boxes: dict[str, Box] = {}
-        document: Json = {"kind": kind, "state": {}, "param_groups": [], "quantized": {}}
+        document: Json = {"kind": kind, "state": {}, "param_groups": [], "narrow": {}}
         for index, values in state["state"].items():
             prefix = f"state.{index}"
             document["state"][str(index)] = _split(prefix, values, tensors)
@@ -105,7 +105,7 @@ class OptimizerParts:
                 _check_state(f"{name} of {self._names[index]!r}", tensors[name], self._parameters[index])
                 local = tensors[name] = local_part(tensors[name])
                 if type(local) is not Tensor:
-                    document["quantized"][name] = [type(local).__name__, bool(getattr(local, "signed", True))]
+                    document["narrow"][name] = [type(local).__name__, bool(getattr(local, "signed", True))]
                 if box is not None and local.shape == shape:
                     boxes[name] = box
                     if not self._is_kept[index]:
@@ -162,7 +162,7 @@ class OptimizerParts:
         name, box, parameter = self._names[index], self._boxes[index], self._parameters[index]
         values: Json = {}
         cut: dict[str, list[tuple[Box, Tensor]]] = {}
-        quantized: dict[str, tuple[str, bool]] = {}
+        narrow: dict[str, tuple[str, bool]] = {}
         for view in views:
             save, at = view.kept, view.place_of(name, index)
             if at is None or str(at) not in save.rest["state"]:
@@ -170,8 +170,8 @@ class OptimizerParts:
             values = {**save.rest["state"][str(at)], **values}
             for tensor_name in view.tensors.get(str(at), ()):
                 key = tensor_name.removeprefix(f"state.{at}.")
-                if tensor_name in save.rest.get("quantized", {}):
-                    quantized[key] = save.rest["quantized"][tensor_name]
+                if tensor_name in save.rest.get("narrow", {}):
+                    narrow[key] = save.rest["narrow"][tensor_name]
                 if tensor_name in save.boxes:
                     cut.setdefault(key, []).append((save.boxes[tensor_name], save.tensors[tensor_name]))
                 else:
@@ -182,23 +182,21 @@ class OptimizerParts:
             else:
                 local = _joined(f"{key} of {name}", box, pieces)
             values[key] = _like(parameter, local)
-        for key, (label, is_signed) in quantized.items():
-            values[key] = self._quantized(label, parameter, values[key], is_signed=is_signed)
+        for key, (label, is_signed) in narrow.items():
+            values[key] = self._narrow(label, parameter, values[key], is_signed=is_signed)
         return values
 
-    def _quantized(self, label: str, parameter: Tensor, value: Tensor, *, is_signed: bool) -> Tensor:
+    def _narrow(self, label: str, parameter: Tensor, value: Tensor, *, is_signed: bool) -> Tensor:
         """Put a state back into fewer bits, as torchao's optimizers make theirs: as floats all may not fit the device.
 
         Raises:
             ValueError: this optimizer does not say how.
         """
-        make = next(
-            (make for inner in inner_of(self._optimizer) if (make := getattr(inner, "_new_buffer", None))), None
-        )
-        if make is None:
+        makers = [inner._new_buffer for inner in inner_of(self._optimizer) if hasattr(inner, "_new_buffer")]
+        if not makers:
             raise ValueError(f"a {label} was kept, which this optimizer does not make")
-        quantized: Tensor = make(parameter.detach(), is_signed).copy_(value)
-        return quantized
+        narrow: Tensor = makers[0](parameter.detach(), is_signed).copy_(value)
+        return narrow
 
 
 class _ByParameter:

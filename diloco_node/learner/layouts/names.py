@@ -10,8 +10,9 @@ from torch import Tensor, nn
 V = TypeVar("V")
 
 WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""What torch.compile, activation checkpointing or offload, and FSDP call the module inside. One region may compile each
-block and another none: the names that they agree on have none of these, as torch's own distributed checkpoints."""
+"""Names by which torch.compile, activation checkpointing or offload, and FSDP hold the module inside. One region may
+compile each block and another none: the names that they agree on have none of these, as torch's own distributed
+checkpoints."""
 
 
 def plain_name(name: str) -> str:

@@ -73,7 +73,7 @@ class _Tracked:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module below DistributedDataParallel and torch.compile. Of wrappers inside see `names`."""
+    """The user's own module below DistributedDataParallel and torch.compile; for wrappers inside of it see `names`."""
     while True:
         inner = (
             model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._modules.get("_orig_mod")
@@ -293,7 +293,7 @@ class ModelTensors:
     def sample(self, local: LocalFragment) -> Tensor:
         """The first values of each slab as the *parameters* hold them, masters or not: shape (k,), float32.
 
-        Of slabs on several devices those on the first one: nothing is moved.
+        Slabs on other devices than the first one are left out: nothing is moved.
         """
         return self._sample(local, local_part)
 
