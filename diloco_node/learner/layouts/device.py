@@ -1,10 +1,11 @@
 """Values between a model on devices and the host, by streams of their own: the training thread never waits (D-094).
 
-Down: the training thread packs a fragment into staging memory on the device, in the stream of the loop. The worker's
-stream copies it from there into page-locked memory as soon as it is packed, and the worker waits for that copy.
+Down: the training thread packs a fragment into staging memory on the device, in the stream of the loop. A second stream
+copies it from there into page-locked memory as soon as it is packed, and a thread of its own waits for that copy.
 
-Up: the worker puts a version, and what the own steps are measured from, into page-locked memory and copies both into
-staging. When they are there the training thread applies them in place: addresses stay, as CUDA graphs want.
+Up: the worker puts a version, and what the own steps are measured from, into page-locked memory, and copies both into
+staging in a third stream. When they are there the training thread applies them in place: addresses stay, as CUDA graphs
+want.
 
 A room is the memory for one fragment on its way. There are two for each direction, so that the next one is packed or
 copied while the last one is read. At P = 24 that is one byte for each parameter on the device, and one page-locked.
@@ -119,7 +120,8 @@ class DeviceLane:
         self._tensors = tensors
         self._sharded: list[Any] = [m for m in tensors.model.modules() if hasattr(m, "set_post_optim_event")]
         self._largest_down, self._largest_up = (max(local.size for local in locals_) for locals_ in (down, up))
-        self._sides: dict[torch.device, Any] = {}
+        # A stream for each way, for neither waits behind what the other one waits for.
+        self._sides: dict[tuple[torch.device, str], Any] = {}
         # Rooms that nobody uses; the training thread takes, both threads give back.
         self._down = deque(self._room(1, self._largest_down) for _ in range(ROOMS))
         self._up = deque(self._room(2, self._largest_up) for _ in range(ROOMS))
@@ -166,7 +168,7 @@ class DeviceLane:
             if not has_streams(stretch.device):
                 continue
             row = room.rows(stretch)[0]
-            with self._on_side(stretch.device):
+            with self._on_side(stretch.device, "down"):
                 _wait(room.fills, stretch.device)
                 for place, span in stretch.copies:
                     room.host[0, place].copy_(row[span], non_blocking=True)
@@ -202,7 +204,7 @@ class DeviceLane:
             if not has_streams(stretch.device):
                 continue
             rows = room.rows(stretch)
-            with self._on_side(stretch.device):
+            with self._on_side(stretch.device, "up"):
                 _wait(room.reads, stretch.device)
                 for row in range(2 if anchor else 1):
                     for place, span in stretch.copies:
@@ -265,12 +267,12 @@ class DeviceLane:
         return [Stretch.of_slabs(device, neighbours) for device, neighbours in slabs.items()]
 
     @contextlib.contextmanager
-    def _on_side(self, device: torch.device) -> Iterator[None]:
-        """In the worker's own stream of a device."""
+    def _on_side(self, device: torch.device, way: str) -> Iterator[None]:
+        """In a device's stream for one way; each way is one thread's."""
         module = getattr(torch, device.type)
-        if device not in self._sides:
-            self._sides[device] = module.Stream(device=device)
-        with module.stream(self._sides[device]):
+        if (device, way) not in self._sides:
+            self._sides[device, way] = module.Stream(device=device)
+        with module.stream(self._sides[device, way]):
             yield
 
     def _hand_on(self, event: Any) -> None:

@@ -98,7 +98,7 @@ DEVICE_FAULTS: Final = {
     "packed-on-the-side": DeviceFault(
         LANE,
         "                    torch.cat([value.reshape(-1) for value in values], out=row)\n",
-        "                    with self._on_side(stretch.device):\n"
+        '                    with self._on_side(stretch.device, "up"):\n'
         "                        torch.cat([value.reshape(-1) for value in values], out=row)\n",
     ),
     "half-a-fragment-down": DeviceFault(
@@ -144,7 +144,7 @@ DEVICE_FAULTS: Final = {
     "applied-on-the-side": DeviceFault(
         LANE,
         "                self._tensors.follow(stretch.slabs)\n",
-        "                pass\n            with self._on_side(stretch.device), torch.no_grad():\n"
+        '                pass\n            with self._on_side(stretch.device, "up"), torch.no_grad():\n'
         "                torch._foreach_mul_(values, 1.0)\n",
     ),
     "applied-through-the-host": DeviceFault(
