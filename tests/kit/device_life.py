@@ -206,6 +206,9 @@ class Life:
 
     def _drain(self) -> None:
         for fragments in self.ranks:
+            if fragments._lane is not None:
+                fragments._lane._fetcher.submit(lambda: None).result()
+        for fragments in self.ranks:
             fragments._worker.drain()
 
     def _hear(self) -> None:
