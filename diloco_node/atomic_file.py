@@ -61,10 +61,10 @@ def write_parts(descriptor: int, chunks: Sequence[bytes | memoryview]) -> None:
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
     """Write all of it at its place, however often the kernel takes only some. Raises OSError."""
-    left = memoryview(data)
-    while left:
-        written_bytes = os.pwrite(descriptor, left, offset)
-        left, offset = left[written_bytes:], offset + written_bytes
+    remainder = memoryview(data)
+    while remainder:
+        written_bytes = os.pwrite(descriptor, remainder, offset)
+        remainder, offset = remainder[written_bytes:], offset + written_bytes
 
 
 def sync_folder(folder: Path) -> None:

@@ -405,7 +405,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """What stands below the report's table, a fact in each line."""
+    """The facts below the report's table, each in a line."""
     tokens = report["tokens"]
     same = "the same bytes in every region" if report["equal_digests"] else "DIFFERENT between regions"
     whole = "accounts for every one" if tokens["balanced"] else f"FAULTS: {'; '.join(tokens['faults'])}"
