@@ -217,6 +217,7 @@ def test_dead_learner_is_booked_as_discarded_and_the_new_one_goes_on(patch: pyte
     small.settle()
 
 
+@pytest.mark.seeds
 def test_daemon_restarts_under_its_learner_and_no_step_counts_twice(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
     small.go(6)
@@ -389,6 +390,7 @@ def test_leader_that_dies_while_the_run_ends_is_replaced(patch: pytest.MonkeyPat
 # ---- a long run ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seeds
 def test_the_ledger_gets_snapshots_and_stays_short(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, checkpoint_versions=2, summary_entries=20)
     small.go(28)
@@ -405,6 +407,7 @@ def test_the_ledger_gets_snapshots_and_stays_short(patch: pytest.MonkeyPatch) ->
     assert small.alarms() == []
 
 
+@pytest.mark.seeds
 def test_a_region_that_was_away_too_long_for_entries_gets_sums_and_a_state_at_a_snapshot(
     patch: pytest.MonkeyPatch,
 ) -> None:
@@ -457,6 +460,7 @@ def test_a_restart_applies_the_ledger_in_slices(patch: pytest.MonkeyPatch) -> No
     assert steps[-1] >= count
 
 
+@pytest.mark.seeds
 def test_a_region_whose_bytes_are_others_than_the_ledgers_heals_from_the_others(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, checkpoint_versions=2)
     # The oracle and the order of versions are about regions that do as they should.

@@ -117,7 +117,15 @@ def place(site: Site) -> str:
     return f"{site.module}:{site.function}"
 
 
-@pytest.mark.parametrize("site", [site for site in sync_sites() if place(site) not in MEASURED], ids=str)
+@pytest.mark.parametrize(
+    "site",
+    [
+        # In vain each way is tried, for seven seconds.
+        pytest.param(site, marks=pytest.mark.seeds if place(site) in UNNEEDED else (), id=str(site))
+        for site in sync_sites()
+        if place(site) not in MEASURED
+    ],
+)
 def test_each_sync_is_needed(site: Site) -> None:
     """Without it some crash state breaks a promise; or its reason stands in UNNEEDED."""
     tried, found = 0, ""
