@@ -13,7 +13,7 @@ takes the place of delta in all of this.
 A learner that missed n versions brings its last cycle and what it carried of the n before: `cycles(n)` cycles' worth.
 It weighs so much more, and the share scales the round back to one cycle, as all learners make one cycle at a time.
 
-No member decides alone (D-115). Tokens are its own word: a script that counts bytes, or every rank's batch on each
+No member decides alone (D-S3). Tokens are its own word: a script that counts bytes, or every rank's batch on each
 rank, says eight times too much, and weighs 64 times too much. So what is far beyond the others' tokens per step counts
 as theirs, and of three or more members none has more than a part of the weight.
 
