@@ -30,10 +30,14 @@ class Codec(StrEnum):
 
 
 class MergeRule(StrEnum):
-    """How one tensor's outer gradients become one: radial-directional averaging, or the weighted mean."""
+    """How one tensor's outer gradients become one: radial-directional averaging, or the weighted mean.
+
+    A run with `TRIMMED` averages directions as with `RDA`, and leaves out each value's extremes, whatever the tensor.
+    """
 
     RDA = "rda"
     AVG = "avg"
+    TRIMMED = "trimmed"
 
 
 class CarryMode(StrEnum):

@@ -30,10 +30,10 @@ MEMBERS_MIN: Final = 3
 ROUNDS_KEPT: Final = 8
 """Rounds of a fragment that say what is usual."""
 
-RATIO_MAX: Final = 2.5
+RATIO_MAX: Final = 2.0
 """A contribution is at most this many times as long as usual."""
 
-PIECE_RATIO_MAX: Final = 4.0
+PIECE_RATIO_MAX: Final = 3.0
 """So for one piece: learners with other data may learn mostly in other places."""
 
 WILD_RATIO: Final = 20.0

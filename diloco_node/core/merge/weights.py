@@ -145,12 +145,11 @@ def _share_limit(values: Sequence[float], share_max: float) -> float:
     With n members the part is at least 1/n: less would leave none.
     """
     falling = sorted((value for value in values if value > 0.0), reverse=True)
-    part, remainder = max(share_max, 1.0 / len(falling)), sum(falling)
+    part = max(share_max, 1.0 / len(falling))
     for place, value in enumerate(falling[:-1]):
-        limit = part * remainder / (1.0 - part * place)
+        limit = part * sum(falling[place:]) / (1.0 - part * place)
         if value <= limit:
             return limit
-        remainder -= value
     return falling[-1]
 
 

@@ -46,7 +46,7 @@ class StripeEffects:
     does not decode is the fault of the region that sent it. It is a single strike, however many of its stripes come.
 
     Args:
-        region: our name. keeps_residual: with error feedback.
+        region: our name. keeps_residual: with error feedback. is_trimmed: `[rounds] merge` is `trimmed`.
         learner: has the own contribution's bytes. table: where stripes are kept. drafts: where merged ones are written.
         reject: counts what a peer did that no honest one does, as a strike.
 
@@ -56,6 +56,7 @@ class StripeEffects:
 
     region: str
     keeps_residual: bool
+    is_trimmed: bool
     parameters: Parameters
     learner: LearnerProxy
     table: StripeTable
@@ -155,7 +156,13 @@ class StripeEffects:
                 reduction, merged_body, residual = await in_thread(
                     self.pool,
                     lambda: reduce_stripe(
-                        order, bodies, up, down, residual_before=before, keeps_residual=self.keeps_residual
+                        order,
+                        bodies,
+                        up,
+                        down,
+                        residual_before=before,
+                        keeps_residual=self.keeps_residual,
+                        is_trimmed=self.is_trimmed,
                     ),
                 )
         except PayloadCorrupt as error:
