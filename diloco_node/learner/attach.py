@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ from diloco_node.learner.model_watch import ModelWatch, attach_warnings
 from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
+from diloco_node.learner.token_check import TokenCheck, whole_tokens
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome
 
 log = logging.getLogger("diloco_node.learner")
@@ -129,6 +130,7 @@ class Diloco:
         should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
         stop_reason: why, in words.
         steps, tokens: made by this process, over all ranks.
+        token_check: compares the tokens of `step` with those of a loader in `stateful`.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Diloco:
         # Of this process; `LearnerFragments` has those of the incarnation.
         self.steps = 0
         self.tokens = 0
+        self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
         # Inside `step` so far; only grows.
@@ -225,7 +228,7 @@ class Diloco:
         started_ns = time.perf_counter_ns()
         if self._auto_step is not None and not self._auto_step.is_stepping:
             raise LearnerError('attach(step="auto") counts each step of the optimizer by itself: do not call step()')
-        tokens = _count(tokens)
+        tokens = whole_tokens(tokens)
         self.steps += 1
         if self._fragments is not None:
             self._attached_step(tokens, loss, grad_norm, started_ns)
@@ -233,6 +236,7 @@ class Diloco:
             self.global_step += 1
             self.tokens += tokens
             self._stop_if(self._terminate.is_set, "the process was asked to stop")
+        self.token_check.step(tokens, ranks=self._ranks.size, warn=self._session and self._session.warn)
         self._blocked_ns += time.perf_counter_ns() - started_ns
 
     def _attached_step(
@@ -485,21 +489,6 @@ class Diloco:
         message = TO_LEARNER.decode(body)
         assert isinstance(message, Welcome)
         return message
-
-
-def _count(tokens: Any) -> int:
-    """Return what a loop counts as the integer that every reader expects.
-
-    Raises:
-        LearnerError: it is none.
-    """
-    try:
-        count = int(tokens)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise LearnerError(f"step(tokens={tokens!r:.80}): give a whole number, for instance batch.numel()") from error
-    if count < 0:
-        raise LearnerError(f"step(tokens={count}): a step can't train less than no token")
-    return count
 
 
 def _in_words(error: BaseException) -> str:
