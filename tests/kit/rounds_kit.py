@@ -83,8 +83,9 @@ def committed_round(
     number = ballot or Ballot(1, version)
     digest = digest or bytes([100 + version]) * 32
     member_entries = tuple(Member(member, 1.0) for member in members)
+    ones = (1.0,) * pieces(fragment)
     return RoundBody(
-        fragment, version, number, member_entries, 1.0, (1.0,) * pieces(fragment), (Stripe("a", 0, 5),), digest
+        fragment, version, number, member_entries, 1.0, ones, (Stripe("a", 0, 5),), digest, squared_norms=ones
     )
 
 
