@@ -204,8 +204,9 @@ class RoundsSection(Section):
     )
     merge: MergeRule = setting(
         _RUN.merge,
-        "`rda`: direction and length averaged apart; `avg`: weighted mean. Embeddings and head are always averaged",
-        "you compare with plain DiLoCo",
+        "`rda`: direction and length averaged apart; `avg`: weighted mean, as always for embeddings and head; "
+        "`trimmed`: `rda` without the extremes of each value",
+        "you compare with plain DiLoCo (`avg`), or do not trust each region (`trimmed`)",
         changes="fixed",
     )
     codec_up: Codec = setting(
@@ -238,6 +239,22 @@ class RoundsSection(Section):
         changes="all",
         ge=1,
         le=1_000,
+    )
+    weight_share_max: Number = setting(
+        _RUN.weight_share_max,
+        "largest part of a round's weight that one of three or more regions may have",
+        "one region has most of the devices (higher)",
+        changes="all",
+        gt=0,
+        le=1,
+    )
+    tokens_ratio_max: Number = setting(
+        _RUN.tokens_ratio_max,
+        "tokens per step beyond so many times the median of the others count as that median, with an alert",
+        "a region's batch is that much larger than the others' (higher)",
+        changes="all",
+        ge=1,
+        le=64,
     )
     error_feedback: bool = setting(
         _RUN.error_feedback,

@@ -30,6 +30,9 @@ NORM_TOLERANCE: Final = 1e-3
 NORM_FLOOR: Final = 2.0**-200
 """Squares of values that the encoder flushes to zero."""
 
+TRIMMED_STRETCH: Final = 3.0
+"""With `trimmed` one of three members stands for all: their sum is at most so many times as long as they are together."""
+
 LENGTH_ERROR: Final = 2e-3
 """Norms that are compared may differ by so much: twice the tolerance for those that reducers report."""
 
@@ -91,14 +94,13 @@ def merge_numbers(
     # contribution holds a cycle like anybody's, and the steps that it has carried since.
     is_carrying = settings.carry is CarryMode.CARRY
     missed = [0 if since is None or not is_carrying else version - 1 - since for since in carried_since]
-    weights = weighing.weights(
-        contributions, missed, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
-    )
+    clips = outliers.clips(contributions, fragment.piece_sizes, recent)
+    weights = weighing.weights(contributions, missed, clips, settings)
     return MergeNumbers(
         contributions,
         (MergeRule.AVG,) * len(fragment.rules) if is_last else tuple(fragment.rules),
         weights,
-        outliers.clips(contributions, fragment.piece_sizes, recent),
+        clips,
         1.0 if is_last else weighing.share(weights, missed),
     )
 
@@ -124,9 +126,10 @@ def length_limits(
         stripes: of the payload, each with a residual of its own; 1 for a single stripe.
     """
     rounding = ROUNDING[settings.codec_down]
+    stretch = TRIMMED_STRETCH if settings.merge is MergeRule.TRIMMED else 1.0
     sums = recent.sums if settings.error_feedback and recent.sums else (0.0,) * len(radii)
     lengths = (
-        (1.0 + rounding) * (radius + rounding * sqrt(stripes) * before)
+        (1.0 + rounding) * (stretch * radius + rounding * sqrt(stripes) * before)
         for radius, before in zip(radii, sums, strict=True)
     )
     return tuple((1.0 + LENGTH_ERROR) * length * length + weighing.NORM_MIN**2 for length in lengths)

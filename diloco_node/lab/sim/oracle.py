@@ -136,14 +136,13 @@ class Oracle:
         """Weights and share follow from the members' steps, tokens and the versions that they missed."""
         contributions = [member.contribution for member in body.members]
         misses = [self._versions_missed(contribution, body.version) for contribution in contributions]
-        settings = self._setup.settings
-        weights_due = weights.weights(
-            contributions, misses, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
-        )
+        sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
+        clips = outliers.clips(contributions, sizes, self._recent[body.fragment])
+        weights_due = weights.weights(contributions, misses, clips, self._setup.settings)
         weights_named = tuple(member.weight for member in body.members)
         if weights_named != weights_due:
             self._violate(f"weights: {body.fragment}/{body.version} has {weights_named}, expected {weights_due}")
-        share = 1.0 if body.is_last else weights.share(weights_due, misses)
+        share = 1.0 if body.is_last else weights.share(weights_named, misses)
         if body.share != share:
             self._violate(f"share: {body.fragment}/{body.version} has {body.share}, expected {share}")
 

@@ -1,5 +1,7 @@
 """Bytes of open rounds and the reduction: order, residual, what is kept and what is forgotten."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,9 @@ from diloco_node.core.types import Ballot, Codec, Contribution, Stripe
 from diloco_node.daemon.effects.open_stripes import (
     MergedPart,
     StripeTable,
+    add_trimmed,
     checked_digest,
+    cosines,
     is_contiguous,
     reduce_stripe,
 )
@@ -87,6 +91,84 @@ def test_norms_of_contributions_come_back_without_their_coefficients(contributio
         reduction.contribution_norms[0], [(values[:5000] ** 2).sum(), (values[5000:] ** 2).sum()], rtol=1e-7
     )
     assert residual is None
+
+
+@pytest.mark.parametrize(("members", "cut"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (7, 1), (8, 2), (12, 3)])
+def test_the_trimmed_sum_leaves_out_the_extremes_of_each_value(members: int, cut: int) -> None:
+    values = np.random.default_rng(members).standard_normal((members, 999)).astype(np.float32)
+    total = np.zeros(999, np.float32)
+    add_trimmed(list(values.copy()), total)
+    middle = np.sort(values.astype(np.float64), axis=0)[cut : members - cut]
+    np.testing.assert_allclose(total, middle.mean(axis=0) * members, rtol=1e-4, atol=1e-5)
+
+
+def test_one_of_four_that_lies_can_not_leave_the_range_of_the_others() -> None:
+    rng = np.random.default_rng(3)
+    common = rng.standard_normal(UP.values).astype(np.float32)
+    vectors = [common + 0.3 * rng.standard_normal(UP.values).astype(np.float32) for _ in range(3)] + [-40.0 * common]
+    bodies = [whole(vector) for vector in vectors]
+    sums = {}
+    for is_trimmed in (False, True):
+        _, body, _ = reduce_stripe(
+            order(list("abcd"), [(0.25, 0.25)] * 4),
+            bodies,
+            UP,
+            DOWN,
+            residual_before=None,
+            keeps_residual=False,
+            is_trimmed=is_trimmed,
+        )
+        total = decoded(DOWN, body)
+        sums[is_trimmed] = float(total @ common / np.linalg.norm(total) / np.linalg.norm(common))
+    assert sums[False] < -0.9
+    assert sums[True] > 0.9
+
+
+def test_who_counts_nothing_is_no_member_of_a_trimmed_sum(contributions) -> None:
+    coefficients = [(0.5, 0.5), (0.0, 0.0), (0.5, 0.5)]
+    bodies = []
+    for is_trimmed in (False, True):
+        _, body, _ = reduce_stripe(
+            order(["a", "b", "c"], coefficients),
+            contributions,
+            UP,
+            DOWN,
+            residual_before=None,
+            keeps_residual=False,
+            is_trimmed=is_trimmed,
+        )
+        bodies.append(body.tobytes())
+    assert bodies[0] == bodies[1]
+
+
+def test_the_cosine_is_that_with_the_mean_direction_of_the_others() -> None:
+    rng = np.random.default_rng(7)
+    common = rng.standard_normal(UP.values)
+    vectors = [common + rng.standard_normal(UP.values) for _ in range(4)]
+    vectors[3] = -50.0 * vectors[3]
+    bodies = [whole(vector.astype(np.float32)) for vector in vectors]
+    units = [decoded(UP, body).astype(np.float64) for body in bodies]
+    units = [unit / np.linalg.norm(unit) for unit in units]
+    found = cosines(order(list("abcd"), [(1.0, 1.0)] * 4), bodies, UP)
+    for place, value in enumerate(found):
+        others = sum(unit for at, unit in enumerate(units) if at != place)
+        assert value == pytest.approx(units[place] @ others / np.linalg.norm(others), abs=1e-5)
+    assert found[3] < -0.5 < 0.1 < min(found[:3]), "who is against, however long it is"
+    silent = whole(np.zeros(UP.values, np.float32))
+    assert cosines(order(["a", "b"], [(1.0, 1.0)] * 2), [bodies[0], silent], UP) == (0.0, 0.0)
+
+
+def test_the_window_of_the_cosines_moves_over_the_whole_stripe() -> None:
+    blocks = FragmentBlocks((1000 * 256,), Codec.INT4)
+    first, second = np.ones(blocks.values, np.float32), np.ones(blocks.values, np.float32)
+    second[700 * 256 :] = -1.0
+    bodies = [np.zeros(blocks.span_bytes(100, 1000), np.uint8) for _ in range(2)]
+    for values, body in zip((first, second), bodies, strict=True):
+        kernels.encode(blocks, values[100 * 256 :], body, 100, 1000)
+    sample = replace(order(["a", "b"], [(1.0,)] * 2), block_start=100, block_stop=1000)
+    found = {cosines(replace(sample, version=version), bodies, blocks)[0] for version in range(40)}
+    assert min(found) == pytest.approx(-1.0)
+    assert max(found) == pytest.approx(1.0)
 
 
 def test_a_residual_is_added_before_the_encoding(contributions) -> None:
