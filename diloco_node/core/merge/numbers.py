@@ -31,7 +31,7 @@ NORM_FLOOR: Final = 2.0**-200
 """Squares of values that the encoder flushes to zero."""
 
 TRIMMED_STRETCH: Final = 3.0
-"""With `trimmed` one of three members stands for all: their sum is at most so many times as long as they are together."""
+"""With `trimmed` one of three members stands for all: the sum is at most so many times as long as they are together."""
 
 LENGTH_ERROR: Final = 2e-3
 """Norms that are compared may differ by so much: twice the tolerance for those that reducers report."""
