@@ -134,6 +134,7 @@ def test_a_leader_ends_no_run_in_the_middle(patch: pytest.MonkeyPatch) -> None:
     small.go(8)
     liar = small.leader()
     is_liar(small, liar)
+    small.hosts[liar].core._end.believe()
     small.hosts[liar].core.leader.request_finish("it pleases me")
     small.go(12)
     assert rate(small, 8) > 0, f"seed {SEED}"
