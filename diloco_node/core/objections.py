@@ -8,7 +8,7 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery.versions import Versions
-from diloco_node.core.rounds.run_end import RunEnd, is_end
+from diloco_node.core.rounds.run_end import RunEnd
 from diloco_node.core.types import EntryBody, RunSettings
 
 
@@ -31,9 +31,8 @@ class Objections:
         for body in bodies:
             fault, doubt = self._versions.payload_fault(body), self._end.doubt(body, now_ns=now_ns)
             if not fault and not doubt:
-                if is_end(body):
-                    effects += self._ledger.payload_arrived(now_ns=now_ns)
-            elif not self._ledger.is_staged(body):
+                continue
+            if not self._ledger.is_staged(body):
                 self._effects.note("committed", f"taken all the same: {fault or doubt}", is_alarm=bool(fault))
                 self._versions.believe(body)
                 self._end.believe()
