@@ -166,11 +166,8 @@ class MergedStripeArrived:
 
 @dataclass(frozen=True, slots=True)
 class PayloadStored:
-    """A payload is on this region's disk, fsynced: the answer to StorePayload, or a fetch succeeded.
-
-    Attributes:
-        squared_norms: of a fetched one, per piece; empty: its merged stripes came here, and said theirs.
-    """
+    """A payload is on this region's disk, fsynced: the answer to StorePayload, or a fetch succeeded. Its norms are told
+    of a fetched one only."""
 
     fragment: int
     version: int

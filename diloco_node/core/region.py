@@ -90,8 +90,8 @@ class RegionCore:
         self._settings = settings
         fragments = len(manifest.fragments)
         run = (run_id, settings_digest, manifest.digest, self._regions)
-        # The time of the last event.
-        self._now_ns = now_ns
+        # The time of the last event, and of the next heartbeat.
+        self._now_ns = self._next_beat_ns = now_ns
         # Effects of the event at hand: empty between two calls of `handle`.
         self._effects = EffectBuffer(region)
         # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
@@ -170,7 +170,6 @@ class RegionCore:
         )
         self._objections = Objections(self.ledger, self.versions, self._end, self._effects, settings)
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
-        self._next_beat_ns = now_ns
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
         self._participation = Participation(self._regions, self.liveness)

@@ -78,6 +78,7 @@ def believes_itself(small: Small, name: str) -> None:
     is_liar(small, name)
     small.hosts[name].core.ledger._entry_gate._meaning.doubt = lambda _: ""
     small.hosts[name].core._end.believe()
+    small.hosts[name].core.versions.payload_fault = lambda _: ""
 
 
 def proposes(small: Small, name: str, change: Change) -> list[EntryBody]:

@@ -93,21 +93,21 @@ def merge_numbers(
     # A learner that gave its steps up after a long cut has carried nothing over the versions before that. Its
     # contribution holds a cycle like anybody's, and the steps that it has carried since.
     is_carrying = settings.carry is CarryMode.CARRY
-    missed = [0 if since is None or not is_carrying else version - 1 - since for since in carried_since]
+    gaps = [0 if since is None or not is_carrying else version - 1 - since for since in carried_since]
     clips = outliers.clips(contributions, fragment.piece_sizes, recent)
-    weights = weighing.weights(contributions, missed, clips, settings)
+    weights = weighing.weights(contributions, gaps, clips, settings)
     return MergeNumbers(
         contributions,
         (MergeRule.AVG,) * len(fragment.rules) if is_last else tuple(fragment.rules),
         weights,
         clips,
-        1.0 if is_last else weighing.share(weights, missed),
+        1.0 if is_last else weighing.share(weights, gaps),
     )
 
 
 def is_same_number(first: float, second: float) -> bool:
     """Whether two regions' results of the same arithmetic agree; 0 is only equal to itself."""
-    return abs(first - second) <= FLOAT32_ERROR * max(abs(first), abs(second))
+    return first == second or abs(first - second) < FLOAT32_ERROR * max(abs(first), abs(second))
 
 
 def is_same_norm(first: float, second: float) -> bool:

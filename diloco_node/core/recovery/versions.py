@@ -119,9 +119,9 @@ class Versions:
         if not isinstance(body, RoundBody):
             return ""
         norms = self._payloads.get((body.fragment, body.version, body.payload_digest), ())
-        for piece, (named, decoded) in enumerate(zip(body.squared_norms, norms, strict=False)):
-            if not is_same_norm(named, decoded):
-                return f"piece {piece} of its payload has the squared norm {decoded:.6g}, it says {named:.6g}"
+        for piece, (claim, square) in enumerate(zip(body.squared_norms, norms, strict=False)):
+            if not is_same_norm(claim, square):
+                return f"piece {piece} of its payload has the squared norm {square:.6g}, it says {claim:.6g}"
         return ""
 
     def believe(self, body: EntryBody) -> None:

@@ -10,7 +10,7 @@ not. So a leader that was captured, or is broken, can put nothing into the ledge
 
 The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
 rounds before, and no sum of contributions is longer than they are together. It is asked of entries of the term whose
-leader sends them, for then its settings are those here. What a majority took in an earlier term is not asked again.
+leader sends them, for then its settings are those here. Entries of earlier terms are not asked again.
 
 The check goes back when entries are truncated. It replays nothing for that: the facts before each entry are remembered
 until the entry is committed, and the account takes back its own changes.
@@ -370,8 +370,8 @@ def _difference(body: RoundBody, numbers: MergeNumbers) -> str:
         ("share", [body.share], [numbers.share]),
         ("factor", body.factors, numbers.factors(body.squared_norms)),
     )
-    for name, named, expected in rows:
-        for place, (number, due) in enumerate(zip(named, expected, strict=True)):
-            if not is_same_number(number, due):
-                return f"its {name} {place} is {number:.9g}, {due:.9g} follows from its members"
+    for name, claims, results in rows:
+        for place, (claim, result) in enumerate(zip(claims, results, strict=True)):
+            if not is_same_number(claim, result):
+                return f"its {name} {place} is {claim:.9g}, {result:.9g} follows from its members"
     return ""

@@ -166,7 +166,7 @@ def _disputed(round_: OpenRound, reducer: str, observers: int) -> Blame | None:
 
 def blame_sums(
     round_: OpenRound,
-    merged: Mapping[int, tuple[bytes, tuple[float, ...]]],
+    stripes: Mapping[int, tuple[bytes, tuple[float, ...]]],
     settings: RunSettings,
     recent: RecentRounds,
 ) -> tuple[Blame, ...]:
@@ -175,23 +175,23 @@ def blame_sums(
     Nobody is asked: the bytes are here, with the digest that the reducer told, and every region decodes them alike.
 
     Args:
-        round_: merged. Each stripe is looked at once.
-        merged: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
+        round_: with the reports of all its reducers. Each stripe is looked at once.
+        stripes: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
         recent: the rounds of the fragment before.
     """
     assert round_.decision is not None
     blames = {}
-    for index, (digest, norms) in sorted(merged.items()):
+    for index, (digest, norms) in sorted(stripes.items()):
         report, reducer = round_.reports[index], round_.stripes[index].reducer
         if index in round_.checked or digest != report.digest:
             continue
         round_.checked.add(index)
         radii = stripe_radii(round_.decision.coefficients, report.contribution_norms)
         limits = length_limits(radii, settings, recent)
-        for piece, (square, named, limit) in enumerate(zip(norms, report.squared_norms, limits, strict=True)):
+        for piece, (square, claim, limit) in enumerate(zip(norms, report.squared_norms, limits, strict=True)):
             place = f"its merged stripe {digest.hex()[:16]} has the squared norm {square:.6g} in piece {piece}"
-            if not is_same_norm(square, named):
-                blames[reducer] = f"{place}, it reports {named:.6g}"
+            if not is_same_norm(square, claim):
+                blames[reducer] = f"{place}, it reports {claim:.6g}"
             elif square > limit:
                 blames[reducer] = f"{place}, its members can't exceed {limit:.6g}"
     return tuple(Blame(name, BallotPart.REDUCER, reason, is_proved=True) for name, reason in sorted(blames.items()))

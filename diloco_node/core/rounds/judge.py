@@ -63,14 +63,14 @@ class Judge:
         return _listed(blames)
 
     def judge_sums(
-        self, round_: OpenRound, merged: Mapping[int, tuple[bytes, tuple[float, ...]]], *, now_ns: int
+        self, round_: OpenRound, stripes: Mapping[int, tuple[bytes, tuple[float, ...]]], *, now_ns: int
     ) -> str:
         """Blame reducers whose merged stripes can't be the sum. Return why, in words; empty if all can.
 
         Args:
-            merged: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
+            stripes: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
         """
-        blames = blame_sums(round_, merged, self._settings, self._history.recent[round_.fragment])
+        blames = blame_sums(round_, stripes, self._settings, self._history.recent[round_.fragment])
         self._blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 

@@ -303,8 +303,8 @@ class RoundLeader:
         mismatch = round_.norm_mismatch()
         dispute = "" if mismatch else self._judge.judge_digests(round_, now_ns=now_ns)
         if not mismatch and not dispute:
-            merged = self._merged_stripes(round_.fragment, round_.ballot)
-            dispute = self._judge.judge_sums(round_, merged, now_ns=now_ns)
+            stripes_here = self._merged_stripes(round_.fragment, round_.ballot)
+            dispute = self._judge.judge_sums(round_, stripes_here, now_ns=now_ns)
         if dispute:
             self._next_ballot(round_, dispute, now_ns=now_ns)
         elif mismatch:

@@ -59,11 +59,11 @@ class RunEnd:
         """Return why an entry may not end the run now; empty if it may, or does not. It never does again later."""
         if self._is_believed or not is_end(body):
             return ""
-        part = self._progress.position(now_ns=now_ns).part
-        self._is_believed = bool(self._orders) or (part is not None and part >= NEAR_END)
+        progress = self._progress.position(now_ns=now_ns).part
+        self._is_believed = bool(self._orders) or (progress is not None and progress >= NEAR_END)
         if self._is_believed:
             return ""
-        way = "a run without a limit" if part is None else f"{part:.0%} of the run"
+        way = "a run without a limit" if progress is None else f"{progress:.0%} of the run"
         return f"it ends {way}, and no operator's order came here"
 
     def believe(self) -> None:
