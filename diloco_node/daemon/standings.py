@@ -1,4 +1,4 @@
-"""What each region brought to the last rounds: tokens per step, weight, length, and whether it agrees with the others.
+"""Standings of the regions in the last rounds: tokens per step, weight, length, and whether it agrees with the others.
 
 All but the cosines is in the ledger, so every region shows the same. Reads committed rounds, and decides nothing.
 """

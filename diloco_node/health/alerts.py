@@ -60,7 +60,7 @@ STANDING_ROUNDS: Final = 8
 """Fewer rounds, or cosines, say nothing about a region."""
 
 NEGATIVE_PART: Final = 0.75
-"""Of the last cosines; those of a learner whose data say nothing about the others' are negative half of the time."""
+"""Part of the last cosines. Where two regions' data say nothing about one another, half of them are negative."""
 
 OVER: Final = frozenset({"finished", "finishing"})
 
@@ -165,8 +165,8 @@ def _standings(document: Document) -> Iterator[Finding]:
     for name, row in standings.items():
         if document.get("role") != "leader" and name != text(document, "region"):
             continue
-        others = [other for other_name, other in standings.items() if other_name != name]
-        if (number(row, "rounds") or 0.0) >= STANDING_ROUNDS and (line := _outweighs(document, row, others)):
+        peers = [standing for region, standing in standings.items() if region != name]
+        if (number(row, "rounds") or 0.0) >= STANDING_ROUNDS and (line := _outweighs(document, row, peers)):
             yield _make(kinds.OUTWEIGHS, document, f"{name} {line}", region=name)
         length, usual = number(row, "length") or 0.0, number(row, "usual_length") or 0.0
         if length > LENGTH_RATIO_MAX * usual > 0.0:
@@ -179,19 +179,19 @@ def _standings(document: Document) -> Iterator[Finding]:
             yield _make(kinds.AGAINST, document, line, region=name)
 
 
-def _outweighs(document: Document, row: Document, others: Sequence[Document]) -> str:
+def _outweighs(document: Document, row: Document, peers: Sequence[Document]) -> str:
     """Explain how far a region is above the others in tokens per step or weight; empty if it is not."""
     ratio_max = number(document, "tokens_ratio_max") or math.inf
-    for key, form, what in (
+    for key, form, words in (
         ("tokens_per_step", ".4g", "counts {} tokens a step, the others' median is {}"),
         ("weight_share", ".0%", "has {} of the weight, the others' median is {}"),
     ):
-        value, values = number(row, key) or 0.0, [other for row_ in others if (other := number(row_, key))]
+        value, values = number(row, key) or 0.0, [rival for peer in peers if (rival := number(peer, key))]
         if values and value > ratio_max * median(values):
             times = value / median(values)
-            return what.format(f"{value:{form}}", f"{median(values):{form}}") + f" ({times:.3g} times)"
+            return words.format(f"{value:{form}}", f"{median(values):{form}}") + f" ({times:.3g} times)"
     share, steps_share = number(row, "weight_share") or 0.0, number(row, "steps_share") or 0.0
-    if len(others) > 1 and share > max(WEIGHT_RATIO_MAX, ratio_max / 2) * steps_share > 0.0:
+    if len(peers) > 1 and share > max(WEIGHT_RATIO_MAX, ratio_max / 2) * steps_share > 0.0:
         return f"has {share:.0%} of the weight, but makes {steps_share:.0%} of the steps"
     return ""
 

@@ -2,8 +2,8 @@
 
 A learner that diverges, or lies about nothing but its values, may send an outer gradient a thousand times as long as
 the others'. RDA takes its direction like any other, but the merge would be as long as their mean; a plain mean would be
-that one learner. So what is longer than a few times the usual counts as if it were just so long. What is wildly longer
-says nothing about where the model should go either: its learner diverged, or loaded other weights. It does not count.
+that one learner. So a contribution longer than twice the usual counts as twice. A wildly longer one says nothing about
+where the model should go either: its learner diverged, or loaded other weights. It does not count.
 
 The usual length is the median of the round's members. For who made many more steps it is that of the fragment's last
 rounds if that is longer: in the last round of a run most members have made a step or two, the others a cycle. Both are
@@ -158,7 +158,7 @@ def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: R
 def _usual(contributions: Sequence[Contribution], recent: RecentRounds) -> list[Norms]:
     """Return the usual norms for each contribution; with earlier rounds only if it covers more steps than the median.
 
-    Who made a step or two, as most did, may not be as long as a cycle.
+    A member that made a step or two, as most did, may not be as long as a cycle.
     """
     usual = recent.usual(contributions)
     if len(contributions) < MEMBERS_MIN:
@@ -187,13 +187,13 @@ def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRo
         return {}
     reasons = {}
     for contribution, row, norms in zip(contributions, clips, _usual(contributions, recent), strict=True):
-        part = min(row, default=1.0)
-        if part < 1.0:
+        ratio = min(row, default=1.0)
+        if ratio < 1.0:
             length, usual = sqrt(sum(contribution.squared_norms)), norms.total
-            whole_or_piece = "it" if len(set(row)) == 1 else "its longest piece"
+            extent = "it" if len(set(row)) == 1 else "its longest piece"
             reasons[contribution.learner] = (
                 f"length {length:.3g} is {length / usual:.3g} times the usual {usual:.3g}, "
-                f"{f'{part:.3g}' if part else 'nothing'} of {whole_or_piece} counts"
+                f"{f'{ratio:.3g}' if ratio else 'nothing'} of {extent} counts"
             )
     return reasons
 

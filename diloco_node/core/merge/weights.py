@@ -85,16 +85,16 @@ def believed_tokens(contributions: Sequence[Contribution], ratio_max: float) -> 
     """Return the tokens of each contribution as far as the others bear them out.
 
     Tokens per step beyond `ratio_max` times the median of the others count as that median: they are a mistake, or
-    something that the operator has to name. Of two members the one with more is compared with the other. Nobody is
-    compared with members that count none.
+    something that the operator has to name. The larger of two members is compared with the other. Nobody is compared
+    with members that count none.
     """
     rates = [contribution.tokens / contribution.steps for contribution in contributions]
-    believed: list[float] = []
+    tokens: list[float] = []
     for place, (contribution, rate) in enumerate(zip(contributions, rates, strict=True)):
-        others = [other for at, other in enumerate(rates) if at != place and other > 0.0]
-        usual = median(others) if others else rate
-        believed.append(usual * contribution.steps if rate > ratio_max * usual else contribution.tokens)
-    return tuple(believed)
+        rivals = [rival for rival in rates[:place] + rates[place + 1 :] if rival > 0.0]
+        usual = median(rivals) if rivals else rate
+        tokens.append(usual * contribution.steps if rate > ratio_max * usual else contribution.tokens)
+    return tuple(tokens)
 
 
 def weights(
@@ -107,7 +107,7 @@ def weights(
     were not: its long trajectory went over ground that the others covered meanwhile. When all were away, the median is
     over all. (For an even number it is the mean of the middle two.)
 
-    Of three or more members that weigh something, nobody has more than `weight_share_max` of the weight.
+    Nobody has more than `weight_share_max` of the weight, if three or more members weigh something.
 
     Args:
         contributions: of one round; each covers at least one step.
@@ -149,9 +149,9 @@ def _share_limit(values: Sequence[float], share_max: float) -> float:
     With n members the part is at least 1/n: less would leave none.
     """
     falling = sorted((value for value in values if value > 0.0), reverse=True)
-    part = max(share_max, 1.0 / len(falling))
+    ceiling = max(share_max, 1.0 / len(falling))
     for place, value in enumerate(falling[:-1]):
-        limit = part * sum(falling[place:]) / (1.0 - part * place)
+        limit = ceiling * sum(falling[place:]) / (1.0 - ceiling * place)
         if value <= limit * ROUNDED:
             return limit
     return falling[-1]

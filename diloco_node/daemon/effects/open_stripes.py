@@ -315,7 +315,7 @@ def reduce_stripe(
 def add_trimmed(rows: list[F32], total: F32) -> None:
     """Add the trimmed sum: of each value, the members' largest and smallest are left out, and the others stand for all.
 
-    Of three to seven members one is left out at each end, of eight to eleven two, and so on; of two none. The bits are
+    One of three to seven members is left out at each end, two of eight to eleven, and so on; none of two. The bits are
     the same everywhere: sorting moves values, and the sum follows their order.
 
     Args:

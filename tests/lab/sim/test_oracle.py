@@ -61,7 +61,8 @@ class Bench:
     def merge(self, version: int, ballot: Ballot, *, order: tuple[int, ...] = (0, 1, 2)) -> RoundBody:
         made = [self.offer(name, version - 1, (6 * version - 6, 6 * version)) for name in LEARNERS]
         rules = self.setup.manifest.fragments[0].rules
-        raw = weights.weights(made, [0] * len(made), weight_cap=2.0, carry_steps_limit=24)
+        whole = ((1.0,) * len(rules),) * len(made)
+        raw = weights.weights(made, [0] * len(made), whole, self.setup.settings)
         rows = weights.coefficients(made, raw, rules, [(1.0,) * len(rules)] * len(made))
         middle = self.layout.blocks // 2
         stripes = (Stripe("asia-ne", 0, middle), Stripe("sa-east", middle, self.layout.blocks))
