@@ -237,7 +237,7 @@ class Rounds:
         missed = [self._versions_missed(m, one) for m in one.snapshots]
         clips = outliers.clips(one.contributions, self.fragments[one.fragment].piece_sizes, state.recent)
         weighed = weights.weights(one.contributions, missed, clips, settings)
-        state.recent.observe(one.contributions)
+        state.recent = state.recent.after(one.contributions)
         total = np.zeros(up.values, np.float32)
         rows = weights.coefficients(one.contributions, weighed, rules, clips)
         is_trimmed = settings.merge is MergeRule.TRIMMED

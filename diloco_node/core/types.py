@@ -200,6 +200,7 @@ class RoundBody:
         stripes: how the payload was cut; stripe by stripe, in block order, it is the payload.
         share: part of a full outer step; below 1 if members bring work of versions without them (`core.merge.weights`).
         is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.merge.outer`).
+        squared_norms: per piece, sum of squares of the decoded payload: the factors follow from it.
     """
 
     fragment: int
@@ -211,6 +212,7 @@ class RoundBody:
     stripes: tuple[Stripe, ...]
     payload_digest: bytes
     is_last: bool = False
+    squared_norms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,14 +361,18 @@ def cosines(order: ReduceStripe, bodies: list[U8], blocks: FragmentBlocks) -> tu
     return tuple(float(dot / length) if length > 0.0 else 0.0 for dot, length in zip(rows - own, lengths, strict=True))
 
 
-def checked_digest(blocks: FragmentBlocks, body: U8, block_start: int, block_stop: int) -> bytes:
-    """The digest of a merged stripe, after a look at every block: what an encoder can't have written is refused here.
+def checked_digest(
+    blocks: FragmentBlocks, body: U8, block_start: int, block_stop: int
+) -> tuple[bytes, tuple[float, ...]]:
+    """The digest of a merged stripe, and the squared norm of each piece.
+
+    Every block is looked at: what an encoder can't have written is refused here.
 
     Raises:
         PayloadCorrupt: a scale or code is out of range. Committed, it would break the outer step on every region.
     """
-    kernels.squared_norms(blocks, body, block_start, block_stop)
-    return stripe_digest(body)
+    norms = kernels.squared_norms(blocks, body, block_start, block_stop)
+    return stripe_digest(body), tuple(norms.tolist())
 
 
 def cut_payload(body: U8, blocks: FragmentBlocks, stripes: tuple[Stripe, ...]) -> list[U8]:

@@ -69,10 +69,10 @@ def test_of_two_the_rounds_before_know(names: str) -> None:
     """A learner that is left alone, or with one other, can't take the model away with it."""
     recent = RecentRounds()
     for _ in range(ROUNDS_KEPT - 1):
-        recent.observe([of(name, 1.0) for name in "abcd"])
+        recent = recent.after([of(name, 1.0) for name in "abcd"])
     contributions = [of(name, 1000.0 if name == "d" else 1.0) for name in names]
     assert clipped(*contributions, recent=recent)[-1] == 1.0, "the first rounds of a run are short"
-    recent.observe([of(name, 1.0) for name in "abcd"])
+    recent = recent.after([of(name, 1.0) for name in "abcd"])
     # Where all are so long, each counts as if it were as long as usual.
     assert clipped(*contributions, recent=recent)[-1] == (0.001 if names == "d" else 0.0)
     assert clipped(*contributions[:-1], of("d", 2.0), recent=recent)[-1] == 1.0
@@ -112,7 +112,7 @@ def test_a_piece_may_be_as_long_as_one_of_its_size_is_on_average() -> None:
 def test_members_that_made_a_step_or_two_do_not_make_the_others_outliers() -> None:
     recent = RecentRounds()
     for _ in range(ROUNDS_KEPT):
-        recent.observe([of(name, 1.0) for name in "abcd"])
+        recent = recent.after([of(name, 1.0) for name in "abcd"])
     last = [of("a", 0.001, steps=1), of("b", 0.001, steps=1), of("c", 0.001, steps=1), of("d", 1.0)]
     assert clipped(*last, recent=recent) == [1.0] * 4
     assert clipped(*last)[3] == 0.0, "nothing is known of the rounds before"
@@ -125,10 +125,10 @@ def test_members_that_made_a_step_or_two_do_not_make_the_others_outliers() -> No
 def test_one_round_of_few_members_does_not_cut_those_that_bring_a_whole_cycle(names: str) -> None:
     recent = RecentRounds()
     for _ in range(ROUNDS_KEPT):
-        recent.observe([of(name, 1.0) for name in names])
+        recent = recent.after([of(name, 1.0) for name in names])
     last = [of("a", 0.001, steps=1), of("b", 0.001, steps=1), of("c", 1.0), of("d", 1.0)]
     assert clipped(*last, recent=recent) == [1.0] * 4
-    recent.observe([of("a", 1e9)])
+    recent = recent.after([of("a", 1e9)])
     assert clipped(*last, recent=recent) == [1.0] * 4, "one wild round is not what is usual"
     assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == 0.5
 
@@ -137,10 +137,10 @@ def test_what_is_usual_follows_the_last_rounds_and_no_minority() -> None:
     recent = RecentRounds()
     assert recent.usual([of("a", 1.0, 2.0)]) == Norms(math.sqrt(5.0), (1.0, 2.0))
     for _ in range(ROUNDS_KEPT):
-        recent.observe([of("a", 3.0, 4.0), of("b", 3.0, 4.0), of("c", 1e9, 1e9), of("d", 3.0, 4.0)])
+        recent = recent.after([of("a", 3.0, 4.0), of("b", 3.0, 4.0), of("c", 1e9, 1e9), of("d", 3.0, 4.0)])
         assert recent.usual([of("a", 1.0, 2.0)]) == Norms(5.0, (3.0, 4.0))
     for _ in range(ROUNDS_KEPT // 2 + 1):
-        recent.observe([of(name, 0.3, 0.4) for name in "abc"])
+        recent = recent.after([of(name, 0.3, 0.4) for name in "abc"])
     usual = recent.usual([of("a", 0.0, 0.0)])
     assert (usual.total, *usual.pieces) == pytest.approx((0.5, 0.3, 0.4))
 
@@ -153,7 +153,7 @@ def test_rounds_of_honest_learners_are_never_touched(seed: int, members: int) ->
     for _ in range(4):
         contributions = [of(f"r{m}", *(math.sqrt(s) * rng.uniform(0.8, 1.4) for s in sizes)) for m in range(members)]
         assert clips(contributions, sizes, recent) == ((1.0, 1.0, 1.0),) * members
-        recent.observe(contributions)
+        recent = recent.after(contributions)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(3, 7), st.floats(0.0, 2.0**100))
