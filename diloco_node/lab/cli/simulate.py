@@ -24,7 +24,7 @@ def run(
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets the seed choose 3 to 5.")] = 0,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
     schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
-    liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
+    liar: Annotated[str | None, typer.Option("--liar", help=_LIAR_HELP)] = None,
     effects: Annotated[str, typer.Option("--effects", help="fast: fakes. daemon: the daemon's own code.")] = "fast",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -49,7 +49,7 @@ def hunt(
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets each seed choose 3 to 5.")] = 0,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
     schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
-    liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
+    liar: Annotated[str | None, typer.Option("--liar", help=_LIAR_HELP)] = None,
     failures_max: Annotated[int, typer.Option("--failures-max", min=1, help="Stop after so many.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
 ) -> None:

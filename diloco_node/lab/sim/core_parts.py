@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from diloco_node.core.ledger.raft import LedgerCore
     from diloco_node.core.rounds.leader import RoundLeader
     from diloco_node.core.rounds.participant import RoundParticipant
-    from diloco_node.core.types import Entry
+    from diloco_node.core.types import Entry, EntryBody
 
 
 def ledger(core: Any) -> LedgerCore:
@@ -74,3 +76,21 @@ def participant(core: Any) -> RoundParticipant:
     """Its part in rounds that others lead."""
     member: RoundParticipant = core.participant
     return member
+
+
+def spoil_proposals(core: Any, spoil: Callable[[EntryBody], EntryBody]) -> None:
+    """Let it propose other entries than it decided on, and check nothing itself."""
+    propose, sealed = core.ledger.propose, core.ledger._entry_gate.sealed
+
+    def propose_another(body: EntryBody, *, now_ns: int) -> Any:
+        return propose(spoil(body), now_ns=now_ns)
+
+    def seal_anything(body: EntryBody, **where: Any) -> Any:
+        gate = core.ledger._entry_gate
+        meaning, gate._meaning = gate._meaning, None
+        try:
+            return sealed(body, **where)
+        finally:
+            gate._meaning = meaning
+
+    core.ledger.propose, core.ledger._entry_gate.sealed = propose_another, seal_anything

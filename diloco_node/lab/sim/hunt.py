@@ -31,7 +31,7 @@ class Hunt:
     regions: int = 0
     events: int = EVENTS
     schedule: str = ""
-    liar: bool = False
+    liar: str | None = None
     fault: Fault | None = None
 
     @property

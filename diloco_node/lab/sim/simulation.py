@@ -14,7 +14,7 @@ import gc
 import random
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,15 @@ import numpy as np
 from diloco_node.core.events import FinishOrdered
 from diloco_node.core.types import CarryMode
 from diloco_node.errors import ConfigError
+from diloco_node.lab.sim import cheats
+from diloco_node.lab.sim.cheats import Cheating
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.fake_learner import update_pool
 from diloco_node.lab.sim.fault_storm import ODDS, SCHEDULES, Chaos
 from diloco_node.lab.sim.host import CoreFactory, Host
 from diloco_node.lab.sim.liar import TOLERATED, Liar
+from diloco_node.lab.sim.limits import lowered_limits
 from diloco_node.lab.sim.planting import Fault, make_core
 from diloco_node.lab.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
 from diloco_node.lab.sim.world import SECOND, FakeNetwork, World
@@ -46,6 +49,15 @@ ENDS_UNDER_FAULTS = 0.2
 
 LIE_RATES = (0.002, 0.01, 0.05)
 """Part of a liar's messages that it changes."""
+
+WORDS = "words"
+LIARS = (WORDS, *cheats.CHEATS)
+"""How a region can lie: in words of its own (`liar`), or in right words about what it did wrongly (`cheats`)."""
+
+LIARS_DRAWN = (WORDS, "receipts")
+"""Those that seeds draw."""
+
+LIARS_CHANCE = 0.2
 
 COMMITS_AFTER_HEALING = 2
 """New versions of every fragment that phase two waits for."""
@@ -68,7 +80,9 @@ class SimReport:
         violations: what was found wrong; empty for a good run.
         trace_digest: SHA-256 of the whole trace. trace_tail: its last lines.
         schedule: which kinds of faults; is_schedule_drawn: the seed chose it.
-        liar: the region that lied, empty if none did. lies: how many it told, by what it changed.
+        limits: of the core, which the seed lowered.
+        liar: the region that lied, empty if none did. lie: how (`LIARS`); is_liar_drawn: the seed chose it.
+        lies: how many it told, by what it changed.
     """
 
     seed: int
@@ -88,7 +102,10 @@ class SimReport:
     trace_tail: tuple[str, ...] = field(repr=False)
     schedule: str = "usual"
     is_schedule_drawn: bool = True
+    limits: tuple[str, ...] = ()
     liar: str = ""
+    lie: str = ""
+    is_liar_drawn: bool = True
     lies: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -101,7 +118,7 @@ class SimReport:
         """Command that runs this again; without a planted fault, which only tests can give."""
         more = f" --events {self.events_wanted}" if self.events_wanted != EVENTS else ""
         more += "" if self.is_schedule_drawn else f" --schedule {self.schedule}"
-        more += " --liar" if self.liar else ""
+        more += f" --liar {self.lie!r}" if self.lie and not self.is_liar_drawn else ""
         more += f" --effects {self.effects}" if self.effects != FAST else ""
         return f"diloco-node simulate run --seed {self.seed} --regions {self.regions}{more}"
 
@@ -191,15 +208,18 @@ class Simulation:
             place = traceback.extract_tb(error.__traceback__)[-1]
             self.checkers.violate(f"crash: {type(error).__name__}: {error} in {place.name}, {place.filename}")
 
-    def begin_lies(self, *, breaks_majorities: bool = False) -> Liar:
+    def begin_lies(self, kind: str = WORDS, *, breaks_majorities: bool = False) -> Liar | Cheating:
         """Draw a region that lies from now on; the checks are about the others."""
         rng = self.world.rng
         region = rng.choice(self.setup.regions)
         liars = frozenset({region})
         checkers = self.checkers
         checkers.liars = checkers.oracle.liars = checkers.audit.liars = liars
-        checkers.tolerated.update(TOLERATED)
         del self.honest[region]
+        if kind != WORDS:
+            return Cheating(self.hosts[region], cheats.CHEATS[kind])
+        checkers.oracle.forgers = liars
+        checkers.tolerated.update(TOLERATED)
         rate = rng.choice(LIE_RATES)
         return Liar(self.world, self.network, self.hosts, region, rate=rate, breaks_majorities=breaks_majorities)
 
@@ -244,7 +264,7 @@ def simulate(
     events: int = EVENTS,
     fault: Fault | None = None,
     schedule: str = "",
-    liar: bool = False,
+    liar: str | None = None,
     effects: str = FAST,
     commits_min: int = COMMITS_MIN,
     faults_min: int = FAULTS_MIN,
@@ -258,7 +278,8 @@ def simulate(
             EVENTS_STRETCH times as many.
         fault: planted into every region.
         schedule: which faults (`fault_storm.SCHEDULES`); empty lets the seed choose.
-        liar: one region lies; it is turned honest, or cut off, before progress is demanded of the others.
+        liar: how one region lies (`LIARS`); empty: none does; None lets the seed choose. It is turned honest, or cut
+            off, before progress is demanded of the others.
         effects: who carries out what the cores want (`HOSTS`).
         commits_min, faults_min: of phase one.
 
@@ -271,21 +292,32 @@ def simulate(
         raise ConfigError(f"there is no schedule {schedule!r}; there are {', '.join(sorted(SCHEDULES))}")
     if liar and effects != FAST:
         raise ConfigError(f"a region lies only with the effects {FAST!r}")
+    if liar and liar not in LIARS:
+        raise ConfigError(f"nobody lies about {liar!r}; there are {', '.join(LIARS)}")
+    is_liar_drawn = liar is None
+    if liar is None and fault is None and effects == FAST:
+        # A draw of its own, so that the other seeds' runs do not depend on it.
+        rng = random.Random(f"liar of {seed}")
+        liar = rng.choice(LIARS_DRAWN) if rng.random() < LIARS_CHANCE else ""
+    elif liar is None:
+        liar = fault.liar if fault is not None else ""
     # Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time.
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        return _simulate(
-            seed,
-            regions=regions,
-            events=events,
-            fault=fault,
-            schedule=schedule,
-            lies=liar,
-            effects=effects,
-            commits_min=commits_min,
-            faults_min=faults_min,
-        )
+        with lowered_limits(seed) as limits:
+            report = _simulate(
+                seed,
+                regions=regions,
+                events=events,
+                fault=fault,
+                schedule=schedule,
+                lies=liar,
+                effects=effects,
+                commits_min=commits_min,
+                faults_min=faults_min,
+            )
+        return replace(report, limits=limits, lie=liar, is_liar_drawn=is_liar_drawn)
     finally:
         if was_collecting:
             gc.enable()
@@ -298,7 +330,7 @@ def _simulate(
     events: int,
     fault: Fault | None,
     schedule: str,
-    lies: bool,
+    lies: str,
     effects: str,
     commits_min: int,
     faults_min: int,
@@ -315,7 +347,7 @@ def _simulate(
         schedule=schedule or (fault.schedule if fault is not None else "") or schedule_drawn,
         mean_gap_events=world.rng.choice((150, 250, 400)),
     )
-    liar = simulation.begin_lies() if lies else None
+    liar = simulation.begin_lies(lies) if lies else None
 
     def has_seen_enough() -> bool:
         chaos.poll()
@@ -367,9 +399,9 @@ def _simulate(
     )
 
 
-def _end_lies(simulation: Simulation, liar: Liar) -> None:
+def _end_lies(simulation: Simulation, liar: Liar | Cheating) -> None:
     """It tells the truth from now on, or is cut off for good; always the latter if its log is not what it said."""
-    liar.is_over = True
+    liar.end()
     if liar.has_forged or simulation.world.rng.random() < 0.5:
         host = simulation.hosts[liar.region]
         host.kill_daemon()
@@ -410,6 +442,7 @@ def _demand_progress(simulation: Simulation) -> None:
 
 def _ask_for_end(simulation: Simulation) -> None:
     """An operator asks every daemon that is up."""
+    simulation.checkers.is_end_due = True
     for name in simulation.setup.regions:
         simulation.hosts[name].post(FinishOrdered("the simulation is over"))
 
@@ -438,12 +471,13 @@ def format_report(report: SimReport, *, tail_lines: int = 40) -> str:
         f"seed {report.seed}: {report.regions} regions, {report.events} events "
         f"({report.events_under_faults} under faults), {report.commits} commits, "
         f"{report.virtual_seconds:.1f} virtual seconds ({report.heal_seconds:.1f} after healing)",
-        f"schedule {report.schedule}; faults: {kinds}; {report.messages_dropped} messages lost",
+        f"schedule {report.schedule}; faults: {kinds}; {report.messages_dropped} messages lost; "
+        f"lowered: {', '.join(report.limits) or 'nothing'}",
         f"trace {report.trace_digest}",
     ]
     if report.liar:
         lies = ", ".join(f"{count} {label}" for label, count in report.lies.items()) or "none"
-        lines.append(f"{report.liar} lied: {lies}")
+        lines.append(f"{report.liar} lied ({report.lie}): {lies}")
     if report.is_good:
         lines.append("every check held")
         return "\n".join(lines)

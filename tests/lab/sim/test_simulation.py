@@ -162,7 +162,7 @@ def test_unknown_effects_are_refused_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match="daemon, fast"):
         simulate(1, effects="no-such")
     with pytest.raises(ConfigError, match="fast"):
-        simulate(1, effects="daemon", liar=True)
+        simulate(1, effects="daemon", liar="words")
 
 
 @pytest.mark.parametrize("effects", sorted(HOSTS))
