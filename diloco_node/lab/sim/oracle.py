@@ -137,6 +137,11 @@ class Oracle:
         """Return what the history makes of this version."""
         return self._digests.get((fragment, version))
 
+    @property
+    def has_begun(self) -> bool:
+        """Genesis is committed."""
+        return min(self._versions) >= 0
+
     def versions(self) -> tuple[int, ...]:
         """The last committed version of each fragment; -1 before genesis."""
         return tuple(self._versions)

@@ -401,8 +401,10 @@ def _simulate(
 
 def _end_lies(simulation: Simulation, liar: Liar | Cheating) -> None:
     """It tells the truth from now on, or is cut off for good; always the latter if its log is not what it said."""
+    is_cut_off = simulation.world.rng.random() < 0.5 or liar.has_forged
     liar.end()
-    if liar.has_forged or simulation.world.rng.random() < 0.5:
+    # A first start needs every region.
+    if is_cut_off and simulation.checkers.oracle.has_begun:
         host = simulation.hosts[liar.region]
         host.kill_daemon()
         host.kill_learner()
