@@ -234,10 +234,8 @@ class Rounds:
             rules = (MergeRule.AVG,) * len(rules)
         up, down, state = self._up[one.fragment], self._down[one.fragment], self.globals[one.fragment]
         missed = [self._versions_missed(m, one) for m in one.snapshots]
-        weighed = weights.weights(
-            one.contributions, missed, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
-        )
         clips = outliers.clips(one.contributions, self.fragments[one.fragment].piece_sizes, state.recent)
+        weighed = weights.weights(one.contributions, missed, clips, settings)
         state.recent.observe(one.contributions)
         total = np.zeros(up.values, np.float32)
         rows = weights.coefficients(one.contributions, weighed, rules, clips)

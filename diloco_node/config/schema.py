@@ -239,6 +239,22 @@ class RoundsSection(Section):
         ge=1,
         le=1_000,
     )
+    weight_share_max: Number = setting(
+        _RUN.weight_share_max,
+        "largest part of a round's weight that one of three or more regions may have",
+        "one region has most of the devices (higher)",
+        changes="all",
+        gt=0,
+        le=1,
+    )
+    tokens_ratio_max: Number = setting(
+        _RUN.tokens_ratio_max,
+        "tokens per step beyond so many times the median of the others count as that median, with an alert",
+        "a region's batch is that much larger than the others' (higher)",
+        changes="all",
+        ge=1,
+        le=64,
+    )
     error_feedback: bool = setting(
         _RUN.error_feedback,
         "rounding errors of merged values go into the next round",

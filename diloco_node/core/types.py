@@ -347,6 +347,8 @@ class RunSettings:
         codec_up: of contributions. codec_down: of merged stripes.
         carry, carry_steps_max: see CarryMode and `core.merge.carry`; beyond carry_steps_max lambda discounts (0: 4 H).
         weight_cap: a member that was away weighs at most this times the round's median weight.
+        weight_share_max: of three or more members nobody has more than this part of a round's weight.
+        tokens_ratio_max: tokens per step beyond this times the median of the others count as that median.
         error_feedback: reducers keep the quantisation residual of the merged stripe for the next round.
         tokens_max, steps_max: end of the run by merged tokens of all regions, or by the steps of the median learner
             (`core.rounds.progress`); 0 means no end.
@@ -375,6 +377,8 @@ class RunSettings:
     carry: CarryMode = CarryMode.CARRY
     carry_steps_max: int = 0
     weight_cap: float = 2.0
+    weight_share_max: float = 0.5
+    tokens_ratio_max: float = 4.0
     error_feedback: bool = False
     tokens_max: int = 0
     steps_max: int = 0

@@ -146,7 +146,14 @@ class Node:
             save_counter_file=partial(save_trained, spec.state_dir),
         )
         refusals = self.effects.disk.refusals
-        self._facts = RunFacts(self.core, spec, expires=identity.not_after, refusals=lambda: refusals, now_ns=now_ns)
+        self._facts = RunFacts(
+            self.core,
+            spec,
+            expires=identity.not_after,
+            cosines=self.effects.stripes.cosines,
+            refusals=lambda: refusals,
+            now_ns=now_ns,
+        )
         self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._facts.observe)
         self._budget_watch = BudgetWatch(manifest, spec.settings)
         self._posted_limits = NO_LIMITS

@@ -67,6 +67,27 @@ LEFT_OUT: Final = AlertKind(
     "Measure its links, and check its MTU and disk. It is tried again by itself.",
     "diloco-node measure mesh",
 )
+OUTWEIGHS: Final = AlertKind(
+    "A-OUTWEIGHS",
+    Mark.WARNING,
+    "A region counts or weighs much more than the others; what is beyond them counts as theirs.",
+    "Give `step()` the tokens of one rank, and no bytes. If they are right, raise `tokens_ratio_max` everywhere.",
+    "diloco-node config show",
+)
+TOO_LONG: Final = AlertKind(
+    "A-TOO-LONG",
+    Mark.WARNING,
+    "What a region learnt was much longer than what the others did, and was shortened or left out.",
+    "Compare its learning rate, and whether it loaded other weights.",
+    "diloco-node why {region}",
+)
+AGAINST: Final = AlertKind(
+    "A-AGAINST",
+    Mark.WARNING,
+    "What a region learns points against what the others learn, round after round.",
+    "Compare its data, its loss and the sign of its gradient. If they are wrong, stop its learner.",
+    "diloco-node why {region}",
+)
 QUARANTINE: Final = AlertKind(
     "A-QUARANTINE",
     Mark.WARNING,
@@ -179,6 +200,9 @@ ALERT_KINDS: Final = (
     PEER_DOWN,
     NO_COMMIT,
     LEFT_OUT,
+    OUTWEIGHS,
+    TOO_LONG,
+    AGAINST,
     QUARANTINE,
     LEARNER_STOPPED,
     LEARNER_ENDED,

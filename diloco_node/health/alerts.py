@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Final
 
 from diloco_node.health import alert_kinds as kinds
@@ -40,10 +42,25 @@ STATE_BYTES: Final = 8
 """A parameter and its momentum, float32."""
 
 CERTIFICATE_DAYS: Final = 30.0
+TOKENS_TOLD: Final = "step(tokens=...) told of "
+"""As `learner.token_check` says it."""
+
 _SETTINGS: Final = re.compile(
     r"\b(run_id|epoch|settings_digest|manifest_digest): ours |: these settings of run\.toml must be the same"
 )
 """As `wire.envelope.check_hello` says it."""
+
+WEIGHT_RATIO_MAX: Final = 2.0
+"""Times the share of weight that the steps alone would give; half of `tokens_ratio_max`, if that is more."""
+
+LENGTH_RATIO_MAX: Final = 2.5
+"""As `core.merge.outliers.RATIO_MAX`."""
+
+STANDING_ROUNDS: Final = 8
+"""Fewer rounds, or cosines, say nothing about a region."""
+
+NEGATIVE_PART: Final = 0.75
+"""Of the last cosines; those of a learner whose data say nothing about the others' are negative half of the time."""
 
 OVER: Final = frozenset({"finished", "finishing"})
 
@@ -56,6 +73,7 @@ def find_alerts(document: Document) -> list[Finding]:
         *_majority(document),
         *_peers(document),
         *_rounds(document),
+        *_standings(document),
         *_learner(document),
         *_machine(document),
     ]
@@ -141,11 +159,50 @@ def _rounds(document: Document) -> Iterator[Finding]:
         yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
 
 
+def _standings(document: Document) -> Iterator[Finding]:
+    """Compare what each region brings with the others; every region knows it, so the leader and the region say it."""
+    standings = {text(row, "region"): row for row in rows(document, "standings")}
+    for name, row in standings.items():
+        if document.get("role") != "leader" and name != text(document, "region"):
+            continue
+        others = [other for other_name, other in standings.items() if other_name != name]
+        if (number(row, "rounds") or 0.0) >= STANDING_ROUNDS and (line := _outweighs(document, row, others)):
+            yield _make(kinds.OUTWEIGHS, document, f"{name} {line}", region=name)
+        length, usual = number(row, "length") or 0.0, number(row, "usual_length") or 0.0
+        if length > LENGTH_RATIO_MAX * usual > 0.0:
+            line = f"{name} brought a length of {length:.3g}, the median was {usual:.3g} ({length / usual:.3g} times)"
+            yield _make(kinds.TOO_LONG, document, line, region=name)
+        count, negative = number(row, "cosines") or 0.0, number(row, "cosines_negative") or 0.0
+        cosine = number(row, "cosine") or 0.0
+        if count >= STANDING_ROUNDS and cosine < 0.0 and negative >= NEGATIVE_PART * count:
+            line = f"{name} points against the others: cosine {cosine:.2f}, negative in {negative:.0f} of {count:.0f}"
+            yield _make(kinds.AGAINST, document, line, region=name)
+
+
+def _outweighs(document: Document, row: Document, others: Sequence[Document]) -> str:
+    """Explain how far a region is above the others in tokens per step or weight; empty if it is not."""
+    ratio_max = number(document, "tokens_ratio_max") or math.inf
+    for key, form, what in (
+        ("tokens_per_step", ".4g", "counts {} tokens a step, the others' median is {}"),
+        ("weight_share", ".0%", "has {} of the weight, the others' median is {}"),
+    ):
+        value, values = number(row, key) or 0.0, [other for row_ in others if (other := number(row_, key))]
+        if values and value > ratio_max * median(values):
+            times = value / median(values)
+            return what.format(f"{value:{form}}", f"{median(values):{form}}") + f" ({times:.3g} times)"
+    share, steps_share = number(row, "weight_share") or 0.0, number(row, "steps_share") or 0.0
+    if len(others) > 1 and share > max(WEIGHT_RATIO_MAX, ratio_max / 2) * steps_share > 0.0:
+        return f"has {share:.0%} of the weight, but makes {steps_share:.0%} of the steps"
+    return ""
+
+
 def _learner(document: Document) -> Iterator[Finding]:
     warning = section(document, "learner_warning")
     age_s = number(warning, "age_seconds")
     if age_s is not None and age_s < LOSS_SHOWN_S:
+        is_count = text(warning, "text").startswith(TOKENS_TOLD)
         kind = kinds.LOSS_NAN if warning.get("is_failure") is True else kinds.LOSS_SPIKE
+        kind = kinds.OUTWEIGHS if is_count else kind
         yield _make(kind, document, f"{text(warning, 'text')} ({duration(age_s)} ago)")
     fault = learner_fault(document)
     if fault is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import Diloco, attach
 from diloco_node.learner.forward_watch import count_tokens
+from diloco_node.learner.token_check import TokenCheck, TokenCount
 
 
 class LightningDiloco(Callback):  # type: ignore[misc]
@@ -29,12 +30,14 @@ class LightningDiloco(Callback):  # type: ignore[misc]
 
     Attributes:
         diloco: the learner's place in the run; None before training begins.
+        token_count: of the batches, to compare with what `tokens` says.
     """
 
     def __init__(self, tokens: Callable[[Any], int] | None = None, **options: Any) -> None:
         self.diloco: Diloco | None = None
         self._tokens_of = tokens or count_tokens
         self._options = options
+        self.token_count = TokenCount()
         self._tokens = 0
         self._step = 0
 
@@ -50,6 +53,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
             )
         self._tokens, self._step = 0, trainer.global_step
         self.diloco = attach(pl_module, trainer.optimizers[0], **self._options)
+        self.diloco.token_check = TokenCheck([self])
         trainer.should_stop |= self.diloco.should_stop
 
     def on_train_batch_end(
@@ -64,6 +68,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         if self.diloco is None:
             return
         self._tokens += self._tokens_of(batch)
+        self.token_count.add(batch)
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step

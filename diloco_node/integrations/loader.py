@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from diloco_node.errors import LearnerError
+from diloco_node.learner.token_check import TokenCount
 
 
 class LoaderWithState(Protocol):
@@ -37,12 +38,13 @@ class EndlessLoader:
         make: returns a fresh loader of this rank's part; is given the epoch, from 0.
 
     Attributes:
-        epoch: how many epochs are done.
+        epoch: how many epochs are done. token_count: of the batches that it gave, for `attach` to compare.
     """
 
     def __init__(self, make: Callable[[int], LoaderWithState]) -> None:
         self._make = make
         self.epoch = 0
+        self.token_count = TokenCount()
         self._loader = make(0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -55,6 +57,7 @@ class EndlessLoader:
         while True:
             count = 0
             for count, batch in enumerate(self._loader, start=1):  # noqa: B007 (read after the loop)
+                self.token_count.add(batch)
                 yield batch
             if is_whole and not count:
                 raise LearnerError("the data loader has no batch in a whole epoch: give this rank more data")

@@ -49,6 +49,7 @@ from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.process_signals import TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one
+from diloco_node.learner.token_check import TokenCheck
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome
 
 log = logging.getLogger("diloco_node.learner")
@@ -124,6 +125,7 @@ class Diloco:
         should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
         stop_reason: why, in words.
         steps, tokens: made by this process, over all ranks.
+        token_check: compares the tokens of `step` with those of a loader in `stateful`.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Diloco:
         # Of this process; `LearnerFragments` has those of the incarnation.
         self.steps = 0
         self.tokens = 0
+        self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
         # Inside `step` so far; only grows.
@@ -225,6 +228,7 @@ class Diloco:
             self.global_step += 1
             self.tokens += tokens
             self._stop_if(self._terminate.is_set, "the process was asked to stop")
+        self.token_check.step(tokens, ranks=self._ranks.size, warn=self._session and self._session.warn)
         self._blocked_ns += time.perf_counter_ns() - started_ns
 
     def _attached_step(

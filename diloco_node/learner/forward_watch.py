@@ -38,6 +38,12 @@ def count_tokens(batch: Any) -> int:
     return tensor.shape[0] * tensor.shape[1] if is_embedded else tensor.shape[0]
 
 
+def counted_tensor(batch: Any) -> Tensor | None:
+    """The tensor by which `count_tokens` counts; None if there is none."""
+    hit = _counted(batch, _DEPTH_MAX)
+    return None if hit is None else hit[1]
+
+
 def _counted(batch: Any, depth: int) -> tuple[str, Tensor] | None:
     if isinstance(batch, Tensor):
         return "", batch

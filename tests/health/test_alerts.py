@@ -49,6 +49,7 @@ SOUND: dict[str, Any] = {
     "budget_warning": "",
     "learner_warning": None,
     "state_dir": "/s/us",
+    "tokens_ratio_max": 4.0,
 }
 DOWN = {"link": "dialing", "is_alive": False, "error": "Connection refused"}
 
@@ -64,6 +65,21 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 def peers(**by_name: dict[str, Any]) -> list[dict[str, Any]]:
     return [peer | by_name.get(peer["name"], {}) for peer in SOUND["peers"]]
+
+
+def standings(**by_name: dict[str, Any]) -> list[dict[str, Any]]:
+    usual = {
+        "rounds": 64,
+        "tokens_per_step": 1024.0,
+        "weight_share": 0.33,
+        "steps_share": 0.33,
+        "length": 2.2,
+        "usual_length": 2.0,
+        "cosine": 0.4,
+        "cosines": 64,
+        "cosines_negative": 0,
+    }
+    return [{"region": name, **usual, **by_name.get(name, {})} for name in ("ap", "eu", "us")]
 
 
 CASES = [
@@ -87,6 +103,48 @@ CASES = [
         changed(left_out=[{"region": "ap", "part": "member", "reason": "its stripes did not come"}]),
         "ap is left out as member: its stripes did not come",
         "diloco-node measure mesh",
+    ),
+    (
+        kinds.OUTWEIGHS,
+        changed(standings=standings(ap={"tokens_per_step": 8192.0})),
+        "ap counts 8192 tokens a step, the others' median is 1024 (8 times)",
+        "diloco-node config show",
+    ),
+    (
+        kinds.OUTWEIGHS,
+        changed(standings=standings(ap={"weight_share": 0.5}, eu={"weight_share": 0.1}, us={"weight_share": 0.1})),
+        "ap has 50% of the weight, the others' median is 10% (5 times)",
+        "",
+    ),
+    (
+        kinds.OUTWEIGHS,
+        changed(standings=standings(ap={"weight_share": 0.5, "steps_share": 0.2})),
+        "ap has 50% of the weight, but makes 20% of the steps",
+        "",
+    ),
+    (
+        kinds.OUTWEIGHS,
+        changed(
+            learner_warning={
+                "text": "step(tokens=...) told of 16 tokens in 8 steps",
+                "age_seconds": 3.0,
+                "is_failure": False,
+            }
+        ),
+        "step(tokens=...) told of 16 tokens in 8 steps (3.0 s ago)",
+        "",
+    ),
+    (
+        kinds.TOO_LONG,
+        changed(standings=standings(ap={"length": 30.0, "usual_length": 2.0})),
+        "ap brought a length of 30, the median was 2 (15 times)",
+        "diloco-node why ap",
+    ),
+    (
+        kinds.AGAINST,
+        changed(standings=standings(ap={"cosine": -0.31, "cosines_negative": 60})),
+        "ap points against the others: cosine -0.31, negative in 60 of 64",
+        "diloco-node why ap",
     ),
     (
         kinds.QUARANTINE,
@@ -209,8 +267,25 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         (changed(commit_age_seconds=41.0, peers=peers(ap=DOWN, eu=DOWN)), kinds.NO_COMMIT),
         (changed(quarantine={"eu": "for 600 s more"}, peers=peers(eu=DOWN)), kinds.PEER_DOWN),
         (changed(role="follower", left_out=[{"region": "ap", "part": "member", "reason": "late"}]), kinds.LEFT_OUT),
+        (changed(role="follower", standings=standings(ap={"tokens_per_step": 8192.0})), kinds.OUTWEIGHS),
+        (changed(standings=standings(ap={"tokens_per_step": 8192.0, "rounds": 7})), kinds.OUTWEIGHS),
+        (changed(standings=standings(ap={"tokens_per_step": 8192.0}), tokens_ratio_max=8.0), kinds.OUTWEIGHS),
+        (changed(standings=standings(ap={"weight_share": 0.6, "steps_share": 0.31})), kinds.OUTWEIGHS),
+        (changed(standings=standings(ap={"cosine": -0.01, "cosines_negative": 40})), kinds.AGAINST),
+        (changed(standings=standings(ap={"length": 5.0, "usual_length": 2.0})), kinds.TOO_LONG),
     ],
-    ids=["too soon", "no majority says it", "quarantine says it", "the leader says it"],
+    ids=[
+        "too soon",
+        "no majority says it",
+        "quarantine says it",
+        "the leader says it",
+        "the leader says it of weights too",
+        "few rounds",
+        "the operator says so",
+        "less than twice its steps",
+        "negative half of the time",
+        "as long as counts",
+    ],
 )
 def test_what_is_usual_or_said_already_is_no_alert(document: dict[str, Any], kind: kinds.AlertKind) -> None:
     assert kind.code not in {alert.code for alert in find_alerts(document)}
@@ -238,8 +313,13 @@ def test_every_kind_has_a_case() -> None:
     assert len({kind.code for kind in kinds.ALERT_KINDS}) == len(kinds.ALERT_KINDS)
 
 
+def test_a_follower_says_what_it_does_itself() -> None:
+    alerts = find_alerts(changed(role="follower", standings=standings(us={"tokens_per_step": 8192.0})))
+    assert [(alert.code, alert.region) for alert in alerts] == [("A-OUTWEIGHS", "us")]
+
+
 def test_a_sound_region_is_healthy() -> None:
-    assert find_alerts(SOUND) == []
+    assert find_alerts(SOUND) == find_alerts(changed(standings=standings())) == []
     assert health_of(SOUND) == {
         "state": "healthy",
         "line": "healthy: 3 of 3 regions, 1 more may fail, merged 2.0 s ago",

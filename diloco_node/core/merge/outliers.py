@@ -2,8 +2,8 @@
 
 A learner that diverges, or lies about nothing but its values, may send an outer gradient a thousand times as long as
 the others'. RDA takes its direction like any other, but the merge would be as long as their mean; a plain mean would be
-that one learner. So what is longer than several times the usual counts as if it were just so long, and what is wildly
-longer as if it were usual.
+that one learner. So what is longer than a few times the usual counts as if it were just so long. What is wildly longer
+says nothing about where the model should go either: its learner diverged, or loaded other weights. It does not count.
 
 The usual length is the median of the round's members, or that of the fragment's last rounds if that is longer: in the
 last round of a run most members have made a step or two, the others a cycle. Both are taken over the whole fragment and
@@ -30,20 +30,20 @@ MEMBERS_MIN: Final = 3
 ROUNDS_KEPT: Final = 8
 """Rounds of a fragment that say what is usual."""
 
-RATIO_MAX: Final = 5.0
+RATIO_MAX: Final = 2.5
 """A contribution is at most this many times as long as usual."""
 
-PIECE_RATIO_MAX: Final = 10.0
+PIECE_RATIO_MAX: Final = 4.0
 """So for one piece: learners with other data may learn mostly in other places."""
 
 WILD_RATIO: Final = 20.0
-"""Beyond this it says nothing about how far the model should go, and counts as if it were just as long as usual."""
+"""Beyond this nothing of it counts, unless all members of the round are so long: then each counts as if usual."""
 
 FASTER_MAX: Final = 2.0
 """Limit of the factor by which a gradient may be longer because its learner made more steps than the median."""
 
 Clips = tuple[tuple[float, ...], ...]
-"""Per contribution, per piece of the fragment: the part that counts; 1 for all of it."""
+"""Per contribution, per piece of the fragment: the part that counts; 1 for all of it, 0 in each for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +111,27 @@ def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: R
     size = sum(sizes)
     pieces = [max(norm, usual.total * sqrt(size_ / size)) for norm, size_ in zip(usual.pieces, sizes, strict=True)]
     steps = _median([float(contribution.steps) for contribution in contributions])
-    return tuple(
+    rows = tuple(
         _clip(contribution, usual.total, pieces, min(max(contribution.steps / steps, 1.0), FASTER_MAX))
         for contribution in contributions
     )
+    if any(map(any, rows)):
+        return rows
+    lengths = [sqrt(sum(contribution.squared_norms)) for contribution in contributions]
+    return tuple((usual.total / length,) * len(row) for length, row in zip(lengths, rows, strict=True))
 
 
 def _clip(contribution: Contribution, usual: float, usual_pieces: Sequence[float], faster: float) -> tuple[float, ...]:
     norms = [sqrt(square) for square in contribution.squared_norms]
+    if sqrt(sum(contribution.squared_norms)) > WILD_RATIO * faster * usual:
+        return (0.0,) * len(norms)
     limits = [PIECE_RATIO_MAX * faster * limit for limit in usual_pieces]
     ratios = [limit / norm if norm > limit else 1.0 for norm, limit in zip(norms, limits, strict=True)]
     length = sqrt(sum((norm * ratio) ** 2 for norm, ratio in zip(norms, ratios, strict=True)))
     limit = RATIO_MAX * faster * usual
     if length <= limit:
         return tuple(ratios)
-    wild = sqrt(sum(contribution.squared_norms)) > WILD_RATIO * faster * usual
-    return tuple(ratio * (usual if wild else limit) / length for ratio in ratios)
+    return tuple(ratio * limit / length for ratio in ratios)
 
 
 def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRounds) -> dict[str, str]:
@@ -134,12 +139,17 @@ def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRo
     if not any(min(row, default=1.0) < 1.0 for row in clips):
         return {}
     usual = recent.usual(contributions).total
-    return {
-        contribution.learner: f"{sqrt(sum(contribution.squared_norms)) / usual:.3g} times as long as usual, "
-        f"{min(row):.3g} of {'it' if len(set(row)) == 1 else 'its longest piece'} counts"
-        for contribution, row in zip(contributions, clips, strict=True)
-        if min(row, default=1.0) < 1.0
-    }
+    reasons = {}
+    for contribution, row in zip(contributions, clips, strict=True):
+        part = min(row, default=1.0)
+        if part < 1.0:
+            length = sqrt(sum(contribution.squared_norms))
+            whole_or_piece = "it" if len(set(row)) == 1 else "its longest piece"
+            reasons[contribution.learner] = (
+                f"length {length:.3g} is {length / usual:.3g} times the usual {usual:.3g}, "
+                f"{f'{part:.3g}' if part else 'nothing'} of {whole_or_piece} counts"
+            )
+    return reasons
 
 
 def _whole(contributions: Sequence[Contribution]) -> Clips:

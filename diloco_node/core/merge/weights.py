@@ -13,6 +13,10 @@ takes the place of delta in all of this.
 A learner that missed n versions brings its last cycle and what it carried of the n before: `cycles(n)` cycles' worth.
 It weighs so much more, and the share scales the round back to one cycle, as all learners make one cycle at a time.
 
+No member decides alone (D-S3). Tokens are its own word: a script that counts bytes, or every rank's batch on each
+rank, says eight times too much, and weighs 64 times too much. So what is far beyond the others' tokens per step counts
+as theirs, and of three or more members none has more than a part of the weight.
+
 Source: Decoupled DiLoCo (arXiv 2604.21428), section 3.2 (weights) and appendix D.2 (RDA; its weighted form is printed
 with vectors in the radial part, norms are meant). Ours: share, the caps, and the bound on the stretch.
 """
@@ -22,11 +26,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from math import isfinite, isnan, sqrt
+from statistics import median
 from typing import Final
 
 from diloco_node.core.merge.carry import MISSED_KEEP
 from diloco_node.core.merge.outliers import MEMBERS_MIN, Clips
-from diloco_node.core.types import Contribution, MergeRule
+from diloco_node.core.types import Contribution, MergeRule, RunSettings
 from diloco_node.errors import PayloadCorrupt
 
 FLOAT32_MAX: Final = 3.4028234663852886e38
@@ -50,11 +55,6 @@ stretch never exceeds `2 * W / sqrt(sum w^2)`, which is `2 * sqrt(M)` for equal 
 """
 
 
-WEIGHT_RATIO_MAX: Final = 64.0
-"""Nobody weighs more than this many times the median of three or more members, whatever tokens it claims: as much as a
-region does that has eight times the batch of the others."""
-
-
 def to_float32(value: float) -> float:
     """The nearest float32, as a float; beyond its range the largest finite one. NaN is refused with ValueError."""
     if isnan(value):
@@ -64,7 +64,7 @@ def to_float32(value: float) -> float:
     return float(float32)
 
 
-def weight(tokens: int, steps: int) -> float:
+def weight(tokens: float, steps: int) -> float:
     """`tokens^2 / steps`: how much was learnt, times how much each step learnt. 0 for no steps or no tokens."""
     return to_float32(tokens * tokens / steps) if steps > 0 and tokens > 0 else 0.0
 
@@ -77,12 +77,24 @@ def cycles(versions_missed: int) -> float:
     return float((1.0 - MISSED_KEEP ** (versions_missed + 1)) / (1.0 - MISSED_KEEP))
 
 
+def believed_tokens(contributions: Sequence[Contribution], ratio_max: float) -> tuple[float, ...]:
+    """Return the tokens of each contribution as far as the others bear them out.
+
+    Tokens per step beyond `ratio_max` times the median of the others count as that median: they are a mistake, or
+    something that the operator has to name. Of two members the one with more is compared with the other. Nobody is
+    compared with members that count none.
+    """
+    rates = [contribution.tokens / contribution.steps for contribution in contributions]
+    believed: list[float] = []
+    for place, (contribution, rate) in enumerate(zip(contributions, rates, strict=True)):
+        others = [other for at, other in enumerate(rates) if at != place and other > 0.0]
+        usual = median(others) if others else rate
+        believed.append(usual * contribution.steps if rate > ratio_max * usual else contribution.tokens)
+    return tuple(believed)
+
+
 def weights(
-    contributions: Sequence[Contribution],
-    versions_missed: Sequence[int],
-    *,
-    weight_cap: float,
-    carry_steps_limit: int,
+    contributions: Sequence[Contribution], versions_missed: Sequence[int], clips: Clips, settings: RunSettings
 ) -> tuple[float, ...]:
     """The weight of each contribution of a round, in their order.
 
@@ -91,29 +103,55 @@ def weights(
     were not: its long trajectory went over ground that the others covered meanwhile. When all were away, the median is
     over all. (For an even number it is the mean of the middle two.)
 
-    Args:
-        versions_missed: per contribution, versions since its learner was last included, the new one not counted.
+    Of three or more members that weigh something, nobody has more than `weight_share_max` of the weight.
 
-    With three or more members, nobody weighs more than `WEIGHT_RATIO_MAX` times the same median.
+    Args:
+        contributions: of one round; each covers at least one step.
+        versions_missed: per contribution, versions since its learner was last included, the new one not counted.
+        clips: from `core.merge.outliers.clips`; a contribution of which nothing counts weighs nothing.
+        settings: `weight_cap`, `carry_steps_limit`, `tokens_ratio_max` and `weight_share_max` are used.
 
     Returns:
-        float32-exact, at least 0. All equal to 1 if no contribution has any weight, so that a round never divides by 0.
+        float32-exact, at least 0. All that count are equal to 1 if none has any weight, so that a round never divides
+        by 0.
     """
+    counts = [any(row) for row in clips]
+    tokens = believed_tokens(contributions, settings.tokens_ratio_max)
     raw = [
-        to_float32(weight(contribution.tokens, contribution.steps) * (cycles(versions) / (versions + 1)))
-        for contribution, versions in zip(contributions, versions_missed, strict=True)
+        to_float32(weight(tokens_, contribution.steps) * (cycles(versions) / (versions + 1))) if is_counted else 0.0
+        for contribution, tokens_, versions, is_counted in zip(
+            contributions, tokens, versions_missed, counts, strict=True
+        )
     ]
     if not any(raw):
-        return (1.0,) * len(raw)
-    is_away = [contribution.steps > carry_steps_limit for contribution in contributions]
+        return tuple(map(float, counts))
+    is_away = [contribution.steps > settings.carry_steps_limit for contribution in contributions]
     # Members without tokens say nothing about what is usual: with them the cap of all others could be 0.
     weighty = [(value, away) for value, away in zip(raw, is_away, strict=True) if value > 0.0]
-    in_order = sorted([value for value, away in weighty if not away] or [value for value, _ in weighty])
-    median = (in_order[(len(in_order) - 1) // 2] + in_order[len(in_order) // 2]) / 2
-    cap = weight_cap * median
-    limit = WEIGHT_RATIO_MAX * median if len(raw) >= MEMBERS_MIN else FLOAT32_MAX
-    limits = tuple(to_float32(min(value, cap if away else limit)) for value, away in zip(raw, is_away, strict=True))
-    return limits if any(limits) else (1.0,) * len(raw)
+    cap = settings.weight_cap * median(
+        [value for value, away in weighty if not away] or [value for value, _ in weighty]
+    )
+    limits = [min(value, cap) if away else value for value, away in zip(raw, is_away, strict=True)]
+    if len(weighty) >= MEMBERS_MIN:
+        limit = _share_limit(limits, settings.weight_share_max)
+        limits = [min(value, limit) for value in limits]
+    float32s = tuple(map(to_float32, limits))
+    return float32s if any(float32s) else tuple(map(float, counts))
+
+
+def _share_limit(values: Sequence[float], share_max: float) -> float:
+    """Return the weight that nobody may exceed, so that nobody has more than a part of their sum.
+
+    With n members the part is at least 1/n: less would leave none.
+    """
+    falling = sorted((value for value in values if value > 0.0), reverse=True)
+    part, remainder = max(share_max, 1.0 / len(falling)), sum(falling)
+    for place, value in enumerate(falling[:-1]):
+        limit = part * remainder / (1.0 - part * place)
+        if value <= limit:
+            return limit
+        remainder -= value
+    return falling[-1]
 
 
 def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:

@@ -29,14 +29,10 @@ class MergeDecisions:
     def decide(self, round_: OpenRound, contributions: tuple[Contribution, ...]) -> MergeDecided:
         """Fix weights, clips and coefficients; the stripes may still be on their way."""
         rules = self._rules(round_)
-        round_.weights = weighing.weights(
-            contributions,
-            self._versions_missed(contributions, round_.version),
-            weight_cap=self._settings.weight_cap,
-            carry_steps_limit=self._settings.carry_steps_limit,
-        )
         recent = self._history.recent[round_.fragment]
         round_.clips = outliers.clips(contributions, self._fragments[round_.fragment].piece_sizes, recent)
+        missed = self._versions_missed(contributions, round_.version)
+        round_.weights = weighing.weights(contributions, missed, round_.clips, self._settings)
         self._note_outliers(round_, outliers.excess(contributions, round_.clips, recent))
         coefficients = weighing.coefficients(contributions, round_.weights, rules, round_.clips)
         round_.decision = MergeDecided(round_.ballot, round_.fragment, round_.version, contributions, coefficients)

@@ -60,6 +60,11 @@ _PEER_GAUGES: Final = (
     ("diloco_peer_bulk_connections", "connections that carry bulk to this peer", "bulk_connections"),
     ("diloco_peer_applied_index", "ledger entries that the peer says it has applied", "applied_index"),
 )
+_STANDINGS: Final = (
+    ("diloco_contribution_tokens_per_step", f"as the region's learner counts them{_SAME}", "tokens_per_step"),
+    ("diloco_contribution_weight_ratio", f"part of the weight of the last rounds{_SAME}", "weight_share"),
+    ("diloco_contribution_cosine", "with the mean of the others, in what was reduced here", "cosine"),
+)
 _PEER_COUNTERS: Final = (
     ("diloco_peer_wire_sent_bytes", "on the wire to this peer, with all overhead", "wire_bytes_out"),
     ("diloco_peer_wire_received_bytes", "on the wire from this peer, with all overhead", "wire_bytes_in"),
@@ -87,6 +92,7 @@ class StatusCollector(Collector):
         yield _tokens(section(status, "token_account"))
         yield _phases(section(status, "phase_seconds"))
         yield _fragments(status)
+        yield from _labelled(GaugeMetricFamily, _STANDINGS, "region", "region", rows(status, "standings"))
         yield from _peers(rows(status, "peers"))
         yield from _budget(status["budget"])
         rejections = CounterMetricFamily("diloco_rejections", "input that was refused", labels=["peer", "reason"])
@@ -161,13 +167,23 @@ def _peers(peers: Sequence[Document]) -> Iterable[Metric]:
         alive.add_metric([text(peer, "name")], float(peer.get("is_alive") is True))
     yield from (up, alive)
     for family, table in ((GaugeMetricFamily, _PEER_GAUGES), (CounterMetricFamily, _PEER_COUNTERS)):
-        for name, meaning, key in table:
-            metric = family(name, meaning, labels=["peer"])
-            for peer in peers:
-                value = number(peer, key)
-                if value is not None:
-                    metric.add_metric([text(peer, "name")], value)
-            yield metric
+        yield from _labelled(family, table, "peer", "name", peers)
+
+
+def _labelled(
+    family: Callable[..., Metric],
+    table: Sequence[tuple[str, str, str]],
+    label: str,
+    field: str,
+    documents: Sequence[Document],
+) -> Iterable[Metric]:
+    for name, meaning, key in table:
+        metric = family(name, meaning, labels=[label])
+        for document in documents:
+            value = number(document, key)
+            if value is not None:
+                metric.add_metric([text(document, field)], value)
+        yield metric
 
 
 def _budget(budget: Mapping[str, Any]) -> Iterable[Metric]:

@@ -14,6 +14,7 @@ from diloco_node.core.region import RegionCore
 from diloco_node.daemon.learner.proxy import LearnerFacts, LearnerProxy
 from diloco_node.daemon.round_log import RoundLog
 from diloco_node.daemon.spec import NodeSpec
+from diloco_node.daemon.standings import Standings
 from diloco_node.health.phase_times import PhaseTimes
 from diloco_node.health.rate import SlidingRate
 from diloco_node.numeric import NS_PER_S
@@ -37,6 +38,7 @@ class RunFacts:
 
     Args:
         expires: when the region's certificate ends. refusals: what the disk does not take now. now_ns: monotonic.
+        cosines: see `Standings`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class RunFacts:
         spec: NodeSpec,
         *,
         expires: datetime,
+        cosines: Mapping[str, Sequence[float]],
         refusals: Callable[[], Mapping[str, str]],
         now_ns: Callable[[], int],
     ) -> None:
@@ -59,6 +62,7 @@ class RunFacts:
         self._disk: dict[str, Any] = {}
         self._phases = PhaseTimes()
         self._rounds_in_flight_max = 0
+        self._standings = Standings(cosines)
         self.rounds = RoundLog(
             core,
             region=spec.region,
@@ -71,6 +75,9 @@ class RunFacts:
     def observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         """Look at the core after each event, before the effects are performed."""
         self.rounds.observe(event, effects)
+        for effect in effects:
+            if isinstance(effect, ev.ApplyVersion):
+                self._standings.observe(effect.body)
         self._rounds_in_flight_max = max(self._rounds_in_flight_max, len(self._core.leader.rounds))
 
     def look(self) -> None:
@@ -95,6 +102,8 @@ class RunFacts:
             "voters": [name for name in self._spec.regions if disks.disk_of(name)] if disks.has_view else None,
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
             "token_account": self._account(learner),
+            "standings": self._standings.document(),
+            "tokens_ratio_max": self._spec.settings.tokens_ratio_max,
             "phase_seconds": self._phases.document(),
             "rounds_in_flight_max": self._rounds_in_flight_max,
             "round_log": self.rounds.rows(),

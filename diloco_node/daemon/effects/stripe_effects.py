@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from diloco_node.core import events as ev
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Stripe
 from diloco_node.daemon.effects.drafts import Drafts
-from diloco_node.daemon.effects.open_stripes import MergedPart, StripeTable, checked_digest, reduce_stripe
+from diloco_node.daemon.effects.open_stripes import MergedPart, StripeTable, checked_digest, cosines, reduce_stripe
 from diloco_node.daemon.effects.sending import Sending
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.parameters import Parameters
@@ -25,6 +26,9 @@ from diloco_node.numeric import U8
 
 REDUCTIONS_MAX: Final = max(1, (os.cpu_count() or 1) // 2)
 """Reductions run one after the other: the first is sent while the next is summed. Several where cores allow."""
+
+COSINES_KEPT: Final = 64
+"""For each learner, over all stripes that were reduced here."""
 
 VERSIONS_AHEAD_MAX: Final = 3
 """How far a stripe may be ahead of the parameters: the open round, and what commits while this region applies."""
@@ -45,6 +49,9 @@ class StripeEffects:
         region: our name. keeps_residual: with error feedback.
         learner: has the own contribution's bytes. table: where stripes are kept. drafts: where merged ones are written.
         reject: counts what a peer did that no honest one does, as a strike.
+
+    Attributes:
+        cosines: per learner, of its last contributions that were reduced here with the mean of the others.
     """
 
     region: str
@@ -58,6 +65,7 @@ class StripeEffects:
     post: Callable[[ev.Event], None]
     note: Callable[[ev.Note], None]
     reject: Callable[[str, PeerError], None]
+    cosines: dict[str, deque[float]] = field(default_factory=dict, init=False)
     _struck: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, init=False)
     """By region and fragment: incarnation and snapshot of the last contribution that was a strike."""
     _reducing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REDUCTIONS_MAX), init=False)
@@ -162,6 +170,10 @@ class StripeEffects:
             self.table.keep_residual(order.ballot, order.stripe, fragment, version, residual)
         self.post(reduction)
         self._post_merged(self.region, header)
+        if len(bodies) > 1:
+            values = await in_thread(self.pool, cosines, order, bodies, up)
+            for contribution, value in zip(order.contributions, values, strict=True):
+                self.cosines.setdefault(contribution.learner, deque(maxlen=COSINES_KEPT)).append(value)
 
     def send_merged(self, order: ev.SendMerged) -> None:
         """Stream a stripe that was reduced here to peers."""

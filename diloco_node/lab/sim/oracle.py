@@ -150,14 +150,15 @@ class Oracle:
         """Weights and share follow from the members' steps, tokens and the versions that they missed."""
         contributions = [member.contribution for member in body.members]
         misses = [self._versions_missed(contribution, body.version) for contribution in contributions]
-        settings = self._setup.settings
-        weights_due = weights.weights(
-            contributions, misses, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
-        )
+        sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
+        weights_due = [
+            weights.weights(contributions, misses, outliers.clips(contributions, sizes, recent), self._setup.settings)
+            for recent in self._recent_rounds(body.fragment)
+        ]
         weights_named = tuple(member.weight for member in body.members)
-        if weights_named != weights_due:
-            self._violate(f"weights: {body.fragment}/{body.version} has {weights_named}, expected {weights_due}")
-        share = 1.0 if body.is_last else weights.share(weights_due, misses)
+        if weights_named not in weights_due:
+            self._violate(f"weights: {body.fragment}/{body.version} has {weights_named}, expected {weights_due[0]}")
+        share = 1.0 if body.is_last else weights.share(weights_named, misses)
         if body.share != share:
             self._violate(f"share: {body.fragment}/{body.version} has {body.share}, expected {share}")
 

@@ -9,19 +9,23 @@ from hypothesis import strategies as st
 from diloco_node.core.merge import weights as weighing
 from diloco_node.core.merge.weights import (
     FLOAT32_MAX,
-    WEIGHT_RATIO_MAX,
+    _share_limit,
     cycles,
     refusal,
     share,
     to_float32,
     weight,
-    weights,
 )
-from diloco_node.core.types import Contribution, MergeRule
+from diloco_node.core.types import Contribution, MergeRule, RunSettings
 from diloco_node.errors import PayloadCorrupt
 
 RDA, AVG = MergeRule.RDA, MergeRule.AVG
 NONE_MISSED = (0, 0, 0, 0)
+
+
+def weights(contributions, missed, *, weight_cap=2.0, carry_steps_limit=64, clips=None, **changes):
+    run = RunSettings(weight_cap=weight_cap, carry_steps_max=carry_steps_limit, **changes)
+    return weighing.weights(contributions, missed, clips or whole(contributions, [AVG]), run)
 
 
 def whole(contributions, rules):
@@ -77,48 +81,84 @@ def test_only_a_member_that_was_away_is_capped() -> None:
     # With 10 tokens a step, w = 100 * steps.
     usual = [contribution(name, (1.0,), steps=10, tokens=100) for name in "abc"]
     away = contribution("d", (1.0,), steps=250, tokens=2500)
-    assert weights([*usual, away], NONE_MISSED, weight_cap=2.0, carry_steps_limit=64) == (
+    assert weights([*usual, away], NONE_MISSED) == (
         1000.0,
         1000.0,
         1000.0,
         2000.0,
     )
-    assert weights([*usual, away], NONE_MISSED, weight_cap=2.0, carry_steps_limit=250) == (
-        1000.0,
-        1000.0,
-        1000.0,
-        25000.0,
-    )
+    assert weights([*usual, away], NONE_MISSED, carry_steps_limit=250, weight_share_max=1.0)[3] == 25000.0
+    assert weights([*usual, away], NONE_MISSED, carry_steps_limit=250)[3] == 3000.0, "half of the weight"
     # A small learner that was away is not lifted to the cap.
     small = contribution("d", (1.0,), steps=250, tokens=500)
-    assert weights([*usual, small], NONE_MISSED, weight_cap=2.0, carry_steps_limit=64)[3] == 1000.0
+    assert weights([*usual, small], NONE_MISSED)[3] == 1000.0
 
 
 def test_of_two_members_the_one_that_was_away_does_not_set_its_own_cap() -> None:
     both = [contribution("a", (1.0,), steps=10, tokens=100), contribution("b", (1.0,), steps=1000, tokens=10000)]
-    assert weights(both, [0, 0], weight_cap=2.0, carry_steps_limit=64) == (1000.0, 2000.0)
+    assert weights(both, [0, 0]) == (1000.0, 2000.0)
 
 
 def test_when_all_were_away_the_median_is_over_all() -> None:
     three = [contribution(str(n), (1.0,), steps=n, tokens=10 * n) for n in (900, 100, 200)]
-    assert weights(three, [0, 0, 0], weight_cap=2.0, carry_steps_limit=64) == (40000.0, 10000.0, 20000.0)
+    assert weights(three, [0, 0, 0], weight_share_max=1.0) == (40000.0, 10000.0, 20000.0)
+    assert weights(three, [0, 0, 0]) == (30000.0, 10000.0, 20000.0)
 
 
-@pytest.mark.parametrize("tokens", [801, 10_000, 2**62])
-def test_no_claim_of_tokens_outweighs_the_others_without_bound(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [401, 800, 6400, 10_000, 2**62])
+@pytest.mark.parametrize("others", [1, 2, 3, 5])
+def test_tokens_far_beyond_those_of_the_others_count_as_theirs(tokens: int, others: int) -> None:
+    """Eight times the tokens weighed 64 times as much, and of two regions 98 percent."""
+    members = [*(contribution(name, (1.0,)) for name in "abcde"[:others]), contribution("z", (1.0,), tokens=tokens)]
+    assert weights(members, [0] * len(members)) == (1000.0,) * len(members)
+    assert weights(members[:-1], [0] * others) == (1000.0,) * others, "nothing changes for the others"
+
+
+def test_of_the_others_the_median_says_what_is_usual() -> None:
+    small, large = contribution("a", (1.0,)), [contribution(name, (1.0,), tokens=800) for name in "bc"]
+    # For each large one the others' median is (10 + 80) / 2 tokens a step.
+    assert weights([small, *large], [0, 0, 0], weight_share_max=1.0) == (1000.0, 64_000.0, 64_000.0)
+    assert weights([small, large[0]], [0, 0], tokens_ratio_max=8.0) == (1000.0, 64_000.0), "as the operator says"
+    no_tokens = contribution("b", (1.0,), tokens=0)
+    assert weights([no_tokens, contribution("c", (1.0,), tokens=2**62)], [0, 0]) == (0.0, weight(2**62, 10))
+
+
+@pytest.mark.parametrize("tokens", [200, 300, 400])
+def test_of_three_or_more_nobody_has_more_than_half(tokens: int) -> None:
     honest = [contribution(name, (1.0,)) for name in "abc"]
     claimed = contribution("d", (1.0,), tokens=tokens)
-    *others, last = weights([*honest, claimed], NONE_MISSED, weight_cap=2.0, carry_steps_limit=64)
-    assert others == [1000.0] * 3
-    assert last == WEIGHT_RATIO_MAX * 1000.0 == 64_000.0
-    eightfold = contribution("d", (1.0,), tokens=800)
-    assert weights([*honest, eightfold], NONE_MISSED, weight_cap=2.0, carry_steps_limit=64)[3] == 64_000.0
+    assert weights([*honest, claimed], NONE_MISSED) == (1000.0, 1000.0, 1000.0, 3000.0)
+    assert weights([*honest[:2], claimed], [0, 0, 0]) == (1000.0, 1000.0, 2000.0)
     # Of two nobody knows who is right.
-    assert weights([honest[0], claimed], [0, 0], weight_cap=2.0, carry_steps_limit=64)[1] == weight(tokens, 10)
+    assert weights([honest[0], claimed], [0, 0])[1] == weight(tokens, 10)
+
+
+@given(
+    st.lists(st.floats(0.0, 2.0**100), min_size=3, max_size=12).filter(lambda values: sum(map(bool, values)) >= 3),
+    st.sampled_from([0.05, 0.2, 1 / 3, 0.5, 0.7, 1.0]),
+)
+def test_nobody_exceeds_the_part_and_only_those_above_it_are_changed(values: list[float], part: float) -> None:
+    members = sum(1 for value in values if value)
+    limit = _share_limit(values, part)
+    limits = [min(value, limit) for value in values]
+    assert max(limits) <= max(part, 1 / members) * sum(limits) * (1 + 1e-9)
+    if limit < max(values):
+        assert limit == pytest.approx(max(part, 1 / members) * sum(limits)), "no lower than it must be"
+
+
+def test_a_contribution_of_which_nothing_counts_weighs_nothing() -> None:
+    members = [contribution(name, (1.0,)) for name in "abc"]
+    clips = [(1.0,), (1.0,), (0.0,)]
+    assert weights(members, [0, 0, 0], clips=clips) == (1000.0, 1000.0, 0.0)
+    no_tokens = [contribution(name, (1.0,), tokens=0) for name in "ab"]
+    assert weights([*no_tokens, members[2]], [0, 0, 0], clips=clips) == (1.0, 1.0, 0.0)
+    rows = coefficients(members, (1000.0, 1000.0, 0.0), [RDA], clips)
+    assert rows == ((0.5,), (0.5,), (0.0,))
+    assert factors(members, (1000.0, 1000.0, 0.0), [RDA], [1.0], 1.0, clips) == (1.0,)
 
 
 def test_members_without_tokens_still_merge() -> None:
-    assert weights([contribution("a", (1.0,), tokens=0)] * 2, [0, 3], weight_cap=2.0, carry_steps_limit=64) == (
+    assert weights([contribution("a", (1.0,), tokens=0)] * 2, [0, 3]) == (
         1.0,
         1.0,
     )
@@ -164,7 +204,7 @@ def test_missed_versions_weigh_as_far_as_they_were_carried() -> None:
     for versions_missed, expected in ((1, 1500.0), (3, 1875.0)):
         long = contribution("b", (1.0,), steps=10 * (versions_missed + 1), tokens=100 * (versions_missed + 1))
         both = [contribution("a", (1.0,)), long]
-        assert weights(both, [0, versions_missed], weight_cap=2.0, carry_steps_limit=64) == (1000.0, expected)
+        assert weights(both, [0, versions_missed]) == (1000.0, expected)
 
 
 def test_share_is_one_over_the_mean_of_the_cycles_held() -> None:

@@ -40,7 +40,9 @@ class Scripted:
         )
         core: Any = self
         expires = datetime.now(UTC) + timedelta(days=12)
-        self.facts = RunFacts(core, spec, expires=expires, refusals=lambda: self.refusals, now_ns=lambda: self.now_ns)
+        self.facts = RunFacts(
+            core, spec, expires=expires, cosines={}, refusals=lambda: self.refusals, now_ns=lambda: self.now_ns
+        )
 
     def document(self, tokens: int = 1000, **facts: Any) -> dict[str, Any]:
         learner: Any = SimpleNamespace(facts=LearnerFacts(**facts), tokens_total=tokens)

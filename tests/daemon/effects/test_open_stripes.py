@@ -1,5 +1,7 @@
 """Bytes of open rounds and the reduction: order, residual, what is kept and what is forgotten."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from diloco_node.daemon.effects.open_stripes import (
     MergedPart,
     StripeTable,
     checked_digest,
+    cosines,
     is_contiguous,
     reduce_stripe,
 )
@@ -87,6 +90,36 @@ def test_norms_of_contributions_come_back_without_their_coefficients(contributio
         reduction.contribution_norms[0], [(values[:5000] ** 2).sum(), (values[5000:] ** 2).sum()], rtol=1e-7
     )
     assert residual is None
+
+
+def test_the_cosine_is_that_with_the_mean_direction_of_the_others() -> None:
+    rng = np.random.default_rng(7)
+    common = rng.standard_normal(UP.values)
+    vectors = [common + rng.standard_normal(UP.values) for _ in range(4)]
+    vectors[3] = -50.0 * vectors[3]
+    bodies = [whole(vector.astype(np.float32)) for vector in vectors]
+    units = [decoded(UP, body).astype(np.float64) for body in bodies]
+    units = [unit / np.linalg.norm(unit) for unit in units]
+    found = cosines(order(list("abcd"), [(1.0, 1.0)] * 4), bodies, UP)
+    for place, value in enumerate(found):
+        others = sum(unit for at, unit in enumerate(units) if at != place)
+        assert value == pytest.approx(units[place] @ others / np.linalg.norm(others), abs=1e-5)
+    assert found[3] < -0.5 < 0.1 < min(found[:3]), "who is against, however long it is"
+    silent = whole(np.zeros(UP.values, np.float32))
+    assert cosines(order(["a", "b"], [(1.0, 1.0)] * 2), [bodies[0], silent], UP) == (0.0, 0.0)
+
+
+def test_the_window_of_the_cosines_moves_over_the_whole_stripe() -> None:
+    blocks = FragmentBlocks((1000 * 256,), Codec.INT4)
+    first, second = np.ones(blocks.values, np.float32), np.ones(blocks.values, np.float32)
+    second[700 * 256 :] = -1.0
+    bodies = [np.zeros(blocks.span_bytes(100, 1000), np.uint8) for _ in range(2)]
+    for values, body in zip((first, second), bodies, strict=True):
+        kernels.encode(blocks, values[100 * 256 :], body, 100, 1000)
+    sample = replace(order(["a", "b"], [(1.0,)] * 2), block_start=100, block_stop=1000)
+    found = {cosines(replace(sample, version=version), bodies, blocks)[0] for version in range(40)}
+    assert min(found) == pytest.approx(-1.0)
+    assert max(found) == pytest.approx(1.0)
 
 
 def test_a_residual_is_added_before_the_encoding(contributions) -> None:

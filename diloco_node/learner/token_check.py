@@ -1,0 +1,79 @@
+"""Compares the tokens that a loop tells with those in the batches that it was given.
+
+Only a loader or a callback sees batches. Where token ids come in integers their number is known, and so is the plain
+mistake: tokens of all ranks told by each rank, or bytes. A loop may train on less than it is given, never on more,
+unless it goes over its batches several times. So this warns, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from torch import Tensor
+
+from diloco_node.learner.forward_watch import counted_tensor
+
+STEPS_MIN: Final = 8
+"""A loop may take its first batches before it tells of a step."""
+
+RATIO_MAX: Final = 1.5
+
+log = logging.getLogger("diloco_node.learner")
+
+
+class TokenCount:
+    """Token ids in the batches so far.
+
+    Attributes:
+        tokens: their number; 0 if the batches hold no integers of two dimensions.
+        item_bytes: bytes of one.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.item_bytes = 0
+
+    def add(self, batch: Any) -> None:
+        """Count one more batch."""
+        tensor = counted_tensor(batch)
+        if isinstance(tensor, Tensor) and tensor.dim() > 1 and not tensor.is_floating_point():
+            self.tokens += tensor.numel()
+            self.item_bytes = tensor.element_size()
+
+
+class TokenCheck:
+    """See the module.
+
+    Args:
+        sources: what may have a `token_count`: the objects that the loop's checkpoint keeps, or the callback.
+    """
+
+    def __init__(self, sources: Iterable[object]) -> None:
+        counts = [getattr(source, "token_count", None) for source in sources]
+        self._counts = [count for count in counts if isinstance(count, TokenCount)]
+        self._steps = self._tokens = 0
+
+    def step(self, tokens: int, *, ranks: int, warn: Callable[[str], None] | None) -> None:
+        """Take what the loop tells of a step; warn once if it is too much.
+
+        Args:
+            ranks: of the region. warn: shows the text in the region's status; None where there is no daemon.
+        """
+        self._steps += 1
+        self._tokens += tokens
+        count = sum(count.tokens for count in self._counts)
+        if self._steps < STEPS_MIN or not count or self._tokens <= RATIO_MAX * count:
+            return
+        ratio = self._tokens / count
+        causes = {"each rank gives the tokens of all ranks": ranks, "it gives bytes": self._counts[0].item_bytes}
+        likely = [cause for cause, times in causes.items() if times > 1 and abs(ratio / times - 1.0) < 0.2]
+        text = (
+            f"step(tokens=...) told of {self._tokens} tokens in {self._steps} steps, the batches had {count} "
+            f"({ratio:.3g} times): {' or '.join(likely) or 'give those of this rank, and each once'}"
+        )
+        log.warning("%s", text)
+        if warn is not None:
+            warn(text)
+        self._counts.clear()

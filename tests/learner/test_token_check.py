@@ -1,0 +1,71 @@
+"""A script that counts tokens wrongly is told so where its batches are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from diloco_node.health.alerts import TOKENS_TOLD
+from diloco_node.integrations.loader import EndlessLoader
+from diloco_node.learner.token_check import STEPS_MIN, TokenCheck
+
+BATCH = {"input_ids": torch.zeros(4, 64, dtype=torch.int64), "weights": torch.zeros(4)}
+
+
+def warnings_of(tokens_per_step: int, *, batch: Any = BATCH, ranks: int = 4, steps: int = 3 * STEPS_MIN) -> list[str]:
+    """What is said in a loop that takes a batch for each step."""
+    loader = EndlessLoader(lambda _: [batch] * 5)  # type: ignore[arg-type, return-value]
+    check, texts = TokenCheck([{"other": 1}, loader]), []
+    for _, _ in zip(range(steps), loader, strict=False):
+        check.step(tokens_per_step, ranks=ranks, warn=texts.append)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cause"),
+    [
+        (4 * 256, ": each rank gives the tokens of all ranks"),
+        (8 * 256, ": it gives bytes"),
+        (3 * 256, ": give those of this rank, and each once"),
+    ],
+)
+def test_a_loop_that_counts_too_much_is_told_once_why(tokens: int, cause: str) -> None:
+    (text,) = warnings_of(tokens)
+    told, batches = STEPS_MIN * tokens, STEPS_MIN * 256
+    assert text.startswith(f"{TOKENS_TOLD}{told} tokens in {STEPS_MIN} steps, the batches had {batches} ")
+    assert text.endswith(cause)
+
+
+@pytest.mark.parametrize("tokens", [0, 200, 256, 380])
+def test_a_loop_may_train_on_less_than_it_is_given(tokens: int) -> None:
+    assert warnings_of(tokens) == []
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(4, 3, 8, 8),
+        (torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)),
+        ["text"],
+        torch.zeros(4).int(),
+    ],
+    ids=["pictures", "pictures with labels", "texts", "labels"],
+)
+def test_where_batches_hold_no_token_ids_nothing_is_said(batch: Any) -> None:
+    assert warnings_of(10**9, batch=batch) == []
+
+
+def test_without_a_loader_nothing_is_known() -> None:
+    check = TokenCheck([object()])
+    for _ in range(2 * STEPS_MIN):
+        check.step(10**9, ranks=1, warn=None)
+
+
+def test_a_script_alone_is_told_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    loader = EndlessLoader(lambda _: [BATCH] * 5)  # type: ignore[arg-type, return-value]
+    check = TokenCheck([loader])
+    for _, _ in zip(range(STEPS_MIN), loader, strict=False):
+        check.step(2048, ranks=1, warn=None)
+    assert "it gives bytes" in caplog.text
