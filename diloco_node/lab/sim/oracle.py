@@ -120,6 +120,7 @@ class Oracle:
         if learners != sorted(set(learners)):
             self._violate(f"members: {learners} of {body.fragment}/{body.version} are not sorted and distinct")
             return
+        self._check_parts(body)
         if not any(learner in self.forgers for learner in learners):
             self._check_weights(body)
         for member in body.members:
@@ -145,6 +146,13 @@ class Oracle:
     def versions(self) -> tuple[int, ...]:
         """The last committed version of each fragment; -1 before genesis."""
         return tuple(self._versions)
+
+    def _check_parts(self, body: RoundBody) -> None:
+        """Of three or more members that weigh something nobody decides alone, whatever it says of itself."""
+        parts = sorted(member.weight for member in body.members if member.weight > 0.0)
+        part_max = max(self._setup.settings.weight_share_max, 1.0 / max(1, len(parts)))
+        if len(parts) >= outliers.MEMBERS_MIN and parts[-1] > (part_max + 1e-6) * sum(parts):
+            self._violate(f"part: one of {body.fragment}/{body.version} has more than {part_max:.3g} of {parts}")
 
     def _check_weights(self, body: RoundBody) -> None:
         """Weights and share follow from the members' steps, tokens and the versions that they missed."""

@@ -54,7 +54,7 @@ WORDS = "words"
 LIARS = (WORDS, *cheats.CHEATS)
 """How a region can lie: in words of its own (`liar`), or in right words about what it did wrongly (`cheats`)."""
 
-LIARS_DRAWN = (WORDS, "receipts")
+LIARS_DRAWN = (WORDS, "receipts", "tokens x2", "tokens x8", "tokens x64")
 """Those that seeds draw."""
 
 LIARS_CHANCE = 0.2
