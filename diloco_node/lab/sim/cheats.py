@@ -1,8 +1,7 @@
 """Regions that do wrong in right words: an attacker's reducer or leader, a script with a mistake in it, an old folder.
 
-What `Liar` changes on its way shows as soon as somebody compares. What a cheat does is consistent: its messages, digests
-and norms belong to the wrong thing that it did. Each cheat is one region's, goes on until it is ended, and names the
-words by which an honest region must call it out; without any it must be bounded (`checkers`, `oracle`).
+What `Liar` changes on its way shows as soon as somebody compares. What a cheat does is consistent: its messages,
+digests and norms belong to the wrong thing that it did. It is one region's, and goes on until it is ended.
 """
 
 from __future__ import annotations

@@ -18,7 +18,16 @@ from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
 from diloco_node.core.merge.outer import outer_of, outer_step
-from diloco_node.core.types import Ballot, CarryMode, Contribution, DiscardedBody, GenesisBody, MergeRule, RoundBody, Stripe
+from diloco_node.core.types import (
+    Ballot,
+    CarryMode,
+    Contribution,
+    DiscardedBody,
+    GenesisBody,
+    MergeRule,
+    RoundBody,
+    Stripe,
+)
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.numeric import F32
 
@@ -265,7 +274,9 @@ class Oracle:
                     (body.fragment, body.ballot, _blocks(stripe)) for stripe in body.stripes if stripe.reducer == name
                 }
             else:
-                self._violate(f"payload: {name}'s stripe of {body.fragment}/{body.version} is not the sum of its members")
+                self._violate(
+                    f"payload: {name}'s stripe of {body.fragment}/{body.version} is not the sum of its members"
+                )
 
     def _merge_stripe(self, body: RoundBody, index: int, rows: Sequence[Sequence[float]]) -> tensors.Reduced | None:
         """An honest reduction; None if it takes a residual that nobody knows."""

@@ -82,7 +82,7 @@ class SimReport:
         schedule: which kinds of faults; is_schedule_drawn: the seed chose it.
         limits: of the core, which the seed lowered.
         liar: the region that lied, empty if none did. lie: how (`LIARS`); is_liar_drawn: the seed chose it.
-        lies: how many it told, by what it changed.
+        lies: how many it told, by what it changed. wrong_sums: committed stripes that it summed up wrongly.
     """
 
     seed: int
@@ -107,6 +107,7 @@ class SimReport:
     lie: str = ""
     is_liar_drawn: bool = True
     lies: dict[str, int] = field(default_factory=dict)
+    wrong_sums: int = 0
 
     @property
     def is_good(self) -> bool:
@@ -403,6 +404,7 @@ def _simulate(
         is_schedule_drawn=not schedule,
         liar=liar.region if liar is not None else "",
         lies=dict(sorted(liar.lies.items())) if liar is not None else {},
+        wrong_sums=len(checkers.oracle.wrong_sums),
     )
 
 

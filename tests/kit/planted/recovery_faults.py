@@ -1,11 +1,10 @@
-"""Faults to plant into what a region recovers with: its log, account, versions, fetches, snapshots; see `core_faults`."""
+"""Faults to plant into log, account, versions, fetches, snapshots and blame; see `core_faults`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from diloco_node.core.recovery.fetches import GONE
 from diloco_node.core.rounds import evidence
 from diloco_node.core.types import SnapshotBody
 from diloco_node.lab.sim import core_parts as view
@@ -89,20 +88,6 @@ def _ask_once(core: Any) -> None:
     )
 
 
-def _take_for_gone(core: Any) -> None:
-    """A state that a peer does not have yet is taken for one that it has no more."""
-    fetches = core._fetches
-    fail = fetches.on_failure
-
-    def fail_for_good(peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
-        fetch = fetches.pending.get(fragment)
-        if fetch is not None and fetch.peer == peer and reason in GONE:
-            fetch.gone.add(peer)
-        fail(peer, fragment, reason, now_ns=now_ns)
-
-    fetches.on_failure = fail_for_good
-
-
 def _believe_half(core: Any) -> None:
     """As `judge_digests`, with `>=` for `>`."""
     judge = core.leader._judge
@@ -153,10 +138,5 @@ RECOVERY_FAULTS = (
         "asked-once",
         "whoever could not send something is asked again, later",
         spoil=_ask_once,
-    ),
-    Fault(
-        "gone-state",
-        "a state that a peer does not have yet is asked for again",
-        spoil=_take_for_gone,
     ),
 )

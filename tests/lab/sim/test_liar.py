@@ -144,4 +144,4 @@ def test_the_seed_of_a_report_with_a_liar_runs_it_again() -> None:
     first, again = (simulate(3, regions=3, events=300, liar="words") for _ in range(2))
     assert first == again
     assert first.liar
-    assert " --liar" in first.command
+    assert " --liar 'words'" in first.command

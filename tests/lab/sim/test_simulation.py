@@ -13,8 +13,8 @@ import pytest
 
 from diloco_node.core.merge import stripes
 from diloco_node.errors import ConfigError
-from diloco_node.lab.sim.simulation import COMMITS_MIN, FAULTS_MIN, HOSTS, format_report, simulate
-from tests.kit.planted import CORE_FAULTS, EFFECT_FAULTS
+from diloco_node.lab.sim.simulation import COMMITS_MIN, FAULTS_MIN, HOSTS, LIARS_DRAWN, format_report, simulate
+from tests.kit.planted import CHEAT_FAULTS, CORE_FAULTS, EFFECT_FAULTS
 
 CLEAN_SEEDS = range(16)
 """In every run of the tests; a seed draws its schedule, so all of them are there."""
@@ -30,13 +30,16 @@ MANY_DAEMON_SEEDS = [range(first, first + 4) for first in range(4, 12, 4)]
 GRAY_COMMITS_MIN = 3
 """Bulk is broken all the time there: of 24 seeds two made 3 and 4 commits, and the others 7 to 37."""
 
-SEEDS_MAX = 24
-"""A planted fault must be found within so many seeds."""
+SEEDS_MAX = 100
+"""A planted fault must be found within so many seeds; most are by the first three."""
 
 DAEMON_SEEDS_MAX = 16
 """These runs take twice as long."""
 
-ALWAYS = ("no-fsync", "no-payload", "apply-before-commit", "forgotten-vote", "arrival-order", "refused-write")
+ALWAYS = (
+    *("no-fsync", "no-payload", "apply-before-commit", "forgotten-vote", "arrival-order", "refused-write"),
+    *("base-first", "any-answer", "sum biased", "factors"),
+)
 """Planted faults of the fast tier, one or two of each kind: each is found by the first seed, in half a second."""
 
 
@@ -70,7 +73,33 @@ SIGNS = {
     "wrong-weights": "weights: ",
     "wrong-share": "share: ",
     "step-less": "work: ",
+    "half-snapshot": "snapshot: ",
+    "base-first": "can't produce",
+    "any-answer": "its disk does not have it",
+    "closed-steps": "account: ",
+    "forgotten-payload": "which its own disk has",
+    "asked-once": "progress: ",
+    "half-blames": "blame: ",
 }
+
+CHEAT_SIGNS = {
+    # what a checker says of a region that nobody excuses
+    "sum x1000": "not the sum of its members",
+    "sum x1.5": "not the sum of its members",
+    "sum flipped": "not the sum of its members",
+    "sum biased": "not the sum of its members",
+    "tokens x2": "work: ",
+    "tokens x8": "work: ",
+    "tokens x64": "work: ",
+    "factors": "factors: ",
+    "share": "share: ",
+    "weights": "part: ",
+    "early end": "nobody asked for the end",
+    "old folder": "age: ",
+}
+
+EXCUSED = {"receipts"}
+"""Honest regions must bear it: it is only words (`half-blames`)."""
 
 
 @pytest.mark.parametrize("seed", CLEAN_SEEDS)
@@ -117,6 +146,30 @@ def test_a_planted_fault_is_found(name: str) -> None:
             assert report.command in format_report(report)
             return
     raise AssertionError(f"{name}: {CORE_FAULTS[name].breaks}; no seed below {SEEDS_MAX} finds that this is broken")
+
+
+@pytest.mark.parametrize("name", cases(CHEAT_FAULTS.keys() - EXCUSED))
+def test_what_one_region_does_wrong_in_right_words_is_found(name: str) -> None:
+    for seed in range(4):
+        report = simulate(seed, fault=CHEAT_FAULTS[name], regions=3, events=1500)
+        if any(CHEAT_SIGNS[name] in violation for violation in report.violations):
+            return
+    raise AssertionError(f"{name}: no seed below 4 finds it")
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("name", LIARS_DRAWN)
+def test_what_seeds_lie_about_is_borne(name: str) -> None:
+    for seed in range(3):
+        report = simulate(seed, liar=name, regions=3 + seed, events=1500)
+        assert report.is_good, format_report(report)
+
+
+def test_a_wrong_sum_of_a_liar_is_counted_and_leaves_the_others_equal() -> None:
+    report = simulate(1, liar="sum x1.5", regions=3, events=1500)
+    assert report.is_good, format_report(report)
+    assert report.wrong_sums > 0
+    assert simulate(1, liar="", regions=3, events=300, commits_min=0, faults_min=0).wrong_sums == 0
 
 
 @pytest.mark.parametrize("name", cases(EFFECT_FAULTS))
