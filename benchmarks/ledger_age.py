@@ -28,6 +28,7 @@ from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_dig
 from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.merge.stripes import block_count
+from diloco_node.core.merge.weights import weight
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Ballot, Contribution, Member, MergeRule, RoundBody, RunSettings, Stripe
 from diloco_node.state_names import LEDGER_NAME
@@ -126,9 +127,12 @@ class Region:
         fragment, version = number % FRAGMENTS, number // FRAGMENTS + 1
         digest = payload_digest([stripe_digest(PAYLOAD)])
         steps = (24 * (version - 1), 24 * version)
-        member = Member(Contribution("eu", 1, fragment, version - 1, version, *steps, 24 * 4096, (1.0,)), 1.0)
+        member = Member(
+            Contribution("eu", 1, fragment, version - 1, version, *steps, 24 * 4096, (1.0,)), weight(24 * 4096, 24)
+        )
         stripes = (Stripe("eu", 0, block_count(MANIFEST.fragments[fragment])),)
-        body = RoundBody(fragment, version, Ballot(1, number + 1), (member,), 1.0, (1.0,), stripes, digest)
+        ballot = Ballot(1, number + 1)
+        body = RoundBody(fragment, version, ballot, (member,), 1.0, (1.0,), stripes, digest, squared_norms=(1.0,))
         if has_file:
             self.store.store_payload(fragment, version, digest, [PAYLOAD])
         self.give(ev.PayloadStored(fragment, version, digest))

@@ -21,6 +21,7 @@ from diloco_node.core.merge import outliers, schedule, weights
 from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.merge.fragments import Fragment, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, MergeRule, RunSettings
+from diloco_node.daemon.effects.open_stripes import add_trimmed
 from diloco_node.numeric import F32
 
 Attendance = Callable[[int, int], Sequence[int]]
@@ -236,11 +237,16 @@ class Rounds:
         missed = [self._versions_missed(m, one) for m in one.snapshots]
         clips = outliers.clips(one.contributions, self.fragments[one.fragment].piece_sizes, state.recent)
         weighed = weights.weights(one.contributions, missed, clips, settings)
-        state.recent.observe(one.contributions)
+        state.recent = state.recent.after(one.contributions)
         total = np.zeros(up.values, np.float32)
         rows = weights.coefficients(one.contributions, weighed, rules, clips)
-        for row, encoded in zip(rows, one.encoded, strict=True):
-            kernels.accumulate(up, encoded, 0, up.block_count, np.array(row, np.float32), total)
+        is_trimmed = settings.merge is MergeRule.TRIMMED
+        values = np.zeros((len(rows), up.values) if is_trimmed else (1, 0), np.float32)
+        for place, (row, encoded) in enumerate(zip(rows, one.encoded, strict=True)):
+            target = values[place] if is_trimmed else total
+            kernels.accumulate(up, encoded, 0, up.block_count, np.array(row, np.float32), target)
+        if is_trimmed:
+            add_trimmed([line for line, row in zip(values, rows, strict=True) if any(row)], total)
         merged = np.empty(down.encoded_bytes, np.uint8)
         norms = kernels.encode(down, total, merged)
         share = weights.share(weighed, missed) if self.share and not one.is_last else 1.0

@@ -204,8 +204,9 @@ class RoundsSection(Section):
     )
     merge: MergeRule = setting(
         _RUN.merge,
-        "`rda`: direction and length averaged apart; `avg`: weighted mean. Embeddings and head are always averaged",
-        "you compare with plain DiLoCo",
+        "`rda`: direction and length averaged apart; `avg`: weighted mean, as always for embeddings and head; "
+        "`trimmed`: `rda` without the extremes of each value",
+        "you compare with plain DiLoCo (`avg`), or do not trust each region (`trimmed`)",
         changes="fixed",
     )
     codec_up: Codec = setting(

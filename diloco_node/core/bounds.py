@@ -162,6 +162,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "RunSummary.given_up": Items(REGIONS * FRAGMENTS),
     "RunSummary.last_rounds": Items(FRAGMENTS, REACHED),
     "RunSummary.rounds_committed": INDEX,
+    "RunSummary.recent": Items(FRAGMENTS, Octets((), most=SUMMARY_BYTES_MAX)),
     "RunSummary.joined": Items(REGIONS),
     "RunSummary.disks": Items(REGIONS, Octets((0, DISK_BYTES))),
     "RunSummary.replaced": Items(REGIONS, INDEX),

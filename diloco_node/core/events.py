@@ -152,6 +152,7 @@ class MergedStripeArrived:
 
     Attributes:
         cut: who sent it, and its blocks: what the ballot says of the stripe, if it is the right one.
+        squared_norms: per piece, sum of squares of what was decoded here.
     """
 
     ballot: Ballot
@@ -160,15 +161,21 @@ class MergedStripeArrived:
     version: int
     digest: bytes
     cut: Stripe
+    squared_norms: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadStored:
-    """A payload is on this region's disk, fsynced: the answer to StorePayload, or a fetch succeeded."""
+    """A payload is on this region's disk, fsynced: the answer to StorePayload, or a fetch succeeded.
+
+    Attributes:
+        squared_norms: of a fetched one, per piece; empty: its merged stripes came here, and said theirs.
+    """
 
     fragment: int
     version: int
     digest: bytes
+    squared_norms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

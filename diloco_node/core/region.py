@@ -23,6 +23,7 @@ from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.membership.replacement import DiskReplacement, incarnation_min
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
+from diloco_node.core.objections import Objections
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
 from diloco_node.core.recovery.upkeep import Upkeep
@@ -33,6 +34,7 @@ from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader, RoundMessage
 from diloco_node.core.rounds.participant import RoundParticipant
+from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.run_end import RunEnd
 from diloco_node.core.succession import Succession
 from diloco_node.core.types import (
@@ -88,6 +90,8 @@ class RegionCore:
         self._settings = settings
         fragments = len(manifest.fragments)
         run = (run_id, settings_digest, manifest.digest, self._regions)
+        # The time of the last event.
+        self._now_ns = now_ns
         # Effects of the event at hand: empty between two calls of `handle`.
         self._effects = EffectBuffer(region)
         # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
@@ -105,24 +109,6 @@ class RegionCore:
             payload_versions=settings.payload_versions,
         )
         self._fetches = Fetches(region=region, regions=self._regions, effects=self._effects)
-        self.ledger = LedgerCore(
-            region=region,
-            voters=self._regions,
-            disk=recovery.disk,
-            heartbeat_ns=settings.heartbeat_ns,
-            election_timeout_ns=settings.election_timeout_ns,
-            term=recovery.term,
-            voted_for=recovery.voted_for,
-            entries=recovery.entries,
-            seed=seed,
-            now_ns=now_ns,
-            has_payload=self._has_payload,
-            meaning=EntryCheck(run, manifest, summary_entries=settings.summary_entries),
-            base=base,
-            has_base=self.versions.has_base,
-            base_fault=lambda base: self._upkeep.base_fault(base),  # noqa: PLW0108 - made below
-            named_by=lambda base: named_disks(decode_summary(base.summary, fragments=fragments)),
-        )
         self.liveness = Liveness(
             region=region,
             regions=self._regions,
@@ -139,8 +125,29 @@ class RegionCore:
             liveness=self.liveness,
             effects=self._effects,
         )
-        self.leader = RoundLeader(context)
+        progress = RunProgress(context)
+        self._end = RunEnd(context, self.versions, progress, (entry.body for entry in recovery.entries))
         self.participant = RoundParticipant(context, self.versions)
+        check = EntryCheck(run, manifest, settings, witness=self.participant.contribution_fault)
+        self.ledger = LedgerCore(
+            region=region,
+            voters=self._regions,
+            disk=recovery.disk,
+            heartbeat_ns=settings.heartbeat_ns,
+            election_timeout_ns=settings.election_timeout_ns,
+            term=recovery.term,
+            voted_for=recovery.voted_for,
+            entries=recovery.entries,
+            seed=seed,
+            now_ns=now_ns,
+            has_payload=self._has_payload,
+            meaning=check,
+            base=base,
+            has_base=self.versions.has_base,
+            base_fault=lambda base: check.base_fault(base) or self._upkeep.base_fault(base),
+            named_by=lambda base: named_disks(decode_summary(base.summary, fragments=fragments)),
+        )
+        self.leader = RoundLeader(context, progress, self.participant.merged_stripes)
         self._genesis = Genesis(
             run,
             ledger=self.ledger,
@@ -161,16 +168,14 @@ class RegionCore:
             effects=self._effects,
             genesis_fault=self._genesis.fault,
         )
+        self._objections = Objections(self.ledger, self.versions, self._end, self._effects)
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
-        # When the next heartbeat goes out, and the time of the last event.
         self._next_beat_ns = now_ns
-        self._now_ns = now_ns
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
         self._participation = Participation(self._regions, self.liveness)
         self._participation.restore(self.history.rounds_included)
         self._patience = PayloadPatience(self.participant, settings)
-        self._end = RunEnd(context, self.versions)
         # (term, leader) of the last note about it.
         self._reported_leader = (0, "")
         # One call for each type of event: an event that is missing here is a KeyError, and a bug.
@@ -287,15 +292,14 @@ class RegionCore:
             raise AssertionError(f"one event caused more than {TURNS_MAX} turns")
         self._upkeep.learn()
         self._upkeep.compare()
-        base = self._upkeep.next_base()
-        if base is not None:
+        if (base := self._upkeep.next_base()) is not None:
             self._emit(self.ledger.compact(base))
             self._upkeep.on_compaction()
+        self._emit(self._objections.raise_against(self.ledger.missing_payloads(), now_ns=now_ns))
         lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
-            alive = self.liveness.alive(now_ns=now_ns)
-            self._fetches.pump(leader=self.ledger.leader, alive=alive, now_ns=now_ns)
+            self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.alive(now_ns=now_ns), now_ns=now_ns)
         self._end.pump()
 
     def _take_entry(self, entry: Entry, now_ns: int) -> None:
@@ -339,7 +343,7 @@ class RegionCore:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
         if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
             return False
-        return self.versions.has_payload(body)
+        return self.versions.has_payload(body) and not self._end.doubt(body, now_ns=self._now_ns)
 
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
@@ -348,8 +352,7 @@ class RegionCore:
             self._beat(now_ns)
             self.leader.tick()
             self._emit(self._replacement.propose(self._effects, now_ns=now_ns))
-            reason = self._succession.reason(now_ns=now_ns)
-            if reason:
+            if reason := self._succession.reason(now_ns=now_ns):
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
             if self.leader.is_acting:
                 self.leader.proposals += self._upkeep.proposals()
@@ -367,10 +370,9 @@ class RegionCore:
         leader = self.ledger.leader
         if not leader or self.history.genesis is None or self.is_replaying:
             return
-        bodies = self._discards.bodies()
-        if bodies:
+        if bodies := self._discards.bodies():
             self._effects.send(leader, msg.DiscardReported(bodies))
-        self._end.ask(leader)
+        self._end.ask()
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
@@ -387,6 +389,7 @@ class RegionCore:
         if isinstance(message, RoundMessage):
             self.leader.on_answer(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):
+            self._end.order(peer, message.reason)
             self.leader.request_finish(message.reason)
         elif isinstance(message, msg.BallotOpened):
             if self._is_of_leader(peer, message.ballot.term):
@@ -449,7 +452,8 @@ class RegionCore:
             self._beat(now_ns, only_to=self.ledger.leader)
 
     def _payload_stored(self, event: ev.PayloadStored, _: int) -> None:
-        self.versions.payload_stored(event.fragment, event.version, event.digest)
+        norms = event.squared_norms or self.participant.payload_norms(event.fragment, event.digest)
+        self.versions.payload_stored(event.fragment, event.version, event.digest, norms)
         self._fetches.on_end(event.fragment, version=event.version, is_state=False)
         self.participant.payload_stored(event.fragment, event.version, event.digest)
 
@@ -462,7 +466,7 @@ class RegionCore:
         self.participant.on_apply(event.fragment, event.version)
 
     def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
-        self._end.order(event.reason)
+        self._end.order(self._region, event.reason)
         self._repeat_requests()
 
     def view(self) -> RegionView:

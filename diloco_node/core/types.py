@@ -30,10 +30,14 @@ class Codec(StrEnum):
 
 
 class MergeRule(StrEnum):
-    """How one tensor's outer gradients become one: radial-directional averaging, or the weighted mean."""
+    """How one tensor's outer gradients become one: radial-directional averaging, or the weighted mean.
+
+    A run with `TRIMMED` averages directions as with `RDA`, and leaves out each value's extremes, whatever the tensor.
+    """
 
     RDA = "rda"
     AVG = "avg"
+    TRIMMED = "trimmed"
 
 
 class CarryMode(StrEnum):
@@ -196,6 +200,7 @@ class RoundBody:
         stripes: how the payload was cut; stripe by stripe, in block order, it is the payload.
         share: part of a full outer step; below 1 if members bring work of versions without them (`core.merge.weights`).
         is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.merge.outer`).
+        squared_norms: per piece, sum of squares of the decoded payload: the factors follow from it.
     """
 
     fragment: int
@@ -207,6 +212,7 @@ class RoundBody:
     stripes: tuple[Stripe, ...]
     payload_digest: bytes
     is_last: bool = False
+    squared_norms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ _SETTINGS: Final = re.compile(
 WEIGHT_RATIO_MAX: Final = 2.0
 """Times the share of weight that the steps alone would give; half of `tokens_ratio_max`, if that is more."""
 
-LENGTH_RATIO_MAX: Final = 2.5
+LENGTH_RATIO_MAX: Final = 2.0
 """As `core.merge.outliers.RATIO_MAX`."""
 
 STANDING_ROUNDS: Final = 8

@@ -13,7 +13,7 @@ from diloco_node.wire import link_messages, measure_messages
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
 
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 
 ControlMessage = messages.Message | link_messages.LinkMessage | measure_messages.MeasureMessage
 """The messages of the control lane."""

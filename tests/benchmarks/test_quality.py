@@ -348,3 +348,43 @@ def test_a_storm_takes_regions_and_learners_now_and_then():
     assert (idle & ~away).any()
     np.testing.assert_array_equal(storm(1, 3000, kill_every=11.0)[0], away)
     assert storm(1, 3000, kill_every=55.0)[0].mean() < 0.5 * away.mean()
+
+
+@pytest.fixture(scope="module")
+def corpus() -> quality.Corpus:
+    return quality.load_corpus()
+
+
+def trained(corpus: quality.Corpus, learners: int, *, merge: MergeRule = MergeRule.RDA, **mistake: float) -> np.ndarray:
+    """Return the demo's model after four cycles in the first of four regions; the last one makes the mistake."""
+    steps = 4 * quality.SYNC_EVERY
+    settings = RunSettings(fragments=4, sync_every=quality.SYNC_EVERY, outer_lr=1.0, outer_momentum=0.0, merge=merge)
+    stack = Stack(ModelSettings(context=16), Inner(lr=4e-3, steps=steps, warmup=8), replicas=learners, seed=1)
+    data = quality.Batches(corpus, learners=4, batch=4, context=16, seed=1)
+    tokens = [64] * (learners - 1) + [int(64 * mistake.get("tokens", 1.0))]
+    rounds = Rounds(settings, stack.shapes, stack.theta, tokens_per_step=tokens, outlier=mistake.get("outlier", 0.0))
+    for step in range(1, steps):
+        stack.step(data.separate(step - 1)[:learners])
+        rounds.after_step(step)
+    stack.step(data.separate(steps - 1)[:learners])
+    rounds.finish(steps)
+    return rounds.global_parameters()
+
+
+def held_out(corpus: quality.Corpus, parameters: np.ndarray) -> float:
+    stack = Stack(ModelSettings(context=16), Inner(lr=4e-3, steps=1), replicas=1, seed=1)
+    return float(stack.loss(parameters, corpus.held_out_windows(256, 16)))
+
+
+def test_the_mistakes_of_one_region_do_not_move_the_model(corpus: quality.Corpus) -> None:
+    """Tokens 8 and 64 times too high change no bit; who loaded other weights is not there, to the bit."""
+    right, without = trained(corpus, 4), trained(corpus, 3)
+    for tokens in (8.0, 64.0):
+        assert np.array_equal(trained(corpus, 4, tokens=tokens), right)
+    assert np.array_equal(trained(corpus, 4, outlier=1000.0), without)
+    loss = held_out(corpus, without)
+    assert loss < 0.8 * math.log(256)
+    assert held_out(corpus, right) < 1.02 * loss
+    assert held_out(corpus, trained(corpus, 4, tokens=2.0)) < 1.02 * loss
+    assert held_out(corpus, trained(corpus, 4, outlier=-5.0, merge=MergeRule.TRIMMED)) < 1.02 * loss
+    assert held_out(corpus, trained(corpus, 4, outlier=-1.0, tokens=64.0, merge=MergeRule.TRIMMED)) < 1.02 * loss

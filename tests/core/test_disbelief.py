@@ -57,6 +57,8 @@ BAD: list[tuple[EntryBody, str]] = [
     (GENESIS, "a second genesis"),
     (a_round(version=7), "version 7 of fragment 0, the next is 1"),
     (LeaderBody("mallory"), "mallory is no region"),
+    (a_round(factors=(2.0,)), "its factor 0 is 2, 1 follows from its members"),
+    (a_round(squared_norms=(4.6,)), "the squared norm 4.6, its members can't exceed 4.5"),
 ]
 
 

@@ -272,7 +272,7 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         (changed(standings=standings(ap={"tokens_per_step": 8192.0}), tokens_ratio_max=8.0), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"weight_share": 0.6, "steps_share": 0.31})), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"cosine": -0.01, "cosines_negative": 40})), kinds.AGAINST),
-        (changed(standings=standings(ap={"length": 5.0, "usual_length": 2.0})), kinds.TOO_LONG),
+        (changed(standings=standings(ap={"length": 4.0, "usual_length": 2.0})), kinds.TOO_LONG),
     ],
     ids=[
         "too soon",

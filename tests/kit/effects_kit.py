@@ -176,6 +176,7 @@ class Bench:
         self.stripe_effects = StripeEffects(
             region=region,
             keeps_residual=SETTINGS.error_feedback,
+            is_trimmed=False,
             parameters=parameters,
             learner=learner,
             table=self.table,

@@ -8,6 +8,7 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.merge.weights import weight
 from diloco_node.core.messages import Heartbeat
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility
@@ -82,9 +83,10 @@ def committed_round(
     """A round as the ledger has it."""
     number = ballot or Ballot(1, version)
     digest = digest or bytes([100 + version]) * 32
-    member_entries = tuple(Member(member, 1.0) for member in members)
+    member_entries = tuple(Member(member, weight(member.tokens, member.steps)) for member in members)
+    ones = (1.0,) * pieces(fragment)
     return RoundBody(
-        fragment, version, number, member_entries, 1.0, (1.0,) * pieces(fragment), (Stripe("a", 0, 5),), digest
+        fragment, version, number, member_entries, 1.0, ones, (Stripe("a", 0, 5),), digest, squared_norms=ones
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
-from diloco_node.core.ledger.summary import Closed, Covered, Included, RunSummary
+from diloco_node.core.ledger.summary import Closed, Covered, GivenUp, Included, RunSummary
 from diloco_node.core.types import Contribution, DiscardedBody, Entry, RoundBody
 
 INCARNATIONS_KEPT: Final = 8
@@ -61,6 +61,10 @@ class Account:
         # (learner, incarnation) -> how far it got in any fragment. Closed incarnations are not in it.
         self._furthest: dict[tuple[str, int], int] = {}
         self._closed: dict[str, Closed] = {}
+        # fragment -> its version, as far as rounds say it.
+        self._versions: dict[int, int] = {}
+        # (learner, fragment) -> (incarnation, step, version) of the last steps that were given up there.
+        self._given_up: dict[tuple[str, int], tuple[int, int, int]] = {}
         # Per entry that is not settled: calls that restore what it changed, in the order of the changes.
         self._undo: deque[list[Callable[[], None]]] = deque()
 
@@ -78,7 +82,10 @@ class Account:
         if isinstance(body, DiscardedBody):
             self._cover(body)
             self._set(self._discarded, body.fragment, self._discarded.get(body.fragment, 0) + body.tokens)
+            mark = (body.incarnation, body.step_to, self._versions.get(body.fragment, 0))
+            self._set(self._given_up, (body.learner, body.fragment), mark)
         elif isinstance(body, RoundBody):
+            self._set(self._versions, body.fragment, body.version)
             for member in body.members:
                 self._include(member.contribution, body.version)
 
@@ -116,6 +123,21 @@ class Account:
     def last_inclusion(self, learner: str, fragment: int) -> LastInclusion | None:
         """The newest inclusion of this learner in a round of this fragment; None if there was none."""
         return self._inclusions.get((learner, fragment))
+
+    def carried_since(self, contribution: Contribution) -> int | None:
+        """Return the version since which a contribution's steps were carried on; None: its incarnation began with them.
+
+        It is the last one that includes the learner, or the one for which it gave its steps up, as booked.
+        """
+        last = self._inclusions.get((contribution.learner, contribution.fragment))
+        if last is not None and (last.incarnation, last.step_to) == (contribution.incarnation, contribution.step_from):
+            return last.version
+        *given_up, version = self._given_up.get((contribution.learner, contribution.fragment), (-1, -1, -1))
+        return version if given_up == [contribution.incarnation, contribution.step_from] else None
+
+    def given_up_lines(self) -> tuple[GivenUp, ...]:
+        """The last steps that were given up, by learner and fragment."""
+        return tuple(GivenUp(*name, *mark) for name, mark in sorted(self._given_up.items()))
 
     def covered(self, learner: str, incarnation: int, fragment: int) -> tuple[int, int]:
         """(steps, tokens) of an incarnation that are merged or discarded in this fragment: where its next begins."""
@@ -205,6 +227,10 @@ class Account:
         self._furthest = {(line.learner, line.incarnation): max(line.steps) for line in summary.covered}
         self._merged, self._discarded = dict(enumerate(summary.merged)), dict(enumerate(summary.discarded))
         self._closed = {line.learner: line for line in summary.closed}
+        self._versions = dict(enumerate(summary.versions))
+        self._given_up = {
+            (line.learner, line.fragment): (line.incarnation, line.step_to, line.version) for line in summary.given_up
+        }
 
     def merged_tokens(self, fragments: int) -> int:
         """Tokens of all inclusions, the mean over the fragments, rounded down."""

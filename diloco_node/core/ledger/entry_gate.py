@@ -28,6 +28,10 @@ class Meaning(Protocol):
         """Return why the entry can't be the next one; empty if it can."""
         ...
 
+    def doubt(self, entry: Entry) -> str:
+        """Return why the leader of the entry's term made it wrongly; empty if it did not. Asked after `fault`."""
+        ...
+
     def take(self, entry: Entry) -> None:
         """Take the entry as the next one."""
         ...
@@ -45,10 +49,15 @@ class Meaning(Protocol):
         ...
 
 
-def _first_fault(meaning: Meaning, entries: Sequence[Entry]) -> str:
+def _first_fault(meaning: Meaning, entries: Sequence[Entry], *, term: int = 0) -> str:
+    """Return the first fault of the entries, and take those before.
+
+    Args:
+        term: entries of this one are by who sends them, and are doubted, too.
+    """
     before = meaning.index
     for entry in entries:
-        fault = meaning.fault(entry)
+        fault = meaning.fault(entry) or (meaning.doubt(entry) if entry.term == term else "")
         if fault:
             # The log keeps what it has: the next question begins there again.
             meaning.back_to(before)
@@ -110,7 +119,7 @@ class EntryGate:
         if self._meaning is None or not self._log.has(request.previous_index, request.previous_hash):
             return ""
         new = [entry for entry in request.entries if not self._log.has(entry.index, entry.hash)]
-        return self._fault_after(new, committed_index) if new else ""
+        return self._fault_after(new, committed_index, request.term) if new else ""
 
     def sealed(self, body: EntryBody, *, term: int, committed_index: int) -> Entry | str:
         """The next entry of a leader's log; or why it can't be one."""
@@ -119,7 +128,7 @@ class EntryGate:
             entry = seal(index, term, self._log.hash_at(index - 1), body)
         except ValueError as error:
             return str(error)
-        return self._fault_after([entry], committed_index) or entry
+        return self._fault_after([entry], committed_index, term) or entry
 
     def begin(self, base: LedgerBase) -> None:
         """Begin with a base, as the log does."""
@@ -139,7 +148,7 @@ class EntryGate:
         """Trust a peer again: another process may run there now."""
         self._distrusted.discard(peer)
 
-    def _fault_after(self, entries: Sequence[Entry], committed_index: int) -> str:
+    def _fault_after(self, entries: Sequence[Entry], committed_index: int, term: int) -> str:
         """Bring the check to where the log is before these entries, and ask."""
         meaning, index = self._meaning, entries[0].index - 1
         if meaning is None:
@@ -149,4 +158,4 @@ class EntryGate:
         while meaning.index < index:
             meaning.take(self._log.entry(meaning.index + 1))
         meaning.settle(min(committed_index, index))
-        return _first_fault(meaning, entries)
+        return _first_fault(meaning, entries, term=term)

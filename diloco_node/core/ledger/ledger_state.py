@@ -244,6 +244,10 @@ class LedgerState:
         waiting = self._log.waiting
         return tuple(entry.body for entry in waiting if not self._has_payload(entry.body)) if waiting else ()
 
+    def is_staged(self, body: EntryBody) -> bool:
+        """Whether an entry waits that is not known to be committed."""
+        return any(entry.body == body for entry in self._log.staged)
+
     @property
     def has_committed(self) -> bool:
         """Whether `take_committed` has more to give."""

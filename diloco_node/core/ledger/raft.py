@@ -94,6 +94,15 @@ class LedgerCore(LedgerState):
         self._append(body, now_ns)
         return self._flush()
 
+    def refuse(self, body: EntryBody, fault: str, *, now_ns: int) -> list[Effect]:
+        """Drop an entry that waits, and follow its leader no more: it is not what it says."""
+        entry = next((entry for entry in self._log.staged if entry.body == body), None)
+        if entry is not None and self.leader:
+            self._log.truncate(entry.index)
+            self.disks.on_truncation(entry.index)
+            self._distrust(self.leader, f"entry {entry.index}: {fault}", now_ns)
+        return self._flush()
+
     def hand_over(self, *, now_ns: int) -> list[Effect]:
         """This region is about to stop: never stand for election again, and if it leads, offer that to a follower."""
         self._is_draining = True
@@ -334,9 +343,7 @@ class LedgerCore(LedgerState):
         committed_index = self._cluster_commit_index
         fault = fault_in(request, self._log, committed_index=committed_index)
         if fault or (fault := self._entry_gate.fault(request, committed_index=committed_index)):
-            self._note(f"ignored entries from {peer}, and follows it no more: {fault}", is_alarm=True)
-            self._entry_gate.distrust(peer)  # without contact to a leader it asks for votes, and grants pre-votes
-            self._become_follower("", now_ns)
+            self._distrust(peer, fault, now_ns)
             return
         if self.leader != peer:
             self._become_follower(peer, now_ns)
@@ -358,6 +365,11 @@ class LedgerCore(LedgerState):
             self._refuse(
                 peer, request.sequence, hint=max(self._log.search_hint(request.previous_index), self.commit_index)
             )
+
+    def _distrust(self, peer: str, fault: str, now_ns: int) -> None:
+        self._note(f"ignored entries from {peer}, and follows it no more: {fault}", is_alarm=True)
+        self._entry_gate.distrust(peer)  # without contact to a leader it asks for votes, and grants pre-votes
+        self._become_follower("", now_ns)
 
     def _refuse(self, peer: str, sequence: int, *, hint: int) -> None:
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, hint, ZERO_HASH, self._disk))

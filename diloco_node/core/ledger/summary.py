@@ -10,7 +10,6 @@ Forgotten facts, and why nobody misses them:
 - Intervals of the token account. They were contiguous when they were booked, so (steps, tokens) up to where says the
   same. An incarnation with `INCARNATIONS_KEPT` later ones in the ledger is closed: only its sums are left, and
   nothing of it is booked any more. A region books losses by incarnation, so an older one is complete by then.
-- How long recent outer gradients were: the entries behind the base say it again.
 - Older inclusions of a learner than its last one in a fragment: its base is at least that version.
 """
 
@@ -102,6 +101,7 @@ class RunSummary:
         snapshots: of each fragment the last two, by fragment and version.
         merged, discarded: tokens per fragment, of all learners.
         last_rounds: per fragment the version of the run's last round; -1: it was not held yet.
+        recent: per fragment how long its last gradients were (`core.merge.outliers.RecentRounds.packed`).
         rounds_committed: over all fragments.
         disks: per region of genesis the disk that the view names; empty: those of genesis.
         replaced: per region of genesis how often another disk was named; empty: never.
@@ -121,6 +121,7 @@ class RunSummary:
     last_rounds: tuple[int, ...]
     rounds_committed: int
     joined: tuple[Joined, ...]
+    recent: tuple[bytes, ...] = ()
     disks: tuple[bytes, ...] = ()
     replaced: tuple[int, ...] = ()
 
@@ -186,6 +187,7 @@ def _shape_fault(summary: RunSummary, fragments: int) -> str:
         summary.merged,
         summary.discarded,
         summary.last_rounds,
+        summary.recent,
         *(line.tokens for line in summary.closed),
     )
     if any(len(values) != fragments for values in per_fragment):

@@ -17,23 +17,25 @@ fast as the others 5.0, of a piece 6.0.
 
 from __future__ import annotations
 
-from collections import deque
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import fsum, sqrt
 from typing import Final
 
+from diloco_node.core.bounds import FLOAT32_MAX
 from diloco_node.core.types import Contribution
+from diloco_node.errors import ProtocolViolation
 
 MEMBERS_MIN: Final = 3
 
 ROUNDS_KEPT: Final = 8
 """Rounds of a fragment that say what is usual."""
 
-RATIO_MAX: Final = 2.5
+RATIO_MAX: Final = 2.0
 """A contribution is at most this many times as long as usual."""
 
-PIECE_RATIO_MAX: Final = 4.0
+PIECE_RATIO_MAX: Final = 3.0
 """So for one piece: learners with other data may learn mostly in other places."""
 
 WILD_RATIO: Final = 20.0
@@ -54,23 +56,61 @@ class Norms:
     pieces: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
 class RecentRounds:
     """The last rounds of one fragment, whoever was in them: where each has one or two members, the last one has all.
 
-    Costs nothing until it is asked.
+    All regions must get the same, whether they took every entry or began with a summary: so norms are rounded to
+    float32, in which the summary has them.
+
+    Attributes:
+        rounds: norms of the median member, oldest round first. sums: norm of each piece of the last merged payload.
     """
 
-    def __init__(self) -> None:
-        self._rounds: deque[tuple[Contribution, ...] | Norms] = deque(maxlen=ROUNDS_KEPT)
+    rounds: tuple[Norms, ...] = ()
+    sums: tuple[float, ...] = ()
 
-    def observe(self, contributions: Sequence[Contribution]) -> None:
-        """A round was committed."""
-        if contributions:
-            self._rounds.append(tuple(contributions))
+    def after(self, contributions: Sequence[Contribution], squared_norms: Sequence[float] = ()) -> RecentRounds:
+        """Return the rounds after one more.
+
+        Args:
+            squared_norms: of the pieces of its decoded payload.
+        """
+        if not contributions:
+            return self
+        now = _median_norms(contributions)
+        row = Norms(*_floats32(now.total), _floats32(*now.pieces))
+        return RecentRounds((*self.rounds, row)[-ROUNDS_KEPT:], _floats32(*map(sqrt, squared_norms)))
+
+    def packed(self) -> bytes:
+        """As bytes: the numbers of rounds and pieces, then float32 of each round and of the sums."""
+        values = [value for norms in self.rounds for value in (norms.total, *norms.pieces)]
+        head = struct.pack("<II", len(self.rounds), len(self.sums))
+        return head + struct.pack(f"<{len(values) + len(self.sums)}f", *values, *self.sums)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> RecentRounds:
+        """Read what `packed` wrote.
+
+        Raises:
+            ProtocolViolation: it is not that.
+        """
+        try:
+            count, pieces = struct.unpack_from("<II", data)
+            values = struct.unpack(f"<{(len(data) - 8) // 4}f", data[8:])
+        except struct.error as error:
+            raise ProtocolViolation(f"not the norms of recent rounds: {error}") from error
+        width = 1 + pieces
+        is_whole = count <= ROUNDS_KEPT and len(values) == count * width + pieces
+        if not is_whole or not all(0.0 <= value <= FLOAT32_MAX for value in values):
+            raise ProtocolViolation(f"not the norms of recent rounds: {count} of {pieces} pieces in {len(data)} bytes")
+        starts = range(0, count * width, width)
+        rounds = tuple(Norms(values[start], values[start + 1 : start + width]) for start in starts)
+        return cls(rounds, values[count * width :])
 
     def usual(self, contributions: Sequence[Contribution]) -> Norms:
         """Return the usual norms for a round with these contributions, at least one."""
-        now, before = _median_norms(contributions), self._norms()
+        now, before = _median_norms(contributions), self.rounds
         if not before:
             return now
         usual = Norms(
@@ -85,14 +125,7 @@ class RecentRounds:
     @property
     def is_full(self) -> bool:
         """Whether there were as many rounds as are kept; the first ones of a run are shorter than later ones."""
-        return len(self._rounds) == ROUNDS_KEPT
-
-    def _norms(self) -> list[Norms]:
-        """Return the norms of each round; worked out once."""
-        for index, norms in enumerate(self._rounds):
-            if not isinstance(norms, Norms):
-                self._rounds[index] = _median_norms(norms)
-        return [norms for norms in self._rounds if isinstance(norms, Norms)]
+        return len(self.rounds) == ROUNDS_KEPT
 
 
 def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: RecentRounds) -> Clips:
@@ -152,6 +185,10 @@ def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRo
     return reasons
 
 
+def _floats32(*values: float) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(values)}f", struct.pack(f"<{len(values)}f", *values))
+
+
 def _whole(contributions: Sequence[Contribution]) -> Clips:
     return tuple((1.0,) * len(contribution.squared_norms) for contribution in contributions)
 
@@ -159,7 +196,7 @@ def _whole(contributions: Sequence[Contribution]) -> Clips:
 def _median_norms(contributions: Sequence[Contribution]) -> Norms:
     columns = zip(*(contribution.squared_norms for contribution in contributions), strict=True)
     return Norms(
-        sqrt(_median([sum(contribution.squared_norms) for contribution in contributions])),
+        sqrt(_median([fsum(contribution.squared_norms) for contribution in contributions])),
         tuple(sqrt(_median(column)) for column in columns),
     )
 

@@ -145,12 +145,11 @@ def _share_limit(values: Sequence[float], share_max: float) -> float:
     With n members the part is at least 1/n: less would leave none.
     """
     falling = sorted((value for value in values if value > 0.0), reverse=True)
-    part, remainder = max(share_max, 1.0 / len(falling)), sum(falling)
+    part = max(share_max, 1.0 / len(falling))
     for place, value in enumerate(falling[:-1]):
-        limit = part * remainder / (1.0 - part * place)
+        limit = part * sum(falling[place:]) / (1.0 - part * place)
         if value <= limit:
             return limit
-        remainder -= value
     return falling[-1]
 
 
@@ -205,12 +204,12 @@ def coefficients(
     Raises:
         PayloadCorrupt: a contribution's numbers can't be used (`refusal`).
     """
-    radii = _radii(contributions, weights, rules, clips)
+    lengths = radii(contributions, weights, rules, clips)
     total = sum(weights)
     rows = []
     for contribution, weight_, ratios in zip(contributions, weights, clips, strict=True):
         row = []
-        for rule, radius, square, ratio in zip(rules, radii, contribution.squared_norms, ratios, strict=True):
+        for rule, radius, square, ratio in zip(rules, lengths, contribution.squared_norms, ratios, strict=True):
             norm = _norm(square)
             if rule is MergeRule.AVG:
                 row.append(to_float32(weight_ / total * ratio))
@@ -244,9 +243,9 @@ def factors(
     """
     if len(merged_squared_norms) != len(rules) or not all(isfinite(n) and n >= 0.0 for n in merged_squared_norms):
         raise PayloadCorrupt(f"squared norms of the merged payload are unusable: {tuple(merged_squared_norms)[:8]}")
-    radii = _radii(contributions, weights, rules, clips)
+    lengths = radii(contributions, weights, rules, clips)
     result = []
-    for piece, (rule, radius) in enumerate(zip(rules, radii, strict=True)):
+    for piece, (rule, radius) in enumerate(zip(rules, lengths, strict=True)):
         if rule is MergeRule.AVG:
             result.append(to_float32(share))
         elif radius == 0.0:
@@ -258,10 +257,10 @@ def factors(
     return tuple(result)
 
 
-def _radii(
+def radii(
     contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule], clips: Clips
 ) -> tuple[float, ...]:
-    """Weighted mean norm per piece, as far as it counts."""
+    """Return the weighted mean norm per piece, as far as it counts. Raises and takes the same as `coefficients`."""
     for contribution in contributions:
         reason = refusal(contribution, len(rules))
         if reason:

@@ -17,6 +17,7 @@ from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import AdoptState, ApplyVersion, OfferVersion, PruneFiles, SetStatesAside
+from diloco_node.core.merge.numbers import is_same_norm
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
 from diloco_node.core.rounds.history import RoundHistory, Snapshots
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, LearnerStatus, Recovered, RoundBody, SnapshotBody
@@ -69,8 +70,9 @@ class Versions:
         self._history = history
         self._effects = effects
         self._payload_versions = payload_versions
-        # (fragment, version, digest) of payloads on disk. Those that no state on disk still needs are dropped.
-        self._payloads = set(recovery.payloads)
+        # (fragment, version, digest) of payloads on disk, with the squared norm of each piece; empty: not known. Those
+        # that no state on disk still needs are dropped.
+        self._payloads: dict[tuple[int, int, bytes], tuple[float, ...]] = dict.fromkeys(recovery.payloads, ())
         # Per fragment the digest of the Theta_0 on disk, whether genesis names it or another.
         self._initial: dict[int, bytes] = {}
         # Snapshots that are known to be committed, before the history takes them if the own disk is behind.
@@ -104,9 +106,28 @@ class Versions:
                 self.states[fragment] = 0
                 self._initial[fragment] = digest
 
-    def payload_stored(self, fragment: int, version: int, digest: bytes) -> None:
-        """A payload is on disk."""
-        self._payloads.add((fragment, version, digest))
+    def payload_stored(self, fragment: int, version: int, digest: bytes, squared_norms: tuple[float, ...] = ()) -> None:
+        """A payload is on disk.
+
+        Args:
+            squared_norms: of each piece, as it was decoded here.
+        """
+        self._payloads.setdefault((fragment, version, digest), squared_norms)
+
+    def payload_fault(self, body: EntryBody) -> str:
+        """Return how an entry's norms differ from those of its payload here; empty if nothing says that they do."""
+        if not isinstance(body, RoundBody):
+            return ""
+        norms = self._payloads.get((body.fragment, body.version, body.payload_digest), ())
+        for piece, (named, decoded) in enumerate(zip(body.squared_norms, norms, strict=False)):
+            if not is_same_norm(named, decoded):
+                return f"piece {piece} of its payload has the squared norm {decoded:.6g}, it says {named:.6g}"
+        return ""
+
+    def believe(self, body: EntryBody) -> None:
+        """Take an entry's word for its norms: a majority did."""
+        if isinstance(body, RoundBody) and (body.fragment, body.version, body.payload_digest) in self._payloads:
+            self._payloads[body.fragment, body.version, body.payload_digest] = ()
 
     def state_stored(self, fragment: int, version: int, digest: bytes) -> None:
         """A fetched state is on disk: what the ledger names."""
@@ -258,7 +279,8 @@ class Versions:
                 return body.version <= healing.reached
             # What is applied was on disk; its payload may be pruned since, behind a checkpoint of this region.
             newest = max(self.states[body.fragment], self.applied[body.fragment])
-            return newest >= body.version or (body.fragment, body.version, body.payload_digest) in self._payloads
+            is_here = (body.fragment, body.version, body.payload_digest) in self._payloads
+            return newest >= body.version or (is_here and not self.payload_fault(body))
         return True
 
     def has_stored(self, fragment: int, version: int, digest: bytes) -> bool:
@@ -366,7 +388,8 @@ class Versions:
         rounds = self._rounds[fragment]
         self._rounds[fragment] = {version: rounds[version] for version in rounds if version > oldest.version}
         keep_from = min(oldest.version, self.applied[fragment])
-        self._payloads = {payload for payload in self._payloads if payload[0] != fragment or payload[1] > keep_from}
+        for payload in [payload for payload in self._payloads if payload[0] == fragment and payload[1] <= keep_from]:
+            del self._payloads[payload]
 
     def _lacks_base(self, fragment: int) -> bool:
         """Whether the disk can't produce the fragment as it was at the ledger's base."""

@@ -8,6 +8,10 @@ not. So a leader that was captured, or is broken, can put nothing into the ledge
 - Discarded steps follow the account, too.
 - After the end there are no more rounds.
 
+The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
+rounds before, and no sum of contributions is longer than they are together. It is asked of entries of the term whose
+leader sends them, for then its settings are those here. What a majority took in an earlier term is not asked again.
+
 The check goes back when entries are truncated. It replays nothing for that: the facts before each entry are remembered
 until the entry is committed, and the account takes back its own changes.
 """
@@ -17,13 +21,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco_node.core.ledger.account import Account
-from diloco_node.core.ledger.summary import decode_summary, named_disks
+from diloco_node.core.ledger.summary import RunSummary, decode_summary, named_disks
 from diloco_node.core.merge.fragments import Fragment, Manifest
+from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
+from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.merge.stripes import block_count, stripes_fault
-from diloco_node.core.merge.weights import refusal, to_float32
+from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.types import (
     Contribution,
@@ -36,9 +42,13 @@ from diloco_node.core.types import (
     LeaderBody,
     LedgerBase,
     RoundBody,
+    RunSettings,
     SnapshotBody,
     SummaryBody,
 )
+from diloco_node.errors import ProtocolViolation
+
+T = TypeVar("T")
 
 Run = tuple[str, str, str, tuple[str, ...]]
 """run_id, settings_digest, manifest_digest and regions, sorted."""
@@ -65,6 +75,7 @@ class _Facts:
     Attributes:
         versions: per fragment the last one; empty before genesis.
         snapshots: per fragment the version of the newest snapshot, 0 if there is none.
+        recent: per fragment how long the gradients of its last rounds were.
         disks: per region the id of its folder, empty for none.
         summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
         is_finished: the run's end is in the log.
@@ -72,6 +83,7 @@ class _Facts:
 
     versions: tuple[int, ...] = ()
     snapshots: tuple[int, ...] = ()
+    recent: tuple[RecentRounds, ...] = ()
     disks: Mapping[str, bytes] = field(default_factory=dict)
     summary: int = 0
     is_finished: bool = False
@@ -80,11 +92,17 @@ class _Facts:
         """Return the facts after one more entry."""
         if isinstance(body, GenesisBody):
             zeros = (0,) * len(body.fragment_digests)
-            return replace(
-                self, versions=zeros, snapshots=zeros, disks=dict(zip(body.regions, body.disks, strict=True))
-            )
+            disks = dict(zip(body.regions, body.disks, strict=True))
+            recent = (RecentRounds(),) * len(zeros)
+            return replace(self, versions=zeros, snapshots=zeros, recent=recent, disks=disks)
         if isinstance(body, RoundBody):
-            return replace(self, versions=_with(self.versions, body.fragment, body.version))
+            contributions = [member.contribution for member in body.members]
+            recent_rounds = self.recent[body.fragment].after(contributions, body.squared_norms)
+            return replace(
+                self,
+                versions=_with(self.versions, body.fragment, body.version),
+                recent=_with(self.recent, body.fragment, recent_rounds),
+            )
         if isinstance(body, SnapshotBody):
             return replace(self, snapshots=_with(self.snapshots, body.fragment, body.version))
         if isinstance(body, DiskNamedBody):
@@ -94,8 +112,8 @@ class _Facts:
         return replace(self, is_finished=True) if isinstance(body, FinishedBody) else self
 
 
-def _with(versions: tuple[int, ...], fragment: int, version: int) -> tuple[int, ...]:
-    return (*versions[:fragment], version, *versions[fragment + 1 :])
+def _with(values: tuple[T, ...], fragment: int, value: T) -> tuple[T, ...]:
+    return (*values[:fragment], value, *values[fragment + 1 :])
 
 
 class EntryCheck:
@@ -103,12 +121,20 @@ class EntryCheck:
 
     Args:
         run: the facts that all regions must agree on.
-        manifest: of the model. summary_entries: so many lie between two summaries; each closes old incarnations.
+        manifest: of the model. settings: of the run.
+        witness: what this region itself did in a round otherwise than its entry says; empty if nothing.
     """
 
-    def __init__(self, run: Run, manifest: Manifest, *, summary_entries: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        manifest: Manifest,
+        settings: RunSettings,
+        *,
+        witness: Callable[[RoundBody], str] = lambda _: "",
+    ) -> None:
         self._run = run
-        self._summary_entries = summary_entries
+        self._settings, self._witness = settings, witness
         self._regions = frozenset(run[3])
         self._fragments = manifest.fragments
         self._blocks = [block_count(fragment) for fragment in manifest.fragments]
@@ -144,9 +170,23 @@ class EntryCheck:
             snapshots = _with(snapshots, body.fragment, body.version)
         # The base does not say how far the last named summary went, so `summary` begins at 0: an entry after the base
         # may name an older one.
-        self._facts = _Facts(summary.versions, snapshots, named_disks(summary), is_finished=bool(summary.finished))
+        self._facts = _Facts(
+            summary.versions,
+            snapshots,
+            self._recent_rounds(summary),
+            named_disks(summary),
+            is_finished=bool(summary.finished),
+        )
         self._before.clear()
         self._account.restore(summary, base.index)
+
+    def base_fault(self, base: LedgerBase) -> str:
+        """Return why `begin` would refuse a base; empty if it would not."""
+        try:
+            self._recent_rounds(decode_summary(base.summary, fragments=len(self._fragments)))
+        except ProtocolViolation as error:
+            return str(error)
+        return ""
 
     def fault(self, entry: Entry) -> str:
         """Return why the entry can't be the next one; empty if it can."""
@@ -158,10 +198,38 @@ class EntryCheck:
             return f"a {type(body).__name__} before genesis"
         return rule(body, entry)
 
+    def doubt(self, entry: Entry) -> str:
+        """Return how the numbers of an entry differ from those that follow from the ledger; empty if they do not.
+
+        Args:
+            entry: the next one, in which `fault` finds nothing.
+        """
+        body = entry.body
+        if not isinstance(body, RoundBody):
+            return ""
+        contributions = tuple(member.contribution for member in body.members)
+        recent = self._facts.recent[body.fragment]
+        numbers = merge_numbers(
+            self._fragments[body.fragment],
+            self._settings,
+            contributions,
+            carried_since=[self._account.carried_since(contribution) for contribution in contributions],
+            recent=recent,
+            version=body.version,
+            is_last=body.is_last,
+        )
+        limits = length_limits(numbers.radii(), self._settings, recent, stripes=len(body.stripes))
+        for piece, (square, limit) in enumerate(zip(body.squared_norms, limits, strict=True)):
+            if square > limit:
+                return (
+                    f"its sum of piece {piece} has the squared norm {square:.6g}, its members can't exceed {limit:.6g}"
+                )
+        return _difference(body, numbers) or self._witness(body)
+
     def take(self, entry: Entry) -> None:
         """Take the entry as the next one."""
         self._account.take(entry)
-        if entry.index % self._summary_entries == 0:
+        if entry.index % self._settings.summary_entries == 0:
             # Every region sums up after this entry, which closes old incarnations. The same is done here, so that the
             # check answers alike after a whole log and after a base.
             self._account.close_old(len(self._fragments))
@@ -180,6 +248,15 @@ class EntryCheck:
         while len(self._before) > max(0, self.index - index):
             self._before.popleft()
         self._account.settle(index)
+
+    def _recent_rounds(self, summary: RunSummary) -> tuple[RecentRounds, ...]:
+        rounds = tuple(map(RecentRounds.unpacked, summary.recent))
+        for fragment, (recent, layout) in enumerate(zip(rounds, self._fragments, strict=True)):
+            if recent.rounds and len(recent.sums) != len(layout.pieces):
+                raise ProtocolViolation(
+                    f"norms of {len(recent.sums)} pieces of fragment {fragment}, which has {len(layout.pieces)}"
+                )
+        return rounds
 
     def _genesis_fault(self, body: GenesisBody, _: Entry) -> str:
         if self._facts.versions:
@@ -273,10 +350,28 @@ class EntryCheck:
     @staticmethod
     def _numbers_fault(body: RoundBody, fragment: Fragment) -> str:
         weights = [member.weight for member in body.members]
-        if len(body.factors) != len(fragment.pieces):
-            return f"{len(body.factors)} factors for {len(fragment.pieces)} pieces"
+        if not len(body.factors) == len(body.squared_norms) == len(fragment.pieces):
+            counts = f"{len(body.factors)} factors and {len(body.squared_norms)} norms"
+            return f"{counts} for {len(fragment.pieces)} pieces"
+        # Of a merged payload it is a little more than of the contributions, for its values are rounded.
+        if any(square > 4.0 * SQUARED_NORM_MAX for square in body.squared_norms):
+            return f"squared norms of the payload up to {max(body.squared_norms)}"
         if not any(weights) or any(weight < 0.0 for weight in weights) or not 0.0 < body.share <= 1.0:
             return f"weights {weights} with share {body.share}"
         if any(to_float32(number) != number for number in (*weights, *body.factors, body.share)):
             return "a weight, factor or share that is no float32"
         return ""
+
+
+def _difference(body: RoundBody, numbers: MergeNumbers) -> str:
+    """Return the first number of an entry that is not what follows; empty if all are."""
+    rows = (
+        ("weight", [member.weight for member in body.members], numbers.weights),
+        ("share", [body.share], [numbers.share]),
+        ("factor", body.factors, numbers.factors(body.squared_norms)),
+    )
+    for name, named, expected in rows:
+        for place, (number, due) in enumerate(zip(named, expected, strict=True)):
+            if not is_same_number(number, due):
+                return f"its {name} {place} is {number:.9g}, {due:.9g} follows from its members"
+    return ""

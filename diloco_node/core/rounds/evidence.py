@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot, is_same_norm
+from diloco_node.core.merge.numbers import is_same_norm, length_limits, stripe_radii
+from diloco_node.core.merge.outliers import RecentRounds
+from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot
 from diloco_node.core.rounds.suspicion import BallotPart, Blame
+from diloco_node.core.types import RunSettings
 
 Pair = tuple[str, str]
 """(sender, receiver)."""
@@ -162,6 +165,39 @@ def _disputed(round_: OpenRound, reducer: str, observers: int) -> Blame | None:
         return None
     reason = f"it told another digest of its merged stripe than {', '.join(against)} got from it"
     return Blame(reducer, BallotPart.REDUCER, reason, is_proved=True)
+
+
+def blame_sums(
+    round_: OpenRound,
+    merged: Mapping[int, tuple[bytes, tuple[float, ...]]],
+    settings: RunSettings,
+    recent: RecentRounds,
+) -> tuple[Blame, ...]:
+    """Blame reducers whose merged stripe can't be the sum: it is too long, or has other norms than they report.
+
+    Nobody is asked: the bytes are here, with the digest that the reducer told, and every region decodes them alike.
+
+    Args:
+        round_: merged. Each stripe is looked at once.
+        merged: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
+        recent: the rounds of the fragment before.
+    """
+    assert round_.decision is not None
+    blames = {}
+    for index, (digest, norms) in sorted(merged.items()):
+        report, reducer = round_.reports[index], round_.stripes[index].reducer
+        if index in round_.checked or digest != report.digest:
+            continue
+        round_.checked.add(index)
+        radii = stripe_radii(round_.decision.coefficients, report.contribution_norms)
+        limits = length_limits(radii, settings, recent)
+        for piece, (square, named, limit) in enumerate(zip(norms, report.squared_norms, limits, strict=True)):
+            place = f"its merged stripe {digest.hex()[:16]} has the squared norm {square:.6g} in piece {piece}"
+            if not is_same_norm(square, named):
+                blames[reducer] = f"{place}, it reports {named:.6g}"
+            elif square > limit:
+                blames[reducer] = f"{place}, its members can't exceed {limit:.6g}"
+    return tuple(Blame(name, BallotPart.REDUCER, reason, is_proved=True) for name, reason in sorted(blames.items()))
 
 
 def differing_norms(before: QuestionedBallot, round_: OpenRound) -> set[Pair]:

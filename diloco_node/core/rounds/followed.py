@@ -7,6 +7,7 @@ in `EarlyArrivals`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import fsum
 from typing import Final
 
 from diloco_node.core.events import ContributionStripeArrived, MergedStripeArrived, ReductionDone
@@ -37,7 +38,8 @@ class FollowedBallot:
         decision: the contributions to merge, once the leader has decided.
         sum_orders: stripes whose reduction was started, each with the order of its sum (places in the decision).
         reductions: those that are done.
-        merged_digests: of the merged stripes that are here. digest: of the payload, once it is being stored.
+        merged_digests, merged_norms: of the merged stripes that are here. digest: of the payload, once it is being
+            stored.
         is_lost: its merged stripes were dropped before they were written.
     """
 
@@ -49,6 +51,7 @@ class FollowedBallot:
     sum_orders: dict[int, list[int]] = field(default_factory=dict)
     reductions: dict[int, ReductionDone] = field(default_factory=dict)
     merged_digests: dict[int, bytes] = field(default_factory=dict)
+    merged_norms: dict[int, tuple[float, ...]] = field(default_factory=dict)
     digest: bytes = b""
     is_lost: bool = False
 
@@ -74,7 +77,12 @@ class FollowedBallot:
         The sender chose both, and the shell may not have known the ballot's stripes when it took the bytes.
         """
         if 0 <= event.stripe < len(self.announcement.stripes) and self.announcement.stripes[event.stripe] == event.cut:
-            self.merged_digests[event.stripe] = event.digest
+            self.merged_digests[event.stripe], self.merged_norms[event.stripe] = event.digest, event.squared_norms
+
+    def payload_norms(self) -> tuple[float, ...]:
+        """Return the squared norm of each piece of the payload, once all its stripes are here."""
+        rows = (self.merged_norms[index] for index in range(len(self.announcement.stripes)))
+        return tuple(fsum(column) for column in zip(*rows, strict=True))
 
     def report_of(self, reduction: ReductionDone) -> ReductionReported:
         """Build the report of a reduction for the leader, with the norms in its order of the contributions."""
@@ -190,3 +198,24 @@ def _sender_of(event: Arrival) -> str:
 
 def _fragment_of(event: Arrival) -> int:
     return event.fragment if isinstance(event, MergedStripeArrived) else event.contribution.fragment
+
+
+def decision_fault(decision: MergeDecided, announcement: BallotOpened, pieces: int) -> str:
+    """Return why a leader's decision does not fit its ballot; empty if it does. The sum follows the decision
+    blindly."""
+    names = [contribution.learner for contribution in decision.contributions]
+    if decision.version != announcement.version or not names or len(names) != len(set(names)):
+        return f"version {decision.version} of {names}, the ballot is for version {announcement.version}"
+    strange = [
+        contribution
+        for contribution in decision.contributions
+        if contribution.learner not in announcement.members or contribution.fragment != decision.fragment
+    ]
+    if strange:
+        return f"{strange[0].learner}'s contribution to fragment {strange[0].fragment} has no part in it"
+    rows = [len(row) for row in decision.coefficients]
+    return (
+        ""
+        if rows == [pieces] * len(names)
+        else f"coefficients {rows} for {len(names)} contributions of {pieces} pieces"
+    )

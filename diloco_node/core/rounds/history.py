@@ -6,7 +6,7 @@ The leader and every member ask the same questions here before steps are merged,
 from __future__ import annotations
 
 from diloco_node.core.ledger.account import Account
-from diloco_node.core.ledger.summary import GivenUp, Joined, RunSummary, named_disks
+from diloco_node.core.ledger.summary import Joined, RunSummary, named_disks
 from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.types import (
     Contribution,
@@ -79,7 +79,7 @@ class RoundHistory:
     """
 
     def __init__(self, fragments: int) -> None:
-        self.recent = tuple(RecentRounds() for _ in range(fragments))
+        self.recent = [RecentRounds() for _ in range(fragments)]
         self.genesis: GenesisBody | None = None
         self.versions = [-1] * fragments
         self.version_entries = [0] * fragments
@@ -92,7 +92,6 @@ class RoundHistory:
         self.disks: dict[str, bytes] = {}
         self.replaced: dict[str, int] = {}
         self._last_rounds = [-1] * fragments
-        self._given_up: dict[tuple[str, int], tuple[int, int, int]] = {}  # (incarnation, step, version)
 
     def apply(self, entry: Entry, *, now_ns: int) -> None:
         """Take the next committed entry."""
@@ -110,9 +109,6 @@ class RoundHistory:
             self._take_round(body)
             self.version_entries[body.fragment] = entry.index
             self.committed_at_ns[body.fragment] = now_ns
-        elif isinstance(body, DiscardedBody):
-            mark = (body.incarnation, body.step_to, self.versions[body.fragment])
-            self._given_up[body.learner, body.fragment] = mark
         elif isinstance(body, FinishedBody):
             self.finished = body
         elif isinstance(body, SnapshotBody):
@@ -137,9 +133,10 @@ class RoundHistory:
             covered=self.account.covered_lines(fragments),
             closed=self.account.closed_lines(),
             included=self.account.included_lines(),
-            given_up=tuple(GivenUp(*name, *mark) for name, mark in sorted(self._given_up.items())),
+            given_up=self.account.given_up_lines(),
             last_rounds=tuple(self._last_rounds),
             rounds_committed=self.rounds_committed,
+            recent=tuple(recent.packed() for recent in self.recent),
             joined=tuple(Joined(learner, rounds) for learner, rounds in sorted(self.rounds_included.items())),
             disks=() if self.genesis is None else tuple(self.disks.get(name, b"") for name in self.genesis.regions),
             replaced=() if self.genesis is None else tuple(self.replaced.get(name, 0) for name in self.genesis.regions),
@@ -147,7 +144,7 @@ class RoundHistory:
 
     def restore(self, summary: RunSummary, index: int, *, now_ns: int) -> None:
         """Go on from a summary as if every entry up to `index` had been applied."""
-        self.recent = tuple(RecentRounds() for _ in summary.versions)
+        self.recent = [RecentRounds.unpacked(data) for data in summary.recent]
         self.genesis = summary.genesis[0] if summary.genesis else None
         self.finished = summary.finished[0] if summary.finished else None
         self.versions = list(summary.versions)
@@ -155,9 +152,6 @@ class RoundHistory:
         self.committed_at_ns = [now_ns] * len(self.versions)
         self.snapshots.restore(summary.snapshots)
         self.account.restore(summary, index)
-        self._given_up = {
-            (line.learner, line.fragment): (line.incarnation, line.step_to, line.version) for line in summary.given_up
-        }
         self._last_rounds = list(summary.last_rounds)
         self.rounds_committed = summary.rounds_committed
         self.rounds_included = {line.learner: line.rounds for line in summary.joined}
@@ -168,17 +162,6 @@ class RoundHistory:
         """Return the last version of the fragment that includes any incarnation of this learner; -1 if none does."""
         last = self.account.last_inclusion(learner, fragment)
         return -1 if last is None else last.version
-
-    def carried_since(self, contribution: Contribution) -> int | None:
-        """Return the version since which a contribution's steps were carried on; None: its incarnation began with them.
-
-        It is the last one that includes the learner, or the one for which it gave its steps up, as booked.
-        """
-        last = self.account.last_inclusion(contribution.learner, contribution.fragment)
-        if last is not None and (last.incarnation, last.step_to) == (contribution.incarnation, contribution.step_from):
-            return last.version
-        *given_up, version = self._given_up.get((contribution.learner, contribution.fragment), (-1, -1, -1))
-        return version if given_up == [contribution.incarnation, contribution.step_from] else None
 
     def covered_step(self, learner: str, incarnation: int, fragment: int) -> int:
         """Return the step up to which an incarnation is merged or discarded; 0 if it is not."""
@@ -228,7 +211,8 @@ class RoundHistory:
     def _take_round(self, body: RoundBody) -> None:
         self.versions[body.fragment] = body.version
         self.rounds_committed += 1
-        self.recent[body.fragment].observe([member.contribution for member in body.members])
+        contributions = [member.contribution for member in body.members]
+        self.recent[body.fragment] = self.recent[body.fragment].after(contributions, body.squared_norms)
         if body.is_last:
             self._last_rounds[body.fragment] = body.version
         for member in body.members:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.evidence import Pair, blame_norms, differing_norms, dispute_reducers, judge_absences
+from diloco_node.core.rounds.evidence import (
+    Pair,
+    blame_norms,
+    blame_sums,
+    differing_norms,
+    dispute_reducers,
+    judge_absences,
+)
 from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot
 from diloco_node.core.rounds.suspicion import BallotPart, Blame, SuspicionBook
 from diloco_node.numeric import NS_PER_S
@@ -21,6 +28,7 @@ class Judge:
     def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
         self.book = book
         self._region, self._regions, self._effects = context.region, context.regions, context.effects
+        self._settings, self._history = context.settings, context.history
         self._passed_over: set[str] = set()
         self._disputes: dict[str, set[str]] = {}
 
@@ -51,6 +59,18 @@ class Judge:
     def judge_digests(self, round_: OpenRound, *, now_ns: int) -> str:
         """Blame reducers that told a wrong digest: the ballot can't commit. Return why, in words; empty if none did."""
         blames = dispute_reducers(round_, len(self._regions))
+        self._blame_all(round_, blames, now_ns=now_ns)
+        return _listed(blames)
+
+    def judge_sums(
+        self, round_: OpenRound, merged: Mapping[int, tuple[bytes, tuple[float, ...]]], *, now_ns: int
+    ) -> str:
+        """Blame reducers whose merged stripes can't be the sum. Return why, in words; empty if all can.
+
+        Args:
+            merged: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
+        """
+        blames = blame_sums(round_, merged, self._settings, self._history.recent[round_.fragment])
         self._blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 

@@ -7,7 +7,7 @@ the heartbeats and the answers to its own ballots; a new leader asks again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
@@ -36,6 +36,10 @@ from diloco_node.numeric import NS_PER_S
 RoundMessage = BallotAnswer | DiscardReported
 
 
+MergedStripes = Callable[[int, Ballot], Mapping[int, tuple[bytes, tuple[float, ...]]]]
+"""(fragment, ballot) -> (digest, squared norms per piece) of the merged stripes that came to this region, by stripe."""
+
+
 class RoundLeader:
     """See the module. After every call, hand `proposals` to the ledger and ask for `wake_at_ns`.
 
@@ -48,11 +52,11 @@ class RoundLeader:
             stands still, or bulk does not reach it: merging goes on when another region leads.
     """
 
-    def __init__(self, context: RoundContext) -> None:
+    def __init__(self, context: RoundContext, progress: RunProgress, merged_stripes: MergedStripes) -> None:
         self.proposals: deque[EntryBody] = deque()
         self.rounds: dict[int, OpenRound] = {}
         self.is_in_the_way = False
-        self._context = context
+        self._context, self._merged_stripes = context, merged_stripes
         self._region, self._regions = context.region, context.regions
         self._fragments, self._settings = context.fragments, context.settings
         self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
@@ -69,7 +73,7 @@ class RoundLeader:
         self._judge = Judge(context, self._book)
         self._eligibility = Eligibility(context, self._book)
         self._answers = Answers(context, self._eligibility, self.proposals)
-        self.progress = RunProgress(context)
+        self.progress = progress
         self._merges = MergeDecisions(context)
         # One for each term.
         self._agenda = self._new_agenda()
@@ -298,6 +302,9 @@ class RoundLeader:
         self._judge.answer_norms(round_, now_ns=now_ns)
         mismatch = round_.norm_mismatch()
         dispute = "" if mismatch else self._judge.judge_digests(round_, now_ns=now_ns)
+        if not mismatch and not dispute:
+            merged = self._merged_stripes(round_.fragment, round_.ballot)
+            dispute = self._judge.judge_sums(round_, merged, now_ns=now_ns)
         if dispute:
             self._next_ballot(round_, dispute, now_ns=now_ns)
         elif mismatch:

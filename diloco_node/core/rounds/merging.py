@@ -1,17 +1,17 @@
 """Numbers of a merge as the leader decides them: weights, clips, coefficients; then share and factors.
 
-The ballots decide who is in the merge (`leader`). The arithmetic is that of `core.merge.weights` and
-`core.merge.outliers`.
+The ballots decide who is in the merge (`leader`). The arithmetic is that of `core.merge.numbers`, which every region
+repeats before it takes the entry (`entry_check`).
 """
 
 from __future__ import annotations
 
 from diloco_node.core.merge import outliers
-from diloco_node.core.merge import weights as weighing
+from diloco_node.core.merge.numbers import merge_numbers
 from diloco_node.core.messages import MergeDecided
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import OpenRound
-from diloco_node.core.types import CarryMode, Contribution, Member, MergeRule, RoundBody
+from diloco_node.core.types import Contribution, Member, RoundBody
 
 
 class MergeDecisions:
@@ -28,41 +28,37 @@ class MergeDecisions:
 
     def decide(self, round_: OpenRound, contributions: tuple[Contribution, ...]) -> MergeDecided:
         """Fix weights, clips and coefficients; the stripes may still be on their way."""
-        rules = self._rules(round_)
-        recent = self._history.recent[round_.fragment]
-        round_.clips = outliers.clips(contributions, self._fragments[round_.fragment].piece_sizes, recent)
-        missed = self._versions_missed(contributions, round_.version)
-        round_.weights = weighing.weights(contributions, missed, round_.clips, self._settings)
-        self._note_outliers(round_, outliers.excess(contributions, round_.clips, recent))
-        coefficients = weighing.coefficients(contributions, round_.weights, rules, round_.clips)
-        round_.decision = MergeDecided(round_.ballot, round_.fragment, round_.version, contributions, coefficients)
+        recent, account = self._history.recent[round_.fragment], self._history.account
+        round_.numbers = numbers = merge_numbers(
+            self._fragments[round_.fragment],
+            self._settings,
+            contributions,
+            carried_since=[account.carried_since(contribution) for contribution in contributions],
+            recent=recent,
+            version=round_.version,
+            is_last=round_.is_last,
+        )
+        self._note_outliers(round_, outliers.excess(contributions, numbers.clips, recent))
+        round_.decision = MergeDecided(
+            round_.ballot, round_.fragment, round_.version, contributions, numbers.coefficients()
+        )
         return round_.decision
 
     def body(self, round_: OpenRound) -> RoundBody:
         """Return the ledger entry of a round whose stripes are all merged."""
-        assert round_.decision is not None
-        contributions = round_.decision.contributions
-        share = (
-            1.0
-            if round_.is_last
-            else weighing.share(round_.weights, self._versions_missed(contributions, round_.version))
-        )
-        factors = weighing.factors(
-            contributions, round_.weights, self._rules(round_), round_.clips, round_.merged_squared_norms(), share=share
-        )
-        members = tuple(
-            Member(contribution, weight) for contribution, weight in zip(contributions, round_.weights, strict=True)
-        )
+        numbers, squared_norms = round_.numbers, round_.merged_squared_norms()
+        assert numbers is not None
         return RoundBody(
             round_.fragment,
             round_.version,
             round_.ballot,
-            members,
-            share,
-            factors,
+            tuple(map(Member, numbers.contributions, numbers.weights)),
+            numbers.share,
+            numbers.factors(squared_norms),
             round_.stripes,
             round_.digest,
             round_.is_last,
+            squared_norms,
         )
 
     def _note_outliers(self, round_: OpenRound, excess: dict[str, str]) -> None:
@@ -76,19 +72,3 @@ class MergeDecisions:
                 self._effects.note("norms", text, fragment=round_.fragment, version=round_.version, is_alarm=is_new)
             else:
                 self._outliers.discard((name, round_.fragment))
-
-    def _rules(self, round_: OpenRound) -> tuple[MergeRule, ...]:
-        """Return the rule of each piece; the last round is a plain mean (`core.merge.outer.outer_of`)."""
-        rules = self._fragments[round_.fragment].rules
-        return (MergeRule.AVG,) * len(rules) if round_.is_last else rules
-
-    def _versions_missed(self, contributions: tuple[Contribution, ...], version: int) -> tuple[int, ...]:
-        """Return per contribution over how many versions its learner carried steps; 0 if it carried none.
-
-        A learner that gave its steps up after a long cut has carried nothing over the versions before that. Its
-        contribution holds a cycle like anybody's, and the steps that it has carried since.
-        """
-        if self._settings.carry is not CarryMode.CARRY:
-            return (0,) * len(contributions)
-        since = [self._history.carried_since(contribution) for contribution in contributions]
-        return tuple(0 if version_before is None else version - 1 - version_before for version_before in since)

@@ -5,29 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from math import fsum
 
-from diloco_node.core.merge.outliers import Clips
+from diloco_node.core.merge.numbers import MergeNumbers, is_same_norm
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
 from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, StripesReceived
 from diloco_node.core.rounds.suspicion import BallotPart
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
-NORM_TOLERANCE: Final = 1e-3
-"""Squared norms summed stripe by stripe may differ by this part from those in a contribution's header."""
-
-NORM_FLOOR: Final = 2.0**-200
-"""Squares of values that the encoder flushes to zero."""
-
 
 def payload_digest(stripe_digests: Sequence[bytes]) -> bytes:
     """Return the digest that names a merged payload: SHA-256 over its stripes' digests in block order."""
     return hashlib.sha256(b"".join(stripe_digests)).digest()
-
-
-def is_same_norm(first: float, second: float) -> bool:
-    """Whether two squared norms of the same values agree, whoever added them up in whatever order."""
-    return abs(first - second) <= NORM_TOLERANCE * max(first, second) + NORM_FLOOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +60,8 @@ class OpenRound:
         refusals: members that will not contribute, each with the reason.
         receipts: per learner and stripe (incarnation, snapshot) of the contribution that its reducer has in this
             ballot.
-        decision, weights, clips: once the leader has decided.
-        reports: of the merged stripes, by stripe.
+        decision, numbers: once the leader has decided.
+        reports: of the merged stripes, by stripe. checked: stripes whose bytes were compared with them here.
         holders: regions that have the merged payload on disk, with its digest.
         merged_digests: per region the digests of the merged stripes that it claims to have.
         question: the ballot before, if its norms did not add up.
@@ -95,9 +84,9 @@ class OpenRound:
     refusals: dict[str, str] = field(default_factory=dict)
     receipts: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
     decision: MergeDecided | None = None
-    weights: tuple[float, ...] = ()
-    clips: Clips = ()
+    numbers: MergeNumbers | None = None
     reports: dict[int, ReductionReported] = field(default_factory=dict)
+    checked: set[int] = field(default_factory=set)
     holders: dict[str, bytes] = field(default_factory=dict)
     merged_digests: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     question: QuestionedBallot | None = None
@@ -116,7 +105,8 @@ class OpenRound:
         self.attempt += 1
         self.contributions = contributions
         self.refusals, self.receipts, self.reports, self.holders, self.merged_digests = {}, {}, {}, {}, {}
-        self.decision, self.weights, self.clips, self.trials, self.held_since_ns = None, (), (), (), None
+        self.checked = set()
+        self.decision, self.numbers, self.trials, self.held_since_ns = None, None, (), None
 
     @property
     def fragment(self) -> int:
@@ -277,4 +267,4 @@ class OpenRound:
     def merged_squared_norms(self) -> tuple[float, ...]:
         """Return the squared norm of the decoded payload per piece, added in the order of the stripes."""
         columns = zip(*(self.reports[index].squared_norms for index in range(len(self.stripes))), strict=True)
-        return tuple(sum(column) for column in columns)
+        return tuple(fsum(column) for column in columns)

@@ -6,6 +6,8 @@ learner's contribution keeps name and bytes from ballot to ballot, until the rou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from diloco_node.core.events import (
     CloseBallot,
     ContributionStripeArrived,
@@ -30,7 +32,7 @@ from diloco_node.core.messages import (
 )
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.followed import EarlyArrivals, FollowedBallot, FollowedRound, name_of
+from diloco_node.core.rounds.followed import EarlyArrivals, FollowedBallot, FollowedRound, decision_fault, name_of
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_MAX
 from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
@@ -73,6 +75,27 @@ class RoundParticipant:
         ballot = self.rounds[body.fragment].ballot
         is_this = ballot is not None and ballot.number == body.ballot and ballot.digest == body.payload_digest
         return is_this and ballot is not None and not ballot.is_lost
+
+    def merged_stripes(self, fragment: int, number: Ballot) -> Mapping[int, tuple[bytes, tuple[float, ...]]]:
+        """Return (digest, squared norms per piece) of a ballot's merged stripes that are here, by stripe."""
+        ballot = self.rounds[fragment].ballot
+        if ballot is None or ballot.number != number:
+            return {}
+        return {index: (ballot.merged_digests[index], norms) for index, norms in ballot.merged_norms.items()}
+
+    def payload_norms(self, fragment: int, digest: bytes) -> tuple[float, ...]:
+        """Return the squared norm of each piece of a payload whose stripes came here; empty if they did not."""
+        ballot = self.rounds[fragment].ballot
+        return ballot.payload_norms() if ballot is not None and ballot.digest == digest else ()
+
+    def contribution_fault(self, body: RoundBody) -> str:
+        """Return how the entry changes what this region contributed to its round; empty if it does not."""
+        round_ = self.rounds[body.fragment]
+        own = round_.contribution if round_.version == body.version else None
+        for member in body.members:
+            if own is not None and name_of(member.contribution) == name_of(own) and member.contribution != own:
+                return f"it names {member.contribution}, this region contributed {own}"
+        return ""
 
     def is_following(self, body: RoundBody) -> bool:
         """Whether this region takes part in the ballot that made the payload, so that its stripes are on their way."""
@@ -206,7 +229,7 @@ class RoundParticipant:
         if round_ is None or round_.ballot is None or round_.ballot.number != decision.ballot:
             return
         ballot = round_.ballot
-        fault = _decision_fault(decision, ballot.announcement, self._pieces[decision.fragment])
+        fault = decision_fault(decision, ballot.announcement, self._pieces[decision.fragment])
         if fault:
             text = f"decision of {ballot.leader}: {fault}"
             self._effects.note("decision", text, fragment=decision.fragment, version=round_.version, is_alarm=True)
@@ -466,24 +489,3 @@ class RoundParticipant:
         is_kept = residual is not None and residual[1] == ballot
         if version <= self._versions.applied[fragment] and not is_kept:
             self._effects.emit(CloseBallot(ballot, fragment, version, committed=False))
-
-
-def _decision_fault(decision: MergeDecided, announcement: BallotOpened, pieces: int) -> str:
-    """Return why a leader's decision does not fit its ballot; empty if it does. The sum follows the decision
-    blindly."""
-    names = [contribution.learner for contribution in decision.contributions]
-    if decision.version != announcement.version or not names or len(names) != len(set(names)):
-        return f"version {decision.version} of {names}, the ballot is for version {announcement.version}"
-    strange = [
-        contribution
-        for contribution in decision.contributions
-        if contribution.learner not in announcement.members or contribution.fragment != decision.fragment
-    ]
-    if strange:
-        return f"{strange[0].learner}'s contribution to fragment {strange[0].fragment} has no part in it"
-    rows = [len(row) for row in decision.coefficients]
-    return (
-        ""
-        if rows == [pieces] * len(names)
-        else f"coefficients {rows} for {len(names)} contributions of {pieces} pieces"
-    )

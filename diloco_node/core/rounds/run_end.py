@@ -1,11 +1,24 @@
-"""The end of a run in one region: an operator's order, the final file, the learner's stop."""
+"""The end of a run in one region: an operator's order, whether a leader may end it, the final file, the learner's stop.
+
+A leader ends a run for every region, and for good. So each region looks at its own progress before it acknowledges an
+entry of the end. Where the run is not near it, an operator's order must have come here, from the region that got it:
+each region repeats its own to all others. A region that knows of neither waits for a while; others may know.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
 
 from diloco_node.core.events import StopLearner, WriteFinal
 from diloco_node.core.messages import FinishRequested
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.context import RoundContext
+from diloco_node.core.rounds.progress import RunProgress
+from diloco_node.core.types import EntryBody, FinishedBody, RoundBody
+
+NEAR_END: Final = 0.9
+"""Part of the way from which on a leader may end the run: reports of another region may be some heartbeats old."""
 
 
 class RunEnd:
@@ -13,24 +26,62 @@ class RunEnd:
 
     Attributes:
         is_final: every fragment is at its final version and written.
+
+    Args:
+        bodies: of the ledger on disk: an end in it was acknowledged before.
     """
 
-    def __init__(self, context: RoundContext, versions: Versions) -> None:
+    def __init__(
+        self, context: RoundContext, versions: Versions, progress: RunProgress, bodies: Iterable[EntryBody] = ()
+    ) -> None:
         self.is_final = False
+        self._patience_ns, self._progress, self._regions = (
+            context.settings.election_timeout_ns,
+            progress,
+            context.regions,
+        )
+        self._is_believed = any(map(is_end, bodies))
+        self._doubted_ns: int | None = None
+        # By region, the reason that its operator gave.
+        self._orders: dict[str, str] = {}
         self._region, self._history = context.region, context.history
         self._liveness, self._effects = context.liveness, context.effects
         self._versions = versions
-        self._ordered = ""
         self._is_writing = False
 
-    def order(self, reason: str) -> None:
-        """Remember an operator's order to end the run; `ask` passes it on until the run ends."""
-        self._ordered = reason
+    def order(self, region: str, reason: str) -> None:
+        """Remember the order of a region's operator to end the run; `ask` passes the own one on until the run ends."""
+        self._orders[region] = reason
 
-    def ask(self, leader: str) -> None:
-        """Pass the order on to the leader; repeated, for a message may be lost."""
-        if self._ordered and self._history.finished is None:
-            self._effects.send(leader, FinishRequested(self._ordered))
+    def ask(self) -> None:
+        """Pass the own operator's order on to all regions; repeated, for a message may be lost."""
+        reason = self._orders.get(self._region)
+        if reason is not None and self._history.finished is None:
+            for name in self._regions:
+                self._effects.send(name, FinishRequested(reason))
+
+    def doubt(self, body: EntryBody, *, now_ns: int) -> str:
+        """Return why an entry may not end the run now; empty if it may, or does not. It never does again later."""
+        if self._is_believed or not is_end(body):
+            return ""
+        part = self._progress.position(now_ns=now_ns).part
+        self._is_believed = bool(self._orders) or (part is not None and part >= NEAR_END)
+        if self._is_believed:
+            return ""
+        way = "a run without a limit" if part is None else f"{part:.0%} of the run"
+        return f"it ends {way}, and no operator's order came here"
+
+    def is_overdue(self, *, now_ns: int) -> bool:
+        """Whether an end has been doubted long enough: if others knew a reason for it, a majority would have it."""
+        self._doubted_ns = now_ns if self._doubted_ns is None else self._doubted_ns
+        if now_ns - self._doubted_ns < self._patience_ns:
+            return False
+        self._doubted_ns = None
+        return True
+
+    def believe(self) -> None:
+        """A majority has committed the end."""
+        self._is_believed = True
 
     def pump(self) -> None:
         """Write the final file once every fragment is at its final version, and stop the learner."""
@@ -50,3 +101,8 @@ class RunEnd:
         """Take it that the final file is on disk."""
         self.is_final = True
         self._effects.note("final", "final parameters are written")
+
+
+def is_end(body: EntryBody) -> bool:
+    """Whether an entry ends the run, or the rounds of a fragment."""
+    return isinstance(body, FinishedBody) or (isinstance(body, RoundBody) and body.is_last)

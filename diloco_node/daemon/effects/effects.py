@@ -22,7 +22,7 @@ from diloco_node.core.messages import (
     State,
     StateRequested,
 )
-from diloco_node.core.types import RunSettings
+from diloco_node.core.types import MergeRule, RunSettings
 from diloco_node.daemon.effects.disk_effects import DiskEffects
 from diloco_node.daemon.effects.drafts import Drafts
 from diloco_node.daemon.effects.fetch import Fetcher
@@ -192,6 +192,7 @@ def build_effects(
     stripes = StripeEffects(
         region=region,
         keeps_residual=settings.error_feedback,
+        is_trimmed=settings.merge is MergeRule.TRIMMED,
         parameters=parameters,
         learner=learner,
         table=table,

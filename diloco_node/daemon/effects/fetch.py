@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
+from diloco_node.codec.kernels import squared_norms
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
 from diloco_node.daemon.effects.initial import InitialStates
@@ -19,7 +20,7 @@ from diloco_node.daemon.effects.open_stripes import cut_payload
 from diloco_node.daemon.effects.sending import Transport
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.work import Spawn, in_thread
-from diloco_node.errors import LinkLost, StorageError
+from diloco_node.errors import LinkLost, PayloadCorrupt, StorageError
 from diloco_node.numeric import U8
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.store import RegionStore
@@ -143,8 +144,12 @@ class Fetcher:
         digest = await in_thread(self.pool, lambda: payload_digest([stripe_digest(stripe) for stripe in stripes]))
         if digest != order.digest:
             return FetchFailed(order.peer, order.fragment, order.version, "the payload does not match its digest")
+        try:
+            norms = await in_thread(self.pool, squared_norms, blocks, body)
+        except PayloadCorrupt as error:
+            return FetchFailed(order.peer, order.fragment, order.version, str(error))
         await in_thread(self.files, self.store.store_payload, order.fragment, order.version, order.digest, stripes)
-        return PayloadStored(order.fragment, order.version, order.digest)
+        return PayloadStored(order.fragment, order.version, order.digest, tuple(norms.tolist()))
 
     async def _store_state(self, order: FetchPayload | FetchState, body: U8) -> Event:
         theta, momentum = np.split(body.view(np.float32), 2)

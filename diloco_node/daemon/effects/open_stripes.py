@@ -13,6 +13,7 @@ from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import stripe_digest
 from diloco_node.core.events import ReduceStripe, ReductionDone
+from diloco_node.core.merge.outliers import MEMBERS_MIN
 from diloco_node.core.messages import MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Stripe
 from diloco_node.errors import PayloadCorrupt
@@ -256,6 +257,7 @@ def reduce_stripe(
     *,
     residual_before: F32 | None,
     keeps_residual: bool,
+    is_trimmed: bool = False,
 ) -> tuple[ReductionDone, U8, F32 | None]:
     """Decode in the given order, sum with the leader's coefficients, encode. Runs in a thread.
 
@@ -265,6 +267,7 @@ def reduce_stripe(
         blocks_up: layout of contributions. blocks_down: layout of the merged stripe.
         residual_before: shape (values of the range,), float32, added before encoding.
         keeps_residual: whether to work out what the encoding loses.
+        is_trimmed: sum by `add_trimmed`.
 
     Returns:
         The core's event; the encoded stripe, shape (bytes,), uint8; sum minus decoded sum, shape (values,), float32.
@@ -276,14 +279,20 @@ def reduce_stripe(
     expected_bytes = blocks_up.span_bytes(start, stop)
     with _zeros(blocks_up.span_values(start, stop)) as total:
         norms: list[tuple[float, ...]] = []
-        for contribution, body, coefficients in zip(order.contributions, bodies, order.coefficients, strict=True):
+        rows = np.zeros((len(bodies), total.size) if is_trimmed else (0, 0), np.float32)
+        for place, (contribution, body, coefficients) in enumerate(
+            zip(order.contributions, bodies, order.coefficients, strict=True)
+        ):
             if body.nbytes != expected_bytes:
                 raise PayloadCorrupt(
                     f"stripe {order.stripe} of {contribution.learner} for fragment {order.fragment} has "
                     f"{body.nbytes} bytes, expected {expected_bytes}"
                 )
-            squares = kernels.accumulate(blocks_up, body, start, stop, np.array(coefficients, np.float32), total)
+            target = rows[place] if is_trimmed else total
+            squares = kernels.accumulate(blocks_up, body, start, stop, np.array(coefficients, np.float32), target)
             norms.append(tuple(float(value) for value in squares))
+        if is_trimmed:
+            add_trimmed([row for row, parts in zip(rows, order.coefficients, strict=True) if any(parts)], total)
         if residual_before is not None and residual_before.shape == total.shape:
             np.add(total, residual_before, out=total)
         merged_body = np.empty(blocks_down.span_bytes(start, stop), np.uint8)
@@ -301,6 +310,30 @@ def reduce_stripe(
             digest=stripe_digest(merged_body),
         )
         return reduction, merged_body, residual
+
+
+def add_trimmed(rows: list[F32], total: F32) -> None:
+    """Add the trimmed sum: of each value, the members' largest and smallest are left out, and the others stand for all.
+
+    Of three to seven members one is left out at each end, of eight to eleven two, and so on; of two none. The bits are
+    the same everywhere: sorting moves values, and the sum follows their order.
+
+    Args:
+        rows: one per member, shape (values,), float32, each times its coefficient; sorted in place.
+        total: shape (values,), float32; changed in place.
+    """
+    members = len(rows)
+    cut = max(1, members // 4) if members >= MEMBERS_MIN else 0
+    larger = np.empty_like(total)
+    for turn in range(members if cut else 0):
+        # Odd-even transposition: after as many turns as members each value is in order.
+        for first, second in zip(rows[turn % 2 :: 2], rows[turn % 2 + 1 :: 2], strict=False):
+            np.maximum(first, second, out=larger)
+            np.minimum(first, second, out=first)
+            second[:] = larger
+    for row in rows[cut : members - cut]:
+        total += row
+    total *= np.float32(members / max(1, members - 2 * cut))
 
 
 def cosines(order: ReduceStripe, bodies: list[U8], blocks: FragmentBlocks) -> tuple[float, ...]:
@@ -328,14 +361,18 @@ def cosines(order: ReduceStripe, bodies: list[U8], blocks: FragmentBlocks) -> tu
     return tuple(float(dot / length) if length > 0.0 else 0.0 for dot, length in zip(rows - own, lengths, strict=True))
 
 
-def checked_digest(blocks: FragmentBlocks, body: U8, block_start: int, block_stop: int) -> bytes:
-    """The digest of a merged stripe, after a look at every block: what an encoder can't have written is refused here.
+def checked_digest(
+    blocks: FragmentBlocks, body: U8, block_start: int, block_stop: int
+) -> tuple[bytes, tuple[float, ...]]:
+    """The digest of a merged stripe, and the squared norm of each piece.
+
+    Every block is looked at: what an encoder can't have written is refused here.
 
     Raises:
         PayloadCorrupt: a scale or code is out of range. Committed, it would break the outer step on every region.
     """
-    kernels.squared_norms(blocks, body, block_start, block_stop)
-    return stripe_digest(body)
+    norms = kernels.squared_norms(blocks, body, block_start, block_stop)
+    return stripe_digest(body), tuple(norms.tolist())
 
 
 def cut_payload(body: U8, blocks: FragmentBlocks, stripes: tuple[Stripe, ...]) -> list[U8]:

@@ -46,7 +46,7 @@ class StripeEffects:
     does not decode is the fault of the region that sent it. It is a single strike, however many of its stripes come.
 
     Args:
-        region: our name. keeps_residual: with error feedback.
+        region: our name. keeps_residual: with error feedback. is_trimmed: `[rounds] merge` is `trimmed`.
         learner: has the own contribution's bytes. table: where stripes are kept. drafts: where merged ones are written.
         reject: counts what a peer did that no honest one does, as a strike.
 
@@ -56,6 +56,7 @@ class StripeEffects:
 
     region: str
     keeps_residual: bool
+    is_trimmed: bool
     parameters: Parameters
     learner: LearnerProxy
     table: StripeTable
@@ -155,7 +156,13 @@ class StripeEffects:
                 reduction, merged_body, residual = await in_thread(
                     self.pool,
                     lambda: reduce_stripe(
-                        order, bodies, up, down, residual_before=before, keeps_residual=self.keeps_residual
+                        order,
+                        bodies,
+                        up,
+                        down,
+                        residual_before=before,
+                        keeps_residual=self.keeps_residual,
+                        is_trimmed=self.is_trimmed,
                     ),
                 )
         except PayloadCorrupt as error:
@@ -169,7 +176,7 @@ class StripeEffects:
         if residual is not None:
             self.table.keep_residual(order.ballot, order.stripe, fragment, version, residual)
         self.post(reduction)
-        self._post_merged(self.region, header)
+        self._post_merged(self.region, header, reduction.squared_norms)
         if len(bodies) > 1:
             values = await in_thread(self.pool, cosines, order, bodies, up)
             for contribution, value in zip(order.contributions, values, strict=True):
@@ -198,14 +205,15 @@ class StripeEffects:
         # The disk works while the blocks are checked; what does not pass is never named.
         self.drafts.add(header.ballot, fragment, version, start, body, blocks=blocks)
         try:
-            if await in_thread(self.pool, checked_digest, blocks, body, start, stop) != header.digest:
+            digest, norms = await in_thread(self.pool, checked_digest, blocks, body, start, stop)
+            if digest != header.digest:
                 raise PayloadCorrupt("it does not match its digest")
         except PayloadCorrupt as error:
             text = f"merged stripe {header.stripe} from {peer}: {error}"
             self.note(ev.Note("corrupt", text, fragment, version, is_alarm=True))
             return
         if version > self.parameters.versions[fragment] and self._keep_merged(peer, header, body):
-            self._post_merged(peer, header)
+            self._post_merged(peer, header, norms)
 
     def _keep_merged(self, sender: str, header: MergedStripe, body: U8) -> bool:
         """In memory; False if there is one already."""
@@ -214,11 +222,10 @@ class StripeEffects:
         limit_bytes = KEPT_FRAGMENTS_MAX * self.parameters.blocks[header.fragment].encoded_bytes
         return self.table.keep_merged(*name, merged_stripe, limit_bytes=limit_bytes)
 
-    def _post_merged(self, sender: str, header: MergedStripe) -> None:
+    def _post_merged(self, sender: str, header: MergedStripe, norms: tuple[float, ...]) -> None:
         cut = Stripe(sender, header.block_start, header.block_stop)
-        self.post(
-            ev.MergedStripeArrived(header.ballot, header.stripe, header.fragment, header.version, header.digest, cut)
-        )
+        name = (header.ballot, header.stripe, header.fragment, header.version)
+        self.post(ev.MergedStripeArrived(*name, header.digest, cut, norms))
 
     def close_ballot(self, order: ev.CloseBallot) -> None:
         """Free what nobody asks about any more, and stop its transfers."""

@@ -114,6 +114,11 @@ class DataPlane:
         self._merged.setdefault(header.ballot, {})[header.stripe] = blocks
         return True
 
+    def norms_of(self, fragment: int, blocks: tuple[int, int], body: bytes) -> tuple[float, ...]:
+        """The squared norm of each piece of encoded merged blocks."""
+        values = tensors.decode(body, self._setup.settings.codec_down)
+        return self._setup.layouts[fragment].squared_norms(values, *blocks)
+
     def merged_part(self, ballot: Ballot, stripe: int) -> MergedBlocks | None:
         """A merged stripe in memory."""
         return self._merged.get(ballot, {}).get(stripe)

@@ -106,9 +106,8 @@ class FakeEffects:
         self._host.world.note(self._host.name, answer, answer.digest)
         self._host.post(answer)
         cut = Stripe(self._host.name, effect.block_start, effect.block_stop)
-        self._host.post(
-            ev.MergedStripeArrived(effect.ballot, effect.stripe, effect.fragment, effect.version, answer.digest, cut)
-        )
+        name = (effect.ballot, effect.stripe, effect.fragment, effect.version)
+        self._host.post(ev.MergedStripeArrived(*name, answer.digest, cut, answer.squared_norms))
 
     def _send_merged(self, effect: ev.SendMerged) -> None:
         blocks = self._host.plane.merged_part(effect.ballot, effect.stripe)

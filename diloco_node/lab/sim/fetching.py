@@ -91,7 +91,9 @@ class FakeFetches:
             if self._host.plane.digest_of(header.fragment, payload) != fetch.order.digest:
                 self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "other bytes than its digest"))
                 return
-            self._host.write_payload(header.fragment, header.version, header.digest, payload)
+            blocks = (0, self._host.setup.layouts[header.fragment].blocks)
+            norms = self._host.plane.norms_of(header.fragment, blocks, body)
+            self._host.write_payload(header.fragment, header.version, header.digest, payload, norms)
             return
         theta, momentum = tensors.split_state(body)
         if tensors.state_digest(theta, momentum) != fetch.order.digest:

@@ -294,6 +294,7 @@ class Host:
                             merged.version,
                             merged.digest,
                             Stripe(peer, merged.block_start, merged.block_stop),
+                            self.plane.norms_of(merged.fragment, (merged.block_start, merged.block_stop), body),
                         )
                     )
             case msg.Payload() | msg.State() as fetched:
@@ -415,11 +416,18 @@ class Host:
         if self.fsync_is_late:
             self.after(LOCAL_NS, on_done)
 
-    def write_payload(self, fragment: int, version: int, digest: bytes, payload: DiskPayload) -> None:
-        """Write a payload and tell the core when it is durable."""
+    def write_payload(
+        self,
+        fragment: int,
+        version: int,
+        digest: bytes,
+        payload: DiskPayload,
+        squared_norms: tuple[float, ...] = (),
+    ) -> None:
+        """Write a payload and tell the core when it is durable; of a fetched one, its norms too."""
         self.write_file(
             lambda: self.disk.payloads.__setitem__((fragment, version, digest), payload),
-            lambda: self.post(ev.PayloadStored(fragment, version, digest)),
+            lambda: self.post(ev.PayloadStored(fragment, version, digest, squared_norms)),
         )
 
     def transfer(self, peer: str, header: msg.BulkHeader, body: bytes) -> None:

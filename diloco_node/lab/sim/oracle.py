@@ -8,8 +8,7 @@ the order of learner names. Regions must hold these very bits.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,7 +65,7 @@ class Oracle:
         self._unknown: set[tuple[int, Ballot | None, Blocks]] = set()
         self._versions = [-1] * len(setup.layouts)
         self._carried: dict[tuple[str, int, int, int], int] = {}
-        self._recent: list[deque[list[Contribution]]] = [deque(maxlen=outliers.ROUNDS_KEPT) for _ in setup.layouts]
+        self._recent = [outliers.RecentRounds() for _ in setup.layouts]
         self._theta: list[F32] = []
         self._momentum: list[F32] = []
         self._digests: dict[tuple[int, int], bytes] = {}
@@ -168,25 +167,14 @@ class Oracle:
         contributions = [member.contribution for member in body.members]
         misses = [self._versions_missed(contribution, body.version) for contribution in contributions]
         sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
-        weights_due = [
-            weights.weights(contributions, misses, outliers.clips(contributions, sizes, recent), self._setup.settings)
-            for recent in self._recent_rounds(body.fragment)
-        ]
+        clips = outliers.clips(contributions, sizes, self._recent[body.fragment])
+        weights_due = weights.weights(contributions, misses, clips, self._setup.settings)
         weights_named = tuple(member.weight for member in body.members)
-        if weights_named not in weights_due:
-            self._violate(f"weights: {body.fragment}/{body.version} has {weights_named}, expected {weights_due[0]}")
+        if weights_named != weights_due:
+            self._violate(f"weights: {body.fragment}/{body.version} has {weights_named}, expected {weights_due}")
         share = 1.0 if body.is_last else weights.share(weights_named, misses)
         if body.share != share:
             self._violate(f"share: {body.fragment}/{body.version} has {body.share}, expected {share}")
-
-    def _recent_rounds(self, fragment: int) -> Iterator[outliers.RecentRounds]:
-        """Check the leader's knowledge of earlier rounds: all that count, or fewer if its ledger began with a base."""
-        rounds = list(self._recent[fragment])
-        for first in range(len(rounds) + 1):
-            recent = outliers.RecentRounds()
-            for contributions in rounds[first:]:
-                recent.observe(contributions)
-            yield recent
 
     def _versions_missed(self, contribution: Contribution, version: int) -> int:
         """Versions over which its steps were carried; 0 if they were not."""
@@ -216,10 +204,14 @@ class Oracle:
             values = tensors.decode(data, self._setup.settings.codec_down) if data is not None else None
         if not is_known:
             self._unknown |= {(body.fragment, body.ballot, _blocks(stripe)) for stripe in body.stripes}
-        self._recent[body.fragment].append(contributions)
+        self._recent[body.fragment] = self._recent[body.fragment].after(contributions, body.squared_norms)
         if values is None:
             self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
             return
+        layout = self._setup.layouts[body.fragment]
+        norms = layout.squared_norms(values, 0, layout.blocks)
+        if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(norms, body.squared_norms, strict=True)):
+            self._violate(f"norms: {body.fragment}/{body.version} has {body.squared_norms}, its payload {norms}")
         self._step(body, values)
 
     def _sum(self, body: RoundBody, contributions: list[Contribution]) -> F32 | None:
@@ -230,21 +222,14 @@ class Oracle:
             rules = (MergeRule.AVG,) * len(rules)
         member_weights = [member.weight for member in body.members]
         sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
-        culprits: list[set[str]] = []
-        for recent in self._recent_rounds(body.fragment):
-            clips = outliers.clips(contributions, sizes, recent)
-            rows = weights.coefficients(contributions, member_weights, rules, clips)
-            stripes = [self._merge_stripe(body, index, rows) for index in range(len(body.stripes))]
-            sums = [stripe for stripe in stripes if stripe is not None]
-            if len(sums) == len(stripes) and (
-                payload_digest(stripe_digest(stripe.encoded) for stripe in sums) == body.payload_digest
-            ):
-                break
-            culprits.append(self._wrong_reducers(body, stripes))
-        else:
+        clips = outliers.clips(contributions, sizes, self._recent[body.fragment])
+        rows = weights.coefficients(contributions, member_weights, rules, clips)
+        stripes = [self._merge_stripe(body, index, rows) for index in range(len(body.stripes))]
+        sums = [stripe for stripe in stripes if stripe is not None]
+        digest = payload_digest(stripe_digest(stripe.encoded) for stripe in sums)
+        if len(sums) != len(stripes) or digest != body.payload_digest:
             if self.liars:
-                fewest = min(culprits, key=len)
-                self._blame_sums(body, fewest)
+                self._blame_sums(body, self._wrong_reducers(body, stripes))
             return None
         values = np.concatenate([stripe.decoded for stripe in sums])
         norms = layout.squared_norms(values, 0, layout.blocks)

@@ -56,7 +56,7 @@ BODIES: list[EntryBody] = [
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "94c2e434a4a557cdc90a4bd5177a152c7bec8be0b3970754463c8d60addf061f"
+GOLDEN_CHAIN = "efe97539ca84121f0a04d9c0d2c3c99f2fe134745027d160930f16eb141adaca"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)

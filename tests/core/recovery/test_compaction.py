@@ -74,7 +74,7 @@ def test_a_history_goes_on_from_sums_as_if_no_entry_had_gone(cut: int) -> None:
     offer = contribution("a", base=2, steps=(20, 25), snapshot=3)
     for fragment in range(2):
         item = replace(offer, fragment=fragment)
-        assert restored.carried_since(item) == whole.carried_since(item)
+        assert restored.account.carried_since(item) == whole.account.carried_since(item)
         assert restored.contribution_fault(item, version=4, incarnation_min=0) == whole.contribution_fault(
             item, version=4, incarnation_min=0
         )

@@ -238,18 +238,18 @@ def test_contribution_that_may_not_be_merged_is_not_reused() -> None:
 def test_next_ballot_forgets_answers_but_not_who_is_rejected() -> None:
     round_ = a_round(a={0})
     decided(round_, "a")
-    round_.weights, round_.refusals, round_.reports = (1.0,), {"b": "x"}, {0: report(0, 1.0, 1.0)}
+    round_.refusals, round_.reports = {"b": "x"}, {0: report(0, 1.0, 1.0)}
     round_.holders, round_.rejections, round_.exclusions = {"a": b"1"}, {"c": "lied"}, {"b"}
     announcement = BallotOpened(Ballot(1, 2), 0, 1, ("a",), STRIPES)
     round_.begin_ballot(announcement, deadline=Deadline(3, ""), contributions={"a": OFFERED["a"]}, now_ns=7)
     assert (round_.ballot, round_.attempt, round_.deadline_ns, round_.opened_at_ns) == (Ballot(1, 2), 1, 10, 0)
-    assert (round_.refusals, round_.receipts, round_.reports, round_.holders, round_.decision, round_.weights) == (
+    assert (round_.refusals, round_.receipts, round_.reports, round_.holders, round_.decision, round_.numbers) == (
         {},
         {},
         {},
         {},
         None,
-        (),
+        None,
     )
     assert (round_.rejections, round_.exclusions) == ({"c": "lied"}, {"b"})
     assert round_.missing_members() == ()

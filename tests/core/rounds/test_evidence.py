@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, StripesReceived
 from diloco_node.core.rounds.evidence import (
     blame_norms,
+    blame_sums,
     differing_norms,
     dispute_reducers,
     find_culprits,
@@ -19,7 +21,7 @@ from diloco_node.core.rounds.evidence import (
 )
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, QuestionedBallot
 from diloco_node.core.rounds.suspicion import BallotPart
-from diloco_node.core.types import Ballot, Stripe
+from diloco_node.core.types import Ballot, RunSettings, Stripe
 from tests.kit.rounds_kit import contribution
 
 NAMES = "abcd"
@@ -270,3 +272,47 @@ def test_of_a_single_pair_the_reducer_pays_first_and_the_member_at_the_next_redu
     assert [(line.region, line.part) for line in blame_norms(pairs, {})] == [("c", REDUCER)]
     assert [(line.region, line.part) for line in blame_norms(pairs, {"b": {"c"}})] == [("c", REDUCER)], "the same again"
     assert [(line.region, line.part) for line in blame_norms(pairs, {"b": {"d"}})] == [("b", MEMBER)]
+
+
+@pytest.mark.parametrize(
+    ("square", "named", "says"),
+    [
+        (1.0, 1.0, ""),
+        (1.1, 1.1, ""),
+        (1.2, 1.2, "squared norm 1.2 in piece 0, its members can't exceed 1.13"),
+        (1e6, 1e6, "its members can't exceed 1.13"),
+        (1e6, 1.0, "squared norm 1e+06 in piece 0, it reports 1"),
+        (1.0, 0.5, "it reports 0.5"),
+        (0.0, 0.0, ""),
+    ],
+)
+def test_a_sum_that_is_longer_than_its_members_or_not_as_reported_is_to_blame(
+    square: float, named: float, says: str
+) -> None:
+    """Four members of norm 1 in each stripe, each with a quarter."""
+    round_ = ballot()
+    assert round_.decision is not None
+    round_.decision = replace(round_.decision, coefficients=((0.25, 0.25),) * 4)
+    merge(round_)
+    round_.reports[2] = replace(round_.reports[2], squared_norms=(named, 1.0))
+    merged = {index: (report.digest, report.squared_norms) for index, report in round_.reports.items()}
+    merged[2] = (merged[2][0], (square, 1.0))
+    blames = blame_sums(round_, merged, RunSettings(), RecentRounds())
+    if says:
+        ((name, part, reason, is_proved),) = [
+            (blame.region, blame.part, blame.reason, blame.is_proved) for blame in blames
+        ]
+        assert (name, part, is_proved) == ("c", REDUCER, True)
+        assert says in reason
+    else:
+        assert blames == ()
+    assert blame_sums(round_, merged, RunSettings(), RecentRounds()) == (), "each stripe is looked at once"
+
+
+def test_another_stripe_than_the_reducer_told_says_nothing_about_its_sum() -> None:
+    round_ = ballot()
+    assert round_.decision is not None
+    round_.decision = replace(round_.decision, coefficients=((0.25, 0.25),) * 4)
+    merge(round_)
+    assert blame_sums(round_, {2: (b"x" * 32, (1e6, 1e6))}, RunSettings(), RecentRounds()) == ()
+    assert not round_.checked, "the right one is looked at when it comes"

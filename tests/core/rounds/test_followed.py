@@ -15,7 +15,7 @@ def stripe(number: int, fragment: int = 0) -> ContributionStripeArrived:
 
 
 def merged(number: int, fragment: int = 0) -> MergedStripeArrived:
-    return MergedStripeArrived(Ballot(1, number), 0, fragment, 1, b"d" * 32, Stripe("a", 0, 2))
+    return MergedStripeArrived(Ballot(1, number), 0, fragment, 1, b"d" * 32, Stripe("a", 0, 2), (4.0,))
 
 
 def test_arrivals_are_taken_once_in_their_order() -> None:

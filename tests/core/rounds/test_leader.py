@@ -28,6 +28,7 @@ from diloco_node.core.rounds.ballot import PROBE_HEARTBEATS
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.open_round import payload_digest
+from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import PAUSE_BALLOTS
 from diloco_node.core.types import (
     Ballot,
@@ -71,7 +72,9 @@ class Office:
         self.now_ns = SECOND
         liveness, effects = self.world.liveness, self.world.effects
         context = context_of(self.history, liveness=liveness, regions=regions, settings=settings, effects=effects)
-        self.leader = RoundLeader(context)
+        # What the merged stripes of a ballot decode to here; a test may say so.
+        self.merged: dict[int, tuple[bytes, tuple[float, ...]]] = {}
+        self.leader = RoundLeader(context, RunProgress(context), lambda _fragment, _ballot: self.merged)
         self.notes: list[Note] = []
         self.commit(GENESIS)
         self.leader.begin(3, {}, now_ns=self.now_ns)
@@ -350,7 +353,7 @@ def test_what_is_missed_after_steps_were_given_up_counts_again() -> None:
     fifth = commit_with(office, "ab", 5, dict.fromkeys(REGIONS, 40), 50)
     assert fifth.share == 1.0
     other_incarnation = replace(contribution("c", steps=(50, 60), base=5), incarnation=2)
-    assert office.history.carried_since(other_incarnation) is None, (
+    assert office.history.account.carried_since(other_incarnation) is None, (
         "what an earlier incarnation gave up is nothing to it"
     )
 

@@ -137,7 +137,7 @@ class Place:
     def merged(self, indexes: Iterable[int], ballot: Ballot = FIRST) -> list[Effect]:
         for index in indexes:
             cut = STRIPES[index] if index < len(STRIPES) else STRIPES[0]
-            self.participant.merged_arrived(MergedStripeArrived(ballot, index, 0, 1, bytes([index]) * 32, cut))
+            self.participant.merged_arrived(MergedStripeArrived(ballot, index, 0, 1, bytes([index]) * 32, cut, (1.0,)))
         return self.go()
 
 
@@ -508,7 +508,7 @@ def test_other_blocks_than_the_ballots_are_no_stripe_of_a_contribution(
 @pytest.mark.parametrize("cut", [Stripe("a", 2, 4), Stripe("c", 2, 4), Stripe("b", 2, 3), Stripe("b", 0, 4)])
 def test_a_merged_stripe_of_another_sender_or_of_other_blocks_is_ignored(cut: Stripe, *, is_early: bool) -> None:
     place, announcement = Place(), replace(OPENED, members=("a", "c"))
-    wrong = MergedStripeArrived(FIRST, 1, 0, 1, b"x" * 32, cut)
+    wrong = MergedStripeArrived(FIRST, 1, 0, 1, b"x" * 32, cut, (1.0,))
     if is_early:
         place.participant.merged_arrived(wrong)
         place.open(announcement)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
+from diloco_node.codec.kernels import squared_norms
 from diloco_node.core.events import (
     AdoptState,
     ApplyVersion,
@@ -312,7 +313,9 @@ async def test_a_merged_stripe_counts_when_it_matches_its_digest(bench: Bench) -
     assert bench.posted == []
     assert bench.notes[-1].kind == "corrupt"
     assert await bench.receive("b", header, body)
-    assert bench.posted == [MergedStripeArrived(BALLOT, 1, 0, 1, header.digest, bench.stripes()[1])]
+    norms = tuple(squared_norms(bench.parameters.blocks[0], body, stripe.block_start, stripe.block_stop))
+    assert bench.posted == [MergedStripeArrived(BALLOT, 1, 0, 1, header.digest, stripe, norms)]
+    assert any(norms)
 
 
 async def test_once_the_ballot_is_known_a_merged_stripe_comes_from_its_reducer_only(bench: Bench) -> None:
@@ -338,7 +341,9 @@ async def test_a_second_stripe_of_the_same_name_changes_nothing(bench: Bench) ->
         buffer[:] = body
         bench.effects.transfer_closed(peer, header, buffer, is_whole=True)
     await bench.tasks.finish()
-    assert bench.posted == [MergedStripeArrived(BALLOT, 1, 0, 1, first.digest, bench.stripes()[1])]
+    (event,) = bench.posted
+    assert isinstance(event, MergedStripeArrived)
+    assert (event.digest, event.cut) == (first.digest, stripe)
 
 
 # ---- disk ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from diloco_node.core.types import Ballot, Codec, Contribution, Stripe
 from diloco_node.daemon.effects.open_stripes import (
     MergedPart,
     StripeTable,
+    add_trimmed,
     checked_digest,
     cosines,
     is_contiguous,
@@ -92,6 +93,54 @@ def test_norms_of_contributions_come_back_without_their_coefficients(contributio
     assert residual is None
 
 
+@pytest.mark.parametrize(("members", "cut"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (7, 1), (8, 2), (12, 3)])
+def test_the_trimmed_sum_leaves_out_the_extremes_of_each_value(members: int, cut: int) -> None:
+    values = np.random.default_rng(members).standard_normal((members, 999)).astype(np.float32)
+    total = np.zeros(999, np.float32)
+    add_trimmed(list(values.copy()), total)
+    middle = np.sort(values.astype(np.float64), axis=0)[cut : members - cut]
+    np.testing.assert_allclose(total, middle.mean(axis=0) * members, rtol=1e-4, atol=1e-5)
+
+
+def test_one_of_four_that_lies_can_not_leave_the_range_of_the_others() -> None:
+    rng = np.random.default_rng(3)
+    common = rng.standard_normal(UP.values).astype(np.float32)
+    vectors = [common + 0.3 * rng.standard_normal(UP.values).astype(np.float32) for _ in range(3)] + [-40.0 * common]
+    bodies = [whole(vector) for vector in vectors]
+    sums = {}
+    for is_trimmed in (False, True):
+        _, body, _ = reduce_stripe(
+            order(list("abcd"), [(0.25, 0.25)] * 4),
+            bodies,
+            UP,
+            DOWN,
+            residual_before=None,
+            keeps_residual=False,
+            is_trimmed=is_trimmed,
+        )
+        total = decoded(DOWN, body)
+        sums[is_trimmed] = float(total @ common / np.linalg.norm(total) / np.linalg.norm(common))
+    assert sums[False] < -0.9
+    assert sums[True] > 0.9
+
+
+def test_who_counts_nothing_is_no_member_of_a_trimmed_sum(contributions) -> None:
+    coefficients = [(0.5, 0.5), (0.0, 0.0), (0.5, 0.5)]
+    bodies = []
+    for is_trimmed in (False, True):
+        _, body, _ = reduce_stripe(
+            order(["a", "b", "c"], coefficients),
+            contributions,
+            UP,
+            DOWN,
+            residual_before=None,
+            keeps_residual=False,
+            is_trimmed=is_trimmed,
+        )
+        bodies.append(body.tobytes())
+    assert bodies[0] == bodies[1]
+
+
 def test_the_cosine_is_that_with_the_mean_direction_of_the_others() -> None:
     rng = np.random.default_rng(7)
     common = rng.standard_normal(UP.values)
@@ -145,8 +194,8 @@ def test_a_part_of_another_size_is_refused_by_name(contributions) -> None:
 
 def test_a_merged_stripe_that_no_encoder_wrote_is_refused_on_arrival() -> None:
     stripe = np.zeros(DOWN.encoded_bytes, np.uint8)
-    kernels.encode(DOWN, np.ones(DOWN.values, np.float32), stripe)
-    assert checked_digest(DOWN, stripe, 0, DOWN.block_count) == stripe_digest(stripe)
+    norms = kernels.encode(DOWN, np.ones(DOWN.values, np.float32), stripe)
+    assert checked_digest(DOWN, stripe, 0, DOWN.block_count) == (stripe_digest(stripe), tuple(norms))
     stripe[:4] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
     with pytest.raises(PayloadCorrupt):
         checked_digest(DOWN, stripe, 0, DOWN.block_count)

@@ -1,0 +1,173 @@
+"""One region lies about sums, numbers or the end: nothing of it is committed, the others go on, its name is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_node.core import events as ev
+from diloco_node.core.types import EntryBody, FinishedBody, RoundBody
+from diloco_node.lab.sim.world import SECOND
+from tests.core.test_gray_regions import rate, reducer
+from tests.kit.small_world import SEED, Small
+
+Change = Callable[[RoundBody], EntryBody]
+
+
+@pytest.fixture
+def patch() -> object:
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+def reduces_times(small: Small, name: str, factor: float, *, with_right_words: bool) -> None:
+    """The region multiplies its merged stripes, and reports their norms, or those that they should have."""
+    plane = small.hosts[name].plane
+    reduce = plane.reduce
+
+    def lie(effect: ev.ReduceStripe) -> ev.ReductionDone | None:
+        rows = tuple(tuple(factor * coefficient for coefficient in row) for row in effect.coefficients)
+        answer = reduce(replace(effect, coefficients=rows))
+        if answer is None or not with_right_words:
+            return answer
+        return replace(answer, squared_norms=tuple(norm / factor**2 for norm in answer.squared_norms))
+
+    plane.reduce = lie  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("factor", "with_right_words"), [(1000.0, True), (1000.0, False), (1.5, True)])
+def test_a_reducer_that_multiplies_its_sums_is_left_out_and_none_of_them_is_merged(
+    patch: pytest.MonkeyPatch, factor: float, with_right_words: bool
+) -> None:
+    small = Small(patch, sync_every=16)
+    small.go(8)
+    usual = rate(small, 8)
+    liar = reducer(small)
+    reduces_times(small, liar, factor, with_right_words=with_right_words)
+    assert rate(small, 16) >= 0.9 * usual, f"seed {SEED}"
+    (line,) = small.view(small.leader()).left_out
+    assert (line.region, line.part) == (liar, "reducer")
+    assert "its merged stripe" in line.reason
+    small.settle()
+
+
+def test_a_leader_that_multiplies_its_own_sums_leads_no_longer(patch: pytest.MonkeyPatch) -> None:
+    """It does not look at them, so they get into its log; every other region does."""
+    small = Small(patch, sync_every=16)
+    small.go(8)
+    liar = small.leader()
+    believes_itself(small, liar)
+    small.hosts[liar].core.leader._judge.judge_sums = lambda *_args, **_named: ""
+    reduces_times(small, liar, 1000.0, with_right_words=False)
+    small.go(12)
+    assert rate(small, 8) > 0, f"seed {SEED}"
+    assert small.leader() != liar
+    assert len(refused(small, liar)) >= 2
+
+
+def is_liar(small: Small, name: str) -> None:
+    """That others refuse it breaks no rule; the oracle goes on to work out what is committed."""
+    small.sim.checkers.liars = small.sim.checkers.audit.liars = frozenset({name})
+
+
+def believes_itself(small: Small, name: str) -> None:
+    """Its own check of what it proposes finds nothing."""
+    is_liar(small, name)
+    small.hosts[name].core.ledger._entry_gate._meaning.doubt = lambda _: ""
+
+
+def proposes(small: Small, name: str, change: Change) -> list[EntryBody]:
+    """As leader the region changes each round that it proposes. Returns what it proposed."""
+    believes_itself(small, name)
+    ledger = small.hosts[name].core.ledger
+    propose, lies = ledger.propose, []
+
+    def lie(body: Any, *, now_ns: int) -> Any:
+        changed = change(body) if isinstance(body, RoundBody) else body
+        if changed != body:
+            lies.append(changed)
+        return propose(changed, now_ns=now_ns)
+
+    ledger.propose = lie
+    return lies
+
+
+def refused(small: Small, liar: str) -> set[str]:
+    """The regions that say that they follow the liar no more."""
+    words = f"ignored entries from {liar}, and follows it no more"
+    return {name for name, note in small.notes if note.is_alarm and words in note.text}
+
+
+LIES: dict[str, Change] = {
+    "factors": lambda body: replace(body, factors=(float(2**100),) * len(body.factors)),
+    "no step": lambda body: replace(body, factors=(0.0,) * len(body.factors)),
+    "share": lambda body: replace(body, share=2.0**-126),
+    "weights": lambda body: replace(body, members=tuple(replace(member, weight=1.0) for member in body.members)),
+    "the last round": lambda body: replace(body, is_last=True),
+    "norms of the sum": lambda body: replace(body, squared_norms=tuple(0.9 * norm for norm in body.squared_norms)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_leader_that_writes_wrong_numbers_leads_no_longer_and_commits_none(
+    patch: pytest.MonkeyPatch, lie: str
+) -> None:
+    # The checkers of the simulation work out every number of a committed round: `go` fails if one is wrong.
+    small = Small(patch, sync_every=16, steps_max=100_000)
+    small.go(8)
+    usual = rate(small, 8)
+    liar = small.leader()
+    lies = proposes(small, liar, LIES[lie])
+    small.go(12)
+    assert lies
+    assert rate(small, 8) >= 0.9 * usual, f"seed {SEED}"
+    assert small.leader() != liar
+    assert len(refused(small, liar)) >= 2
+    assert not set(map(id, lies)) & set(map(id, small.bodies()))
+
+
+def test_a_leader_ends_no_run_in_the_middle(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, sync_every=16, steps_max=100_000)
+    small.go(8)
+    liar = small.leader()
+    is_liar(small, liar)
+    small.hosts[liar].core.leader.request_finish("it pleases me")
+    small.go(12)
+    assert rate(small, 8) > 0, f"seed {SEED}"
+    assert small.leader() != liar
+    rounds = [body for body in small.bodies() if isinstance(body, RoundBody)]
+    assert not any(body.is_last for body in rounds)
+    assert not any(isinstance(body, FinishedBody) for body in small.bodies())
+    assert len(refused(small, liar)) >= 2
+
+
+def test_an_operators_order_ends_the_run_whoever_leads_and_wherever_it_is_given(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, sync_every=16, steps_max=100_000)
+    small.go(8)
+    small.hosts[small.others()[1]].post(ev.FinishOrdered("the loss is flat"))
+    until_ns = small.world.now_ns + 30 * SECOND
+    small.sim.run_until(
+        lambda: small.world.now_ns > until_ns or any(isinstance(body, FinishedBody) for body in small.bodies())
+    )
+    assert [body.reason for body in small.bodies() if isinstance(body, FinishedBody)] == ["the loss is flat"]
+    assert not small.alarms(), f"seed {SEED}"
+
+
+def test_a_region_that_heard_no_order_takes_the_end_from_the_majority(patch: pytest.MonkeyPatch) -> None:
+    """No link leads from the region whose operator gives it to one of the others."""
+    small = Small(patch, sync_every=16, steps_max=100_000)
+    small.go(8)
+    source, deaf = small.others()[:2]
+    small.sim.network.cut(source, deaf)
+    small.hosts[source].post(ev.FinishOrdered("the loss is flat"))
+    until_ns = small.world.now_ns + 30 * SECOND
+    small.sim.run_until(
+        lambda: (
+            small.world.now_ns > until_ns
+            or (small.view(deaf).finished != "" and small.view(small.leader()).finished != "")
+        )
+    )
+    assert small.view(deaf).finished == "the loss is flat", f"seed {SEED}"
