@@ -32,12 +32,14 @@ class Cheat:
     Attributes:
         name: for reports and commands.
         begin: lets a region do it; called before its first daemon.
-        words: of alarms, one of which names the region once it has done so in a committed round.
+        words: of alarms, by one of which honest regions name it.
+        is_borne: the others go on, and nothing wrong commits; else it only shows that checkers find it.
     """
 
     name: str
     begin: Callable[[Host], None]
     words: tuple[str, ...] = ()
+    is_borne: bool = True
 
 
 class Cheating:
@@ -116,23 +118,25 @@ def _bring_back_old_folder(host: Host) -> None:
     host.world.after(OLD_AFTER_NS, None, take)
 
 
-_SUM_WORDS = ("merged stripe",)
+_SUM_WORDS = ("merged stripe", "sum of", "its sum")
 
 CHEATS: dict[str, Cheat] = {
     cheat.name: cheat
     for cheat in (
         Cheat("sum x1000", partial(_sum_wrongly, lambda values: values * np.float32(1000)), _SUM_WORDS),
-        Cheat("sum x1.5", partial(_sum_wrongly, lambda values: values * np.float32(1.5)), _SUM_WORDS),
-        Cheat("sum flipped", partial(_sum_wrongly, np.negative), _SUM_WORDS),
-        Cheat("sum biased", partial(_sum_wrongly, _biased), _SUM_WORDS),
+        # Nobody reduces a merged stripe again: sums of an honest length are found by the oracle alone.
+        Cheat("sum x1.5", partial(_sum_wrongly, lambda values: values * np.float32(1.5)), _SUM_WORDS, is_borne=False),
+        Cheat("sum flipped", partial(_sum_wrongly, np.negative), _SUM_WORDS, is_borne=False),
+        Cheat("sum biased", partial(_sum_wrongly, _biased), _SUM_WORDS, is_borne=False),
         Cheat("tokens x2", partial(_count_more, 2)),
         Cheat("tokens x8", partial(_count_more, 8)),
         Cheat("tokens x64", partial(_count_more, 64)),
-        Cheat("factors", partial(_lead_wrongly, lambda body: {"factors": (0.0,) * len(body.factors)}), ("factor",)),
-        Cheat("share", partial(_lead_wrongly, lambda _: {"share": 2.0**-126}), ("share",)),
-        Cheat("weights", partial(_lead_wrongly, _weigh_the_first), ("weight",)),
-        Cheat("early end", partial(_lead_wrongly, lambda _: {"is_last": True}), ("last",)),
+        Cheat("factors", partial(_lead_wrongly, lambda body: {"factors": (0.0,) * len(body.factors)}), ("its factor",)),
+        Cheat("share", partial(_lead_wrongly, lambda _: {"share": 2.0**-126}), ("its share",)),
+        Cheat("weights", partial(_lead_wrongly, _weigh_the_first), ("its weight",)),
+        Cheat("early end", partial(_lead_wrongly, lambda _: {"is_last": True}), ("before its time", "end")),
         Cheat("receipts", _deny_receipts),
-        Cheat("old folder", _bring_back_old_folder, ("folder",)),
+        # Folders know no age: a copy is taken for the folder itself.
+        Cheat("old folder", _bring_back_old_folder, ("folder",), is_borne=False),
     )
 }

@@ -72,6 +72,7 @@ class Checkers:
         commits: committed rounds. is_end_due: somebody has asked for the end.
         busy: the region whose core got the last event.
         liars: regions that send what their cores never said; nothing is demanded of them.
+        words: of what the liars do wrong. accusations: alarms with them that name a liar.
         tolerated: complaints of fakes that hold these words are no violations: a fault makes them on purpose.
     """
 
@@ -84,6 +85,8 @@ class Checkers:
         self.hosts: dict[str, Host] = {}
         self.busy = ""
         self.liars: frozenset[str] = frozenset()
+        self.words: tuple[str, ...] = ()
+        self.accusations = 0
         self.tolerated: set[str] = set()
         self.audit = Audit(setup, self.violate)
         self.oracle = Oracle(setup, self.violate, self._payload_of)
@@ -120,7 +123,6 @@ class Checkers:
             ev.ApplyVersion: self._applies,
             ev.OfferVersion: self._offers,
             ev.Note: self._notes,
-            ev.ReduceStripe: lambda _, effect: self.oracle.reduce_asked(effect),
             ev.FetchPayload: self._fetches,
         }
 
@@ -128,6 +130,8 @@ class Checkers:
         """Nobody honest makes an entry that can't be: that it is refused everywhere does not excuse it."""
         if note.is_alarm and not self.liars and any(words in note.text for words in _REFUSED):
             self.violate(f"meaning: {host.name}: {note.text}")
+        accuses = note.is_alarm and any(words in note.text for words in self.words)
+        self.accusations += accuses and any(name in note.text for name in self.liars)
         region = note.text.split(" ", 1)[0]
         if region in self.hosts and region not in self.liars and any(words in note.text for words in _PROOFS):
             self.violate(f"blame: {host.name} takes an honest region's fault for proved: {note.text}")
@@ -159,6 +163,8 @@ class Checkers:
 
     def effect_seen(self, host: Host, effect: ev.Effect) -> None:
         """Whether the core may want this."""
+        if isinstance(effect, ev.ReduceStripe):
+            self.oracle.reduce_asked(effect)
         check = self._effect_checks.get(type(effect))
         if check is not None and host.name not in self.liars:
             check(host, effect)

@@ -80,17 +80,21 @@ def participant(core: Any) -> RoundParticipant:
 
 def spoil_proposals(core: Any, spoil: Callable[[EntryBody], EntryBody]) -> None:
     """Let it propose other entries than it decided on, and check nothing itself."""
-    propose, sealed = core.ledger.propose, core.ledger._entry_gate.sealed
+    ledger_core, gate = core.ledger, core.ledger._entry_gate
+    propose, sealed = ledger_core.propose, gate.sealed
+
+    def unasked(part: Any, question: str, answer: Any, call: Callable[[], Any]) -> Any:
+        before = getattr(part, question)
+        setattr(part, question, answer)
+        try:
+            return call()
+        finally:
+            setattr(part, question, before)
 
     def propose_another(body: EntryBody, *, now_ns: int) -> Any:
-        return propose(spoil(body), now_ns=now_ns)
+        return unasked(ledger_core, "_has_payload", lambda _: True, lambda: propose(spoil(body), now_ns=now_ns))
 
     def seal_anything(body: EntryBody, **where: Any) -> Any:
-        gate = core.ledger._entry_gate
-        meaning, gate._meaning = gate._meaning, None
-        try:
-            return sealed(body, **where)
-        finally:
-            gate._meaning = meaning
+        return unasked(gate, "_meaning", None, lambda: sealed(body, **where))
 
-    core.ledger.propose, core.ledger._entry_gate.sealed = propose_another, seal_anything
+    ledger_core.propose, gate.sealed = propose_another, seal_anything

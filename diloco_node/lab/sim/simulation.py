@@ -54,7 +54,7 @@ WORDS = "words"
 LIARS = (WORDS, *cheats.CHEATS)
 """How a region can lie: in words of its own (`liar`), or in right words about what it did wrongly (`cheats`)."""
 
-LIARS_DRAWN = (WORDS, "receipts", "tokens x2", "tokens x8", "tokens x64")
+LIARS_DRAWN = (WORDS, *(name for name, cheat in cheats.CHEATS.items() if cheat.is_borne))
 """Those that seeds draw."""
 
 LIARS_CHANCE = 0.2
@@ -83,6 +83,7 @@ class SimReport:
         limits: of the core, which the seed lowered.
         liar: the region that lied, empty if none did. lie: how (`LIARS`); is_liar_drawn: the seed chose it.
         lies: how many it told, by what it changed. wrong_sums: committed stripes that it summed up wrongly.
+        accusations: alarms of honest regions that name it and what it did.
     """
 
     seed: int
@@ -108,6 +109,7 @@ class SimReport:
     is_liar_drawn: bool = True
     lies: dict[str, int] = field(default_factory=dict)
     wrong_sums: int = 0
+    accusations: int = 0
 
     @property
     def is_good(self) -> bool:
@@ -225,6 +227,7 @@ class Simulation:
         checkers.liars = checkers.oracle.liars = checkers.audit.liars = liars
         del self.honest[region]
         if kind != WORDS:
+            checkers.words = cheats.CHEATS[kind].words
             return Cheating(self.hosts[region], cheats.CHEATS[kind])
         checkers.oracle.forgers = liars
         checkers.tolerated.update(TOLERATED)
@@ -405,6 +408,7 @@ def _simulate(
         liar=liar.region if liar is not None else "",
         lies=dict(sorted(liar.lies.items())) if liar is not None else {},
         wrong_sums=len(checkers.oracle.wrong_sums),
+        accusations=checkers.accusations,
     )
 
 
@@ -488,7 +492,7 @@ def format_report(report: SimReport, *, tail_lines: int = 40) -> str:
     ]
     if report.liar:
         lies = ", ".join(f"{count} {label}" for label, count in report.lies.items()) or "none"
-        lines.append(f"{report.liar} lied ({report.lie}): {lies}")
+        lines.append(f"{report.liar} lied ({report.lie}): {lies}; accused {report.accusations} times")
     if report.is_good:
         lines.append("every check held")
         return "\n".join(lines)
