@@ -5,10 +5,11 @@ the others'. RDA takes its direction like any other, but the merge would be as l
 that one learner. So what is longer than a few times the usual counts as if it were just so long. What is wildly longer
 says nothing about where the model should go either: its learner diverged, or loaded other weights. It does not count.
 
-The usual length is the median of the round's members, or that of the fragment's last rounds if that is longer: in the
-last round of a run most members have made a step or two, the others a cycle. Both are taken over the whole fragment and
-over each piece. A piece may always be as long as one of its size is on average. Among fewer than `MEMBERS_MIN` members
-nobody can say who is the outlier: there only the last `ROUNDS_KEPT` rounds tell the usual length, or nothing does.
+The usual length is the median of the round's members. For who made many more steps it is that of the fragment's last
+rounds if that is longer: in the last round of a run most members have made a step or two, the others a cycle. Both are
+taken over the whole fragment and over each piece. A piece may always be as long as one of its size is on average. Among
+fewer than `MEMBERS_MIN` members nobody can say who is the outlier: there only the last `ROUNDS_KEPT` rounds tell the
+usual length, or nothing does.
 
 Measured with honest learners (built-in model, H = 16, four learners, all or three in each round, one that comes in
 every fourth, one cut off for four cycles): at most 1.4 times the usual, of a piece 1.7; with one learner four times as
@@ -138,20 +139,33 @@ def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: R
     """
     if len(contributions) < MEMBERS_MIN and not recent.is_full:
         return _whole(contributions)
-    usual = recent.usual(contributions)
-    if usual.total == 0.0:
+    usual = _usual(contributions, recent)
+    if min(norms.total for norms in usual) == 0.0:
         return _whole(contributions)
     size = sum(sizes)
-    pieces = [max(norm, usual.total * sqrt(size_ / size)) for norm, size_ in zip(usual.pieces, sizes, strict=True)]
     steps = _median([float(contribution.steps) for contribution in contributions])
-    rows = tuple(
-        _clip(contribution, usual.total, pieces, min(max(contribution.steps / steps, 1.0), FASTER_MAX))
-        for contribution in contributions
-    )
+    rows = []
+    for contribution, norms in zip(contributions, usual, strict=True):
+        pieces = [max(norm, norms.total * sqrt(size_ / size)) for norm, size_ in zip(norms.pieces, sizes, strict=True)]
+        faster = min(max(contribution.steps / steps, 1.0), FASTER_MAX)
+        rows.append(_clip(contribution, norms.total, pieces, faster))
     if any(map(any, rows)):
-        return rows
+        return tuple(rows)
     lengths = [sqrt(sum(contribution.squared_norms)) for contribution in contributions]
-    return tuple((usual.total / length,) * len(row) for length, row in zip(lengths, rows, strict=True))
+    return tuple((norms.total / length,) * len(row) for norms, length, row in zip(usual, lengths, rows, strict=True))
+
+
+def _usual(contributions: Sequence[Contribution], recent: RecentRounds) -> list[Norms]:
+    """Return the usual norms for each contribution; with earlier rounds only if it covers more steps than the median.
+
+    Who made a step or two, as most did, may not be as long as a cycle.
+    """
+    usual = recent.usual(contributions)
+    if len(contributions) < MEMBERS_MIN:
+        return [usual] * len(contributions)
+    now, steps = _median_norms(contributions), _median([float(contribution.steps) for contribution in contributions])
+    is_long = [contribution.steps > FASTER_MAX * steps or now.total == 0.0 for contribution in contributions]
+    return [usual if long else now for long in is_long]
 
 
 def _clip(contribution: Contribution, usual: float, usual_pieces: Sequence[float], faster: float) -> tuple[float, ...]:
@@ -171,12 +185,11 @@ def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRo
     """Return learners whose contribution does not count as a whole, in its order, each with the reason in words."""
     if not any(min(row, default=1.0) < 1.0 for row in clips):
         return {}
-    usual = recent.usual(contributions).total
     reasons = {}
-    for contribution, row in zip(contributions, clips, strict=True):
+    for contribution, row, norms in zip(contributions, clips, _usual(contributions, recent), strict=True):
         part = min(row, default=1.0)
         if part < 1.0:
-            length = sqrt(sum(contribution.squared_norms))
+            length, usual = sqrt(sum(contribution.squared_norms)), norms.total
             whole_or_piece = "it" if len(set(row)) == 1 else "its longest piece"
             reasons[contribution.learner] = (
                 f"length {length:.3g} is {length / usual:.3g} times the usual {usual:.3g}, "

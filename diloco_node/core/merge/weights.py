@@ -55,6 +55,10 @@ stretch never exceeds `2 * W / sqrt(sum w^2)`, which is `2 * sqrt(M)` for equal 
 """
 
 
+ROUNDED: Final = 1.0 + 2.0**-30
+"""Above all errors of rounding in the search of a limit."""
+
+
 def to_float32(value: float) -> float:
     """The nearest float32, as a float; beyond its range the largest finite one. NaN is refused with ValueError."""
     if isnan(value):
@@ -148,7 +152,7 @@ def _share_limit(values: Sequence[float], share_max: float) -> float:
     part = max(share_max, 1.0 / len(falling))
     for place, value in enumerate(falling[:-1]):
         limit = part * sum(falling[place:]) / (1.0 - part * place)
-        if value <= limit:
+        if value <= limit * ROUNDED:
             return limit
     return falling[-1]
 

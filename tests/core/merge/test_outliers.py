@@ -45,9 +45,9 @@ def test_twice_the_median_is_what_counts_of_a_longer_one() -> None:
 
 def test_beyond_twenty_times_nothing_counts() -> None:
     contributions = [of("a", 1.0), of("b", 2.0), of("c", 3.0)]
-    assert clipped(*contributions, of("d", 40.0))[3] == 0.1, "exactly at the limit"
+    assert clipped(*contributions, of("d", 40.0))[3] == pytest.approx(0.1), "exactly at the limit"
     assert clipped(*contributions, of("d", 41.0)) == [1.0, 1.0, 1.0, 0.0]
-    assert clipped(*contributions, of("d", 80.0, steps=32))[3] == 0.1, "twice the steps, twice of both"
+    assert clipped(*contributions, of("d", 80.0, steps=32))[3] == pytest.approx(0.1), "twice the steps, twice of both"
 
 
 def test_of_three_one_that_loaded_other_weights_does_not_count() -> None:
@@ -89,7 +89,7 @@ def test_who_made_more_steps_may_be_longer_but_not_for_ever() -> None:
     assert clipped(*others, of("d", 3.0, steps=24))[3] == 1.0, "one and a half times the steps"
     assert clipped(*others, of("d", 6.0, steps=24))[3] == 0.5
     for steps in (32, 64, 10**9):
-        assert clipped(*others, of("d", 20.0, steps=steps))[3] == RATIO_MAX * FASTER_MAX / 20.0
+        assert clipped(*others, of("d", 20.0, steps=steps))[3] == pytest.approx(RATIO_MAX * FASTER_MAX / 20.0)
     assert clipped(*others, of("d", 2.0, steps=1))[3] == 1.0, "nor is anybody held down for being slow"
 
 
@@ -116,7 +116,9 @@ def test_members_that_made_a_step_or_two_do_not_make_the_others_outliers() -> No
     last = [of("a", 0.001, steps=1), of("b", 0.001, steps=1), of("c", 0.001, steps=1), of("d", 1.0)]
     assert clipped(*last, recent=recent) == [1.0] * 4
     assert clipped(*last)[3] == 0.0, "nothing is known of the rounds before"
-    assert clipped(*last[:3], of("d", 4.0, steps=1), recent=recent)[3] == 0.5
+    assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == 0.5
+    assert clipped(*last[:3], of("d", 0.004, steps=1), recent=recent)[3] == 0.5, "a step or two are no cycle"
+    assert clipped(*last[:3], of("d", 1.0, steps=1), recent=recent)[3] == 0.0
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
