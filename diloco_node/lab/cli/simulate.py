@@ -33,7 +33,8 @@ def run(
     """Real region cores in a fake world: crashes, cuts, loss. Exit code 1 if a promise was broken."""
     import structlog
 
-    from diloco_node.lab.sim.simulation import format_report, simulate
+    from diloco_node.lab.sim.seed_report import format_report
+    from diloco_node.lab.sim.simulation import simulate
 
     # What the daemon's code would log is in the trace, at its virtual time.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -62,7 +63,7 @@ def hunt(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from diloco_node.lab.sim.hunt import Hunt, reports, seed_range
-    from diloco_node.lab.sim.simulation import format_report
+    from diloco_node.lab.sim.seed_report import format_report
 
     first, last = seed_range(seeds)
     order = Hunt(first, last, regions, events, schedule, liar)

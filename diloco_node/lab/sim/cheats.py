@@ -16,6 +16,7 @@ import numpy as np
 
 from diloco_node.core.messages import MergedReceived
 from diloco_node.core.types import EntryBody, RoundBody
+from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import SECOND
 from diloco_node.numeric import F32
@@ -58,7 +59,7 @@ class Cheating:
 
     def end(self) -> None:
         """Its next daemon and learner are honest."""
-        self._host.spoil_sum, self._host.token_factor, self._host.spoil_body = None, 1, None
+        self._host.spoil_sum, self._host.token_factor, self._host.spoil_core = None, 1, None
         self._host.network.frame_spoilers.pop(self.region, None)
 
 
@@ -78,12 +79,29 @@ def _lead_wrongly(change: Callable[[RoundBody], dict[str, Any]], host: Host) -> 
     def spoil(body: EntryBody) -> EntryBody:
         return replace(body, **change(body)) if isinstance(body, RoundBody) else body
 
-    host.spoil_body = spoil
+    host.spoil_core = partial(view.spoil_proposals, spoil=spoil)
 
 
 def _weigh_the_first(body: RoundBody) -> dict[str, Any]:
     first, *others = body.members
     return {"members": (replace(first, weight=64.0 * first.weight), *others)}
+
+
+def _end_early(host: Host) -> None:
+    """Whenever it leads, it holds the last rounds, as if an operator had asked for the end."""
+
+    def spoil(core: Any) -> None:
+        leader: Any = view.rounds(core)
+        begin = leader.begin
+
+        def begin_last(*what: Any, **more: Any) -> None:
+            begin(*what, **more)
+            leader.request_finish("enough")
+
+        leader.begin = begin_last
+        core._end.doubt = lambda body, *, now_ns: ""
+
+    host.spoil_core = spoil
 
 
 def _deny_receipts(host: Host) -> None:
@@ -134,7 +152,7 @@ CHEATS: dict[str, Cheat] = {
         Cheat("factors", partial(_lead_wrongly, lambda body: {"factors": (0.0,) * len(body.factors)}), ("its factor",)),
         Cheat("share", partial(_lead_wrongly, lambda _: {"share": 2.0**-126}), ("its share",)),
         Cheat("weights", partial(_lead_wrongly, _weigh_the_first), ("its weight",)),
-        Cheat("early end", partial(_lead_wrongly, lambda _: {"is_last": True}), ("before its time", "end")),
+        Cheat("early end", _end_early, ("no operator's order",)),
         Cheat("receipts", _deny_receipts),
         # Folders know no age: a copy is taken for the folder itself.
         Cheat("old folder", _bring_back_old_folder, ("folder",), is_borne=False),

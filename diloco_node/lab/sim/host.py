@@ -14,8 +14,7 @@ import numpy as np
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
-from diloco_node.core.types import DISK_ID_BYTES, EntryBody, GenesisBody, Recovered, Stripe
-from diloco_node.lab.sim import core_parts as view
+from diloco_node.core.types import DISK_ID_BYTES, GenesisBody, Recovered, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.dataplane import DataPlane
 from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
@@ -107,7 +106,7 @@ class Host:
         # Of a cheat (`cheats`): what its reducer, learner and leader do.
         self.spoil_sum: Callable[[F32], F32] | None = None
         self.token_factor = 1
-        self.spoil_body: Callable[[EntryBody], EntryBody] | None = None
+        self.spoil_core: Callable[[Any], None] | None = None
         # Survives the daemon: the file is on the disk.
         self.has_final = False
         self._observer = observer
@@ -158,8 +157,8 @@ class Host:
         recovery = self.disk.recovered(len(self.setup.layouts))
         seed = self.world.rng.getrandbits(63)
         self.core = self.make_core(self.name, self.setup, recovery, seed, self.world.now_ns)
-        if self.spoil_body is not None:
-            view.spoil_proposals(self.core, self.spoil_body)
+        if self.spoil_core is not None:
+            self.spoil_core(self.core)
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
         self._observer.daemon_started(self)
         self.network.daemon_changed(self.name)

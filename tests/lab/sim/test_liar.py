@@ -10,7 +10,8 @@ from diloco_node.errors import ConfigError
 from diloco_node.lab.sim import simulation as module
 from diloco_node.lab.sim.fault_storm import SCHEDULES, Chaos
 from diloco_node.lab.sim.liar import COUNTED, Liar
-from diloco_node.lab.sim.simulation import Simulation, format_report, simulate
+from diloco_node.lab.sim.seed_report import format_report
+from diloco_node.lab.sim.simulation import Simulation, simulate
 from diloco_node.wire.envelope import decode_control, encode_control
 
 

@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.events import Event
 from diloco_node.core.merge import stripes
 from diloco_node.errors import ConfigError
-from diloco_node.lab.sim.simulation import COMMITS_MIN, FAULTS_MIN, HOSTS, LIARS_DRAWN, format_report, simulate
+from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.seed_report import format_report
+from diloco_node.lab.sim.simulation import COMMITS_MIN, FAULTS_MIN, HOSTS, LIARS_DRAWN, Simulation, simulate
+from diloco_node.lab.sim.world import SECOND
 from tests.kit.planted import CHEAT_FAULTS, CORE_FAULTS, EFFECT_FAULTS
 
 CLEAN_SEEDS = range(16)
@@ -84,22 +88,21 @@ SIGNS = {
 
 CHEAT_SIGNS = {
     # what a checker says of a region that nobody excuses
-    "sum x1000": "not the sum of its members",
     "sum x1.5": "not the sum of its members",
     "sum flipped": "not the sum of its members",
     "sum biased": "not the sum of its members",
     "tokens x2": "work: ",
     "tokens x8": "work: ",
     "tokens x64": "work: ",
-    "factors": "factors: ",
-    "share": "share: ",
-    "weights": "part: ",
-    "early end": "nobody asked for the end",
+    "factors": "its factor",
+    "share": "its share",
+    "weights": "its weight",
+    "early end": "no operator's order",
     "old folder": "age: ",
 }
 
-EXCUSED = {"receipts"}
-"""Honest regions must bear it: it is only words (`half-blames`)."""
+EXCUSED = {"receipts", "sum x1000"}
+"""Nothing of it commits or proves anything, so there is nothing for a checker to find."""
 
 
 @pytest.mark.parametrize("seed", CLEAN_SEEDS)
@@ -157,6 +160,14 @@ def test_what_one_region_does_wrong_in_right_words_is_found(name: str) -> None:
     raise AssertionError(f"{name}: no seed below 4 finds it")
 
 
+@pytest.mark.parametrize("name", ["factors", "early end"])
+def test_a_leader_with_wrong_numbers_is_named_and_nothing_of_it_commits(name: str) -> None:
+    reports = [simulate(seed, liar=name, regions=3, events=1000) for seed in (1, 3)]
+    for report in reports:
+        assert report.is_good, format_report(report)
+    assert any(report.accusations for report in reports)
+
+
 @pytest.mark.seeds
 @pytest.mark.parametrize("name", LIARS_DRAWN)
 def test_what_seeds_lie_about_is_borne(name: str) -> None:
@@ -168,7 +179,7 @@ def test_what_seeds_lie_about_is_borne(name: str) -> None:
 def test_a_wrong_sum_of_a_liar_is_counted_and_leaves_the_others_equal() -> None:
     report = simulate(1, liar="sum x1.5", regions=3, events=1500)
     assert report.is_good, format_report(report)
-    assert report.wrong_sums > 0
+    assert report.wrong_sums > 0, "nobody reduces a stripe again: when somebody does, this cheat is borne"
     assert simulate(1, liar="", regions=3, events=300, commits_min=0, faults_min=0).wrong_sums == 0
 
 
@@ -196,6 +207,28 @@ def test_reducers_of_several_stripes_keep_every_promise(seed: int, monkeypatch: 
     monkeypatch.setattr(stripes, "STRIPE_BYTES_MIN", 1)
     report = simulate(seed, regions=1 + seed % 3)
     assert report.is_good, format_report(report)
+
+
+@pytest.mark.parametrize("effects", sorted(HOSTS))
+def test_a_loop_that_gets_no_time_hears_everything_later_and_its_timers_fire_late(effects: str) -> None:
+    simulation = Simulation(3, regions=3, host_type=HOSTS[effects])
+    simulation.start()
+    simulation.run_until(lambda: simulation.checkers.commits >= 2)
+    host, given = simulation.hosts[simulation.setup.regions[0]], list[int]()
+    given_before = simulation.checkers.event_given
+
+    def event_given(at: Host, event: Event) -> None:
+        if at is host:
+            given.append(simulation.world.now_ns)
+        given_before(at, event)
+
+    simulation.checkers.event_given = event_given  # type: ignore[method-assign]
+    until_ns = simulation.world.now_ns + 3 * SECOND
+    host.stall(3 * SECOND)
+    simulation.run_until(lambda: simulation.world.now_ns >= until_ns + SECOND)
+    assert given[0] >= until_ns
+    assert given.count(given[0]) > 10, "what waited is handled at once"
+    assert not simulation.checkers.violations
 
 
 def test_one_region_alone_and_the_largest_number_work_as_well() -> None:
