@@ -125,7 +125,7 @@ class Audit:
                 self._compare(name, core.history.account)
 
     def _compare(self, region: str, account: Account) -> None:
-        """What a region makes of the ledger, its closed lives too: steps and tokens of every learner."""
+        """Compare steps and tokens of every learner, its closed lives too, as a region counts them."""
         fragments = len(self._setup.layouts)
         for learner in sorted(set(self._setup.regions) - self.liars):
             ends: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """Regions that do wrong in right words: an attacker's reducer or leader, a script with a mistake in it, an old folder.
 
-What `Liar` changes on its way shows as soon as somebody compares. What a cheat does is consistent: its messages,
-digests and norms belong to the wrong thing that it did. It is one region's, and goes on until it is ended.
+A change by `Liar` shows as soon as somebody compares. A cheat is consistent: messages, digests and norms belong to the
+wrong thing that its region did. It is one region's, and goes on until it is ended.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _sum_wrongly(spoil: Callable[[F32], F32], host: Host) -> None:
     host.spoil_sum = spoil
 
 
-def _biased(values: F32) -> F32:
+def _bias(values: F32) -> F32:
     return values + np.float32(1e-2)
 
 
@@ -83,8 +83,8 @@ def _lead_wrongly(change: Callable[[RoundBody], dict[str, Any]], host: Host) -> 
 
 
 def _weigh_the_first(body: RoundBody) -> dict[str, Any]:
-    first, *others = body.members
-    return {"members": (replace(first, weight=64.0 * first.weight), *others)}
+    first, *members = body.members
+    return {"members": (replace(first, weight=64.0 * first.weight), *members)}
 
 
 def _end_early(host: Host) -> None:
@@ -94,8 +94,8 @@ def _end_early(host: Host) -> None:
         leader: Any = view.rounds(core)
         begin = leader.begin
 
-        def begin_last(*what: Any, **more: Any) -> None:
-            begin(*what, **more)
+        def begin_last(*facts: Any, **more: Any) -> None:
+            begin(*facts, **more)
             leader.request_finish("enough")
 
         leader.begin = begin_last
@@ -120,16 +120,16 @@ def _bring_back_old_folder(host: Host) -> None:
     """Copy the folder, and put the copy in its place later: what was acknowledged meanwhile is gone."""
 
     def take() -> None:
-        copied = copy.copy(host.disk)
+        older = copy.copy(host.disk)
         for name in ("entries", "payloads", "states", "older_states", "counters"):
-            setattr(copied, name, copy.copy(getattr(host.disk, name)))
-        host.world.after(OLD_AFTER_NS, None, put, copied)
+            setattr(older, name, copy.copy(getattr(host.disk, name)))
+        host.world.after(OLD_AFTER_NS, None, put, older)
 
-    def put(copied: Any) -> None:
+    def put(older: Any) -> None:
         host.kill_daemon()
         host.kill_learner()
-        copied.ledger_queue, copied.late_writes, copied.votes = [], [], host.disk.votes
-        host.disk = copied
+        older.ledger_queue, older.late_writes, older.votes = [], [], host.disk.votes
+        host.disk = older
         host.start_daemon()
         host.start_learner()
 
@@ -145,7 +145,7 @@ CHEATS: dict[str, Cheat] = {
         # Nobody reduces a merged stripe again: sums of an honest length are found by the oracle alone.
         Cheat("sum x1.5", partial(_sum_wrongly, lambda values: values * np.float32(1.5)), _SUM_WORDS, is_borne=False),
         Cheat("sum flipped", partial(_sum_wrongly, np.negative), _SUM_WORDS, is_borne=False),
-        Cheat("sum biased", partial(_sum_wrongly, _biased), _SUM_WORDS, is_borne=False),
+        Cheat("sum biased", partial(_sum_wrongly, _bias), _SUM_WORDS, is_borne=False),
         Cheat("tokens x2", partial(_count_more, 2)),
         Cheat("tokens x8", partial(_count_more, 8)),
         Cheat("tokens x64", partial(_count_more, 64)),

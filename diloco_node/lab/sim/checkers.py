@@ -296,11 +296,11 @@ class Checkers:
         if fault:
             self.violate(f"durable: acknowledgement to {peer}: {host.name} {fault}")
 
-    def _check_age(self, host: Host, what: str) -> None:
+    def _check_age(self, host: Host, action: str) -> None:
         """A folder never comes back as it was before it acknowledged what is committed."""
-        last_index, promised = view.last_index(host.core), self._promised.get(host.disk.id, 0)
-        if last_index < promised:
-            self.violate(f"age: {host.name} {what}, its folder ends at {last_index}, and has acknowledged {promised}")
+        last_index, promise = view.last_index(host.core), self._promised.get(host.disk.id, 0)
+        if last_index < promise:
+            self.violate(f"age: {host.name} {action}, its folder ends at {last_index}, and has acknowledged {promise}")
 
     def _votes_for(self, host: Host, peer: str, message: msg.RequestVoteReply) -> None:
         if message.pre_vote or not message.granted:

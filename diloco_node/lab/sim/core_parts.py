@@ -81,20 +81,22 @@ def participant(core: Any) -> RoundParticipant:
 def spoil_proposals(core: Any, spoil: Callable[[EntryBody], EntryBody]) -> None:
     """Let it propose other entries than it decided on, and check nothing itself."""
     ledger_core, gate = core.ledger, core.ledger._entry_gate
-    propose, sealed = ledger_core.propose, gate.sealed
+    propose, seal = ledger_core.propose, gate.sealed
 
-    def unasked(part: Any, question: str, answer: Any, call: Callable[[], Any]) -> Any:
-        before = getattr(part, question)
-        setattr(part, question, answer)
+    def without_question(owner: Any, question: str, answer: Any, call: Callable[[], Any]) -> Any:
+        before = getattr(owner, question)
+        setattr(owner, question, answer)
         try:
             return call()
         finally:
-            setattr(part, question, before)
+            setattr(owner, question, before)
 
     def propose_another(body: EntryBody, *, now_ns: int) -> Any:
-        return unasked(ledger_core, "_has_payload", lambda _: True, lambda: propose(spoil(body), now_ns=now_ns))
+        return without_question(
+            ledger_core, "_has_payload", lambda _: True, lambda: propose(spoil(body), now_ns=now_ns)
+        )
 
     def seal_anything(body: EntryBody, **where: Any) -> Any:
-        return unasked(gate, "_meaning", None, lambda: sealed(body, **where))
+        return without_question(gate, "_meaning", None, lambda: seal(body, **where))
 
     ledger_core.propose, gate.sealed = propose_another, seal_anything

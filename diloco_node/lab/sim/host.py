@@ -283,17 +283,19 @@ class Host:
                 if self.plane.keep_contribution(stripe, body):
                     blocks = (stripe.block_start, stripe.block_stop)
                     self.post(ev.ContributionStripeArrived(stripe.ballot, stripe.stripe, stripe.contribution, blocks))
-            case msg.MergedStripe() as merged:
-                if self.plane.keep_merged(merged, body):
+            case msg.MergedStripe() as merged_stripe:
+                if self.plane.keep_merged(merged_stripe, body):
                     self.post(
                         ev.MergedStripeArrived(
-                            merged.ballot,
-                            merged.stripe,
-                            merged.fragment,
-                            merged.version,
-                            merged.digest,
-                            Stripe(peer, merged.block_start, merged.block_stop),
-                            self.plane.norms_of(merged.fragment, (merged.block_start, merged.block_stop), body),
+                            merged_stripe.ballot,
+                            merged_stripe.stripe,
+                            merged_stripe.fragment,
+                            merged_stripe.version,
+                            merged_stripe.digest,
+                            Stripe(peer, merged_stripe.block_start, merged_stripe.block_stop),
+                            self.plane.norms_of(
+                                merged_stripe.fragment, (merged_stripe.block_start, merged_stripe.block_stop), body
+                            ),
                         )
                     )
             case msg.Payload() | msg.State() as fetched:

@@ -36,13 +36,13 @@ CHANCE = 0.2
 def lowered_limits(seed: int) -> Iterator[tuple[str, ...]]:
     """Lower some limits while a seed runs; gives their names. Others of the seed's draws stay as they are."""
     rng = Random(f"limits of {seed}")
-    chosen = [(name, low, modules) for name, low, modules in LOW if rng.random() < CHANCE]
-    usual = [(module, name, getattr(module, name)) for name, _, modules in chosen for module in modules]
+    low_limits = [(name, low, modules) for name, low, modules in LOW if rng.random() < CHANCE]
+    usual = [(module, name, getattr(module, name)) for name, _, modules in low_limits for module in modules]
     try:
-        for name, low, modules in chosen:
+        for name, low, modules in low_limits:
             for module in modules:
                 setattr(module, name, low)
-        yield tuple(name for name, _, _ in chosen)
+        yield tuple(name for name, _, _ in low_limits)
     finally:
         for module, name, value in usual:
             setattr(module, name, value)

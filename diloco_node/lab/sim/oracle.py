@@ -58,16 +58,24 @@ class Oracle:
         self._setup = setup
         self._violate = violate
         self._payload_of = payload_of
+        # By learner, incarnation, fragment and snapshot: never written over.
         self._encoded: dict[tuple[str, int, int, int], tuple[Contribution, bytes]] = {}
+        # By ballot and stripe, the ballot whose residual was added.
         self._residual_of: dict[tuple[Ballot, int], Ballot | None] = {}
+        # By fragment, ballot and blocks, of every stripe that was recomputed.
         self._residuals: dict[tuple[int, Ballot, Blocks], F32] = {}
         # Residuals that nobody but a liar knows.
         self._unknown: set[tuple[int, Ballot | None, Blocks]] = set()
+        # Per fragment the newest version that is committed; -1 before genesis.
         self._versions = [-1] * len(setup.layouts)
+        # By learner, fragment, incarnation and last step, the version since which what follows is carried.
         self._carried: dict[tuple[str, int, int, int], int] = {}
+        # Per fragment, as every region has them after the same entries.
         self._recent = [outliers.RecentRounds() for _ in setup.layouts]
+        # Per fragment the values at its version; empty before genesis.
         self._theta: list[F32] = []
         self._momentum: list[F32] = []
+        # By fragment and version, of all versions so far.
         self._digests: dict[tuple[int, int], bytes] = {}
 
     def contribution_made(self, contribution: Contribution, body: bytes) -> bool:
@@ -156,11 +164,11 @@ class Oracle:
         return tuple(self._versions)
 
     def _check_parts(self, body: RoundBody) -> None:
-        """Of three or more members that weigh something nobody decides alone, whatever it says of itself."""
-        parts = sorted(member.weight for member in body.members if member.weight > 0.0)
-        part_max = max(self._setup.settings.weight_share_max, 1.0 / max(1, len(parts)))
-        if len(parts) >= outliers.MEMBERS_MIN and parts[-1] > (part_max + 1e-6) * sum(parts):
-            self._violate(f"part: one of {body.fragment}/{body.version} has more than {part_max:.3g} of {parts}")
+        """Nobody decides alone where three or more members weigh something, whatever it says of itself."""
+        shares = sorted(member.weight for member in body.members if member.weight > 0.0)
+        part_max = max(self._setup.settings.weight_share_max, 1.0 / max(1, len(shares)))
+        if len(shares) >= outliers.MEMBERS_MIN and shares[-1] > (part_max + 1e-6) * sum(shares):
+            self._violate(f"part: one of {body.fragment}/{body.version} has more than {part_max:.3g} of {shares}")
 
     def _check_weights(self, body: RoundBody) -> None:
         """Weights and share follow from the members' steps, tokens and the versions that they missed."""
@@ -188,8 +196,8 @@ class Oracle:
     def _check_payload(self, body: RoundBody) -> None:
         """The payload must be the sum of the members that the entry names, with its weights.
 
-        What a forger contributed nobody knows; a stripe that a liar reduced may be wrong. All else must be right, and
-        the outer step is taken with the very bytes that the entry names.
+        Nobody knows the contributions of a forger; a stripe that a liar reduced may be wrong. All else must be right,
+        and the outer step is taken with the very bytes that the entry names.
         """
         contributions = [member.contribution for member in body.members]
         is_known = not any(contribution.learner in self.forgers for contribution in contributions)
@@ -246,8 +254,8 @@ class Oracle:
         ranges = [layout.byte_range(*_blocks(stripe), self._setup.settings.codec_down) for stripe in body.stripes]
         return {
             stripe.reducer
-            for stripe, reduced, (low, high) in zip(body.stripes, stripes, ranges, strict=True)
-            if reduced is not None and reduced.encoded != data[low:high]
+            for stripe, reduction, (low, high) in zip(body.stripes, stripes, ranges, strict=True)
+            if reduction is not None and reduction.encoded != data[low:high]
         }
 
     def _blame_sums(self, body: RoundBody, culprits: set[str]) -> None:
