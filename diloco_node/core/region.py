@@ -168,7 +168,7 @@ class RegionCore:
             effects=self._effects,
             genesis_fault=self._genesis.fault,
         )
-        self._objections = Objections(self.ledger, self.versions, self._end, self._effects)
+        self._objections = Objections(self.ledger, self.versions, self._end, self._effects, settings)
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         self._next_beat_ns = now_ns
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.

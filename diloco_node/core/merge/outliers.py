@@ -80,7 +80,7 @@ class RecentRounds:
         if not contributions:
             return self
         now = _median_norms(contributions)
-        row = Norms(*_floats32(now.total), _floats32(*now.pieces))
+        row = Norms(_floats32(now.total)[0], _floats32(*now.pieces))
         return RecentRounds((*self.rounds, row)[-ROUNDS_KEPT:], _floats32(*map(sqrt, squared_norms)))
 
     def packed(self) -> bytes:

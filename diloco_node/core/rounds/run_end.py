@@ -35,13 +35,8 @@ class RunEnd:
         self, context: RoundContext, versions: Versions, progress: RunProgress, bodies: Iterable[EntryBody] = ()
     ) -> None:
         self.is_final = False
-        self._patience_ns, self._progress, self._regions = (
-            context.settings.election_timeout_ns,
-            progress,
-            context.regions,
-        )
+        self._progress, self._regions = progress, context.regions
         self._is_believed = any(map(is_end, bodies))
-        self._doubted_ns: int | None = None
         # By region, the reason that its operator gave.
         self._orders: dict[str, str] = {}
         self._region, self._history = context.region, context.history
@@ -70,14 +65,6 @@ class RunEnd:
             return ""
         way = "a run without a limit" if part is None else f"{part:.0%} of the run"
         return f"it ends {way}, and no operator's order came here"
-
-    def is_overdue(self, *, now_ns: int) -> bool:
-        """Whether an end has been doubted long enough: if others knew a reason for it, a majority would have it."""
-        self._doubted_ns = now_ns if self._doubted_ns is None else self._doubted_ns
-        if now_ns - self._doubted_ns < self._patience_ns:
-            return False
-        self._doubted_ns = None
-        return True
 
     def believe(self) -> None:
         """A majority has committed the end."""
