@@ -136,7 +136,7 @@ def _bring_back_old_folder(host: Host) -> None:
     host.world.after(OLD_AFTER_NS, None, take)
 
 
-_SUM_WORDS = ("merged stripe", "sum of", "its sum")
+_SUM_WORDS = ("its merged stripe", "its sum")
 
 CHEATS: dict[str, Cheat] = {
     cheat.name: cheat

@@ -45,6 +45,7 @@ class Oracle:
     Attributes:
         committed: rounds by (fragment, version).
         liars: regions whose stripes may be wrong. forgers: those of them whose contributions are not what they offered.
+        excuses_sums: a liar's wrong stripe may commit.
         wrong_sums: stripes in committed rounds (fragment, version) that a liar summed up wrongly.
     """
 
@@ -54,6 +55,7 @@ class Oracle:
         self.committed: dict[tuple[int, int], RoundBody] = {}
         self.liars: frozenset[str] = frozenset()
         self.forgers: frozenset[str] = frozenset()
+        self.excuses_sums = True
         self.wrong_sums: list[tuple[int, int]] = []
         self._setup = setup
         self._violate = violate
@@ -259,9 +261,9 @@ class Oracle:
         }
 
     def _blame_sums(self, body: RoundBody, culprits: set[str]) -> None:
-        """Wrong stripes are a liar's alone; what it takes for their residual nobody knows."""
+        """Wrong stripes are a liar's alone, and only of one that is excused; nobody knows their residual."""
         for name in sorted(culprits):
-            if name in self.liars:
+            if name in self.liars and self.excuses_sums:
                 self.wrong_sums.append((body.fragment, body.version))
                 self._unknown |= {
                     (body.fragment, body.ballot, _blocks(stripe)) for stripe in body.stripes if stripe.reducer == name

@@ -165,8 +165,9 @@ class Simulation:
         checkers.liars = checkers.oracle.liars = checkers.audit.liars = liars
         del self.honest[region]
         if kind != WORDS:
-            checkers.words = cheats.CHEATS[kind].words
-            return Cheating(self.hosts[region], cheats.CHEATS[kind])
+            cheat = cheats.CHEATS[kind]
+            checkers.words, checkers.oracle.excuses_sums = cheat.words, not cheat.is_borne
+            return Cheating(self.hosts[region], cheat)
         checkers.oracle.forgers = liars
         checkers.tolerated.update(TOLERATED)
         rate = rng.choice(LIE_RATES)

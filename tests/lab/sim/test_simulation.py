@@ -249,6 +249,8 @@ def test_unknown_effects_are_refused_with_those_that_exist() -> None:
         simulate(1, effects="no-such")
     with pytest.raises(ConfigError, match="fast"):
         simulate(1, effects="daemon", liar="words")
+    with pytest.raises(ConfigError, match="old folder"):
+        simulate(1, liar="no-such")
 
 
 @pytest.mark.parametrize("effects", sorted(HOSTS))
