@@ -63,9 +63,9 @@ class Genesis:
     def propose(self) -> None:
         """Propose genesis, once in each term that this region leads, when its disk holds all of Theta_0."""
         term = self._ledger.term
-        is_free = self._leader.is_acting and self._history.genesis is None and self._proposed_term != term
-        digests = self._versions.initial_digests if is_free else None
-        founders = self._ledger.founders
+        if not self._leader.is_acting or self._history.genesis is not None or self._proposed_term == term:
+            return
+        digests, founders = self._versions.initial_digests, self._ledger.founders
         if digests is not None and founders and not self._fetches.brings_other_initial(digests):
             self._proposed_term = term
             run_id, settings_digest, manifest_digest, regions = self._run

@@ -330,8 +330,8 @@ class RegionCore:
             self._effects.note("leader", f"{ledger.leader} leads term {ledger.term}")
         if self.leader.is_acting and not ledger.is_leader:
             self.leader.end()
-        is_caught_up = not ledger.has_committed and ledger.commit_index == ledger.cluster_commit_index
-        if self.leader.is_acting or not ledger.is_settled or not is_caught_up:
+        is_early = self.leader.is_acting or not ledger.is_settled
+        if is_early or ledger.has_committed or ledger.commit_index != ledger.cluster_commit_index:
             return
         # Everything that older leaders committed is known and applied to the history now.
         reopen, left_out = self.participant.open_versions(), self.participant.left_out

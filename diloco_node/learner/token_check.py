@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from diloco_node.errors import LearnerError
 from diloco_node.learner.forward_watch import counted_tensor
 
 STEPS_MIN: Final = 8

@@ -186,7 +186,7 @@ class Versions:
 
     def has_base(self) -> bool:
         """Whether this region's disk can produce every fragment as it was at the ledger's base, or later."""
-        return not any(self._lacks_base(fragment) for fragment in range(len(self.states)))
+        return self._base_index == 0 or not any(self._lacks_base(fragment) for fragment in range(len(self.states)))
 
     def has_states(self, versions: Sequence[int]) -> bool:
         """Whether each fragment's state is on disk here at this version or a later one, and a snapshot of the ledger
@@ -233,7 +233,9 @@ class Versions:
     @property
     def is_lacking(self) -> bool:
         """Something is to be fetched that no entry of the log waits for."""
-        return bool(self._healing) or not self.has_base() or any(map(self._is_starving, range(len(self.applied))))
+        if self._healing or not self.has_base():
+            return True
+        return any(queue and self._is_starving(fragment) for fragment, queue in enumerate(self._queues))
 
     def learner_attached(self, status: LearnerStatus | None) -> None:
         """A learner is there (again), or gone: what was offered before may be lost with the connection."""
@@ -309,8 +311,9 @@ class Versions:
 
     def pump(self) -> None:
         """Start every apply that may start, and let go of what nobody needs any more."""
-        for fragment in range(len(self.applied)):
-            if self._busy[fragment] is None:
+        for fragment, busy in enumerate(self._busy):
+            has_news = self._queues[fragment] or self.states[fragment] > self.applied[fragment] or self._healing
+            if busy is None and has_news:
                 self._advance(fragment)
         for fragment in sorted(self._prunable):
             oldest, newest = self._history.snapshots.oldest(fragment), self._history.snapshots.newest(fragment)

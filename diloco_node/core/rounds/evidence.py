@@ -70,10 +70,14 @@ class Findings:
     cut_off: frozenset[str] = frozenset()
 
 
-def judge_absences(round_: OpenRound) -> Findings:
-    """Blame the regions that have not done their part by the deadline of a ballot."""
+def judge_absences(round_: OpenRound, regions: int) -> Findings:
+    """Blame the regions that have not done their part by the deadline of a ballot.
+
+    Args:
+        regions: number of the run's.
+    """
     if round_.is_merged:
-        return _late_payload(round_)
+        return _late_payload(round_, regions)
     if round_.decision is not None:
         blames = _late_stripes(round_)
     else:
@@ -124,7 +128,7 @@ def _unexplained(culprits: Culprits) -> dict[str, list[str]]:
     }
 
 
-def _late_payload(round_: OpenRound) -> Findings:
+def _late_payload(round_: OpenRound, regions: int) -> Findings:
     """All reducers reported their merge; the regions report which merged stripes they have."""
     observers = set(round_.merged_digests) | set(round_.payload_holders())
     pairs = {
@@ -135,12 +139,11 @@ def _late_payload(round_: OpenRound) -> Findings:
     }
     # Here a reducer gives and a region takes; still the reducer is blamed first.
     culprits = find_culprits(pairs, observers, round_.reducers)
+    disputed = {blame.region: blame for blame in dispute_reducers(round_, regions)}
     blames = []
     for reducer, at in sorted((culprits.takers | _unexplained(culprits)).items()):
         reason = f"its merged stripe did not reach {', '.join(at)}"
-        blames.append(
-            _disputed(round_, reducer, len(observers - {reducer})) or Blame(reducer, BallotPart.REDUCER, reason)
-        )
+        blames.append(disputed.get(reducer, Blame(reducer, BallotPart.REDUCER, reason)))
     return Findings(tuple(blames), frozenset(culprits.givers))
 
 

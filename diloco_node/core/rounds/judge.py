@@ -40,7 +40,7 @@ class Judge:
         Returns:
             Whether the fault is this region's: merged stripes of the others do not come here.
         """
-        findings = judge_absences(round_)
+        findings = judge_absences(round_, len(self._regions))
         if not round_.trials:
             self._blame_all(round_, findings.blames, now_ns=now_ns)
             return self._region in findings.cut_off

@@ -14,7 +14,9 @@ import typer
 app = typer.Typer(help="Run without a network.", no_args_is_help=True, rich_markup_mode=None)
 
 _SCHEDULE_HELP = "Which faults: usual, elections, gray, away. The seed chooses if not given."
-_LIAR_HELP = "One region changes fields of what it sends."
+_LIAR_HELP = (
+    "How one region lies: words (fields of what it sends), sum x1.5, tokens x8, ... The seed chooses if not given."
+)
 
 
 @app.command()
@@ -24,14 +26,15 @@ def run(
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets the seed choose 3 to 5.")] = 0,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
     schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
-    liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
+    liar: Annotated[str | None, typer.Option("--liar", help=_LIAR_HELP)] = None,
     effects: Annotated[str, typer.Option("--effects", help="fast: fakes. daemon: the daemon's own code.")] = "fast",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Real region cores in a fake world: crashes, cuts, loss. Exit code 1 if a promise was broken."""
     import structlog
 
-    from diloco_node.lab.sim.simulation import format_report, simulate
+    from diloco_node.lab.sim.seed_report import format_report
+    from diloco_node.lab.sim.simulation import simulate
 
     # What the daemon's code would log is in the trace, at its virtual time.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -49,7 +52,7 @@ def hunt(
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets each seed choose 3 to 5.")] = 0,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
     schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
-    liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
+    liar: Annotated[str | None, typer.Option("--liar", help=_LIAR_HELP)] = None,
     failures_max: Annotated[int, typer.Option("--failures-max", min=1, help="Stop after so many.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
 ) -> None:
@@ -60,7 +63,7 @@ def hunt(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from diloco_node.lab.sim.hunt import Hunt, reports, seed_range
-    from diloco_node.lab.sim.simulation import format_report
+    from diloco_node.lab.sim.seed_report import format_report
 
     first, last = seed_range(seeds)
     order = Hunt(first, last, regions, events, schedule, liar)

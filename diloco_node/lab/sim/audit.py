@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from diloco_node.core.bounds import INCARNATION_MAX
 from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, RoundBody
 
 if TYPE_CHECKING:
+    from diloco_node.core.ledger.account import Account
     from diloco_node.lab.sim.host import Host
     from diloco_node.lab.sim.setup import Setup
 
@@ -51,12 +53,15 @@ class Audit:
     def __init__(self, setup: Setup, violate: Callable[[str], None]) -> None:
         self.lines: dict[Identity, Line] = {}
         self.liars: frozenset[str] = frozenset()
+        # Entries that are committed.
+        self._index = 0
         self._newest: dict[tuple[str, int], int] = {}
         self._setup = setup
         self._violate = violate
 
     def committed(self, body: EntryBody, counters: Counters) -> None:
         """Book a committed entry."""
+        self._index += 1
         if isinstance(body, RoundBody):
             for member in body.members:
                 if member.contribution.learner not in self.liars:
@@ -115,6 +120,24 @@ class Audit:
             for incarnation in sorted(hosts[name].disk.counters):
                 for fragment in range(len(self._setup.layouts)):
                     self._close_line(hosts[name], incarnation, fragment)
+            core = hosts[name].core
+            if core is not None and core.history.account.index == self._index:
+                self._compare(name, core.history.account)
+
+    def _compare(self, region: str, account: Account) -> None:
+        """Compare steps and tokens of every learner, its closed lives too, as a region counts them."""
+        fragments = len(self._setup.layouts)
+        for learner in sorted(set(self._setup.regions) - self.liars):
+            ends: dict[int, int] = {}
+            tokens = 0
+            for (name, incarnation, _), line in self.lines.items():
+                if name == learner:
+                    ends[incarnation] = max(ends.get(incarnation, 0), line.end)
+                    tokens += line.merged_tokens + line.discarded_tokens
+            due = (sum(ends.values()), tokens // fragments)
+            sums = (account.steps_before(learner, INCARNATION_MAX + 1), account.covered_tokens(learner, fragments))
+            if sums != due:
+                self._violate(f"account: {region} counts {sums} steps and tokens of {learner}, the ledger has {due}")
 
     def open_lines(self, hosts: Mapping[str, Host]) -> dict[Identity, int]:
         """Accounts that wait for a discard, of dead incarnations or after `overwrite`: up to which step."""

@@ -14,7 +14,7 @@ from typing import Any
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.ledger.entries import ZERO_HASH
-from diloco_node.core.types import Ballot, Contribution, DiscardedBody, Entry, GenesisBody, RoundBody
+from diloco_node.core.types import Ballot, Contribution, DiscardedBody, Entry, GenesisBody, RoundBody, SnapshotBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.audit import Audit
 from diloco_node.lab.sim.disk import Disk
@@ -31,6 +31,14 @@ VIOLATIONS_MAX = 20
 
 _REFUSED = ("does not append what can't be", "follows it no more")
 """Words of a core about an entry that it refuses, its own or its leader's."""
+
+_PROOFS = (
+    "it told another digest of its merged stripe",
+    "another name in the same round",
+    "do not add up to the norms it named",
+    "got other bytes of its contribution than the leader",
+)
+"""Words of a core about what only a liar does."""
 
 
 @dataclass(slots=True)
@@ -61,9 +69,10 @@ class Checkers:
     Attributes:
         violations: in order of discovery, at most VIOLATIONS_MAX.
         history: the committed entries, as the first core to commit each one showed it.
-        commits: committed rounds.
+        commits: committed rounds. is_end_due: somebody has asked for the end.
         busy: the region whose core got the last event.
         liars: regions that send what their cores never said; nothing is demanded of them.
+        words: of what the liars do wrong. accusations: alarms with them that name a liar.
         tolerated: complaints of fakes that hold these words are no violations: a fault makes them on purpose.
     """
 
@@ -71,13 +80,16 @@ class Checkers:
         self.violations: list[str] = []
         self.history: list[Entry] = []
         self.commits = 0
+        self.is_end_due = False
         # Set by the simulation before the first event.
         self.hosts: dict[str, Host] = {}
         self.busy = ""
         self.liars: frozenset[str] = frozenset()
+        self.words: tuple[str, ...] = ()
+        self.accusations = 0
         self.tolerated: set[str] = set()
         self.audit = Audit(setup, self.violate)
-        self.oracle = Oracle(setup, self.violate)
+        self.oracle = Oracle(setup, self.violate, self._payload_of)
         self._world = world
         self._setup = setup
         # One for each region, made anew when its daemon starts again.
@@ -91,6 +103,10 @@ class Checkers:
         self._ballots: dict[Ballot, tuple[str, msg.BallotOpened]] = {}
         self._decisions: dict[Ballot, msg.MergeDecided] = {}
         self._snapshots: dict[tuple[str, int, int, int], int] = {}
+        # By folder, the last committed entry that it acknowledged.
+        self._promised: dict[bytes, int] = {}
+        # By (fragment, version, digest), the regions that found it.
+        self._finders: dict[tuple[int, int, bytes], set[str]] = {}
         self._message_checks: dict[type, Callable[[Host, str, Any], None]] = {
             msg.AppendEntries: self._leads,
             msg.AppendEntriesReply: self._acknowledges,
@@ -107,13 +123,18 @@ class Checkers:
             ev.ApplyVersion: self._applies,
             ev.OfferVersion: self._offers,
             ev.Note: self._notes,
-            ev.ReduceStripe: lambda _, effect: self.oracle.reduce_asked(effect),
+            ev.FetchPayload: self._fetches,
         }
 
     def _notes(self, host: Host, note: ev.Note) -> None:
         """Nobody honest makes an entry that can't be: that it is refused everywhere does not excuse it."""
         if note.is_alarm and not self.liars and any(words in note.text for words in _REFUSED):
             self.violate(f"meaning: {host.name}: {note.text}")
+        accuses = note.is_alarm and any(words in note.text for words in self.words)
+        self.accusations += accuses and any(name in note.text for name in self.liars)
+        region = note.text.split(" ", 1)[0]
+        if region in self.hosts and region not in self.liars and any(words in note.text for words in _PROOFS):
+            self.violate(f"blame: {host.name} takes an honest region's fault for proved: {note.text}")
 
     def violate(self, text: str) -> None:
         """Note a violation."""
@@ -137,10 +158,13 @@ class Checkers:
             versions[event.fragment] = event.version
         elif isinstance(event, ev.DigestComputed):
             self._sync(host)
+            self._finders.setdefault((event.fragment, event.version, event.digest), set(self.liars)).add(host.name)
             self.oracle.digest_seen(host.name, event)
 
     def effect_seen(self, host: Host, effect: ev.Effect) -> None:
         """Whether the core may want this."""
+        if isinstance(effect, ev.ReduceStripe):
+            self.oracle.reduce_asked(effect)
         check = self._effect_checks.get(type(effect))
         if check is not None and host.name not in self.liars:
             check(host, effect)
@@ -156,8 +180,9 @@ class Checkers:
             learner = host.learner
             position = learner.parts[snapshot.contribution.fragment].position
             claim = (snapshot.contribution.step_from, snapshot.contribution.step_to, snapshot.contribution.tokens)
-            work = (position.included_step, learner.step, learner.tokens - position.included_tokens)
-            if claim != work:
+            tokens = (learner.tokens - position.included_tokens) // learner.token_factor
+            work = (position.included_step, learner.step, tokens)
+            if claim != work and snapshot.contribution.learner not in self.liars:
                 self.violate(f"work: {snapshot.contribution} names {claim}, its learner has trained {work}")
 
     def complaint(self, region: str, text: str) -> None:
@@ -225,6 +250,8 @@ class Checkers:
             self.oracle.genesis(body, [self.hosts[name].theta_0 for name in self._setup.regions])
         if isinstance(body, RoundBody):
             self.commits += 1
+            if body.is_last and not self.is_end_due:
+                self.violate(f"end: {body.fragment}/{body.version} is the last round, and nobody asked for the end")
             if body.ballot not in self._ballots and not self.liars and len(self._setup.regions) > 1:
                 self.violate(f"ballot: {body.ballot} was never opened but committed {body.fragment}/{body.version}")
             self.oracle.round_committed(body)
@@ -253,12 +280,13 @@ class Checkers:
         if message.durable_index > view.last_index(host.core):
             self.violate(f"durable: {host.name} acknowledges {message.durable_index}, beyond its log")
             return
-        if message.durable_index <= view.base_index(host.core):
-            return  # the states of the base are checked where entries are acknowledged behind it
-        entry = view.entry(host.core, message.durable_index)
+        is_base = message.durable_index == view.base_index(host.core)
+        entry = self.history[message.durable_index - 1] if is_base else view.entry(host.core, message.durable_index)
         if memory.acknowledged == (entry.index, entry.hash):
             return
         memory.acknowledged = (entry.index, entry.hash)
+        self._check_age(host, f"acknowledges entry {entry.index}")
+        self._promised[message.disk] = max(self._promised.get(message.disk, 0), min(entry.index, len(self.history)))
         if not host.disk.holds(entry):
             self.violate(f"durable: {host.name} acknowledges entry {entry.index} to {peer}, its disk does not have it")
             return
@@ -268,6 +296,12 @@ class Checkers:
         if fault:
             self.violate(f"durable: acknowledgement to {peer}: {host.name} {fault}")
 
+    def _check_age(self, host: Host, action: str) -> None:
+        """A folder never comes back as it was before it acknowledged what is committed."""
+        last_index, promise = view.last_index(host.core), self._promised.get(host.disk.id, 0)
+        if last_index < promise:
+            self.violate(f"age: {host.name} {action}, its folder ends at {last_index}, and has acknowledged {promise}")
+
     def _votes_for(self, host: Host, peer: str, message: msg.RequestVoteReply) -> None:
         if message.pre_vote or not message.granted:
             return
@@ -275,6 +309,7 @@ class Checkers:
         if vote != peer:
             self.violate(f"vote: {host.name} votes for {vote} and {peer} in term {message.term}")
         self._check_up_to_date(host, peer, message.term)
+        self._check_age(host, f"votes for {peer}")
         disk = host.disk
         if disk.votes.get(message.term, "").split(" ")[0] != peer:
             self.violate(
@@ -356,19 +391,31 @@ class Checkers:
             self.violate(f"snapshot: {host.name} offers {snapshot}, then {contribution.snapshot} to {key[2]}/{key[3]}")
 
     def _proposes(self, host: Host, effect: ev.PersistLedger) -> None:
-        """A leader proposes a round only when a majority has this very payload on disk."""
+        """A leader proposes only what a majority has: a round's payload on disk, a snapshot's bytes in memory."""
         if effect.voted_for:
             self._memories[host.name].voted.setdefault(effect.term, view.log_end(host.core))
         if not view.is_leader(host.core):
             return
         for entry in effect.entries:
             body = entry.body
-            if not isinstance(body, RoundBody) or entry.term != view.term(host.core):
+            if entry.term != view.term(host.core):
                 continue
-            key = (body.fragment, body.version, body.payload_digest)
-            holders = [name for name, host in sorted(self.hosts.items()) if key in host.disk.payloads]
-            if 2 * len({*holders, *self.liars}) <= len(self._setup.regions):
-                self.violate(f"holders: {host.name} proposes {key[:2]}, whose payload only {holders} have")
+            if isinstance(body, RoundBody):
+                key = (body.fragment, body.version, body.payload_digest)
+                holders = {name for name, host in self.hosts.items() if key in host.disk.payloads} | self.liars
+                self._check_majority(host, "holders", key, holders)
+            elif isinstance(body, SnapshotBody):
+                key = (body.fragment, body.version, body.digest)
+                self._check_majority(host, "snapshot", key, self._finders.get(key, set()))
+
+    def _check_majority(self, host: Host, label: str, key: tuple[int, int, bytes], names: set[str]) -> None:
+        if 2 * len(names) <= len(self._setup.regions):
+            self.violate(f"{label}: {host.name} proposes {key[:2]}, which only {sorted(names)} have")
+
+    def _fetches(self, host: Host, effect: ev.FetchPayload) -> None:
+        key = (effect.fragment, effect.version, effect.digest)
+        if key in host.disk.payloads:
+            self.violate(f"fetch: {host.name} asks {effect.peer} for payload {key[:2]}, which its own disk has")
 
     def _applies(self, host: Host, effect: ev.ApplyVersion) -> None:
         self._sync(host)
@@ -384,6 +431,12 @@ class Checkers:
             base_version = host.learner.parts[effect.fragment].position.base_version
             if effect.version < base_version:
                 self.violate(f"offer: {host.name} offers {effect} to a learner at {base_version}")
+
+    def _payload_of(self, body: RoundBody) -> bytes | None:
+        """The payload of a committed round, from any disk."""
+        key = (body.fragment, body.version, body.payload_digest)
+        payloads = (self.hosts[name].disk.payloads.get(key) for name in sorted(self.hosts))
+        return next((payload.data for payload in payloads if payload is not None), None)
 
     def _keeps(self, disk: Disk, entry: Entry) -> bool:
         """Whether the disk has the entry and what that needs, or one that was lost had: what it acknowledged counts."""

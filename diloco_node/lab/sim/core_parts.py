@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from diloco_node.core.ledger.raft import LedgerCore
     from diloco_node.core.rounds.leader import RoundLeader
     from diloco_node.core.rounds.participant import RoundParticipant
-    from diloco_node.core.types import Entry
+    from diloco_node.core.types import Entry, EntryBody
 
 
 def ledger(core: Any) -> LedgerCore:
@@ -74,3 +76,27 @@ def participant(core: Any) -> RoundParticipant:
     """Its part in rounds that others lead."""
     member: RoundParticipant = core.participant
     return member
+
+
+def spoil_proposals(core: Any, spoil: Callable[[EntryBody], EntryBody]) -> None:
+    """Let it propose other entries than it decided on, and check nothing itself."""
+    ledger_core, gate = core.ledger, core.ledger._entry_gate
+    propose, seal = ledger_core.propose, gate.sealed
+
+    def without_question(owner: Any, question: str, answer: Any, call: Callable[[], Any]) -> Any:
+        before = getattr(owner, question)
+        setattr(owner, question, answer)
+        try:
+            return call()
+        finally:
+            setattr(owner, question, before)
+
+    def propose_another(body: EntryBody, *, now_ns: int) -> Any:
+        return without_question(
+            ledger_core, "_has_payload", lambda _: True, lambda: propose(spoil(body), now_ns=now_ns)
+        )
+
+    def seal_anything(body: EntryBody, **where: Any) -> Any:
+        return without_question(gate, "_meaning", None, lambda: seal(body, **where))
+
+    ledger_core.propose, gate.sealed = propose_another, seal_anything

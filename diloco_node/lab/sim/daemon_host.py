@@ -148,6 +148,11 @@ class DaemonHost(Host):
             self._memory[name] = mmap.mmap(-1, size_bytes)
         return self._memory[name]
 
+    def stall(self, for_ns: int) -> None:
+        """See Host: here it is the daemon's own loop."""
+        if self._life is not None:
+            self.loop.stall(for_ns)
+
     def start_daemon(self) -> None:
         """Start a daemon from what the disk holds."""
         if self._life is not None:

@@ -73,6 +73,7 @@ class DataPlane:
         theta, momentum: per fragment, shape (n,), float32; replaced, never changed.
         is_residual_loose: plants a fault: the residual is kept by range alone, also of abandoned ballots.
         is_order_loose: plants a fault: contributions are summed in the order in which they arrived.
+        spoil_sum: of a cheat: what it makes of each sum.
     """
 
     def __init__(self, setup: Setup, disk: Disk, complain: Callable[[str], None]) -> None:
@@ -82,6 +83,7 @@ class DataPlane:
         self.momentum: list[F32] = [np.zeros(0, np.float32)] * fragments
         self.is_residual_loose = False
         self.is_order_loose = False
+        self.spoil_sum: Callable[[F32], F32] | None = None
         self._setup = setup
         self._disk = disk
         self._complain = complain
@@ -144,6 +146,9 @@ class DataPlane:
             spreads.append(layout.spread(row, effect.block_start, effect.block_stop))
         residual = self._residual(effect)
         reduction = tensors.reduce_stripe(contributions, spreads, residual, codec_down)
+        if self.spoil_sum is not None:
+            encoded = tensors.encode(self.spoil_sum(reduction.decoded), codec_down)
+            reduction = tensors.Reduced(encoded, tensors.decode(encoded, codec_down), reduction.residual)
         blocks = (effect.block_start, effect.block_stop)
         self._pending[ResidualKey(effect.ballot, effect.fragment, *blocks)] = reduction.residual
         self._loose[(effect.fragment, *blocks)] = reduction.residual

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 from diloco_node.lab.chaos.fault_plan import draw_gap, draw_one
 from diloco_node.lab.sim import core_parts as view
@@ -14,7 +15,7 @@ from diloco_node.lab.sim.gray_faults import GrayFaults
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.raft_faults import RaftFaults
 from diloco_node.lab.sim.troubles import TROUBLES, Troubles
-from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, World
+from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, Life, World
 
 SLOW_FACTOR = 60
 """A slow disk takes this many times as long."""
@@ -32,8 +33,13 @@ LASTS_NS = {
     "large transfers lost": (2 * SECOND, 12 * SECOND),
     "corrupt transfers": (2 * SECOND, 12 * SECOND),
     "region away": (10 * SECOND, 40 * SECOND),
+    "loop starved": (1 * SECOND, 12 * SECOND),
+    "learner crashes again": (4 * SECOND, 20 * SECOND),
 }
 """Between these, evenly."""
+
+STALL_NS_MAX = 4 * SECOND
+"""A loop that stands still for longer counts as dead for everybody."""
 
 SCHEDULES: dict[str, dict[str, int]] = {
     "usual": {
@@ -41,6 +47,8 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "leader killed": 3,
         "clean stop": 2,
         "learner killed": 3,
+        "learner crashes again": 2,
+        "loop starved": 3,
         "power cut": 3,
         "partition": 4,
         "one-way cut": 4,
@@ -57,6 +65,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "votes lost": 3,
         "majority restarted": 2,
         "learner killed": 2,
+        "loop starved": 3,
         "slow disk": 1,
     },
     "gray": {
@@ -68,6 +77,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "daemon killed": 2,
         "leader killed": 2,
         "learner killed": 1,
+        "loop starved": 1,
         "one-way cut": 1,
     },
     "away": {
@@ -144,6 +154,8 @@ class Chaos:
             "leader killed": self._kill_leader,
             "clean stop": self._stop_daemon,
             "learner killed": self._kill_learner,
+            "learner crashes again": self._crash_learner,
+            "loop starved": self._starve,
             "power cut": self._cut_power,
             "partition": self._partition,
             "one-way cut": self._one_way,
@@ -251,6 +263,37 @@ class Chaos:
             return None
         host.kill_learner()
         return host.start_learner
+
+    def _crash_learner(self) -> Callable[[], None] | None:
+        """A learner that dies again soon after each start, until it ends."""
+        host, ends = self._pick(), Life()
+
+        def crash() -> None:
+            host.kill_learner()
+            self._world.after(self._world.draw_ns(100 * MS, SECOND), ends, start)
+
+        def start() -> None:
+            host.start_learner()
+            self._world.after(self._world.draw_ns(500 * MS, 4 * SECOND), ends, crash)
+
+        def end() -> None:
+            ends.is_over = True
+            host.start_learner()
+
+        crash()
+        return end
+
+    def _starve(self) -> Callable[[], None] | None:
+        """A loop that gets no time again and again: what happens to it, its timers too, is handled late."""
+        host, ends = self._pick(), Life()
+
+        def stall() -> None:
+            stall_ns = self._world.draw_ns(20 * MS, self._world.rng.choice((200 * MS, STALL_NS_MAX)))
+            host.stall(stall_ns)
+            self._world.after(stall_ns + self._world.draw_ns(0, 500 * MS), ends, stall)
+
+        stall()
+        return partial(setattr, ends, "is_over", True)
 
     def _cut_power(self) -> Callable[[], None] | None:
         host = self._pick()

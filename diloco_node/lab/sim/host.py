@@ -103,6 +103,10 @@ class Host:
         self.fsync_is_late = False
         self.is_residual_loose = False
         self.is_order_loose = False
+        # Of a cheat (`cheats`): what its reducer, learner and leader do.
+        self.spoil_sum: Callable[[F32], F32] | None = None
+        self.token_factor = 1
+        self.spoil_core: Callable[[Any], None] | None = None
         # Survives the daemon: the file is on the disk.
         self.has_final = False
         self._observer = observer
@@ -115,6 +119,8 @@ class Host:
         self._lives = 0
         # Events of this life that the core has not had yet.
         self._events: deque[ev.Event] = deque()
+        # Until then the loop stands still, and events wait.
+        self._stalled_until_ns = 0
         # The core is handling an event; no second one enters it meanwhile.
         self._is_busy = False
         # When the core is woken next; -1 while nothing wakes it.
@@ -142,13 +148,17 @@ class Host:
         self.plane = DataPlane(self.setup, self.disk, self.complain)
         self.plane.is_residual_loose = self.is_residual_loose
         self.plane.is_order_loose = self.is_order_loose
+        self.plane.spoil_sum = self.spoil_sum
         self._events.clear()
+        self._stalled_until_ns = 0
         self.fetches.forget()
         self._armed_ns = -1
         self._ledger_free_ns = self.world.now_ns
         recovery = self.disk.recovered(len(self.setup.layouts))
         seed = self.world.rng.getrandbits(63)
         self.core = self.make_core(self.name, self.setup, recovery, seed, self.world.now_ns)
+        if self.spoil_core is not None:
+            self.spoil_core(self.core)
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
         self._observer.daemon_started(self)
         self.network.daemon_changed(self.name)
@@ -195,7 +205,9 @@ class Host:
 
     def make_learner(self, incarnation: int) -> FakeLearner:
         """A learner process of this region."""
-        return FakeLearner(self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool)
+        learner = FakeLearner(self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool)
+        learner.token_factor = self.token_factor
+        return learner
 
     def kill_learner(self, *, is_power_cut: bool = False) -> None:
         """The learner process dies; its counters live in the supervisor's memory unless the power is cut."""
@@ -219,8 +231,19 @@ class Host:
         if self._life is None:
             return
         self._events.append(event)
-        if self._is_busy:
-            return
+        if not self._is_busy and self._stalled_until_ns <= self.world.now_ns:
+            self._give_all()
+
+    def stall(self, for_ns: int) -> None:
+        """The daemon's loop gets no time for so long: what happens meanwhile reaches the core only then."""
+        self._stalled_until_ns = self.world.now_ns + for_ns
+        self.after(for_ns, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._stalled_until_ns <= self.world.now_ns and not self._is_busy:
+            self._give_all()
+
+    def _give_all(self) -> None:
         self._is_busy = True
         try:
             while self._events and self._life is not None:
@@ -260,17 +283,19 @@ class Host:
                 if self.plane.keep_contribution(stripe, body):
                     blocks = (stripe.block_start, stripe.block_stop)
                     self.post(ev.ContributionStripeArrived(stripe.ballot, stripe.stripe, stripe.contribution, blocks))
-            case msg.MergedStripe() as merged:
-                if self.plane.keep_merged(merged, body):
+            case msg.MergedStripe() as merged_stripe:
+                if self.plane.keep_merged(merged_stripe, body):
                     self.post(
                         ev.MergedStripeArrived(
-                            merged.ballot,
-                            merged.stripe,
-                            merged.fragment,
-                            merged.version,
-                            merged.digest,
-                            Stripe(peer, merged.block_start, merged.block_stop),
-                            self.plane.norms_of(merged.fragment, (merged.block_start, merged.block_stop), body),
+                            merged_stripe.ballot,
+                            merged_stripe.stripe,
+                            merged_stripe.fragment,
+                            merged_stripe.version,
+                            merged_stripe.digest,
+                            Stripe(peer, merged_stripe.block_start, merged_stripe.block_stop),
+                            self.plane.norms_of(
+                                merged_stripe.fragment, (merged_stripe.block_start, merged_stripe.block_stop), body
+                            ),
                         )
                     )
             case msg.Payload() | msg.State() as fetched:

@@ -11,7 +11,8 @@ from itertools import islice
 
 from diloco_node.errors import ConfigError
 from diloco_node.lab.sim.planting import Fault
-from diloco_node.lab.sim.simulation import EVENTS, SimReport, simulate
+from diloco_node.lab.sim.seed_report import EVENTS, SimReport
+from diloco_node.lab.sim.simulation import simulate
 
 AHEAD = 2
 """Seeds a process that are handed out before they are asked for: a process never waits for the next one."""
@@ -31,7 +32,7 @@ class Hunt:
     regions: int = 0
     events: int = EVENTS
     schedule: str = ""
-    liar: bool = False
+    liar: str | None = None
     fault: Fault | None = None
 
     @property

@@ -76,6 +76,10 @@ class Liar:
         network.bulk_spoilers[region] = self._bulk
         hosts[region].make_core = self._spoil_core(hosts[region].make_core)
 
+    def end(self) -> None:
+        """Tell the truth from now on."""
+        self.is_over = True
+
     def _frame(self, target: str, frame: bytes) -> bytes:
         """The frame, or one with a lie in it."""
         message = decode_control(frame)

@@ -17,7 +17,16 @@ from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
 from diloco_node.core.merge.outer import outer_of, outer_step
-from diloco_node.core.types import Ballot, CarryMode, Contribution, DiscardedBody, GenesisBody, MergeRule, RoundBody
+from diloco_node.core.types import (
+    Ballot,
+    CarryMode,
+    Contribution,
+    DiscardedBody,
+    GenesisBody,
+    MergeRule,
+    RoundBody,
+    Stripe,
+)
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.numeric import F32
 
@@ -30,24 +39,45 @@ Blocks = tuple[int, int]
 class Oracle:
     """Follows the committed history.
 
+    Args:
+        payload_of: the bytes that some disk has for a committed round, or None.
+
     Attributes:
         committed: rounds by (fragment, version).
-        liars: with one, bytes are not recomputed, for it may have changed any; the other regions must hold equal ones.
+        liars: regions whose stripes may be wrong. forgers: those of them whose contributions are not what they offered.
+        excuses_sums: a liar's wrong stripe may commit.
+        wrong_sums: stripes in committed rounds (fragment, version) that a liar summed up wrongly.
     """
 
-    def __init__(self, setup: Setup, violate: Callable[[str], None]) -> None:
+    def __init__(
+        self, setup: Setup, violate: Callable[[str], None], payload_of: Callable[[RoundBody], bytes | None]
+    ) -> None:
         self.committed: dict[tuple[int, int], RoundBody] = {}
         self.liars: frozenset[str] = frozenset()
+        self.forgers: frozenset[str] = frozenset()
+        self.excuses_sums = True
+        self.wrong_sums: list[tuple[int, int]] = []
         self._setup = setup
         self._violate = violate
+        self._payload_of = payload_of
+        # By learner, incarnation, fragment and snapshot: never written over.
         self._encoded: dict[tuple[str, int, int, int], tuple[Contribution, bytes]] = {}
+        # By ballot and stripe, the ballot whose residual was added.
         self._residual_of: dict[tuple[Ballot, int], Ballot | None] = {}
+        # By fragment, ballot and blocks, of every stripe that was recomputed.
         self._residuals: dict[tuple[int, Ballot, Blocks], F32] = {}
+        # Residuals that nobody but a liar knows.
+        self._unknown: set[tuple[int, Ballot | None, Blocks]] = set()
+        # Per fragment the newest version that is committed; -1 before genesis.
         self._versions = [-1] * len(setup.layouts)
+        # By learner, fragment, incarnation and last step, the version since which what follows is carried.
         self._carried: dict[tuple[str, int, int, int], int] = {}
+        # Per fragment, as every region has them after the same entries.
         self._recent = [outliers.RecentRounds() for _ in setup.layouts]
+        # Per fragment the values at its version; empty before genesis.
         self._theta: list[F32] = []
         self._momentum: list[F32] = []
+        # By fragment and version, of all versions so far.
         self._digests: dict[tuple[int, int], bytes] = {}
 
     def contribution_made(self, contribution: Contribution, body: bytes) -> bool:
@@ -90,8 +120,6 @@ class Oracle:
     def digest_seen(self, region: str, event: ev.DigestComputed) -> None:
         """A region's digest of a version must be the oracle's."""
         digest_before = self._digests.get((event.fragment, event.version))
-        if digest_before is None and self.liars and (event.fragment, event.version) in self.committed:
-            self._digests[event.fragment, event.version] = digest_before = event.digest
         if digest_before is None:
             self._violate(f"digest: {region} is at {event.fragment}/{event.version}, which is not committed")
         elif digest_before != event.digest:
@@ -110,15 +138,15 @@ class Oracle:
         if learners != sorted(set(learners)):
             self._violate(f"members: {learners} of {body.fragment}/{body.version} are not sorted and distinct")
             return
-        if not any(learner in self.liars for learner in learners):
+        self._check_parts(body)
+        if not any(learner in self.forgers for learner in learners):
             self._check_weights(body)
         for member in body.members:
             contribution = member.contribution
             self._carried[
                 contribution.learner, contribution.fragment, contribution.incarnation, contribution.step_to
             ] = body.version
-        if not self.liars:
-            self._check_payload(body)
+        self._check_payload(body)
 
     def initial_digests(self, theta: Sequence[F32]) -> tuple[bytes, ...]:
         """Per fragment the digest of a proposed Theta_0 with zero momentum."""
@@ -128,9 +156,21 @@ class Oracle:
         """Return what the history makes of this version."""
         return self._digests.get((fragment, version))
 
+    @property
+    def has_begun(self) -> bool:
+        """Genesis is committed."""
+        return min(self._versions) >= 0
+
     def versions(self) -> tuple[int, ...]:
         """The last committed version of each fragment; -1 before genesis."""
         return tuple(self._versions)
+
+    def _check_parts(self, body: RoundBody) -> None:
+        """Nobody decides alone where three or more members weigh something, whatever it says of itself."""
+        shares = sorted(member.weight for member in body.members if member.weight > 0.0)
+        part_max = max(self._setup.settings.weight_share_max, 1.0 / max(1, len(shares)))
+        if len(shares) >= outliers.MEMBERS_MIN and shares[-1] > (part_max + 1e-6) * sum(shares):
+            self._violate(f"part: one of {body.fragment}/{body.version} has more than {part_max:.3g} of {shares}")
 
     def _check_weights(self, body: RoundBody) -> None:
         """Weights and share follow from the members' steps, tokens and the versions that they missed."""
@@ -156,12 +196,36 @@ class Oracle:
         return 0 if since is None else version - 1 - since
 
     def _check_payload(self, body: RoundBody) -> None:
+        """The payload must be the sum of the members that the entry names, with its weights.
+
+        Nobody knows the contributions of a forger; a stripe that a liar reduced may be wrong. All else must be right,
+        and the outer step is taken with the very bytes that the entry names.
+        """
         contributions = [member.contribution for member in body.members]
-        for contribution in contributions:
+        is_known = not any(contribution.learner in self.forgers for contribution in contributions)
+        for contribution in contributions if is_known else ():
             first = self._encoded.get(_name(contribution))
             if first is None or first[0] != contribution:
                 self._violate(f"contribution: {contribution} in {body.fragment}/{body.version} was never offered")
                 return
+        values = self._sum(body, contributions) if is_known else None
+        if values is None and self.liars:
+            data = self._payload_of(body)
+            values = tensors.decode(data, self._setup.settings.codec_down) if data is not None else None
+        if not is_known:
+            self._unknown |= {(body.fragment, body.ballot, _blocks(stripe)) for stripe in body.stripes}
+        self._recent[body.fragment] = self._recent[body.fragment].after(contributions, body.squared_norms)
+        if values is None:
+            self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
+            return
+        layout = self._setup.layouts[body.fragment]
+        norms = layout.squared_norms(values, 0, layout.blocks)
+        if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(norms, body.squared_norms, strict=True)):
+            self._violate(f"norms: {body.fragment}/{body.version} has {body.squared_norms}, its payload {norms}")
+        self._step(body, values)
+
+    def _sum(self, body: RoundBody, contributions: list[Contribution]) -> F32 | None:
+        """The merged values, if all of them are right; None if some are not, which a liar's may be."""
         layout = self._setup.layouts[body.fragment]
         rules = self._setup.manifest.fragments[body.fragment].rules
         if body.is_last:
@@ -170,41 +234,67 @@ class Oracle:
         sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
         clips = outliers.clips(contributions, sizes, self._recent[body.fragment])
         rows = weights.coefficients(contributions, member_weights, rules, clips)
-        stripes = [
-            self._merge_stripe(body, index, (stripe.block_start, stripe.block_stop), rows)
-            for index, stripe in enumerate(body.stripes)
-        ]
-        if payload_digest(stripe_digest(stripe.encoded) for stripe in stripes) != body.payload_digest:
-            self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
-            return
-        self._recent[body.fragment] = self._recent[body.fragment].after(contributions, body.squared_norms)
-        values = np.concatenate([stripe.decoded for stripe in stripes])
+        stripes = [self._merge_stripe(body, index, rows) for index in range(len(body.stripes))]
+        sums = [stripe for stripe in stripes if stripe is not None]
+        digest = payload_digest(stripe_digest(stripe.encoded) for stripe in sums)
+        if len(sums) != len(stripes) or digest != body.payload_digest:
+            if self.liars:
+                self._blame_sums(body, self._wrong_reducers(body, stripes))
+            return None
+        values = np.concatenate([stripe.decoded for stripe in sums])
         norms = layout.squared_norms(values, 0, layout.blocks)
         factors_due = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)
         if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(factors_due, body.factors, strict=True)):
             self._violate(f"factors: {body.fragment}/{body.version} has {body.factors}, expected {factors_due}")
-        self._step(body, values)
+        return values
 
-    def _merge_stripe(
-        self, body: RoundBody, index: int, blocks: Blocks, rows: Sequence[Sequence[float]]
-    ) -> tensors.Reduced:
-        layout = self._setup.layouts[body.fragment]
+    def _wrong_reducers(self, body: RoundBody, stripes: Sequence[tensors.Reduced | None]) -> set[str]:
+        """Return whose stripes are not what an honest reduction gives."""
+        data, layout = self._payload_of(body), self._setup.layouts[body.fragment]
+        if data is None:
+            return {stripe.reducer for stripe in body.stripes}
+        ranges = [layout.byte_range(*_blocks(stripe), self._setup.settings.codec_down) for stripe in body.stripes]
+        return {
+            stripe.reducer
+            for stripe, reduction, (low, high) in zip(body.stripes, stripes, ranges, strict=True)
+            if reduction is not None and reduction.encoded != data[low:high]
+        }
+
+    def _blame_sums(self, body: RoundBody, culprits: set[str]) -> None:
+        """Wrong stripes are a liar's alone, and only of one that is excused; nobody knows their residual."""
+        for name in sorted(culprits):
+            if name in self.liars and self.excuses_sums:
+                self.wrong_sums.append((body.fragment, body.version))
+                self._unknown |= {
+                    (body.fragment, body.ballot, _blocks(stripe)) for stripe in body.stripes if stripe.reducer == name
+                }
+            else:
+                self._violate(
+                    f"payload: {name}'s stripe of {body.fragment}/{body.version} is not the sum of its members"
+                )
+
+    def _merge_stripe(self, body: RoundBody, index: int, rows: Sequence[Sequence[float]]) -> tensors.Reduced | None:
+        """An honest reduction; None if it takes a residual that nobody knows."""
+        layout, blocks = self._setup.layouts[body.fragment], _blocks(body.stripes[index])
         settings = self._setup.settings
         low, high = layout.byte_range(*blocks, settings.codec_up)
+        residual_ballot = self._residual_of.get((body.ballot, index))
+        if (body.fragment, residual_ballot, blocks) in self._unknown:
+            self._unknown.add((body.fragment, body.ballot, blocks))
+            return None
         stripes = [
             tensors.decode(self._encoded[_name(member.contribution)][1][low:high], settings.codec_up)
             for member in body.members
         ]
-        residual = self._residual_before(body, index, blocks)
+        residual = self._residual_before(body, residual_ballot, blocks)
         reduction = tensors.reduce_stripe(
             stripes, [layout.spread(row, *blocks) for row in rows], residual, settings.codec_down
         )
         self._residuals[body.fragment, body.ballot, blocks] = reduction.residual
         return reduction
 
-    def _residual_before(self, body: RoundBody, index: int, blocks: Blocks) -> F32 | None:
+    def _residual_before(self, body: RoundBody, residual_ballot: Ballot | None, blocks: Blocks) -> F32 | None:
         """Only the residual of the ballot that committed the version before, over the same blocks, may be added."""
-        residual_ballot = self._residual_of.get((body.ballot, index))
         if residual_ballot is None:
             return None
         before = self.committed.get((body.fragment, body.version - 1))
@@ -230,6 +320,10 @@ class Oracle:
         )
         self._theta[body.fragment], self._momentum[body.fragment] = theta, momentum
         self._digests[body.fragment, body.version] = tensors.state_digest(theta, momentum)
+
+
+def _blocks(stripe: Stripe) -> Blocks:
+    return stripe.block_start, stripe.block_stop
 
 
 def _name(contribution: Contribution) -> tuple[str, int, int, int]:

@@ -46,6 +46,7 @@ class Fault:
         plant: changes a host before the run.
         adapt: changes the run so that the fault can show.
         schedule: the one that shows it best; empty: the seed's.
+        liar: how one region lies, where that is needed to show it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Fault:
     plant: Callable[[Host], None] = _leave
     adapt: Callable[[Setup], Setup] = _keep
     schedule: str = ""
+    liar: str = ""
 
     def make_core(self, region: str, setup: Setup, recovery: Recovered, seed: int, now_ns: int) -> Any:
         """Return the real core with the fault in it."""

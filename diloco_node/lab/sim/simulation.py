@@ -14,7 +14,7 @@ import gc
 import random
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,20 @@ import numpy as np
 from diloco_node.core.events import FinishOrdered
 from diloco_node.core.types import CarryMode
 from diloco_node.errors import ConfigError
+from diloco_node.lab.sim import cheats
+from diloco_node.lab.sim.cheats import Cheating
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.fake_learner import update_pool
 from diloco_node.lab.sim.fault_storm import ODDS, SCHEDULES, Chaos
 from diloco_node.lab.sim.host import CoreFactory, Host
 from diloco_node.lab.sim.liar import TOLERATED, Liar
+from diloco_node.lab.sim.limits import lowered_limits
 from diloco_node.lab.sim.planting import Fault, make_core
+from diloco_node.lab.sim.seed_report import EVENTS, FAST, SimReport
 from diloco_node.lab.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
 from diloco_node.lab.sim.world import SECOND, FakeNetwork, World
 from diloco_node.numeric import F32
-
-EVENTS = 3000
-"""Under faults, unless asked otherwise."""
 
 COMMITS_MIN = 10
 FAULTS_MIN = 5
@@ -47,63 +48,20 @@ ENDS_UNDER_FAULTS = 0.2
 LIE_RATES = (0.002, 0.01, 0.05)
 """Part of a liar's messages that it changes."""
 
+WORDS = "words"
+LIARS = (WORDS, *cheats.CHEATS)
+"""How a region can lie: in words of its own (`liar`), or in right words about what it did wrongly (`cheats`)."""
+
+LIARS_DRAWN = (WORDS, *(name for name, cheat in cheats.CHEATS.items() if cheat.is_borne))
+"""Those that seeds draw."""
+
+LIARS_CHANCE = 0.2
+
 COMMITS_AFTER_HEALING = 2
 """New versions of every fragment that phase two waits for."""
 
-FAST = "fast"
 HOSTS: dict[str, type[Host]] = {FAST: Host, "daemon": DaemonHost}
 """Hosts that carry out effects: fakes that are quick, or the daemon's own effects over a fake disk and links."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimReport:
-    """Outcome of a seed.
-
-    Attributes:
-        seed, regions, events_wanted, fault, effects: what was run; `fault` is the planted one, or empty.
-        events: facts given to cores in both phases; events_under_faults: in phase one.
-        commits: committed rounds. faults: injected, by kind.
-        virtual_seconds: of both phases; heal_seconds: of phase two.
-        messages_dropped: frames and transfers that never arrived.
-        violations: what was found wrong; empty for a good run.
-        trace_digest: SHA-256 of the whole trace. trace_tail: its last lines.
-        schedule: which kinds of faults; is_schedule_drawn: the seed chose it.
-        liar: the region that lied, empty if none did. lies: how many it told, by what it changed.
-    """
-
-    seed: int
-    regions: int
-    events_wanted: int
-    fault: str
-    effects: str
-    events: int
-    events_under_faults: int
-    commits: int
-    faults: dict[str, int]
-    virtual_seconds: float
-    heal_seconds: float
-    messages_dropped: int
-    violations: tuple[str, ...]
-    trace_digest: str
-    trace_tail: tuple[str, ...] = field(repr=False)
-    schedule: str = "usual"
-    is_schedule_drawn: bool = True
-    liar: str = ""
-    lies: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def is_good(self) -> bool:
-        """Nothing was found wrong."""
-        return not self.violations
-
-    @property
-    def command(self) -> str:
-        """Command that runs this again; without a planted fault, which only tests can give."""
-        more = f" --events {self.events_wanted}" if self.events_wanted != EVENTS else ""
-        more += "" if self.is_schedule_drawn else f" --schedule {self.schedule}"
-        more += " --liar" if self.liar else ""
-        more += f" --effects {self.effects}" if self.effects != FAST else ""
-        return f"diloco-node simulate run --seed {self.seed} --regions {self.regions}{more}"
 
 
 class Simulation:
@@ -166,11 +124,13 @@ class Simulation:
                 pass
 
     def _step(self) -> bool:
-        """Let the next thing happen; False if there is none."""
-        goes_on = True
-        with self.excusing_liars():
-            goes_on = self.world.step()
-        return goes_on
+        """One step; as `excusing_liars`, without what a context costs each time."""
+        try:
+            return self.world.step()
+        except Exception:
+            if not self._is_excused():
+                raise
+            return True
 
     @contextlib.contextmanager
     def excusing_liars(self) -> Iterator[None]:
@@ -178,9 +138,14 @@ class Simulation:
         try:
             yield
         except Exception:
-            if self.checkers.busy not in self.checkers.liars:
+            if not self._is_excused():
                 raise
-            self.hosts[self.checkers.busy].kill_daemon()
+
+    def _is_excused(self) -> bool:
+        if self.checkers.busy not in self.checkers.liars:
+            return False
+        self.hosts[self.checkers.busy].kill_daemon()
+        return True
 
     @contextlib.contextmanager
     def finding(self) -> Iterator[None]:
@@ -191,15 +156,20 @@ class Simulation:
             place = traceback.extract_tb(error.__traceback__)[-1]
             self.checkers.violate(f"crash: {type(error).__name__}: {error} in {place.name}, {place.filename}")
 
-    def begin_lies(self, *, breaks_majorities: bool = False) -> Liar:
+    def begin_lies(self, kind: str = WORDS, *, breaks_majorities: bool = False) -> Liar | Cheating:
         """Draw a region that lies from now on; the checks are about the others."""
         rng = self.world.rng
         region = rng.choice(self.setup.regions)
         liars = frozenset({region})
         checkers = self.checkers
         checkers.liars = checkers.oracle.liars = checkers.audit.liars = liars
-        checkers.tolerated.update(TOLERATED)
         del self.honest[region]
+        if kind != WORDS:
+            cheat = cheats.CHEATS[kind]
+            checkers.words, checkers.oracle.excuses_sums = cheat.words, not cheat.is_borne
+            return Cheating(self.hosts[region], cheat)
+        checkers.oracle.forgers = liars
+        checkers.tolerated.update(TOLERATED)
         rate = rng.choice(LIE_RATES)
         return Liar(self.world, self.network, self.hosts, region, rate=rate, breaks_majorities=breaks_majorities)
 
@@ -244,7 +214,7 @@ def simulate(
     events: int = EVENTS,
     fault: Fault | None = None,
     schedule: str = "",
-    liar: bool = False,
+    liar: str | None = None,
     effects: str = FAST,
     commits_min: int = COMMITS_MIN,
     faults_min: int = FAULTS_MIN,
@@ -258,7 +228,8 @@ def simulate(
             EVENTS_STRETCH times as many.
         fault: planted into every region.
         schedule: which faults (`fault_storm.SCHEDULES`); empty lets the seed choose.
-        liar: one region lies; it is turned honest, or cut off, before progress is demanded of the others.
+        liar: how one region lies (`LIARS`); empty: none does; None lets the seed choose. It is turned honest, or cut
+            off, before progress is demanded of the others.
         effects: who carries out what the cores want (`HOSTS`).
         commits_min, faults_min: of phase one.
 
@@ -271,21 +242,32 @@ def simulate(
         raise ConfigError(f"there is no schedule {schedule!r}; there are {', '.join(sorted(SCHEDULES))}")
     if liar and effects != FAST:
         raise ConfigError(f"a region lies only with the effects {FAST!r}")
+    if liar and liar not in LIARS:
+        raise ConfigError(f"nobody lies about {liar!r}; there are {', '.join(LIARS)}")
+    is_liar_drawn = liar is None
+    if liar is None and fault is None and effects == FAST:
+        # A draw of its own, so that the other seeds' runs do not depend on it.
+        rng = random.Random(f"liar of {seed}")
+        liar = rng.choice(LIARS_DRAWN) if rng.random() < LIARS_CHANCE else ""
+    elif liar is None:
+        liar = fault.liar if fault is not None else ""
     # Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time.
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        return _simulate(
-            seed,
-            regions=regions,
-            events=events,
-            fault=fault,
-            schedule=schedule,
-            lies=liar,
-            effects=effects,
-            commits_min=commits_min,
-            faults_min=faults_min,
-        )
+        with lowered_limits(seed) as limits:
+            report = _simulate(
+                seed,
+                regions=regions,
+                events=events,
+                fault=fault,
+                schedule=schedule,
+                lies=liar,
+                effects=effects,
+                commits_min=commits_min,
+                faults_min=faults_min,
+            )
+        return replace(report, limits=limits, lie=liar, is_liar_drawn=is_liar_drawn)
     finally:
         if was_collecting:
             gc.enable()
@@ -298,7 +280,7 @@ def _simulate(
     events: int,
     fault: Fault | None,
     schedule: str,
-    lies: bool,
+    lies: str,
     effects: str,
     commits_min: int,
     faults_min: int,
@@ -315,7 +297,7 @@ def _simulate(
         schedule=schedule or (fault.schedule if fault is not None else "") or schedule_drawn,
         mean_gap_events=world.rng.choice((150, 250, 400)),
     )
-    liar = simulation.begin_lies() if lies else None
+    liar = simulation.begin_lies(lies) if lies else None
 
     def has_seen_enough() -> bool:
         chaos.poll()
@@ -364,13 +346,17 @@ def _simulate(
         is_schedule_drawn=not schedule,
         liar=liar.region if liar is not None else "",
         lies=dict(sorted(liar.lies.items())) if liar is not None else {},
+        wrong_sums=len(checkers.oracle.wrong_sums),
+        accusations=checkers.accusations,
     )
 
 
-def _end_lies(simulation: Simulation, liar: Liar) -> None:
+def _end_lies(simulation: Simulation, liar: Liar | Cheating) -> None:
     """It tells the truth from now on, or is cut off for good; always the latter if its log is not what it said."""
-    liar.is_over = True
-    if liar.has_forged or simulation.world.rng.random() < 0.5:
+    is_cut_off = simulation.world.rng.random() < 0.5 or liar.has_forged
+    liar.end()
+    # A first start needs every region.
+    if is_cut_off and simulation.checkers.oracle.has_begun:
         host = simulation.hosts[liar.region]
         host.kill_daemon()
         host.kill_learner()
@@ -410,6 +396,7 @@ def _demand_progress(simulation: Simulation) -> None:
 
 def _ask_for_end(simulation: Simulation) -> None:
     """An operator asks every daemon that is up."""
+    simulation.checkers.is_end_due = True
     for name in simulation.setup.regions:
         simulation.hosts[name].post(FinishOrdered("the simulation is over"))
 
@@ -429,28 +416,6 @@ def _demand_end(simulation: Simulation) -> None:
         return
     simulation.check_equal()
     checkers.audit.close(simulation.hosts)
-
-
-def format_report(report: SimReport, *, tail_lines: int = 40) -> str:
-    """A few lines for people; with the end of the trace if something was found."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in report.faults.items()) or "none"
-    lines = [
-        f"seed {report.seed}: {report.regions} regions, {report.events} events "
-        f"({report.events_under_faults} under faults), {report.commits} commits, "
-        f"{report.virtual_seconds:.1f} virtual seconds ({report.heal_seconds:.1f} after healing)",
-        f"schedule {report.schedule}; faults: {kinds}; {report.messages_dropped} messages lost",
-        f"trace {report.trace_digest}",
-    ]
-    if report.liar:
-        lies = ", ".join(f"{count} {label}" for label, count in report.lies.items()) or "none"
-        lines.append(f"{report.liar} lied: {lies}")
-    if report.is_good:
-        lines.append("every check held")
-        return "\n".join(lines)
-    lines.extend(f"VIOLATION {violation}" for violation in report.violations)
-    lines.extend(report.trace_tail[-tail_lines:])
-    lines.append(f"run it again: {report.command}")
-    return "\n".join(lines)
 
 
 def _is_at(host: Host, versions: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Troubles of the daemon's own effects besides crashes and cuts: disks, loops that stand still, links.
+"""Troubles of the daemon's own effects besides crashes and cuts: disks and links.
 
 Each fault keeps to what the protocol promises to survive: rot never takes the last good copy of anything, and what a
 disk refuses, or a link loses, comes through when it is over.
@@ -15,10 +15,7 @@ from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.disk import RottenKey
 from diloco_node.lab.sim.fake_store import FolderDisk
 from diloco_node.lab.sim.host import Host
-from diloco_node.lab.sim.world import MS, SECOND, World
-
-STALL_NS_MAX = 4 * SECOND
-"""A loop that stands still for longer counts as dead for everybody."""
+from diloco_node.lab.sim.world import World
 
 FSYNC_FAILURES_MAX = 6
 BREAK_CHANCE = 0.5
@@ -33,12 +30,11 @@ TROUBLES: dict[str, dict[str, int]] = {
         "fsync fails": 4,
         "rot": 4,
         "disk lost": 3,
-        "loop stalled": 4,
         "broken transfers": 4,
         "full queues": 3,
     },
-    "elections": {"disk full": 1, "fsync fails": 3, "disk lost": 3, "loop stalled": 3, "full queues": 2},
-    "gray": {"rot": 2, "broken transfers": 4, "full queues": 3, "loop stalled": 1},
+    "elections": {"disk full": 1, "fsync fails": 3, "disk lost": 3, "full queues": 2},
+    "gray": {"rot": 2, "broken transfers": 4, "full queues": 3},
     "away": {"disk full": 1, "rot": 2, "disk lost": 2, "broken transfers": 1},
 }
 """How often they begin in each kind of run, beside the faults of `lab.sim.fault_storm`."""
@@ -59,7 +55,6 @@ class Troubles:
             "fsync fails": self._fail_fsync,
             "rot": self.rot,
             "disk lost": self.lose_disk,
-            "loop stalled": self._stall,
             "broken transfers": self._break_transfers,
             "full queues": self._fill_queues,
         }
@@ -119,13 +114,6 @@ class Troubles:
             host.start_learner()
 
         return start
-
-    def _stall(self) -> Undo | None:
-        host = self._pick()
-        if host.core is None:
-            return None
-        host.loop.stall(self._world.draw_ns(50 * MS, STALL_NS_MAX))
-        return _nothing
 
     def _break_transfers(self) -> Undo | None:
         host = self._pick()

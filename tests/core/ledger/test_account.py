@@ -139,6 +139,23 @@ def random_bodies(rng: random.Random, number: int) -> list[EntryBody]:
 
 
 @pytest.mark.parametrize("seed", range(10))
+def test_closing_old_lives_changes_no_sum_of_steps_or_tokens(seed: int) -> None:
+    entries = seal_all(*random_bodies(random.Random(seed), 80))
+    closed, whole = Account(), Account()
+    for entry in entries:
+        closed.take(entry)
+        whole.take(entry)
+        closed.close_old(2)
+        for name in "ab":
+            newest = whole.newest_incarnation(name)
+            for incarnation in (newest, newest + 1):
+                assert closed.steps_before(name, incarnation) == whole.steps_before(name, incarnation), f"seed {seed}"
+            assert closed.covered_tokens(name, 1) == whole.covered_tokens(name, 1), f"seed {seed}"
+    assert all(line.steps and line.tokens for line in closed.closed_lines())
+    assert len(closed.closed_lines()) == 2, "no incarnation was closed"
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_entries_that_are_taken_back_leave_no_trace(seed: int) -> None:
     rng = random.Random(seed)
     entries = seal_all(*random_bodies(rng, 60))

@@ -54,6 +54,20 @@ def test_entries_that_are_not_on_disk_are_not_packed(few: int) -> None:
     assert packed(log) == 10 - few
 
 
+def test_an_answer_counts_for_its_write_and_those_before_in_whatever_order_answers_come() -> None:
+    entries = chain(6)
+    log = ReplicaLog(())
+    for token, first in enumerate((0, 2, 4), start=1):
+        for entry in entries[first : first + 2]:
+            log.append(entry)
+        log.take_change(token)
+    durable = []
+    for token in (1, 2, 1, 3, 2):
+        log.on_written(token)
+        durable.append(log.durable_index)
+    assert durable == [2, 4, 4, 6, 6]
+
+
 def test_only_entries_whose_payload_is_lost_are_looked_at_again(few: int) -> None:
     entries = chain(20)
     looked: list[int] = []

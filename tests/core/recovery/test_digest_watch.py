@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Note
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
@@ -115,6 +117,17 @@ def test_a_snapshot_is_agreed_on_when_a_majority_tells_all_32_bytes_alike() -> N
     assert watch.majority_snapshots() == (SnapshotBody(0, 4, GOOD),)
     commit(watch, SnapshotBody(0, 4, GOOD))
     assert watch.majority_snapshots() == ()
+
+
+@pytest.mark.parametrize("regions", [2, 4, 6])
+def test_exactly_half_of_the_regions_agree_to_no_snapshot(regions: int) -> None:
+    watch, _ = a_watch(regions=regions)
+    watch.on_digest(0, 4, GOOD, now_ns=0)
+    for peer in range(regions // 2 - 1):
+        watch.on_report(f"p{peer}", (FragmentDigest(0, 4, GOOD),))
+    assert watch.majority_snapshots() == ()
+    watch.on_report("z", (FragmentDigest(0, 4, GOOD),))
+    assert watch.majority_snapshots() == (SnapshotBody(0, 4, GOOD),)
 
 
 def test_versions_between_snapshots_are_never_proposed() -> None:

@@ -191,3 +191,36 @@ def test_the_only_ones_that_can_be_asked_are_not_asked_again_at_once() -> None:
         assert desk.pump(alive=("b",), now_ns=now_ns) == []
         assert desk.fetches.wake_at_ns == now_ns + (RETRY_NS << retry)
     assert [effect.peer for effect in desk.pump(alive=("b", "d"), now_ns=now_ns)] == ["d"], "another one is back"
+
+
+def test_whoever_could_not_send_is_asked_again_when_the_others_failed_too() -> None:
+    for body in (BODY, None):
+        desk = Desk()
+        desk.fetches.request(0, 3, body, digest=b"d" * 32)
+        now_ns, asked = 0, []
+        for _ in range(9):
+            (effect,) = desk.pump(now_ns=now_ns)
+            assert isinstance(effect, FetchPayload | FetchState)
+            asked.append(effect.peer)
+            desk.fetches.on_failure(effect.peer, 0, "broke off", now_ns=now_ns)
+            now_ns += RETRY_NS_MAX
+        assert asked == ["c", "b", "d"] * 3
+
+
+def test_a_state_that_a_peer_does_not_have_yet_is_asked_for_again_and_a_pruned_payload_is_not() -> None:
+    for body, peers in ((BODY, []), (None, ["c", "b", "d"])):
+        desk = Desk()
+        desk.fetches.request(0, 3, body, digest=b"d" * 32)
+        now_ns = 0
+        for peer in ("c", "b", "d"):
+            desk.pump(now_ns=now_ns)
+            desk.fetches.on_failure(peer, 0, "gone", now_ns=now_ns)
+            now_ns += RETRY_NS_MAX
+        asked = []
+        for _ in range(3):
+            for effect in desk.pump(now_ns=now_ns):
+                assert isinstance(effect, FetchPayload | FetchState)
+                asked.append(effect.peer)
+                desk.fetches.on_failure(effect.peer, 0, "broke off", now_ns=now_ns)
+            now_ns += RETRY_NS_MAX
+        assert asked == peers

@@ -342,6 +342,23 @@ def test_files_go_when_a_newer_snapshot_is_in_the_ledger_and_not_before() -> Non
     assert sorted(disk.versions._rounds[0]) == [3, 4, 5]
 
 
+def test_payloads_that_snapshots_overtake_are_kept_until_they_are_applied() -> None:
+    disk = Disk()
+    disk.begin()
+    bodies = [committed_round(0, version, ()) for version in range(1, 6)]
+    for body in bodies:
+        disk.store(body)
+        disk.commit(body)
+    for version in (2, 4):
+        disk.commit(SnapshotBody(0, version, DIGESTS[0]))
+    applied = []
+    while orders := [effect for effect in disk.pump() if isinstance(effect, ApplyVersion)]:
+        applied += [order.body for order in orders]
+        assert disk.requests() == []
+        disk.versions.version_applied(0, orders[0].body.version)
+    assert applied == bodies
+
+
 def test_nothing_is_fetched_that_is_there() -> None:
     disk = Disk()
     disk.begin()

@@ -67,7 +67,7 @@ def told(round_: OpenRound, **lacks: str) -> None:
 
 
 def blamed(round_: OpenRound) -> set[tuple[str, BallotPart]]:
-    return {(blame.region, blame.part) for blame in judge_absences(round_).blames}
+    return {(blame.region, blame.part) for blame in judge_absences(round_, 4).blames}
 
 
 def test_who_does_not_contribute_is_named() -> None:
@@ -135,7 +135,7 @@ def test_who_gets_no_merged_stripes_blames_nobody_else() -> None:
     deliver(round_)
     merge(round_)
     told(round_, a="bcd")
-    result = judge_absences(round_)
+    result = judge_absences(round_, 4)
     assert (result.blames, result.cut_off) == ((), {"a"})
 
 
@@ -143,7 +143,7 @@ def test_payload_that_everybody_has_and_nobody_stores_is_no_reducers_fault() -> 
     round_ = ballot()
     merge(round_)
     told(round_)
-    assert judge_absences(round_).blames == ()
+    assert judge_absences(round_, 4).blames == ()
 
 
 def test_a_reducer_that_tells_another_digest_than_it_sends_is_proved_wrong() -> None:
@@ -153,7 +153,7 @@ def test_a_reducer_that_tells_another_digest_than_it_sends_is_proved_wrong() -> 
     round_.reports[2] = replace(round_.reports[2], digest=b"x" * 32)
     (blame,) = dispute_reducers(round_, 4)
     assert (blame.region, blame.part, blame.is_proved) == ("c", REDUCER, True)
-    assert blame in judge_absences(round_).blames
+    assert blame in judge_absences(round_, 4).blames
 
 
 @pytest.mark.parametrize("liar", NAMES)
@@ -164,18 +164,58 @@ def test_no_single_region_proves_another_wrong(liar: str) -> None:
     round_.merged_digests[liar] = (b"x" * 32,) * 4
     assert dispute_reducers(round_, 4) == ()
     assert dispute_reducers(round_, 2) == (), "of two nobody knows"
-    result = judge_absences(round_)
+    result = judge_absences(round_, 4)
     assert (result.blames, result.cut_off) == ((), {liar})
 
 
-@given(st.sets(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)).filter(lambda pair: pair[0] != pair[1])))
-def test_culprits_explain_every_pair_or_leave_it(pairs: set[tuple[str, str]]) -> None:
-    result = find_culprits(pairs, NAMES, NAMES)
+@pytest.mark.parametrize("names", ["abc", "abcde"])
+def test_half_of_the_witnesses_prove_nothing(names: str) -> None:
+    cut = tuple(Stripe(name, at, at + 1) for at, name in enumerate(names))
+    round_ = ballot(cut, names)
+    merge(round_, names)
+    told(round_)
+    half = len(names) // 2
+    for name in names[1:]:
+        round_.merged_digests[name] = tuple(bytes([index]) * 32 for index in range(len(names)))
+    for name in names[1 : 1 + half]:
+        round_.merged_digests[name] = (b"x" * 32, *round_.merged_digests[name][1:])
+    assert dispute_reducers(round_, len(names)) == ()
+    one_more = names[1 + half]
+    round_.merged_digests[one_more] = (b"x" * 32, *round_.merged_digests[one_more][1:])
+    assert [blame.region for blame in dispute_reducers(round_, len(names))] == ["a"]
+
+
+def test_the_only_region_that_says_anything_proves_nothing() -> None:
+    round_ = ballot()
+    merge(round_)
+    round_.merged_digests["d"] = (b"x" * 32, *(bytes([index]) * 32 for index in range(1, 4)))
+    (blame,) = judge_absences(round_, 4).blames
+    assert (blame.region, blame.is_proved) == ("a", False)
+
+
+@pytest.mark.parametrize("names", ["abc", "abcde"])
+@pytest.mark.parametrize("gives", [True, False])
+def test_a_region_in_half_of_its_pairs_explains_none(names: str, gives: bool) -> None:
+    half = names[1 : 1 + len(names) // 2]
+    pairs = {("a", name) if gives else (name, "a") for name in half}
+    result = find_culprits(pairs, names, names)
+    assert (result.givers, result.takers, result.unexplained) == ({}, {}, pairs)
+
+
+def pairs_of(names: str) -> st.SearchStrategy[tuple[str, set[tuple[str, str]]]]:
+    region = st.sampled_from(names)
+    return st.tuples(st.just(names), st.sets(st.tuples(region, region).filter(lambda pair: pair[0] != pair[1])))
+
+
+@given(st.sampled_from(["abc", NAMES, "abcde"]).flatmap(pairs_of))
+def test_culprits_explain_every_pair_or_leave_it(case: tuple[str, set[tuple[str, str]]]) -> None:
+    names, pairs = case
+    result = find_culprits(pairs, names, names)
     explained = {pair for pair in pairs if pair[0] in result.givers or pair[1] in result.takers}
     assert explained | result.unexplained == pairs
     assert explained.isdisjoint(result.unexplained)
     for name, seen_by in [*result.givers.items(), *result.takers.items()]:
-        assert 2 * len(seen_by) > len(NAMES) - 1, f"more than half of the others say so of {name}"
+        assert 2 * len(seen_by) > len(names) - 1, f"more than half of the others say so of {name}"
 
 
 @given(st.sampled_from(NAMES), st.sets(st.sampled_from(NAMES)), st.booleans())

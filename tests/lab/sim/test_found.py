@@ -21,7 +21,7 @@ FOUND = {
 
 
 def test_a_leader_that_decides_about_another_fragment_is_not_followed() -> None:
-    report = simulate(2, liar=True)
+    report = simulate(2, liar="words")
     assert report.is_good, report.violations
 
 

@@ -10,7 +10,8 @@ from diloco_node.errors import ConfigError
 from diloco_node.lab.sim import simulation as module
 from diloco_node.lab.sim.fault_storm import SCHEDULES, Chaos
 from diloco_node.lab.sim.liar import COUNTED, Liar
-from diloco_node.lab.sim.simulation import Simulation, format_report, simulate
+from diloco_node.lab.sim.seed_report import format_report
+from diloco_node.lab.sim.simulation import Simulation, simulate
 from diloco_node.wire.envelope import decode_control, encode_control
 
 
@@ -141,7 +142,7 @@ class _Recorder:
 
 
 def test_the_seed_of_a_report_with_a_liar_runs_it_again() -> None:
-    first, again = (simulate(3, regions=3, events=300, liar=True) for _ in range(2))
+    first, again = (simulate(3, regions=3, events=300, liar="words") for _ in range(2))
     assert first == again
     assert first.liar
-    assert " --liar" in first.command
+    assert " --liar 'words'" in first.command

@@ -39,7 +39,7 @@ class Bench:
     def __init__(self) -> None:
         self.setup = make_setup()
         self.found: list[str] = []
-        self.oracle = Oracle(self.setup, self.found.append)
+        self.oracle = Oracle(self.setup, self.found.append, lambda _: None)
         self.layout = self.setup.layouts[0]
         generator = np.random.default_rng(SEED)
         self.theta = [generator.standard_normal(one.values).astype(np.float32) for one in self.setup.layouts]

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.events import Event
 from diloco_node.core.merge import stripes
 from diloco_node.errors import ConfigError
 from diloco_node.lab.sim.fault_storm import SCHEDULES
-from diloco_node.lab.sim.simulation import COMMITS_MIN, FAULTS_MIN, HOSTS, format_report, simulate
-from tests.kit.planted import CORE_FAULTS, EFFECT_FAULTS
+from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.seed_report import format_report
+from diloco_node.lab.sim.simulation import COMMITS_MIN, FAULTS_MIN, HOSTS, LIARS_DRAWN, Simulation, simulate
+from diloco_node.lab.sim.world import SECOND
+from tests.kit.planted import CHEAT_FAULTS, CORE_FAULTS, EFFECT_FAULTS
 from tests.kit.repository import ROOT
 
 CLEAN_SEEDS = range(16)
@@ -32,13 +36,16 @@ MANY_DAEMON_SEEDS = [range(first, first + 4) for first in range(1, 9, 4)]
 GRAY_COMMITS_MIN = 3
 """Bulk is broken all the time there: of 24 seeds two made 3 and 4 commits, and the others 7 to 37."""
 
-SEEDS_MAX = 24
-"""A planted fault must be found within so many seeds."""
+SEEDS_MAX = 100
+"""A planted fault must be found within so many seeds; most are by the first three."""
 
 DAEMON_SEEDS_MAX = 16
 """These runs take twice as long."""
 
-ALWAYS = ("no-fsync", "no-payload", "apply-before-commit", "forgotten-vote", "arrival-order", "refused-write")
+ALWAYS = (
+    *("no-fsync", "no-payload", "apply-before-commit", "forgotten-vote", "arrival-order", "refused-write"),
+    *("base-first", "any-answer", "sum biased", "factors"),
+)
 """Planted faults of the fast tier, one or two of each kind: each is found by the first seed, in half a second."""
 
 
@@ -72,7 +79,32 @@ SIGNS = {
     "wrong-weights": "weights: ",
     "wrong-share": "share: ",
     "step-less": "work: ",
+    "half-snapshot": "snapshot: ",
+    "base-first": "can't produce",
+    "any-answer": "its disk does not have it",
+    "closed-steps": "account: ",
+    "forgotten-payload": "which its own disk has",
+    "asked-once": "progress: ",
+    "half-blames": "blame: ",
 }
+
+CHEAT_SIGNS = {
+    # what a checker says of a region that nobody excuses
+    "sum x1.5": "not the sum of its members",
+    "sum flipped": "not the sum of its members",
+    "sum biased": "not the sum of its members",
+    "tokens x2": "work: ",
+    "tokens x8": "work: ",
+    "tokens x64": "work: ",
+    "factors": "its factor",
+    "share": "its share",
+    "weights": "its weight",
+    "early end": "no operator's order",
+    "old folder": "age: ",
+}
+
+EXCUSED = {"receipts", "sum x1000"}
+"""Nothing of it commits or proves anything, so there is nothing for a checker to find."""
 
 
 @pytest.mark.parametrize(
@@ -127,6 +159,38 @@ def test_a_planted_fault_is_found(name: str) -> None:
     raise AssertionError(f"{name}: {CORE_FAULTS[name].breaks}; no seed below {SEEDS_MAX} finds that this is broken")
 
 
+@pytest.mark.parametrize("name", cases(CHEAT_FAULTS.keys() - EXCUSED))
+def test_what_one_region_does_wrong_in_right_words_is_found(name: str) -> None:
+    for seed in range(4):
+        report = simulate(seed, fault=CHEAT_FAULTS[name], regions=3, events=1500)
+        if any(CHEAT_SIGNS[name] in violation for violation in report.violations):
+            return
+    raise AssertionError(f"{name}: no seed below 4 finds it")
+
+
+@pytest.mark.parametrize("name", ["factors", "early end"])
+def test_a_leader_with_wrong_numbers_is_named_and_nothing_of_it_commits(name: str) -> None:
+    reports = [simulate(seed, liar=name, regions=3, events=1000) for seed in (1, 3)]
+    for report in reports:
+        assert report.is_good, format_report(report)
+    assert any(report.accusations for report in reports)
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("name", LIARS_DRAWN)
+def test_what_seeds_lie_about_is_borne(name: str) -> None:
+    for seed in range(3):
+        report = simulate(seed, liar=name, regions=3 + seed, events=1500)
+        assert report.is_good, format_report(report)
+
+
+def test_a_wrong_sum_of_a_liar_is_counted_and_leaves_the_others_equal() -> None:
+    report = simulate(1, liar="sum x1.5", regions=3, events=1500)
+    assert report.is_good, format_report(report)
+    assert report.wrong_sums > 0, "nobody reduces a stripe again: when somebody does, this cheat is borne"
+    assert simulate(1, liar="", regions=3, events=300, commits_min=0, faults_min=0).wrong_sums == 0
+
+
 @pytest.mark.parametrize("name", cases(EFFECT_FAULTS))
 def test_a_fault_planted_into_the_daemons_effects_is_found(name: str) -> None:
     for seed in range(DAEMON_SEEDS_MAX):
@@ -153,6 +217,28 @@ def test_reducers_of_several_stripes_keep_every_promise(seed: int, monkeypatch: 
     assert report.is_good, format_report(report)
 
 
+@pytest.mark.parametrize("effects", sorted(HOSTS))
+def test_a_loop_that_gets_no_time_hears_everything_later_and_its_timers_fire_late(effects: str) -> None:
+    simulation = Simulation(3, regions=3, host_type=HOSTS[effects])
+    simulation.start()
+    simulation.run_until(lambda: simulation.checkers.commits >= 2)
+    host, given = simulation.hosts[simulation.setup.regions[0]], list[int]()
+    given_before = simulation.checkers.event_given
+
+    def event_given(at: Host, event: Event) -> None:
+        if at is host:
+            given.append(simulation.world.now_ns)
+        given_before(at, event)
+
+    simulation.checkers.event_given = event_given  # type: ignore[method-assign]
+    until_ns = simulation.world.now_ns + 3 * SECOND
+    host.stall(3 * SECOND)
+    simulation.run_until(lambda: simulation.world.now_ns >= until_ns + SECOND)
+    assert given[0] >= until_ns
+    assert given.count(given[0]) > 10, "what waited is handled at once"
+    assert not simulation.checkers.violations
+
+
 def test_one_region_alone_and_the_largest_number_work_as_well() -> None:
     for regions in (1, 7):
         report = simulate(11, regions=regions, events=1500, commits_min=5, faults_min=1)
@@ -170,7 +256,9 @@ def test_unknown_effects_are_refused_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match="daemon, fast"):
         simulate(1, effects="no-such")
     with pytest.raises(ConfigError, match="fast"):
-        simulate(1, effects="daemon", liar=True)
+        simulate(1, effects="daemon", liar="words")
+    with pytest.raises(ConfigError, match="old folder"):
+        simulate(1, liar="no-such")
 
 
 def test_the_same_seed_gives_the_same_trace_under_another_hash_seed() -> None:

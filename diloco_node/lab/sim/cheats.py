@@ -1,0 +1,160 @@
+"""Regions that do wrong in right words: an attacker's reducer or leader, a script with a mistake in it, an old folder.
+
+A change by `Liar` shows as soon as somebody compares. A cheat is consistent: messages, digests and norms belong to the
+wrong thing that its region did. It is one region's, and goes on until it is ended.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from diloco_node.core.messages import MergedReceived
+from diloco_node.core.types import EntryBody, RoundBody
+from diloco_node.lab.sim import core_parts as view
+from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.world import SECOND
+from diloco_node.numeric import F32
+from diloco_node.wire.envelope import decode_control, encode_control
+
+OLD_AFTER_NS = 8 * SECOND
+"""An older copy of a folder is so old when it comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cheat:
+    """A kind of wrong that one region does.
+
+    Attributes:
+        name: for reports and commands.
+        begin: lets a region do it; called before its first daemon.
+        words: of alarms, by one of which honest regions name it.
+        is_borne: the others go on, and nothing wrong commits; else it only shows that checkers find it.
+    """
+
+    name: str
+    begin: Callable[[Host], None]
+    words: tuple[str, ...] = ()
+    is_borne: bool = True
+
+
+class Cheating:
+    """A region that does it.
+
+    Attributes:
+        region: which one. lies: for reports.
+        has_forged: its log may hold what nobody decided, so it is not made honest.
+    """
+
+    def __init__(self, host: Host, cheat: Cheat) -> None:
+        self.region, self.cheat, self.has_forged = host.name, cheat, True
+        self.lies: dict[str, int] = {}
+        self._host = host
+        cheat.begin(host)
+
+    def end(self) -> None:
+        """Its next daemon and learner are honest."""
+        self._host.spoil_sum, self._host.token_factor, self._host.spoil_core = None, 1, None
+        self._host.network.frame_spoilers.pop(self.region, None)
+
+
+def _sum_wrongly(spoil: Callable[[F32], F32], host: Host) -> None:
+    host.spoil_sum = spoil
+
+
+def _bias(values: F32) -> F32:
+    return values + np.float32(1e-2)
+
+
+def _count_more(factor: int, host: Host) -> None:
+    host.token_factor = factor
+
+
+def _lead_wrongly(change: Callable[[RoundBody], dict[str, Any]], host: Host) -> None:
+    def spoil(body: EntryBody) -> EntryBody:
+        return replace(body, **change(body)) if isinstance(body, RoundBody) else body
+
+    host.spoil_core = partial(view.spoil_proposals, spoil=spoil)
+
+
+def _weigh_the_first(body: RoundBody) -> dict[str, Any]:
+    first, *members = body.members
+    return {"members": (replace(first, weight=64.0 * first.weight), *members)}
+
+
+def _end_early(host: Host) -> None:
+    """Whenever it leads, it holds the last rounds, as if an operator had asked for the end."""
+
+    def spoil(core: Any) -> None:
+        leader: Any = view.rounds(core)
+        begin = leader.begin
+
+        def begin_last(*facts: Any, **more: Any) -> None:
+            begin(*facts, **more)
+            leader.request_finish("enough")
+
+        leader.begin = begin_last
+        core._end.doubt = lambda body, *, now_ns: ""
+
+    host.spoil_core = spoil
+
+
+def _deny_receipts(host: Host) -> None:
+    """Each merged stripe that it gets has other bytes, it says."""
+
+    def tell(_: str, frame: bytes) -> bytes:
+        message = decode_control(frame)
+        if type(message) is not MergedReceived:
+            return frame
+        return encode_control(replace(message, digests=(bytes([1]) * 32,) * len(message.digests)))
+
+    host.network.frame_spoilers[host.name] = tell
+
+
+def _bring_back_old_folder(host: Host) -> None:
+    """Copy the folder, and put the copy in its place later: what was acknowledged meanwhile is gone."""
+
+    def take() -> None:
+        older = copy.copy(host.disk)
+        for name in ("entries", "payloads", "states", "older_states", "counters"):
+            setattr(older, name, copy.copy(getattr(host.disk, name)))
+        host.world.after(OLD_AFTER_NS, None, put, older)
+
+    def put(older: Any) -> None:
+        host.kill_daemon()
+        host.kill_learner()
+        older.ledger_queue, older.late_writes, older.votes = [], [], host.disk.votes
+        host.disk = older
+        host.start_daemon()
+        host.start_learner()
+
+    host.world.after(OLD_AFTER_NS, None, take)
+
+
+_SUM_WORDS = ("its merged stripe", "its sum")
+
+CHEATS: dict[str, Cheat] = {
+    cheat.name: cheat
+    for cheat in (
+        Cheat("sum x1000", partial(_sum_wrongly, lambda values: values * np.float32(1000)), _SUM_WORDS),
+        # Nobody reduces a merged stripe again: sums of an honest length are found by the oracle alone.
+        Cheat("sum x1.5", partial(_sum_wrongly, lambda values: values * np.float32(1.5)), _SUM_WORDS, is_borne=False),
+        Cheat("sum flipped", partial(_sum_wrongly, np.negative), _SUM_WORDS, is_borne=False),
+        Cheat("sum biased", partial(_sum_wrongly, _bias), _SUM_WORDS, is_borne=False),
+        Cheat("tokens x2", partial(_count_more, 2)),
+        Cheat("tokens x8", partial(_count_more, 8)),
+        Cheat("tokens x64", partial(_count_more, 64)),
+        Cheat("factors", partial(_lead_wrongly, lambda body: {"factors": (0.0,) * len(body.factors)}), ("its factor",)),
+        Cheat("share", partial(_lead_wrongly, lambda _: {"share": 2.0**-126}), ("its share",)),
+        Cheat("weights", partial(_lead_wrongly, _weigh_the_first), ("its weight",)),
+        Cheat("early end", _end_early, ("no operator's order",)),
+        Cheat("receipts", _deny_receipts),
+        # Folders know no age: a copy is taken for the folder itself.
+        Cheat("old folder", _bring_back_old_folder, ("folder",), is_borne=False),
+    )
+}
