@@ -150,7 +150,7 @@ class RegionCore:
             fetches=self._fetches,
             effects=self._effects,
         )
-        self._replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
+        self.replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
         self._discards = DiscardReporter(context)
         self._upkeep = Upkeep(
             regions=len(self._regions),
@@ -208,6 +208,10 @@ class RegionCore:
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take a fact, return what to do; `now_ns` is monotonic time, never less than before."""
         self._now_ns = now_ns
+        late_ns = now_ns - self._next_beat_ns
+        if late_ns > self._settings.heartbeat_ns:
+            self.ledger.excuse(late_ns, now_ns=now_ns)
+            self.liveness.excuse(late_ns, now_ns=now_ns)
         self._arrows[type(event)](event, now_ns)
         if isinstance(event, ev.DISK_EVENTS):
             self._emit(self.ledger.payload_arrived(now_ns=now_ns))
@@ -287,8 +291,7 @@ class RegionCore:
             raise AssertionError(f"one event caused more than {TURNS_MAX} turns")
         self._upkeep.learn()
         self._upkeep.compare()
-        base = self._upkeep.next_base()
-        if base is not None:
+        if (base := self._upkeep.next_base()) is not None:
             self._emit(self.ledger.compact(base))
             self._upkeep.on_compaction()
         lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
@@ -322,6 +325,7 @@ class RegionCore:
 
     def _follow_role(self, now_ns: int) -> None:
         ledger = self.ledger
+        self.liveness.patience = ledger.patience
         if ledger.leader and self._reported_leader != (ledger.term, ledger.leader):
             self._reported_leader = (ledger.term, ledger.leader)
             self._effects.note("leader", f"{ledger.leader} leads term {ledger.term}")
@@ -343,10 +347,10 @@ class RegionCore:
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
         if now_ns >= self._next_beat_ns:
-            self._next_beat_ns = now_ns + self._settings.heartbeat_ns
-            self._beat(now_ns)
+            self._next_beat_ns = now_ns + self.liveness.pause_ns(now_ns - self._next_beat_ns)
+            self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self._end.is_final))
             self.leader.tick()
-            self._emit(self._replacement.propose(self._effects, now_ns=now_ns))
+            self._emit(self.replacement.propose(self._effects, now_ns=now_ns))
             reason = self._succession.reason(now_ns=now_ns)
             if reason:
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
@@ -355,19 +359,14 @@ class RegionCore:
             self._repeat_requests()
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
-        self.liveness.beat(
-            applied_index=self.versions.applied_index(),
-            digests=self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else (),
-            now_ns=now_ns,
-            only_to=only_to,
-        )
+        digests = self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else ()
+        self.liveness.beat(applied_index=self.versions.applied_index(), digests=digests, now_ns=now_ns, only_to=only_to)
 
     def _repeat_requests(self) -> None:
         leader = self.ledger.leader
         if not leader or self.history.genesis is None or self.is_replaying:
             return
-        bodies = self._discards.bodies()
-        if bodies:
+        if bodies := self._discards.bodies():
             self._effects.send(leader, msg.DiscardReported(bodies))
         self._end.ask(leader)
 
