@@ -202,6 +202,9 @@ class RegionCore:
             ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
+            ev.ExpulsionOrdered: lambda event, now_ns: self._emit(
+                self.replacement.carry_out(event, self._effects, self.liveness, now_ns=now_ns)
+            ),
             ev.FinalWritten: lambda _event, _now_ns: self._end.on_final_written(),
         }
 
@@ -372,6 +375,8 @@ class RegionCore:
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
+        if event.peer in self.history.expelled:
+            return  # its links are about to be closed
         if isinstance(message, msg.LEDGER_MESSAGES):
             self._to_ledger(event, now_ns)
         elif event.peer not in self._regions or event.peer == self._region:

@@ -330,6 +330,12 @@ class GrpcTransport:
         """Why a peer is shut out now, and for how long; empty when it is not."""
         return self._quarantine.describe(peer, now_ns=time.monotonic_ns())
 
+    def expel(self, regions: frozenset[str]) -> None:
+        """Close the links of these peers, and let none of them link before a later call leaves it out."""
+        news, self._quarantine.expelled = regions - self._quarantine.expelled, regions
+        for peer in sorted(news & self.links.keys()):
+            self.links[peer].drop(self.quarantine_reason(peer))
+
     def lift_quarantine(self, peer: str) -> bool:
         """Forget what a peer did; it may link again. Returns whether it was shut out or had strikes."""
         return self._quarantine.lift(peer)
@@ -389,7 +395,7 @@ class GrpcTransport:
                 f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
             )
         if why := self.quarantine_reason(peer_caller.region):
-            raise LinkLost(f"{peer_caller.region} is {why} by {self._hello.region}; its operator can lift that")
+            raise LinkLost(f"{peer_caller.region} is {why}, says {self._hello.region}: an operator can lift that")
         if self._handshakes >= HANDSHAKES_MAX:
             raise LinkLost(f"{HANDSHAKES_MAX} calls wait for a hello already")
         self._handshakes += 1

@@ -20,12 +20,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_node.core.ledger.account import Account
+from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.summary import decode_summary, named_disks
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.stripes import block_count, stripes_fault
 from diloco_node.core.merge.weights import refusal, to_float32
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.types import (
+    EXPELLED,
     Contribution,
     DiscardedBody,
     DiskNamedBody,
@@ -195,6 +197,8 @@ class EntryCheck:
     def _disk_fault(self, body: DiskNamedBody, _: Entry) -> str:
         """Say what is wrong with the change of a folder: entries that take an id away and that name one alternate."""
         disk = self._facts.disks.get(body.region, b"")
+        if body.disk == EXPELLED != disk:
+            return self._region_fault(body.region) or expulsion_fault(self._facts.disks, body.region)
         if bool(disk) == bool(body.disk):
             return f"{body.region}'s folder is {disk.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
         return self._region_fault(body.region)
