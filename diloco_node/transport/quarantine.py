@@ -20,7 +20,7 @@ STRIKES: Final = 3
 WINDOW_NS: Final = 600 * NS_PER_S
 FIRST_NS: Final = 600 * NS_PER_S
 LONGEST_NS: Final = 86_400 * NS_PER_S
-EXPELLED_REASON: Final = "expelled from the run, for an operator's order is in the ledger"
+EXPELLED_REASON: Final = "expelled (an operator's order is in the ledger)"
 
 FORGIVEN_AFTER_NS: Final = 86_400 * NS_PER_S
 """After so long without quarantine the next one is as short as the first."""

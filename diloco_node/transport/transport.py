@@ -395,7 +395,7 @@ class GrpcTransport:
                 f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
             )
         if why := self.quarantine_reason(peer_caller.region):
-            raise LinkLost(f"{peer_caller.region} is {why}, says {self._hello.region}: an operator can lift that")
+            raise LinkLost(f"{peer_caller.region} is {why} by {self._hello.region}; its operator can lift that")
         if self._handshakes >= HANDSHAKES_MAX:
             raise LinkLost(f"{HANDSHAKES_MAX} calls wait for a hello already")
         self._handshakes += 1
