@@ -155,11 +155,11 @@ def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any
     """
     try:
         with post(folder, path, document) as answer:
-            body = json.loads(answer.read(ANSWER_BYTES_MAX))
-    except (OSError, ValueError, http.client.HTTPException) as error:
+            body = dict(json.loads(answer.read(ANSWER_BYTES_MAX)))
+    except (OSError, ValueError, TypeError, RecursionError, http.client.HTTPException) as error:
         raise PeersUnreachable(
             f"the daemon of {folder.name} in {folder} does not answer ({error}); is it running?"
         ) from None
     if answer.status >= http.client.MULTIPLE_CHOICES:
         raise ConfigError(f"{folder.name} refuses: {body.get('error', answer.status)}")
-    return dict(body)
+    return body

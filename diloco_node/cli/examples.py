@@ -30,6 +30,7 @@ EXAMPLES: Final = {
     "log-level": "diloco-node log-level rounds warning us-east",
     "budget show": "diloco-node budget show us-east",
     "budget set": "diloco-node budget set us-east --egress 2Gbit/s --ingress none",
+    "quarantine add": "diloco-node quarantine add us-west us-east",
     "quarantine lift": "diloco-node quarantine lift us-west us-east",
     "learner start": "diloco-node learner start us-east",
     "certs init": "diloco-node certs init us-east us-west eu-west --run-id my-run --out certs",

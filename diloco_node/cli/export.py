@@ -140,7 +140,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ConfigError: it can't be read, or is something else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{path} is no JSON object")

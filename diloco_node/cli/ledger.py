@@ -134,7 +134,8 @@ def _body_words(entry: Entry) -> str:
         case types.FinishedBody() as body:
             words = f"versions {min(body.versions)} to {max(body.versions)}: {body.reason}"
         case types.DiskNamedBody() as body:
-            words = f"{body.region} has {'folder ' + _short(body.disk) if body.disk else 'no folder that counts'}"
+            disk = f"folder {_short(body.disk)}" if body.disk else "no folder that counts"
+            words = f"{body.region} is expelled" if body.disk == types.EXPELLED else f"{body.region} has {disk}"
         case types.SnapshotBody() as body:
             words = f"fragment {body.fragment} version {body.version} is {_short(body.digest)}"
         case types.SummaryBody() as body:

@@ -1,4 +1,4 @@
-"""Orders to a daemon that runs on this machine: `budget`, `quarantine lift`, `learner start`, `log-level` and `finish`.
+"""Orders to a daemon that runs on this machine: `budget`, `quarantine`, `learner start`, `log-level` and `finish`.
 
 They go over the daemon's admin socket, with the token of its state folder.
 """
@@ -17,7 +17,7 @@ from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError, PeersUnreachable
 
 budget = typer.Typer(help="Show or change the bandwidth budget of a running region.", no_args_is_help=True)
-quarantine = typer.Typer(help="Readmit a peer that was shut out for what it sent.", no_args_is_help=True)
+quarantine = typer.Typer(help="Expel a region from the run, or readmit it.", no_args_is_help=True)
 
 learner = typer.Typer(help="Start a learner that was stopped.", no_args_is_help=True)
 
@@ -83,14 +83,27 @@ def _ceiling(row: dict[str, Any], direction: str) -> str:
     return "without a limit" if rate is None else str(Rate(int(rate)))
 
 
-@quarantine.command("lift")
-def lift_quarantine(
+@quarantine.command("add")
+def expel(
     *,
-    peer: Annotated[str, typer.Argument(metavar="PEER", help="A region that is in quarantine.")],
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="A region that should take no part any more.")],
     place: RegionArgument = None,
     config: ConfigOption = None,
 ) -> None:
-    """Readmit a peer that was quarantined after three protocol violations; `status --json` shows who is, and why."""
+    """Expel a region from the run: the leader puts it into the ledger, and every region closes its links with it."""
+    folder = region_folder(place, config)
+    _order(folder, "quarantine/add", {"peer": peer})
+    typer.echo(f"{folder.name} expels {peer} when a majority agrees; `diloco-node quarantine lift` readmits it")
+
+
+@quarantine.command("lift")
+def lift_quarantine(
+    *,
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="A region that is shut out.")],
+    place: RegionArgument = None,
+    config: ConfigOption = None,
+) -> None:
+    """Readmit a peer that was expelled, or shut out after three protocol violations; `status` says who is, and why."""
     folder = region_folder(place, config)
     is_lifted = bool(_order(folder, "quarantine/lift", {"peer": peer})["lifted"])
     if is_lifted:

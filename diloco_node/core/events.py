@@ -1,7 +1,6 @@
 """The seam between shell and region core, all in one place: events are facts for the core, effects are its orders.
 
-Events are facts in the past tense; effects are commands. The shell and the simulator carry out the
-same effects. Rules that both keep:
+The shell and the simulator carry out the same effects. Rules that both keep:
 
 1. Call the core from one place at a time. Effects are started in the order of the list.
 2. `PersistLedger` is answered by `LedgerPersisted` with its token when it is fsynced, in the order of the tokens.
@@ -244,6 +243,14 @@ class FinishOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpulsionOrdered:
+    """An operator of this region, which leads, wants another region expelled, or readmitted (`Replacement`)."""
+
+    region: str
+    is_lifted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FinalWritten:
     """The answer to WriteFinal."""
 
@@ -253,7 +260,7 @@ Event = (
     TimerFired | MessageArrived | LinkChanged | BudgetChanged | LedgerPersisted | InitialStateStored | LearnerReported
     | LearnerAttached | LearnerDetached | SnapshotTaken | SnapshotRefused | ContributionStripeArrived | ReductionDone
     | MergedStripeArrived | PayloadStored | PayloadNotStored | StateStored | CheckpointWritten | StatesRenamed
-    | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | FinalWritten
+    | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | ExpulsionOrdered | FinalWritten
 )
 # fmt: on
 
@@ -395,7 +402,6 @@ class OfferVersion:
 
     Attributes:
         included_snapshot: the learner's snapshot (of its incarnation) that the versions since its base include, or -1.
-            The learner's next report says that it has applied it.
         is_last: the version is that of the run's last round of the fragment.
     """
 
@@ -424,8 +430,7 @@ class FetchState:
     """Get state from the peer (StateRequested, transfer, check, store); answer StateStored or FetchFailed.
 
     Attributes:
-        version, digest: as the ledger names them (a snapshot, or Theta_0 of genesis): anything else is refused with
-            FetchFailed and never stored over what is here.
+        version, digest: as the ledger names them; anything else is refused with FetchFailed, and never stored.
     """
 
     peer: str
@@ -444,8 +449,7 @@ class PruneFiles:
 
 @dataclass(frozen=True, slots=True)
 class SetStatesAside:
-    """This region's states of the fragment from this version on are not what the ledger names: rename their files, so
-    that no later process takes them; answer StatesRenamed."""
+    """States of the fragment from this version on are not what the ledger names: rename them; answer StatesRenamed."""
 
     fragment: int
     version_min: int

@@ -157,7 +157,7 @@ class RegionCore:
             fetches=self._fetches,
             effects=self._effects,
         )
-        self._replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
+        self.replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
         self._discards = DiscardReporter(context)
         self._upkeep = Upkeep(
             regions=len(self._regions),
@@ -206,12 +206,19 @@ class RegionCore:
             ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
+            ev.ExpulsionOrdered: lambda event, now_ns: self._emit(
+                self.replacement.carry_out(event, self._effects, self.liveness, now_ns=now_ns)
+            ),
             ev.FinalWritten: lambda _event, _now_ns: self._end.on_final_written(),
         }
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take a fact, return what to do; `now_ns` is monotonic time, never less than before."""
         self._now_ns = now_ns
+        late_ns = now_ns - self._next_beat_ns
+        if late_ns > self._settings.heartbeat_ns:
+            self.ledger.excuse(late_ns, now_ns=now_ns)
+            self.liveness.excuse(late_ns, now_ns=now_ns)
         self._arrows[type(event)](event, now_ns)
         if isinstance(event, ev.DISK_EVENTS):
             self._emit(self.ledger.payload_arrived(now_ns=now_ns))
@@ -325,6 +332,7 @@ class RegionCore:
 
     def _follow_role(self, now_ns: int) -> None:
         ledger = self.ledger
+        self.liveness.patience = ledger.patience
         if ledger.leader and self._reported_leader != (ledger.term, ledger.leader):
             self._reported_leader = (ledger.term, ledger.leader)
             self._effects.note("leader", f"{ledger.leader} leads term {ledger.term}")
@@ -346,10 +354,10 @@ class RegionCore:
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
         if now_ns >= self._next_beat_ns:
-            self._next_beat_ns = now_ns + self._settings.heartbeat_ns
-            self._beat(now_ns)
+            self._next_beat_ns = now_ns + self.liveness.pause_ns(now_ns - self._next_beat_ns)
+            self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self._end.is_final))
             self.leader.tick()
-            self._emit(self._replacement.propose(self._effects, now_ns=now_ns))
+            self._emit(self.replacement.propose(self._effects, now_ns=now_ns))
             if reason := self._succession.reason(now_ns=now_ns):
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
             if self.leader.is_acting:
@@ -357,12 +365,8 @@ class RegionCore:
             self._repeat_requests()
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
-        self.liveness.beat(
-            applied_index=self.versions.applied_index(),
-            digests=self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else (),
-            now_ns=now_ns,
-            only_to=only_to,
-        )
+        digests = self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else ()
+        self.liveness.beat(applied_index=self.versions.applied_index(), digests=digests, now_ns=now_ns, only_to=only_to)
 
     def _repeat_requests(self) -> None:
         leader = self.ledger.leader
@@ -374,6 +378,8 @@ class RegionCore:
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
+        if event.peer in self.history.expelled:
+            return  # its links are about to be closed
         if isinstance(message, msg.LEDGER_MESSAGES):
             self._to_ledger(event, now_ns)
         elif event.peer not in self._regions or event.peer == self._region:

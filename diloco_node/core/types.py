@@ -236,12 +236,17 @@ class FinishedBody:
     reason: str
 
 
+EXPELLED: Final = b"\xff" * DISK_ID_BYTES
+"""In place of a folder's id: an operator has expelled the region."""
+
+
 @dataclass(frozen=True, slots=True)
 class DiskNamedBody:
     """The folder of a region that counts from this entry on: the view of the run changes, one region at a time.
 
     Attributes:
-        disk: the folder's id; empty: none of this region, until a further entry names one.
+        disk: the folder's id; empty: none of this region, until a further entry names one; EXPELLED: none, until an
+            entry readmits the region.
     """
 
     region: str

@@ -112,6 +112,7 @@ class Daemon:
                 finish=self.finish,
                 set_budget=self._set_budget,
                 measure=self._measure,
+                expel=self._expel,
                 lift_quarantine=self._lift_quarantine,
                 start_learner=self.start_learner,
                 set_log_level=self._set_log_level,
@@ -408,10 +409,25 @@ class Daemon:
             self.node.transport.set_budget(plan)
         self.notes.add(Note("budget", f"set by {why}: {plan}"))
 
-    def _lift_quarantine(self, peer: str) -> bool:
-        """Readmit a peer; whether it was in quarantine or had strikes. Raises ConfigError."""
+    def _check_peer(self, peer: str) -> None:
         if peer not in self.spec.peers:
             raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self.spec.peers))}")
+
+    def _expel(self, peer: str) -> None:
+        """Have the ledger expel a peer. Raises ConfigError."""
+        if peer == self.spec.region:
+            raise ConfigError(f"{peer} can't expel itself: stop it, or give the order to another region")
+        self._check_peer(peer)
+        if self.node is None:
+            raise ConfigError(f"there is no run yet to expel {peer} from: {self.spec.region} {self._facts()['reason']}")
+        self.node.expel(peer, is_lifted=False)
+
+    def _lift_quarantine(self, peer: str) -> bool:
+        """Readmit a peer; whether it was expelled, in quarantine, or had strikes. Raises ConfigError."""
+        self._check_peer(peer)
+        if self.node is not None and peer in self.node.core.history.expelled:
+            self.node.expel(peer, is_lifted=True)
+            return True
         was = self.node is not None and self.node.transport.lift_quarantine(peer)
         if was:
             self.notes.add(Note("peer", f"an operator lifted the quarantine of {peer}"))

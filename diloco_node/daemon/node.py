@@ -26,7 +26,7 @@ from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import StorageError
+from diloco_node.errors import ConfigError, StorageError
 from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import Measuring
 from diloco_node.numeric import NS_PER_S
@@ -205,6 +205,7 @@ class Node:
 
     def _post(self, event: ev.Event) -> None:
         self._pump.post(event)
+        self.transport.expel(self.core.history.expelled)
         self.reception.core_changed()
         if isinstance(event, ev.FinalWritten) and not self._is_lingering:
             self._is_lingering = True
@@ -280,6 +281,13 @@ class Node:
     def finish(self, reason: str) -> None:
         """Ask the run to end."""
         self._post(ev.FinishOrdered(reason))
+
+    def expel(self, peer: str, *, is_lifted: bool) -> None:
+        """Have the ledger expel a peer, or readmit it. Raises ConfigError: why that can't be."""
+        order = ev.ExpulsionOrdered(peer, is_lifted)
+        if fault := self.core.replacement.order_fault(order, self.core.liveness, now_ns=self._runtime.now_ns()):
+            raise ConfigError(fault)
+        self._post(order)
 
     def _limit_to(self, peer: str) -> tuple[int | None, str]:
         """The limit on sending to a peer now: wire bytes per second (None: no limit), and where it comes from."""

@@ -26,7 +26,7 @@ FILE_THREADS: Final = 6
 They are apart from the pool, for a disk that takes seconds for a sync must not hold up sums and transfers that
 others wait for."""
 
-BACKGROUND_NICENESS: Final = 5
+BACKGROUND_NICENESS: Final = 10
 """Added to the niceness of the thread for digests and the like: rounds and the learner go first."""
 
 

@@ -165,6 +165,13 @@ DISK_LOW: Final = AlertKind(
     "Make room: a checkpoint needs eight bytes for each parameter.",
     "df -h {state}",
 )
+STARVED: Final = AlertKind(
+    "A-STARVED",
+    Mark.WARNING,
+    "This machine is starved: the daemon waits for a processor, so heartbeats and rounds come late.",
+    "Run less beside it, give the learner fewer threads, or take more cores.",
+    "cat /proc/pressure/cpu",
+)
 CERTIFICATE_ENDS: Final = AlertKind(
     "A-CERT-ENDS",
     Mark.WARNING,

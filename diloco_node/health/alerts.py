@@ -41,6 +41,9 @@ STATES_FREE: Final = 2
 STATE_BYTES: Final = 8
 """A parameter and its momentum, float32."""
 
+STARVED_LATE_S: Final = 0.5
+"""Half of the usual election timeout, and ten times what a loop is late on an idle machine."""
+
 CERTIFICATE_DAYS: Final = 30.0
 TOKENS_TOLD: Final = "step(tokens=...) told of "
 """As `learner.token_check` says it."""
@@ -254,6 +257,12 @@ def _machine(document: Document) -> Iterator[Finding]:
         if free < max(need, DISK_LOW_PART * size):
             line = f"{free / 1e9:.1f} GB of {size / 1e9:.1f} GB are free where the state folder is"
             yield _make(kinds.DISK_LOW, document, line)
+    machine = section(document, "machine")
+    late_s, waits = number(machine, "late_seconds"), number(machine, "cpu_pressure_percent")
+    if late_s is not None and late_s > STARVED_LATE_S:
+        line = f"the daemon's timers fire up to {duration(late_s)} late"
+        line += "" if waits is None else f"; processes waited for a processor {waits:.0f} % of the last 10 s"
+        yield _make(kinds.STARVED, document, line)
     days = number(section(document, "certificate"), "days_left")
     if days is not None and days < CERTIFICATE_DAYS:
         line = f"the certificate ends in {days:.0f} days" if days > 0 else "the certificate has ended"

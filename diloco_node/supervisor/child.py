@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from diloco_node.backoff import Backoff
-from diloco_node.supervisor.preload import Forked, ForkServer, start_reader
+from diloco_node.supervisor.preload import Forked, ForkServer, give_way, start_reader
 
 if TYPE_CHECKING:
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec
@@ -152,11 +152,17 @@ class Child:
             command = f"{command[:half].rstrip()} ... {command[-half:].lstrip()}"
         return f"pid {self._process.pid if self._process is not None else '-'}: {command}"
 
-    def start(self, env: Mapping[str, str], report: Callable[[ChildExited], None]) -> None:
-        """Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked."""
+    def start(self, env: Mapping[str, str], report: Callable[[ChildExited], None], *, gives_way: bool = False) -> None:
+        """Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked.
+
+        Args:
+            gives_way: it runs at a lower priority than the supervisor.
+        """
         own_env = self.marked(env)
         self._marks = [f"{name}={own_env[name]}".encode() for name in ("DILOCO_CHILD", "DILOCO_SUPERVISOR")]
         process = (self.forks.fork() if self.forks is not None else None) or self._spawn(own_env)
+        if gives_way:
+            give_way(process.pid)
         self._process = process
         self.starts += 1
         self._started_s = time.monotonic()

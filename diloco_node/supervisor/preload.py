@@ -30,6 +30,12 @@ FORK_SERVER: Final = Path(__file__).resolve().with_name("fork_server.py")
 
 ANSWER_BYTES_MAX: Final = 65_536
 ANSWER_S: Final = 5.0
+
+LEARNER_NICENESS: Final = 5
+"""Added to the learner's niceness: where processors are few, the daemon gets three times its share, and heartbeats come
+in time. More would stop the learner beside other programs, which are no more urgent than it is."""
+
+LOWEST_NICENESS: Final = 19
 """A fork takes hundredths of a second. A server that is silent for so long is stopped, or its memory is on disk."""
 
 # Each CDLL brings types of its own, in a cycle: garbage that a process with many objects seldom collects.
@@ -187,6 +193,7 @@ class ForkServer:
                 ours.close()
                 self._schedule_restart(f"the preloading process can't be started ({error.strerror})")
                 return
+        give_way(process.pid)  # before there are learners, which inherit it
         self._process, self._orders = process, ours
         self.is_starting, self.restart_at_s = True, None
         self._say(f"preloading {', '.join(self._modules)} for the learner, in process {process.pid}")
@@ -289,6 +296,13 @@ def start_reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.T
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
     return thread
+
+
+def give_way(pid: int) -> None:
+    """Lower the priority of a process that has just begun: the threads and children that it will have inherit it."""
+    with contextlib.suppress(OSError):
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + LEARNER_NICENESS
+        os.setpriority(os.PRIO_PROCESS, pid, min(niceness, LOWEST_NICENESS))
 
 
 @contextlib.contextmanager

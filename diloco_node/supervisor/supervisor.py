@@ -179,7 +179,7 @@ class _Supervisor:
             if self._forks.is_starting:
                 child.restart_at_s = None  # both would import the same: ServerReady or ServerEnded brings it here again
                 return
-        child.start(self._env, self._events.put)
+        child.start(self._env, self._events.put, gives_way=child is not self._daemon)
         self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
         if child is self._learner:
             self._counters = self._memory.contents(COUNTERS_AREA)

@@ -168,6 +168,8 @@ class Session:
         self._inbound = BulkInbound(peer, env.handler, env.executor)
         # When the last frame came, of any lane and of bulk; the second is moved on while the peer owes no bulk.
         self._received_s = 0.0
+        # When the last control frame left: pings are for a lane that says nothing else.
+        self._sent_s = 0.0
         self._bulk_received_s = 0.0
         # Bulk connections that are not read at this moment.
         self._unread = 0
@@ -282,6 +284,7 @@ class Session:
     async def _write_control(self, stream: Stream) -> None:
         while True:
             frame = await self.queue.get()
+            self._sent_s = asyncio.get_running_loop().time()
             self._env.pacer.control_sent(self._peer, len(frame))
             try:
                 async with asyncio.timeout(self._env.times.silent_s):
@@ -340,8 +343,9 @@ class Session:
         loop = asyncio.get_running_loop()
         times = self._env.times
         while True:
-            self.queue.put(PING_FRAME)
             slept_from_s = loop.time()
+            if slept_from_s - self._sent_s > times.ping_s / 2:
+                self.queue.put(PING_FRAME)
             await asyncio.sleep(min(times.ping_s, times.transfer_silent_s / 4))
             now_s = loop.time()
             if now_s - slept_from_s > times.ping_s + times.silent_s / 4:

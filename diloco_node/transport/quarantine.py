@@ -1,7 +1,8 @@
 """Decides which peers are shut out for what they did, and for how long. Pure; times are monotonic nanoseconds.
 
 Three strikes within ten minutes: ten minutes of quarantine, and twice as long each time, up to a day. A peer that was
-free for a day begins again with ten minutes. An operator can lift the quarantine.
+free for a day begins again with ten minutes. An operator can lift the quarantine. A peer that the ledger expels
+is shut out until the ledger readmits it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ STRIKES: Final = 3
 WINDOW_NS: Final = 600 * NS_PER_S
 FIRST_NS: Final = 600 * NS_PER_S
 LONGEST_NS: Final = 86_400 * NS_PER_S
+EXPELLED_REASON: Final = "expelled (an operator's order is in the ledger)"
+
 FORGIVEN_AFTER_NS: Final = 86_400 * NS_PER_S
 """After so long without quarantine the next one is as short as the first."""
 
@@ -43,10 +46,14 @@ class Quarantine:
 
     Args:
         peers: their names; nobody else is counted.
+
+    Attributes:
+        expelled: by the ledger.
     """
 
     def __init__(self, peers: Iterable[str]) -> None:
         self._records = {peer: _Record() for peer in sorted(peers)}
+        self.expelled: frozenset[str] = frozenset()
 
     def strike(self, peer: str, reason: str, *, now_ns: int) -> bool:
         """A peer did what no honest one does. Returns whether it is shut out from now on.
@@ -73,6 +80,8 @@ class Quarantine:
 
     def describe(self, peer: str, *, now_ns: int) -> str:
         """Why and for how long, for people; empty when it is not shut out."""
+        if peer in self.expelled:
+            return EXPELLED_REASON
         left_ns = self.left_ns(peer, now_ns=now_ns)
         if not left_ns:
             return ""

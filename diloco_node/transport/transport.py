@@ -330,6 +330,12 @@ class GrpcTransport:
         """Why a peer is shut out now, and for how long; empty when it is not."""
         return self._quarantine.describe(peer, now_ns=time.monotonic_ns())
 
+    def expel(self, regions: frozenset[str]) -> None:
+        """Close the links of these peers, and let none of them link before a later call leaves it out."""
+        news, self._quarantine.expelled = regions - self._quarantine.expelled, regions
+        for peer in sorted(news & self.links.keys()):
+            self.links[peer].drop(self.quarantine_reason(peer))
+
     def lift_quarantine(self, peer: str) -> bool:
         """Forget what a peer did; it may link again. Returns whether it was shut out or had strikes."""
         return self._quarantine.lift(peer)

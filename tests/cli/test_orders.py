@@ -38,6 +38,7 @@ class Region:
     def __init__(self, folder: Path) -> None:
         self.plan = BudgetPlan()
         self.finished: list[str] = []
+        self.expelled: list[str] = []
         self.status: dict[str, Any] = {}
         self.levels = PartLevels()
         self._folder = folder
@@ -50,6 +51,7 @@ class Region:
             finish=self.finished.append,
             set_budget=self._set,
             measure=None,  # type: ignore[arg-type]
+            expel=self._expel,
             lift_quarantine=self._lift,
             start_learner=lambda: "stopped",
             set_log_level=self._set_level,
@@ -59,6 +61,11 @@ class Region:
     def _set(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         self.plan = changed_plan(self.plan, document, ("us",))
         return self.plan.to_plain()
+
+    def _expel(self, peer: str) -> None:
+        if peer != "us":
+            raise ConfigError(f"{peer} leads: stop it first")
+        self.expelled.append(peer)
 
     def _lift(self, peer: str) -> bool:
         if peer not in ("asia", "us"):
@@ -99,11 +106,19 @@ def test_the_only_region_of_run_toml_here_is_meant(region: Region, capsys: pytes
 
 
 def test_help_of_an_order_is_about_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["quarantine", "lift"], ["budget", "show"], ["finish"], ["learner", "start"]):
+    for words in (["quarantine", "add"], ["quarantine", "lift"], ["budget", "show"], ["finish"], ["learner", "start"]):
         assert main([*words, "--help"]) == 0
         text = capsys.readouterr().out
         assert "measure" not in text
         assert f"diloco-node {' '.join(words)} " in text, "an example"
+
+
+def test_a_region_is_expelled_or_the_refusal_says_why(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quarantine", "add", "us", "state/eu"]) == 0
+    assert "eu expels us when a majority agrees" in capsys.readouterr().out
+    assert region.expelled == ["us"]
+    assert main(["quarantine", "add", "asia"]) == 2
+    assert "eu refuses: asia leads: stop it first" in capsys.readouterr().err
 
 
 def test_a_run_is_ended_with_a_reason(region: Region, capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,6 +195,13 @@ CASES = [
     (kinds.DISK_REFUSED, changed(disk={"refused": "ledger: No space left"}), "No space left", "df -h /s/us"),
     (kinds.DISK_LOW, changed(disk={"free_bytes": 2e9}), "2.0 GB of 100.0 GB are free", "df -h /s/us"),
     (kinds.DISK_LOW, changed(parameters=4_000_000_000), "50.0 GB of 100.0 GB are free", "df -h /s/us"),
+    (
+        kinds.STARVED,
+        changed(machine={"late_seconds": 2.5, "cpu_pressure_percent": 98.7}),
+        "late; processes waited",
+        "cat",
+    ),
+    (kinds.STARVED, changed(machine={"late_seconds": 0.6, "cpu_pressure_percent": None}), "up to 600 ms late", "cat"),
     (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": 12.3}), "ends in 12 days", "diloco-node certs --help"),
     (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": -1.0}), "the certificate has ended", ""),
     (kinds.DIGEST_DIFFERS, changed(digest_differences=2), "2 digests differed", "diloco-node replay /s/us"),

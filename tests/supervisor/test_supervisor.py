@@ -17,6 +17,7 @@ from diloco_node.shared_memory import request_area
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.supervisor import child
 from diloco_node.supervisor import learner_watch as watch
+from diloco_node.supervisor.preload import LEARNER_NICENESS, LOWEST_NICENESS
 from diloco_node.supervisor.process_file import read_process, write_process
 from diloco_node.supervisor.supervisor import DISK_CODE, logfmt, run_supervisor
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
@@ -88,6 +89,19 @@ def test_it_says_which_learner_it_waits_for(tmp_path: Path) -> None:
     assert f"waiting for the learner (pid {lives(tmp_path, 'learner')[0]}: {sys.executable} " in line
     assert "... " in line
     assert "--data 'a file') to attach; importing torch and building the model takes 15 to 40 s" in line
+
+
+def test_the_learner_and_what_it_starts_give_way_to_the_daemon(tmp_path: Path) -> None:
+    say = "print(os.getpriority(os.PRIO_PROCESS, 0))"
+    daemon = NOTE + "wait_for('learner', 1)\nsys.stderr.write(str(os.getpriority(os.PRIO_PROCESS, 0)))"
+    learner = (
+        NOTE + f"{say}\nsys.stdout.flush()\nos.system(f'{{sys.executable}} -c \"import os; {say}\"')\nnote('learner')"
+    )
+    assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    lower = min(own + LEARNER_NICENESS, LOWEST_NICENESS)
+    assert (tmp_path / "logs" / "daemon.log").read_text() == str(own)
+    assert (tmp_path / "logs" / "learner.log").read_text() == f"{lower}\n{lower}\n"
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 6, 7])

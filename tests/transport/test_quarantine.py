@@ -76,6 +76,16 @@ def test_a_lifted_quarantine_forgets_everything() -> None:
     assert not quarantine.lift("nobody")
 
 
+def test_who_is_expelled_is_shut_out_until_the_ledger_says_otherwise() -> None:
+    quarantine = Quarantine(["b", "c"])
+    quarantine.expelled = frozenset({"b"})
+    assert "an operator's order is in the ledger" in quarantine.describe("b", now_ns=10**18)
+    assert quarantine.describe("c", now_ns=0) == ""
+    assert not quarantine.lift("b"), "it has no strikes"
+    quarantine.expelled = frozenset()
+    assert quarantine.describe("b", now_ns=0) == ""
+
+
 def test_strangers_are_not_counted() -> None:
     quarantine = Quarantine(["b"])
     assert struck(quarantine, 0, "mallory") == [False] * STRIKES

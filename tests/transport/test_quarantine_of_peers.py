@@ -155,3 +155,18 @@ async def test_a_mistake_of_people_or_a_bad_line_is_no_strike(run: list[Process]
         a.transport.reject("b", error)  # type: ignore[arg-type]
     assert a.transport.quarantine_reason("b") == ""
     assert "b" in a.up
+
+
+async def test_links_of_an_expelled_region_are_closed_and_refused_until_it_is_readmitted(run: list[Process]) -> None:
+    a, b, c = run
+    for process in (a, b):
+        process.transport.expel(frozenset({"c"}))
+        process.transport.expel(frozenset({"c"}))  # told again with each event
+    await c.until(lambda: not c.up)
+    assert "c is expelled" in await refused_with(c, "a", "expelled")
+    assert "expelled" in a.transport.quarantine_reason("c")
+    assert (a.up, b.up) == ({"b"}, {"a"})
+    for process in (a, b):
+        process.transport.expel(frozenset())
+    await c.until(lambda: c.up == {"a", "b"})
+    assert a.transport.quarantine_reason("c") == ""

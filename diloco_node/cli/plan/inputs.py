@@ -273,7 +273,7 @@ def read_mesh(path: Path) -> Mesh:
         document = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"--mesh {path} can't be read ({error.strerror}): `measure mesh --out` writes one") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--mesh {path} is no JSON ({error}): `measure mesh --out` writes one") from error
     try:
         return _mesh(document)

@@ -3,7 +3,8 @@
 A region's folder has a random id. A folder that was emptied, or lost its files, comes back with another id. It would
 have forgotten its votes and acknowledgements. So only folders that the log names count. Genesis names the first ones. A
 lost one is replaced by two entries (`DiskNamedBody`): the first takes its id away, the second, once the first is
-committed and the new folder has caught up, names the new one.
+committed and the new folder has caught up, names the new one. A region that an operator expels is named EXPELLED. To
+readmit it takes that away, and then its folder is named as a new one is.
 
 As in Raft's changes of a single member, an entry counts from the moment when it is in the log, committed or not, and
 goes with it when it is overwritten. The majority is always that of all regions, whether a folder of them counts or not.
@@ -17,14 +18,31 @@ size of the majority, so that two majorities always meet in a folder that has lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from typing import Final
 
-from diloco_node.core.types import DiskNamedBody, Entry, GenesisBody
+from diloco_node.core.types import EXPELLED, DiskNamedBody, Entry, GenesisBody
 
 NO_DISK: Final = b""
 """In place of an id: no folder of this region counts."""
+
+
+def expulsion_fault(disks: Mapping[str, bytes], region: str, alive: Container[str] | None = None) -> str:
+    """Say why a region can't be expelled: the others could commit nothing without it. Empty if it can.
+
+    Args:
+        disks: per region of the run the id that the log names. alive: who is there now; None: all.
+    """
+    needed = len(disks) // 2 + 1
+    voting = [
+        name
+        for name, disk in sorted(disks.items())
+        if name != region and disk not in (NO_DISK, EXPELLED) and (alive is None or name in alive)
+    ]
+    if len(voting) >= needed:
+        return ""
+    return f"{needed} of {len(disks)} regions must vote; without {region} only {len(voting)} can: {', '.join(voting)}"
 
 
 class DiskView:
@@ -60,7 +78,13 @@ class DiskView:
 
     def disk_of(self, region: str) -> bytes:
         """The id of the region's folder that counts; empty if none does."""
-        return self._current.get(region, NO_DISK)
+        disk = self.current.get(region, NO_DISK)
+        return NO_DISK if disk == EXPELLED else disk
+
+    @property
+    def expelled(self) -> frozenset[str]:
+        """The regions that are expelled."""
+        return frozenset(region for region, disk in self.current.items() if disk == EXPELLED)
 
     def counts(self, region: str, disk: bytes) -> bool:
         """Whether this folder is the one of its region that counts."""
@@ -70,7 +94,7 @@ class DiskView:
         """How often the entries after an index name another folder of the region, in place of one that was lost."""
         views = pairwise([(0, self._base), *self._changes])
         changes = [(before, after) for (_, before), (index, after) in views if index > after_index and region in before]
-        return sum(after[region] not in (before[region], NO_DISK) for before, after in changes)
+        return sum(after[region] not in (before[region], NO_DISK, EXPELLED) for before, after in changes)
 
     def follow(self, entries: Iterable[Entry]) -> None:
         """Take the entries that were added to the log."""
@@ -82,7 +106,7 @@ class DiskView:
             if isinstance(body, GenesisBody):
                 self._changes.append((entry.index, dict(zip(body.regions, body.disks, strict=False))))
             elif isinstance(body, DiskNamedBody) and body.region in self._voters:
-                self._changes.append((entry.index, {**self._current, body.region: body.disk}))
+                self._changes.append((entry.index, {**self.current, body.region: body.disk}))
 
     def on_truncation(self, first: int) -> None:
         """The log has forgotten its entries from `first` on."""
@@ -91,5 +115,6 @@ class DiskView:
             self._changes.pop()
 
     @property
-    def _current(self) -> dict[str, bytes]:
+    def current(self) -> Mapping[str, bytes]:
+        """Per region the id that the log names, NO_DISK or EXPELLED; none before genesis."""
         return self._changes[-1][1] if self._changes else self._base

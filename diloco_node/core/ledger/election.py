@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Final
 
+from diloco_node.core.cadence import CEILING, Cadence
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.write_gate import WriteGate
@@ -27,6 +28,10 @@ CLAIM_RESTS_MAX: Final = 512
 """Election timeouts between two claims of one follower that are heeded, at most: ten minutes of them by default."""
 
 _MASK: Final = (1 << 64) - 1
+
+
+LASTING_TIMEOUTS: Final = 60
+"""A term that lasted for so many election timeouts did not come to nothing, though perhaps nobody had work for it."""
 
 
 def majority_of(voters: int) -> int:
@@ -67,6 +72,37 @@ class TermClaims:
         return True
 
 
+class TermBackoff:
+    """How much longer than measured a voter waits, as TCP does: twice as long after each term that came to nothing.
+
+    Terms come to nothing where votes and answers take longer than the timeouts. Each further commit of a term takes one
+    of them back. The first two elections after a success wait no longer.
+
+    Attributes:
+        factor: on the timeout; at most `cadence.CEILING`.
+    """
+
+    def __init__(self, timeout_ns: int, now_ns: int) -> None:
+        self.factor = 1
+        self._lasting_ns = LASTING_TIMEOUTS * timeout_ns
+        self._vain_terms = 0
+        self._began_at_ns = now_ns
+
+    def begin(self, *, now_ns: int) -> None:
+        """A new term begins: the one before came to nothing, unless `succeed` says otherwise or it lasted."""
+        is_lasting = now_ns - self._began_at_ns > self._lasting_ns
+        self._began_at_ns = now_ns
+        self._set(self._vain_terms + (-1 if is_lasting else 1))
+
+    def succeed(self) -> None:
+        """More than its leader's own entry was committed in this term."""
+        self._set(self._vain_terms - 1)
+
+    def _set(self, vain_terms: int) -> None:
+        self._vain_terms = max(0, min(vain_terms, CEILING.bit_length() + 1))
+        self.factor = 1 << max(0, self._vain_terms - 2)
+
+
 def ballot_paper(region: str, disk: bytes) -> str:
     """The candidate of a vote as it goes to disk: its region and its folder."""
     return f"{region} {disk.hex()}"
@@ -102,7 +138,7 @@ class Election:
 
     Args:
         region: this voter. peers: the others. disk: its folder's id.
-        timeout_ns: the timer is drawn from 1 to 2 times this.
+        timeout_ns: the timer is drawn from 1 to 2 times this, or times what `timeout_ns` grows to.
         term, voted_for: as the disk holds them.
         seed: of the timer; the region's name is mixed in.
         log, disks: read only. gate: takes the messages, and holds them back until term and vote are on disk.
@@ -113,6 +149,8 @@ class Election:
         leader: of the term; empty while it is unknown.
         due_at_ns: when this voter asks for votes unless it hears a leader.
         votes: regions that said yes, this voter too, each with its folder; of use while it asks or stands.
+        cadence: of the leader's messages, or as leader of a majority's answers.
+        backoff: after terms that came to nothing.
         founder_term: the term for which this voter gave its vote to a founder (or stands as one); 0: none.
     """
 
@@ -141,17 +179,26 @@ class Election:
         self._region = region
         self._disk = disk
         self._disks = disks
+        # All the others, in the order in which they are asked.
         self._peers = tuple(peers)
         self._timeout_ns = timeout_ns
+        self.cadence = Cadence(timeout_ns)
+        self.backoff = TermBackoff(timeout_ns, now_ns)
         # Thrown once for each restart of the timer: the same seed gives the same elections.
         self._dice = Dice(seed, region)
         self._log = log
         self._gate = gate
         self.restart_timer(now_ns)
 
+    @property
+    def timeout_ns(self) -> int:
+        """How long a leader, or a majority that answers one, may be silent now."""
+        return min(self.backoff.factor * self.cadence.limit_ns, CEILING * self._timeout_ns)
+
     def restart_timer(self, now_ns: int) -> None:
         """A leader's message came, or a vote was given: wait for a whole timeout from now on."""
-        self.due_at_ns = now_ns + self._timeout_ns + self._dice.below(self._timeout_ns + 1)
+        timeout_ns = self.timeout_ns
+        self.due_at_ns = now_ns + timeout_ns + self._dice.below(timeout_ns + 1)
         self._may_hasten = True
 
     def hasten(self, not_before_ns: int) -> None:
@@ -162,9 +209,15 @@ class Election:
         """
         if self._may_hasten:
             self._may_hasten = False
-            self.due_at_ns = min(self.due_at_ns, not_before_ns + self._dice.below(self._timeout_ns))
+            spread_ns = self.backoff.factor * self._timeout_ns
+            self.due_at_ns = min(self.due_at_ns, not_before_ns + self._dice.below(spread_ns))
 
-    def adopt_term(self, term: int) -> bool:
+    def excuse(self, late_ns: int, *, now_ns: int) -> None:
+        """This process stood still: the leader's messages, or the answers to one, wait to be read."""
+        if self.cadence.excuse(late_ns, now_ns) and self.role is Role.FOLLOWER:
+            self.restart_timer(now_ns)
+
+    def adopt_term(self, term: int, *, now_ns: int) -> bool:
         """Take a newer term, or a step towards it, with a free vote; the caller then follows nobody.
 
         False for one that is not newer.
@@ -172,6 +225,7 @@ class Election:
         if term <= self.term:
             return False
         self.term, self.voted_for = min(term, self.term + TERM_STEP_MAX), ""
+        self.backoff.begin(now_ns=now_ns)
         self._gate.change_hard_state()
         return True
 
@@ -180,14 +234,17 @@ class Election:
         if self.role is not Role.FOLLOWER:
             self.restart_timer(now_ns)
         self.role, self.leader = Role.FOLLOWER, leader
+        self.cadence.heard_at_ns = now_ns if leader else None
 
-    def lead(self) -> None:
+    def lead(self, *, now_ns: int) -> None:
         """This voter was elected."""
         self.role, self.leader = Role.LEADER, self._region
+        self.cadence.heard_at_ns = now_ns
 
     def start_pre_vote(self, *, now_ns: int) -> None:
         """Request pre-votes before disturbing anybody with a new term."""
         self.role, self.leader = Role.ASKING, ""
+        self.cadence.heard_at_ns = None
         self.votes = {self._region: self._disk}
         self._request_votes(self.term + 1, pre_vote=True)
         self.count_votes(now_ns=now_ns)
@@ -195,9 +252,11 @@ class Election:
     def stand(self, *, now_ns: int) -> None:
         """Begin a term as its candidate. The question leaves when the own vote is on disk."""
         self.term += 1
+        self.backoff.begin(now_ns=now_ns)
         self.voted_for = ballot_paper(self._region, self._disk)
         self._gate.change_hard_state()
         self.role, self.leader = Role.CANDIDATE, ""
+        self.cadence.heard_at_ns = None
         self.votes = {self._region: self._disk}
         self.founder_term = 0 if self._disks.has_view else self.term
         self.restart_timer(now_ns)

@@ -11,7 +11,7 @@ from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.election import Election, Role, TermClaims, majority_of, majority_value
 from diloco_node.core.ledger.entry_gate import EntryGate, Meaning, check_held
 from diloco_node.core.ledger.log import ReplicaLog
-from diloco_node.core.ledger.replication import Follower, Following, majority_contact_ns
+from diloco_node.core.ledger.replication import Follower, Following
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.types import NO_BASE, Entry, EntryBody, LedgerBase, RoundBody
 
@@ -25,7 +25,8 @@ class LedgerState:
         named: the folders that count before entry 1, by region; None: the log itself begins the run.
         heartbeat_ns: between two heartbeats of a leader.
         election_timeout_ns: a follower that hears no leader asks for votes after 1 to 2 times this; a leader that hears
-            no majority for this long steps down. At least two heartbeats.
+            no majority for this long steps down. At least two heartbeats. Longer where messages come late (`Cadence`)
+            or terms came to nothing (`TermBackoff`).
         term, voted_for, entries: what the disk held (`Recovered`), chain checked.
         seed: of the election timeouts; the region's name is mixed in.
         now_ns: monotonic time.
@@ -146,6 +147,11 @@ class LedgerState:
         return self.is_leader and self._log.term_at(self._cluster_commit_index) == self.term
 
     @property
+    def patience(self) -> int:
+        """Factor on timeouts, after terms that came to nothing (`TermBackoff`)."""
+        return self._election.backoff.factor
+
+    @property
     def commit_index(self) -> int:
         """Last entry that is committed and on this region's disk."""
         return min(self._cluster_commit_index, self._log.durable_index)
@@ -213,8 +219,7 @@ class LedgerState:
         """When the next TimerFired is due."""
         if not self.is_leader:
             return self._election.due_at_ns
-        until_ns = self._majority_until_ns()
-        return self._heartbeat_at_ns if until_ns is None else min(self._heartbeat_at_ns, until_ns)
+        return min(self._heartbeat_at_ns, self._heard_until_ns()) if self._peers else self._heartbeat_at_ns
 
     @property
     def reason(self) -> str:
@@ -266,11 +271,7 @@ class LedgerState:
         """Whether a leader of this term is there (another than `but`) and has not offered its place."""
         if now_ns < self._offered_until_ns or not self.leader or self.leader == but:
             return False
-        if self.is_leader:
-            until_ns = self._majority_until_ns()
-            return until_ns is None or now_ns < until_ns
-        contact_ns = self._following.contact_ns
-        return contact_ns is not None and now_ns - contact_ns < self._election_timeout_ns
+        return not self._peers or now_ns < self._heard_until_ns()
 
     def _agreed_index(self) -> int:
         """Return the last entry on a majority of the disks, in folders that count; before genesis, on all of them."""
@@ -280,10 +281,11 @@ class LedgerState:
             return min(index for _, index in durable.values())
         return majority_value(index if self.disks.counts(name, disk) else 0 for name, (disk, index) in durable.items())
 
-    def _majority_until_ns(self) -> int | None:
-        """Up to when a majority has answered recently enough to lead on; None for a majority by itself."""
-        contact_ns = majority_contact_ns(self._followers.values())
-        return None if contact_ns is None else contact_ns + self._election_timeout_ns
+    def _heard_until_ns(self) -> int:
+        """Up to when the leader, or as leader a majority, was heard recently enough; 0: it was not."""
+        election = self._election
+        heard_at_ns = election.cadence.heard_at_ns
+        return 0 if heard_at_ns is None else heard_at_ns + election.timeout_ns
 
 
 def body_name(body: EntryBody) -> str:

@@ -37,7 +37,7 @@ from diloco_node.core.events import (
 from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.ledger_state import LedgerState, body_name
-from diloco_node.core.ledger.replication import Follower, Following, fault_in, most_complete
+from diloco_node.core.ledger.replication import Follower, Following, fault_in, majority_contact_ns, most_complete
 from diloco_node.core.messages import (
     AppendEntries,
     AppendEntriesReply,
@@ -76,6 +76,10 @@ class LedgerCore(LedgerState):
             case _:
                 raise InvalidTransition(f"the ledger has no arrow for {type(event).__name__}")
         return self._flush()
+
+    def excuse(self, late_ns: int, *, now_ns: int) -> None:
+        """This process stood still for so long: what others said meanwhile is not read yet, and silence is no proof."""
+        self._election.excuse(late_ns, now_ns=now_ns)
 
     def payload_arrived(self, *, now_ns: int) -> list[Effect]:
         """Something has reached the disk: try the entries that wait again."""
@@ -157,12 +161,14 @@ class LedgerCore(LedgerState):
 
     def _timer_fired(self, now_ns: int) -> None:
         if self.is_leader:
-            until_ns = self._majority_until_ns()
-            if until_ns is not None and now_ns >= until_ns:
+            if self._peers and now_ns >= self._heard_until_ns():
                 self._note("no majority answers: steps down")
                 self._become_follower("", now_ns)
             elif now_ns >= self._heartbeat_at_ns:
+                late_ns = now_ns - self._heartbeat_at_ns
                 self._broadcast(now_ns)
+                # Where this process is late, it does less: up to twice the time between two heartbeats.
+                self._heartbeat_at_ns += min(late_ns, self._heartbeat_ns)
                 if self._is_draining:
                     self._offer_leadership("is about to stop", now_ns)
         elif now_ns >= self._election.due_at_ns:
@@ -205,22 +211,20 @@ class LedgerCore(LedgerState):
                 self._send_append(peer)
         elif not is_up and peer == self.leader:
             # Most likely it died: do not wait for the whole timeout. If it lives, the others still hear it and refuse.
-            self._following.contact_ns = None
+            self._election.cadence.heard_at_ns = None
             self._election.hasten(now_ns + self._heartbeat_ns)
         elif is_up and self.role is not Role.CANDIDATE and not self._hears_leader(now_ns):
             # Perhaps a majority lacked this one. If it leads, its next message puts the election off again.
             self._election.hasten(now_ns + self._heartbeat_ns)
 
     def _adopt_term(self, term: int, now_ns: int) -> None:
-        if self._election.adopt_term(term):
+        if self._election.adopt_term(term, now_ns=now_ns):
             self._become_follower("", now_ns)
 
     def _become_follower(self, leader: str, now_ns: int) -> None:
         """Follow the leader (or nobody yet) of the current term."""
         self._election.follow(leader, now_ns=now_ns)
-        self._following = Following(
-            matched_index=min(self._cluster_commit_index, self._log.known_index), contact_ns=now_ns if leader else None
-        )
+        self._following = Following(matched_index=min(self._cluster_commit_index, self._log.known_index))
         self._followers.clear()
         if leader:
             self.offered_by = ""
@@ -254,14 +258,14 @@ class LedgerCore(LedgerState):
     def _leadership_offered(self, peer: str, offer: TimeoutNow, now_ns: int) -> None:
         if offer.term != self.term or peer != self.leader or self.is_leader:
             return
-        self._offered_until_ns, self.offered_by = now_ns + self._election_timeout_ns, peer
+        self._offered_until_ns, self.offered_by = now_ns + self._election.timeout_ns, peer
         if offer.successor == self._region and self._may_stand():
             self._election.stand(now_ns=now_ns)
 
     def _become_leader(self, now_ns: int) -> None:
         self._founders = dict(self._election.votes)
         self._offered_until_ns = now_ns
-        self._election.lead()
+        self._election.lead(now_ns=now_ns)
         self._log.drop_staged()
         next_index = self._log.last_index + 1
         self._followers = {peer: Follower(next_index=next_index, answered_ns=now_ns) for peer in self._peers}
@@ -301,7 +305,9 @@ class LedgerCore(LedgerState):
             self._note(f"{peer} acknowledges another entry {answer.durable_index}: not counted", is_alarm=True)
             return
         follower = self._followers[peer]
-        if not follower.answered(answer, now_ns=now_ns):
+        is_whole = follower.answered(answer, now_ns=now_ns)
+        self._hear_majority()
+        if not is_whole:
             self._note(f"{peer} has lost entries that it had acknowledged; its disk must be looked at", is_alarm=True)
         if not self.disks.has_view and answer.disk != self._founders[peer]:
             self._note(f"the folder of {peer} is another one than that which voted: begins again")
@@ -311,10 +317,22 @@ class LedgerCore(LedgerState):
         if follower.has_more(self._log, commit_index=self._cluster_commit_index):
             self._send_append(peer)
 
+    def _hear_majority(self) -> None:
+        contact_ns, cadence = majority_contact_ns(self._followers.values()), self._election.cadence
+        if cadence.heard_at_ns is None or contact_ns > cadence.heard_at_ns:
+            cadence.hear(contact_ns)
+
+    def _note_commit(self, index: int) -> None:
+        """So much is committed now, on the disks of a majority."""
+        if index > self._cluster_commit_index:
+            if self._log.term_at(self._cluster_commit_index) == self.term:
+                self._election.backoff.succeed()
+            self._cluster_commit_index = index
+
     def _advance_commit(self, now_ns: int) -> None:
         index = self._agreed_index()
         if index > self._cluster_commit_index and self._may_commit(index):
-            self._cluster_commit_index = index
+            self._note_commit(index)
             # Tell the followers now: a round is applied when its region knows that it is committed.
             self._broadcast(now_ns)
 
@@ -324,7 +342,7 @@ class LedgerCore(LedgerState):
         successor = most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
         if successor:
             self._note(f"{why}: offers its place to {successor}")
-            self._offered_until_ns = now_ns + self._election_timeout_ns
+            self._offered_until_ns = now_ns + self._election.timeout_ns
             for peer in self._peers:
                 self._gate.send(peer, TimeoutNow(self.term, successor))
 
@@ -348,8 +366,8 @@ class LedgerCore(LedgerState):
         if self.leader != peer:
             self._become_follower(peer, now_ns)
         self._election.restart_timer(now_ns)
+        self._election.cadence.hear(now_ns)
         following = self._following
-        following.contact_ns = now_ns
         following.requested_sequence = max(following.requested_sequence, request.sequence)
         if self._log.has(request.previous_index, request.previous_hash):
             conflict = following.take(self._log, request)
@@ -357,7 +375,7 @@ class LedgerCore(LedgerState):
                 self.disks.on_truncation(conflict)
             following.commit_index = max(following.commit_index, request.commit_index)
             index = min(following.commit_index, following.matched_index)
-            self._cluster_commit_index = max(self._cluster_commit_index, index)
+            self._note_commit(index)
             self._log.promote(self._may_persist, committed_index=self._cluster_commit_index)
             self._acknowledge(request.sequence)
         else:
@@ -392,8 +410,8 @@ class LedgerCore(LedgerState):
         if self.leader != peer:
             self._become_follower(peer, now_ns)
         self._election.restart_timer(now_ns)
+        self._election.cadence.hear(now_ns)
         following = self._following
-        following.contact_ns = now_ns
         following.requested_sequence = max(following.requested_sequence, message.sequence)
         if base.index > self._cluster_commit_index:
             self._log.install(base, committed_index=self.commit_index)

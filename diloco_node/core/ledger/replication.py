@@ -1,7 +1,7 @@
 """Replication of the log, seen from both ends.
 
 A leader keeps a `Follower` for each of the others: what is on its disk, what to send next, when it last answered. A
-follower keeps a `Following`: when its leader's last message came, how far the logs agree, what it has acknowledged.
+follower keeps a `Following`: how far the logs agree, what it has acknowledged.
 """
 
 from __future__ import annotations
@@ -138,11 +138,10 @@ class Follower:
         return tuple(batch)
 
 
-def majority_contact_ns(followers: Iterable[Follower]) -> int | None:
-    """When a majority, the leader counted, had last answered; None if the leader is a majority by itself."""
+def majority_contact_ns(followers: Iterable[Follower]) -> int:
+    """When a majority, the leader counted, had last answered; at least one follower."""
     answered_ns = sorted((follower.answered_ns for follower in followers), reverse=True)
-    quorum = majority_of(len(answered_ns) + 1) - 1
-    return answered_ns[quorum - 1] if quorum else None
+    return answered_ns[majority_of(len(answered_ns) + 1) - 2]
 
 
 def most_complete(followers: Mapping[str, Follower], *, answered_after_ns: int) -> str:
@@ -162,14 +161,12 @@ class Following:
     Attributes:
         matched_index: up to here this log, staged entries counted, is the leader's. At first what is committed: that
             much is in the log of every leader to come.
-        contact_ns: when the leader's last message came; None if not, or if its link is down.
         commit_index: what the leader reported as committed.
         requested_sequence: of its last message; unsolicited acknowledgements carry it.
         reported_index: what was last reported to it as durable here.
     """
 
     matched_index: int = 0
-    contact_ns: int | None = None
     commit_index: int = 0
     requested_sequence: int = 0
     reported_index: int = 0

@@ -1,13 +1,18 @@
-"""A region whose folder was lost comes back with another one: the leader has the ledger name it, in two entries."""
+"""A region whose folder was lost comes back with another one: the leader has the ledger name it, in two entries.
+
+An operator's order expels a region with one entry, and readmits it with another one, after which its folder is named.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import Effect
+from diloco_node.core.events import Effect, ExpulsionOrdered
+from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.types import DiskNamedBody
+from diloco_node.core.membership.liveness import Liveness
+from diloco_node.core.types import EXPELLED, DiskNamedBody
 
 REST_HEARTBEATS: Final = 50
 """After a region's folder was named, the next change of the same region waits for so long: 10 s by default. A folder is
@@ -47,6 +52,33 @@ class DiskReplacement:
         effects.note("disk", f"the folder of {due.region} {news}", is_alarm=not due.disk)
         return self._ledger.propose(due, now_ns=now_ns)
 
+    def order_fault(self, order: ExpulsionOrdered, liveness: Liveness, *, now_ns: int) -> str:
+        """Say why an operator's order can't be carried out here and now, with the remedy; empty if it can."""
+        ledger, disks, region = self._ledger, self._ledger.disks, order.region
+        if not disks.has_view:
+            return "the run has not begun: leave the region out of run.toml"
+        if (region in disks.expelled) is not order.is_lifted:
+            return f"{region} is {'not expelled' if order.is_lifted else 'expelled already'}"
+        if region == ledger.leader:
+            return f"{region} leads: stop it first, and give the order to the region that leads then"
+        if not ledger.is_settled:
+            return f"only the leader can do it: give the order to {ledger.leader or 'it, when there is one'}"
+        if disks.last_change_index > ledger.cluster_commit_index:
+            return "another change of the regions is not committed yet: try again"
+        alive = {ledger.leader, *liveness.alive(now_ns=now_ns)}
+        return "" if order.is_lifted else expulsion_fault(disks.current, region, alive)
+
+    def carry_out(
+        self, order: ExpulsionOrdered, effects: EffectBuffer, liveness: Liveness, *, now_ns: int
+    ) -> list[Effect]:
+        """Put an operator's order into the ledger, if it still can be; what the ledger wants for it."""
+        fault = self.order_fault(order, liveness, now_ns=now_ns)
+        verb = "readmits" if order.is_lifted else "expels"
+        effects.note("disk", f"an operator {verb} {order.region}{fault and f': refused, {fault}'}", is_alarm=True)
+        if fault:
+            return []
+        return self._ledger.propose(DiskNamedBody(order.region, b"" if order.is_lifted else EXPELLED), now_ns=now_ns)
+
     def due(self, *, now_ns: int) -> DiskNamedBody | None:
         """The next change of the view; None when none is due, or one is not committed yet."""
         ledger, disks = self._ledger, self._ledger.disks
@@ -55,7 +87,7 @@ class DiskReplacement:
             return None
         for region, disk in sorted(ledger.reported_disks.items()):
             named_disk = disks.disk_of(region)
-            if disk == named_disk:
+            if disk == named_disk or region in disks.expelled:
                 continue
             if now_ns - self._named_at_ns.get(region, now_ns - self._rest_ns) < self._rest_ns:
                 continue

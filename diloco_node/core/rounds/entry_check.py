@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from diloco_node.core.ledger.account import Account
+from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, named_disks
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
@@ -32,6 +33,7 @@ from diloco_node.core.merge.stripes import block_count, stripes_fault
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.types import (
+    EXPELLED,
     Contribution,
     DiscardedBody,
     DiskNamedBody,
@@ -272,6 +274,8 @@ class EntryCheck:
     def _disk_fault(self, body: DiskNamedBody, _: Entry) -> str:
         """Say what is wrong with the change of a folder: entries that take an id away and that name one alternate."""
         disk = self._facts.disks.get(body.region, b"")
+        if body.disk == EXPELLED != disk:
+            return self._region_fault(body.region) or expulsion_fault(self._facts.disks, body.region)
         if bool(disk) == bool(body.disk):
             return f"{body.region}'s folder is {disk.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
         return self._region_fault(body.region)

@@ -9,6 +9,7 @@ from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.summary import Joined, RunSummary, named_disks
 from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.types import (
+    EXPELLED,
     Contribution,
     DiscardedBody,
     DiskNamedBody,
@@ -72,6 +73,7 @@ class RoundHistory:
         finished: the end of the run, once committed.
         snapshots: the states whose digests are in the ledger.
         disks: per region, the folder that the committed view names; empty for none.
+        expelled: regions whose folder is `EXPELLED`.
         replaced: per region, how often another folder was named in place of one that was lost.
         rounds_committed: over all fragments. rounds_included: per learner.
         recent: per fragment, its last rounds: how long an outer gradient usually is.
@@ -91,6 +93,7 @@ class RoundHistory:
         self.rounds_included: dict[str, int] = {}
         self.disks: dict[str, bytes] = {}
         self.replaced: dict[str, int] = {}
+        self.expelled: frozenset[str] = frozenset()
         self._last_rounds = [-1] * fragments
 
     def apply(self, entry: Entry, *, now_ns: int) -> None:
@@ -115,7 +118,11 @@ class RoundHistory:
             self.snapshots.add(body)
         elif isinstance(body, DiskNamedBody):
             self.disks[body.region] = body.disk
-            self.replaced[body.region] = self.replaced.get(body.region, 0) + (body.disk != b"")
+            self._find_expelled()
+            self.replaced[body.region] = self.replaced.get(body.region, 0) + (body.disk not in (b"", EXPELLED))
+
+    def _find_expelled(self) -> None:
+        self.expelled = frozenset(region for region, disk in self.disks.items() if disk == EXPELLED)
 
     def sum_up(self) -> RunSummary:
         """Sum up all entries so far. It closes old incarnations: every region does it after the same entry."""
@@ -156,6 +163,7 @@ class RoundHistory:
         self.rounds_committed = summary.rounds_committed
         self.rounds_included = {line.learner: line.rounds for line in summary.joined}
         self.disks = named_disks(summary)
+        self._find_expelled()
         self.replaced = dict(zip(self.disks, summary.replaced, strict=False))
 
     def last_version(self, learner: str, fragment: int) -> int:

@@ -164,7 +164,8 @@ class RoundLeader:
         """Repeat what may have been lost, and decide again: who is alive may have changed in a heartbeat."""
         self._is_stale = True
         for round_ in self._open_rounds():
-            self._repeat(round_)
+            if round_.asks_again(spacing_max=self._context.liveness.stride**2):
+                self._repeat(round_)
 
     def on_commit(self, entry: Entry, *, now_ns: int) -> None:
         """Take a committed entry."""

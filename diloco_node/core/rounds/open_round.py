@@ -70,6 +70,7 @@ class OpenRound:
         rejections: learners that may not be in any ballot of this round, each with the reason.
         exclusions: reducers that held up a ballot of this round.
         is_proposed: it is in the leader's log; nothing is changed any more.
+        beats: heartbeats since the ballot was announced. repeat_at: at which of them it is announced again.
         held_since_ns: when a majority had the payload of this ballot, and the leader had not.
         is_last: it is the run's last round of this fragment.
     """
@@ -95,6 +96,8 @@ class OpenRound:
     rejections: dict[str, str] = field(default_factory=dict)
     exclusions: set[str] = field(default_factory=set)
     is_proposed: bool = False
+    beats: int = 0
+    repeat_at: int = 1
     held_since_ns: int | None = None
 
     def begin_ballot(
@@ -102,11 +105,25 @@ class OpenRound:
     ) -> None:
         """Begin the next ballot. Answers to the ballot before are forgotten; rejections and exclusions stay."""
         self.announcement, self.deadline, self.ballot_at_ns = announcement, deadline, now_ns
+        self.beats, self.repeat_at = 0, 1
         self.attempt += 1
         self.contributions = contributions
         self.refusals, self.receipts, self.reports, self.holders, self.merged_digests = {}, {}, {}, {}, {}
         self.checked = set()
         self.decision, self.numbers, self.trials, self.held_since_ns = None, None, (), None
+
+    def asks_again(self, *, spacing_max: int) -> bool:
+        """Count a heartbeat; whether the ballot is announced again in it, after 1, 2, 4 and so on of them.
+
+        Args:
+            spacing_max: most heartbeats between two times. Each region answers with all that it has of each member, so
+                the answers grow with the square of the regions.
+        """
+        self.beats += 1
+        if self.beats < self.repeat_at:
+            return False
+        self.repeat_at = self.beats + min(self.beats, spacing_max)
+        return True
 
     @property
     def fragment(self) -> int:

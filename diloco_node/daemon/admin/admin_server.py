@@ -61,7 +61,9 @@ class AdminHandlers:
         measure: carry out a measurement (`MeasureCommand`); calls its second argument with what goes on, the
             third with the document as it is so far; returns the document.
             Cancelled when the caller goes away. Raises DilocoError.
-        lift_quarantine: end a peer's quarantine and forget its strikes; whether there was anything. Raises ConfigError.
+        expel: have the ledger expel a peer from the run. Raises ConfigError.
+        lift_quarantine: readmit a peer that was expelled, or end its quarantine and forget its strikes; whether there
+            was anything. Raises ConfigError.
         start_learner: start a learner that was stopped or waits; which of both it was. Raises ConfigError.
         set_log_level: log a part's lines from a level on; the level of each part. Raises ConfigError.
     """
@@ -75,6 +77,7 @@ class AdminHandlers:
         [Mapping[str, Any], Callable[[str], None], Callable[[dict[str, Any]], None]],
         Coroutine[Any, Any, Mapping[str, Any]],
     ]
+    expel: Callable[[str], None]
     lift_quarantine: Callable[[str], bool]
     start_learner: Callable[[], str]
     set_log_level: Callable[[str, str], Mapping[str, str]]
@@ -132,6 +135,7 @@ class AdminServer:
                 web.post("/api/v1/finish", self._finish),
                 web.post("/api/v1/budget", self._set_budget),
                 web.post("/api/v1/measure", self._measure),
+                web.post("/api/v1/quarantine/add", self._expel),
                 web.post("/api/v1/quarantine/lift", self._lift_quarantine),
                 web.post("/api/v1/learner/start", self._start_learner),
                 web.post("/api/v1/log-level", self._set_log_level),
@@ -210,11 +214,12 @@ class AdminServer:
         document = await _document(request)
         return web.json_response({"budget": dict(self._handlers.set_budget(document))})
 
+    async def _expel(self, request: web.Request) -> web.Response:
+        self._handlers.expel(await _peer(request))
+        return web.json_response({"accepted": True}, status=202)
+
     async def _lift_quarantine(self, request: web.Request) -> web.Response:
-        peer = (await _document(request)).get("peer")
-        if not isinstance(peer, str):
-            raise ConfigError("the body must name a peer, as text")
-        return web.json_response({"lifted": self._handlers.lift_quarantine(peer)})
+        return web.json_response({"lifted": self._handlers.lift_quarantine(await _peer(request))})
 
     async def _start_learner(self, request: web.Request) -> web.Response:
         return web.json_response({"was": self._handlers.start_learner()}, status=202)
@@ -280,12 +285,19 @@ def names_loopback(request: web.Request) -> bool:
 async def _document(request: web.Request) -> dict[str, Any]:
     """The body, which must be a JSON object. Raises ConfigError."""
     try:
-        document = await request.json()
-    except ValueError as error:
+        document = json.loads(await request.read())  # whatever encoding its header names
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body must be a JSON object ({error})") from None
     if not isinstance(document, dict):
         raise ConfigError("the body must be a JSON object (it is no object)")
     return document
+
+
+async def _peer(request: web.Request) -> str:
+    peer = (await _document(request)).get("peer")
+    if not isinstance(peer, str):
+        raise ConfigError("the body must name a peer, as text")
+    return peer
 
 
 async def _write_line(answer: web.StreamResponse, line: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,7 @@ class RunFacts:
         self._marked_from_ns = now_ns() + int(SETTLE_S * NS_PER_S)
         self._marked = -1.0
         self._disk: dict[str, Any] = {}
+        self._pressure: float | None = None
         self._phases = PhaseTimes()
         self._rounds_in_flight_max = 0
         self._standings = Standings(cosines)
@@ -81,8 +83,9 @@ class RunFacts:
         self._rounds_in_flight_max = max(self._rounds_in_flight_max, len(self._core.leader.rounds))
 
     def look(self) -> None:
-        """At the disk."""
+        """At the disk, and at the processors."""
         self._disk = disk_space(self._spec.state_dir)
+        self._pressure = cpu_pressure()
 
     def mark(self) -> None:
         """Remember how far the run is now."""
@@ -111,6 +114,7 @@ class RunFacts:
             "usual_commit_seconds": self.rounds.usual_commit_s(),
             "state_dir": str(self._spec.state_dir.resolve()),
             "disk": {**self._disk, "refused": "; ".join(f"{file}: {why}" for file, why in sorted(refusals.items()))},
+            "machine": {"late_seconds": self._core.liveness.late_ns / NS_PER_S, "cpu_pressure_percent": self._pressure},
             "certificate": {
                 "expires_unix": self._expires_unix,
                 "days_left": (self._expires_unix - wall_clock_s()) / DAY_S,
@@ -162,3 +166,12 @@ def disk_space(folder: Path) -> dict[str, Any]:
     except OSError:
         return {}
     return {"free_bytes": usage.free, "total_bytes": usage.total}
+
+
+def cpu_pressure(path: Path = Path("/proc/pressure/cpu")) -> float | None:
+    """For how many percent of the last ten seconds some process waited for a processor; None: the kernel has no PSI."""
+    try:
+        line = re.match(r"some avg10=(\d+\.\d+) ", path.read_text())
+    except (OSError, UnicodeDecodeError):
+        return None
+    return float(line[1]) if line else None

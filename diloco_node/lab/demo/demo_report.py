@@ -10,7 +10,15 @@ from typing import Any
 from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import DiskNamedBody, Entry, FragmentPosition, LearnerStatus, LedgerBase, RoundBody
+from diloco_node.core.types import (
+    EXPELLED,
+    DiskNamedBody,
+    Entry,
+    FragmentPosition,
+    LearnerStatus,
+    LedgerBase,
+    RoundBody,
+)
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.errors import StorageError
@@ -110,7 +118,9 @@ def read_merges(folder: Path, regions: Sequence[str], samples: Sequence[RunSampl
 
 def _replaced(summary: RunSummary | None, entries: Iterable[Entry]) -> set[str]:
     """Regions whose folder was lost and replaced in the run."""
-    names = {entry.body.region for entry in entries if isinstance(entry.body, DiskNamedBody)}
+    names = {
+        entry.body.region for entry in entries if isinstance(entry.body, DiskNamedBody) and entry.body.disk != EXPELLED
+    }
     if summary is not None and summary.replaced:
         names |= {name for name, times in zip(summary.genesis[0].regions, summary.replaced, strict=True) if times}
     return names

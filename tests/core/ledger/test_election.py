@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from diloco_node.core.cadence import CEILING
 from diloco_node.core.events import (
     LedgerPersisted,
+    LinkChanged,
     PersistLedger,
     TimerFired,
 )
-from diloco_node.core.ledger.election import Role, ballot_paper
+from diloco_node.core.ledger.election import LASTING_TIMEOUTS, Role, ballot_paper
 from diloco_node.core.ledger.write_gate import PENDING_MESSAGES_MAX
 from diloco_node.core.messages import (
+    RequestVote,
     RequestVoteReply,
 )
 from diloco_node.core.types import LeaderBody
@@ -269,3 +272,55 @@ def test_a_single_voter_leads_by_itself_and_never_steps_down() -> None:
     for _ in range(20):
         core.handle(TimerFired(), now_ns=core.wake_at_ns + 5)
     assert core.is_leader
+
+
+def test_terms_that_come_to_nothing_double_the_timeout_and_commits_halve_it() -> None:
+    core = a_core()
+    timeouts_ns = []
+    for term in range(1, 12):
+        arrive(core, "b", append_entries((), 1, 0, term=term), now_ns=term)
+        arrive(core, "b", append_entries((), 1, 0, term=term), now_ns=term)
+        timeouts_ns.append(core.wake_at_ns - term)
+    for timeout_ns, factor in zip(timeouts_ns, (1, 1, 2, 4, 8, *[CEILING] * 6), strict=True):
+        assert factor * TIMEOUT_NS <= timeout_ns <= 2 * factor * TIMEOUT_NS
+    entries = chain(*[11] * 9)
+    for last in range(1, 10):
+        arrive(core, "b", append_entries(entries, last, last, term=11, sequence=last, commit=last - 1), now_ns=20)
+        write_all(core, core.payload_arrived(now_ns=20), 20)
+    arrive(core, "b", append_entries(entries, 10, 9, term=11, sequence=10, commit=9), now_ns=20)
+    assert core.wake_at_ns <= 20 + 2 * TIMEOUT_NS
+
+
+def test_a_term_that_lasted_did_not_come_to_nothing() -> None:
+    core = a_core()
+    now_ns = 0
+    for term in range(1, 9):
+        now_ns += (LASTING_TIMEOUTS + 1) * TIMEOUT_NS
+        arrive(core, "b", append_entries((), 1, 0, term=term), now_ns=now_ns)
+    core.handle(LinkChanged("b", False), now_ns=now_ns)
+    arrive(core, "b", append_entries((), 1, 0, term=8), now_ns=now_ns)
+    assert core.wake_at_ns <= now_ns + 2 * TIMEOUT_NS
+
+
+def test_a_voter_that_stood_still_takes_no_silence_for_the_leaders_end() -> None:
+    core = a_core(term=1)
+    arrive(core, "b", append_entries(chain(1), 1, 0, term=1), now_ns=500)
+    now_ns = 500 + 5 * TIMEOUT_NS
+    core.excuse(5 * TIMEOUT_NS, now_ns=now_ns)
+    assert core.handle(TimerFired(), now_ns=now_ns) == []
+    assert sends(arrive(core, "c", vote_request(2, True, 0, 0), now_ns)) == [("c", vote(1, True, False))]
+    core.excuse(5 * TIMEOUT_NS, now_ns=now_ns)
+    effects = core.handle(TimerFired(), now_ns=core.wake_at_ns)
+    assert {message.pre_vote for _, message in sends(effects) if isinstance(message, RequestVote)} == {True}
+
+
+def test_a_leader_that_stood_still_waits_for_the_answers_that_it_has_not_read() -> None:
+    core, _, now_ns = a_leader()
+    late_ns = now_ns + 5 * TIMEOUT_NS
+    core.excuse(5 * TIMEOUT_NS, now_ns=late_ns)
+    core.handle(TimerFired(), now_ns=late_ns)
+    assert core.is_leader
+    while core.is_leader:
+        core.handle(TimerFired(), now_ns=core.wake_at_ns)
+        now_ns = max(now_ns, core.wake_at_ns)
+    assert now_ns <= late_ns + 40 * TIMEOUT_NS

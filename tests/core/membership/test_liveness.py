@@ -6,7 +6,14 @@ import pickle
 from dataclasses import replace
 
 from diloco_node.core.events import Send
-from diloco_node.core.membership.liveness import OLD_SEQUENCES_MAX, RTT_NS_MAX, SENT_KEPT, SILENT_HEARTBEATS
+from diloco_node.core.membership.liveness import (
+    OLD_SEQUENCES_MAX,
+    RTT_NS_MAX,
+    SENT_KEPT,
+    SILENT_HEARTBEATS,
+    SILENT_STRIDES,
+    STRIDE_MAX,
+)
 from diloco_node.core.messages import Heartbeat
 from diloco_node.core.types import FragmentDigest, RateLimits
 from tests.kit.rounds_kit import MS, SETTINGS, Neighbourhood, status
@@ -174,3 +181,50 @@ def test_nothing_is_kept_of_the_digests_in_a_heartbeat() -> None:
         digests = tuple(FragmentDigest(1_000 * number + report, 2**62, b"x" * 16) for report in range(100))
         assert world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=number, digests=digests), now_ns=number)
     assert len(pickle.dumps(world.liveness._peers["b"])) < 2_000
+
+
+def test_with_many_regions_only_the_leader_hears_each_heartbeat() -> None:
+    for count, stride in ((2, 1), (5, 1), (6, 2), (16, 4), (17, 4), (64, STRIDE_MAX)):
+        names = tuple(f"r{number:02d}" for number in range(count))
+        world = Neighbourhood(names[0], names)
+        receivers = [world.liveness.next_receiver("r01", is_last=False) for _ in range(2 * stride)]
+        assert receivers == ["r01"] * (stride - 1) + [None] + ["r01"] * (stride - 1) + [None]
+        assert world.liveness.next_receiver("r01", is_last=True) is None, "who is about to go says so to all"
+        silent = max(SILENT_HEARTBEATS, SILENT_STRIDES * stride)
+        assert world.liveness.silent_ns == silent * SETTINGS.heartbeat_ns
+
+
+def test_late_heartbeats_of_most_regions_are_no_reason_to_call_another_one_gone() -> None:
+    names = ("a", "b", "c", "d", "e")
+    world = Neighbourhood("a", names)
+    world.hear("e", now_ns=0)
+    for beat in range(4):
+        for name in ("b", "c", "d"):
+            world.hear(name, now_ns=beat * 2 * SILENT_NS)
+    world.liveness.beat(applied_index=0, digests=(), now_ns=6 * SILENT_NS)
+    world.hear("e", now_ns=6 * SILENT_NS)
+    assert world.liveness.is_alive("e", now_ns=9 * SILENT_NS), "as late as the others are"
+    one_late = Neighbourhood("a", names)
+    one_late.hear("b", now_ns=0)
+    one_late.hear("b", now_ns=3 * SILENT_NS)
+    one_late.hear("e", now_ns=3 * SILENT_NS)
+    one_late.liveness.beat(applied_index=0, digests=(), now_ns=3 * SILENT_NS)
+    assert one_late.liveness.is_alive("b", now_ns=5 * SILENT_NS)
+    assert not one_late.liveness.is_alive("e", now_ns=4 * SILENT_NS)
+
+
+def test_a_process_that_stood_still_calls_nobody_gone() -> None:
+    world = Neighbourhood()
+    world.hear("b", now_ns=0)
+    world.liveness.excuse(4 * SILENT_NS, now_ns=4 * SILENT_NS)
+    assert world.liveness.is_alive("b", now_ns=4 * SILENT_NS)
+    assert not world.liveness.is_alive("b", now_ns=13 * SILENT_NS)
+    assert not world.liveness.is_alive("c", now_ns=4 * SILENT_NS), "it was never heard"
+
+
+def test_vain_terms_make_the_regions_more_patient() -> None:
+    world = Neighbourhood()
+    world.hear("b", now_ns=0)
+    world.liveness.patience = 4
+    assert world.liveness.is_alive("b", now_ns=4 * SILENT_NS - 1)
+    assert not world.liveness.is_alive("b", now_ns=4 * SILENT_NS)

@@ -306,3 +306,11 @@ def test_waiting_reason_names_what_is_missing() -> None:
     assert round_.wait_reason() == "waits for a majority to have the payload on disk, nobody has"
     round_.is_proposed = True
     assert round_.wait_reason() == "waits for its ledger entry to commit"
+
+
+def test_a_ballot_is_announced_again_ever_more_rarely_where_there_are_many_regions() -> None:
+    for spacing_max, expected in ((1, list(range(1, 13))), (4, [1, 2, 4, 8, 12]), (16, [1, 2, 4, 8])):
+        round_ = a_round()
+        assert [beat for beat in range(1, 13) if round_.asks_again(spacing_max=spacing_max)] == expected
+        round_.begin_ballot(round_.announcement, deadline=round_.deadline, contributions={}, now_ns=0)
+        assert round_.asks_again(spacing_max=spacing_max), "another ballot begins anew"

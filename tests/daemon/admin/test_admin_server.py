@@ -33,6 +33,11 @@ class Region:
         self.budgets.append(document)
         return {"egress": 5}
 
+    def expel(self, peer: str) -> None:
+        if peer != "b":
+            raise ConfigError(f"{peer!r} is none of this region's peers")
+        self.asked.append({"expel": peer})
+
     def lift_quarantine(self, peer: str) -> bool:
         if peer not in ("b", "c"):
             raise ConfigError(f"{peer!r} is none of this region's peers")
@@ -71,6 +76,7 @@ class Region:
             finish=self.finished.append,
             set_budget=self.set_budget,
             measure=self.measure,
+            expel=self.expel,
             lift_quarantine=self.lift_quarantine,
             start_learner=self.start_learner,
             set_log_level=self.set_log_level,
@@ -273,6 +279,45 @@ async def test_lifting_a_quarantine_needs_the_token_and_a_peer_that_there_is(sit
         answer = await session.post("/api/v1/quarantine/lift", json=body, headers=token(tmp_path))
         assert answer.status == 400
         assert text in (await answer.json())["error"]
+
+
+async def test_expelling_needs_the_token_and_a_peer_that_there_is(site, tmp_path: Path) -> None:
+    region, _, session = site
+    assert (await session.post("/api/v1/quarantine/add", json={"peer": "b"})).status == 401
+    answer = await session.post("/api/v1/quarantine/add", json={"peer": "b"}, headers=token(tmp_path))
+    assert (answer.status, region.asked) == (202, [{"expel": "b"}])
+    for body in ({"peer": "\ud800"}, {"peer": ["b"]}, {}):
+        answer = await session.post("/api/v1/quarantine/add", json=body, headers=token(tmp_path))
+        assert answer.status == 400
+    assert region.asked == [{"expel": "b"}]
+
+
+ORDERS = ("finish", "budget", "measure", "quarantine/add", "quarantine/lift", "log-level")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 30_000,
+        b'{"peer":' * 7_000,
+        b'{"peer": ' + b"9" * 30_000 + b"}",
+        b'{"peer": "\\ud800", "reason": "\\ud800", "part": "\\ud800", "level": "\\ud800", "egress": "\\ud800"}',
+        b'{"peer": 1e999, "reason": NaN, "part": -Infinity, "level": {}, "egress": [[]]}',
+        b"\xff\xfe\x00",
+        b"null",
+    ],
+)
+async def test_a_body_that_makes_no_sense_is_refused_and_never_a_fault(site, tmp_path: Path, body: bytes) -> None:
+    region, _, session = site
+    region.measured.set()
+    for order in ORDERS:
+        for kind in ("application/json", "text/plain; charset=klingon"):
+            headers = {**token(tmp_path), "Content-Type": kind}
+            answer = await session.post(f"/api/v1/{order}", data=body, headers=headers)
+            assert answer.status in (200, 202, 400), (order, kind, await answer.text())
+            if not body.startswith(b"{"):
+                assert answer.status == 400
+                assert "must be a JSON object" in (await answer.json())["error"]
 
 
 async def test_starting_the_learner_needs_the_token_and_one_that_does_not_run(site, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from diloco_node.core.ledger.disks import NO_DISK, DiskView
 from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import RunSettings
-from diloco_node.daemon.admin.run_facts import RunFacts, disk_space
+from diloco_node.daemon.admin.run_facts import RunFacts, cpu_pressure, disk_space
 from diloco_node.daemon.learner.proxy import LearnerFacts
 
 SECOND = 1_000_000_000
@@ -27,6 +27,7 @@ class Scripted:
     def __init__(self, folder: Path) -> None:
         self.now_ns = 0
         self.part: float | None = 0.0
+        self.liveness = SimpleNamespace(late_ns=1_500_000_000)
         self.refusals: dict[str, str] = {}
         self.history = SimpleNamespace(rounds_committed=0, versions=[0, 0], account=ACCOUNT, finished=None)
         progress = SimpleNamespace(
@@ -112,6 +113,19 @@ def test_disk_certificate_and_tokens_are_shown(script: Scripted, tmp_path: Path)
     assert document["steps_of"] == {"eu": 2, "us": 2}
     assert script.document(tokens=600)["token_account"]["carried"] == 0, "the folder was lost, the ledger was not"
     assert disk_space(tmp_path / "gone") == {}
+
+
+def test_it_is_shown_how_late_this_process_is_and_how_many_wait(script: Scripted, tmp_path: Path) -> None:
+    assert script.document()["machine"] == {"late_seconds": 1.5, "cpu_pressure_percent": None}
+    pressure = tmp_path / "cpu"
+    assert cpu_pressure(pressure) is None, "a kernel without PSI"
+    pressure.write_text(
+        "some avg10=99.46 avg60=99.37 avg300=95.57 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+    )
+    assert cpu_pressure(pressure) == 99.46
+    for text in (b"", b"some avg10=", b"\xff", b"full avg10=1.00 "):
+        pressure.write_bytes(text)
+        assert cpu_pressure(pressure) is None
 
 
 def test_a_warning_of_the_learner_has_its_age(script: Scripted) -> None:

@@ -1,0 +1,93 @@
+"""An operator expels a region: it takes no part in anything, the others merge on; readmitted, it catches up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_node.core import events as ev
+from diloco_node.core.ledger.disks import expulsion_fault
+from diloco_node.core.types import EXPELLED, DiskNamedBody, RoundBody
+from tests.kit.small_world import Small
+
+
+@pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+def order(small: Small, region: str, *, is_lifted: bool = False) -> str:
+    """Give the order to the leader; why it can't be carried out."""
+    host = small.hosts[small.leader()]
+    expulsion = ev.ExpulsionOrdered(region, is_lifted)
+    fault = host.core.replacement.order_fault(expulsion, host.core.liveness, now_ns=small.world.now_ns)
+    host.post(expulsion)
+    return fault
+
+
+def members(small: Small, after: int) -> set[str]:
+    """Learners in the rounds that were committed after so many entries."""
+    rounds = [body for body in small.bodies()[after:] if isinstance(body, RoundBody)]
+    assert rounds
+    return {member.contribution.learner for body in rounds for member in body.members}
+
+
+def test_an_expelled_region_is_in_no_round_and_a_readmitted_one_is_again(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    victim = small.others()[0]
+    assert order(small, victim) == ""
+    small.go(6)
+    assert DiskNamedBody(victim, EXPELLED) in small.bodies()
+    count = len(small.bodies())
+    small.go(8)
+    assert members(small, count) == set(small.hosts) - {victim}
+    assert all(host.core.history.expelled == {victim} for name, host in small.hosts.items() if name != victim)
+    assert "is expelled already" in order(small, victim)
+    assert small.view(small.leader()).leader != victim
+    assert order(small, victim, is_lifted=True) == ""
+    small.go(15)
+    disk = small.hosts[victim].disk.id
+    named = [body for body in small.bodies() if isinstance(body, DiskNamedBody)]
+    assert named == [DiskNamedBody(victim, EXPELLED), DiskNamedBody(victim, b""), DiskNamedBody(victim, disk)]
+    count = len(small.bodies())
+    small.go(8)
+    assert members(small, count) == set(small.hosts)
+    assert "is not expelled" in order(small, victim, is_lifted=True)
+    small.settle()
+
+
+def test_nobody_is_expelled_without_whom_no_majority_is_left(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    first, second, third = small.others()
+    assert order(small, first) == ""
+    small.go(5)
+    fault = order(small, second)
+    assert fault.startswith(f"3 of 4 regions must vote; without {second} only 2 can: ")
+    assert third in fault
+    assert f"{small.leader()} leads: stop it first" in order(small, small.leader())
+    small.go(5)
+    assert [body.region for body in small.bodies() if isinstance(body, DiskNamedBody)] == [first]
+    follower, expulsion = small.hosts[second].core, ev.ExpulsionOrdered(third, False)
+    fault = follower.replacement.order_fault(expulsion, follower.liveness, now_ns=small.world.now_ns)
+    assert fault.endswith(f"give the order to {small.leader()}")
+
+
+def test_a_region_that_is_away_is_no_vote_that_is_left(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    first, second, _ = small.others()
+    small.hosts[first].kill_daemon()
+    small.go(5)
+    assert f"without {second} only 2 can" in order(small, second), "else not even the order could be committed"
+
+
+def test_the_arithmetic_counts_who_votes() -> None:
+    disks = {"a": b"1", "b": b"2", "c": b"3", "d": b"", "e": EXPELLED}
+    assert expulsion_fault(disks, "d") == ""
+    assert expulsion_fault(disks, "c") == "3 of 5 regions must vote; without c only 2 can: a, b"
+    assert expulsion_fault(disks, "d", alive={"a", "b"}) == "3 of 5 regions must vote; without d only 2 can: a, b"
+    assert expulsion_fault({}, "d") == "1 of 0 regions must vote; without d only 0 can: "
