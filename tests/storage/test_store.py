@@ -699,7 +699,8 @@ def test_an_archive_whose_new_ledger_was_not_synced_keeps_the_old_one(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_files, "sync_folder", sync_first_only)
+        for module in (ledger_files, atomic_file):  # the folder before the new file, and with its name
+            patch.setattr(module, "sync_folder", sync_first_only)
         with pytest.raises(StorageError, match="reports an error"):
             store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
     if is_started_again:
