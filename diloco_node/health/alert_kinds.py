@@ -133,8 +133,22 @@ LEARNER_MISSING: Final = AlertKind(
 LOSS_NAN: Final = AlertKind(
     "A-LOSS-NAN",
     Mark.WARNING,
-    "The learner failed within the last ten minutes, as after three losses that are NaN or infinite.",
+    "The learner ended itself within the last ten minutes: loss or gradient norm was NaN, infinite or far too large.",
     "It starts again from the merged parameters. Look at the data and the learning rate.",
+    "tail -n 40 {log}",
+)
+LEARNER_FAILED: Final = AlertKind(
+    "A-LEARNER-FAILED",
+    Mark.WARNING,
+    "The learner failed within the last ten minutes, with the error that is told here.",
+    "Mend what the error names. The learner starts again from the merged parameters.",
+    "tail -n 40 {log}",
+)
+LEARNER_WARNS: Final = AlertKind(
+    "A-LEARNER-WARNS",
+    Mark.INFO,
+    "Within the last ten minutes the learner warned of something in its script or model.",
+    "Read the text: what it names may train or merge otherwise than you think.",
     "tail -n 40 {log}",
 )
 LOSS_SPIKE: Final = AlertKind(

@@ -53,6 +53,9 @@ _SETTINGS: Final = re.compile(
 )
 """As `wire.envelope.check_hello` says it."""
 
+_LOSS: Final = re.compile(r"\bthe (loss|gradient norm) is ")
+"""As `learner.loss_watch` says it."""
+
 WEIGHT_RATIO_MAX: Final = 2.0
 """Times the share of weight that the steps alone would give; half of `tokens_ratio_max`, if that is more."""
 
@@ -203,9 +206,13 @@ def _learner(document: Document) -> Iterator[Finding]:
     warning = section(document, "learner_warning")
     age_s = number(warning, "age_seconds")
     if age_s is not None and age_s < LOSS_SHOWN_S:
-        is_count = text(warning, "text").startswith(TOKENS_TOLD)
-        kind = kinds.LOSS_NAN if warning.get("is_failure") is True else kinds.LOSS_SPIKE
-        kind = kinds.OUTWEIGHS if is_count else kind
+        has_failed, is_loss = warning.get("is_failure") is True, _LOSS.search(text(warning, "text"))
+        if is_loss:
+            kind = kinds.LOSS_NAN if has_failed else kinds.LOSS_SPIKE
+        elif text(warning, "text").startswith(TOKENS_TOLD):
+            kind = kinds.OUTWEIGHS
+        else:
+            kind = kinds.LEARNER_FAILED if has_failed else kinds.LEARNER_WARNS
         yield _make(kind, document, f"{text(warning, 'text')} ({duration(age_s)} ago)")
     fault = learner_fault(document)
     if fault is not None:

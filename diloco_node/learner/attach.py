@@ -95,7 +95,7 @@ def attach(
     """
     if step not in ("call", "auto"):
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
-    modules = list(model) if isinstance(model, list | tuple) else [model]
+    modules = [model] if isinstance(model, nn.Module) else list(model)
     whole = ModuleGroup([unwrap(module) for module in modules]) if len(modules) > 1 else modules[0]
     joint = as_one(optimizer)
     tensors = ModelTensors(
@@ -236,7 +236,7 @@ class Diloco:
             self.global_step += 1
             self.tokens += tokens
             self._stop_if(self._terminate.is_set, "the process was asked to stop")
-        self.token_check.step(tokens, ranks=self._ranks.size, warn=self._session and self._session.warn)
+        self.token_check.step(tokens, ranks=self._ranks.size, warn=self._warn)
         self._blocked_ns += time.perf_counter_ns() - started_ns
 
     def _attached_step(

@@ -7,7 +7,6 @@ unless it goes over its batches several times. So this warns, and changes nothin
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -20,8 +19,6 @@ STEPS_MIN: Final = 8
 """A loop may take its first batches before it tells of a step."""
 
 RATIO_MAX: Final = 1.5
-
-log = logging.getLogger("diloco_node.learner")
 
 
 class TokenCount:
@@ -56,11 +53,11 @@ class TokenCheck:
         self._counts = [count for count in counts if isinstance(count, TokenCount)]
         self._steps = self._tokens = 0
 
-    def step(self, tokens: int, *, ranks: int, warn: Callable[[str], None] | None) -> None:
+    def step(self, tokens: int, *, ranks: int, warn: Callable[[str], None]) -> None:
         """Take what the loop tells of a step; warn once if it is too much.
 
         Args:
-            ranks: of the region. warn: shows the text in the region's status; None where there is no daemon.
+            ranks: of the region. warn: shows the text in the log, and in the region's status where there is a daemon.
         """
         self._steps += 1
         self._tokens += tokens
@@ -74,9 +71,7 @@ class TokenCheck:
             f"step(tokens=...) told of {self._tokens} tokens in {self._steps} steps, the batches had {count} "
             f"({ratio:.3g} times): {' or '.join(likely) or 'give those of this rank, and each once'}"
         )
-        log.warning("%s", text)
-        if warn is not None:
-            warn(text)
+        warn(text)
         self._counts.clear()
 
 

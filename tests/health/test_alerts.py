@@ -191,6 +191,18 @@ CASES = [
         "the loss is 9.1 (30 s ago)",
         "tail -n 40 /s/us/logs/learner.log",
     ),
+    (
+        kinds.LEARNER_FAILED,
+        changed(learner_warning={"text": "RuntimeError: size mismatch", "age_seconds": 30.0, "is_failure": True}),
+        "RuntimeError: size mismatch (30 s ago)",
+        "tail -n 40 /s/us/logs/learner.log",
+    ),
+    (
+        kinds.LEARNER_WARNS,
+        changed(learner_warning={"text": "the model has batch", "age_seconds": 30.0, "is_failure": False}),
+        "the model has batch (30 s ago)",
+        "tail -n 40 /s/us/logs/learner.log",
+    ),
     (kinds.BUDGET_SMALL, changed(budget_warning="H = 48 would fit"), "H = 48 would fit", "diloco-node plan"),
     (kinds.DISK_REFUSED, changed(disk={"refused": "ledger: No space left"}), "No space left", "df -h /s/us"),
     (kinds.DISK_LOW, changed(disk={"free_bytes": 2e9}), "2.0 GB of 100.0 GB are free", "df -h /s/us"),

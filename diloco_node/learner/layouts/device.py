@@ -317,7 +317,7 @@ def page_locked(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     try:
-        if not torch.cuda.is_available() or torch.cuda.cudart() is None:  # of other makers, or in software
+        if not torch.cuda.is_available() or torch.cuda.cudart() is None:  # type: ignore[no-untyped-call]  # of other makers, or in software
             return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
         pages = np.zeros(-(-max(1, size) // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES, np.uint8)
         start = -pages.ctypes.data % PAGE_BYTES  # whole pages of its own: none may be registered twice
@@ -331,7 +331,7 @@ def page_locked(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _register(pages: Any, address: int, size: int) -> None:
     """Tell the driver of memory, until the array is gone. Raises RuntimeError: it refuses."""
-    runtime: Any = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(address, size, 0)):
         raise RuntimeError("cudaHostRegister refused it")
 

@@ -43,6 +43,6 @@ class ModuleGroup(nn.Module):
         for member in self.__dict__["members"]:
             yield from member.named_buffers(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The states of all in one."""
         return {name: value for member in self.__dict__["members"] for name, value in member.state_dict().items()}
