@@ -228,7 +228,9 @@ class Diloco:
             self.global_step += 1
             self.tokens += tokens
             self._stop_if(self._terminate.is_set, "the process was asked to stop")
-        self.token_check.step(tokens, ranks=self._ranks.size, warn=self._session and self._session.warn)
+        self.token_check.step(
+            tokens, ranks=self._ranks.size, warn=None if self._session is None else self._session.warn
+        )
         self._blocked_ns += time.perf_counter_ns() - started_ns
 
     def _attached_step(

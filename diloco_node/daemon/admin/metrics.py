@@ -171,7 +171,7 @@ def _peers(peers: Sequence[Document]) -> Iterable[Metric]:
 
 
 def _labelled(
-    family: Callable[..., Metric],
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily],
     table: Sequence[tuple[str, str, str]],
     label: str,
     field: str,
