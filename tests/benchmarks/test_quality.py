@@ -383,6 +383,7 @@ def held_out(corpus: quality.Corpus, parameters: np.ndarray) -> float:
     return float(stack.loss(parameters, corpus.held_out_windows(256, 16)))
 
 
+@pytest.mark.seeds
 def test_the_mistakes_of_one_region_do_not_move_the_model(corpus: quality.Corpus) -> None:
     """Tokens 8 and 64 times too high change no bit; who loaded other weights is not there, to the bit."""
     right, without = trained(corpus, 4), trained(corpus, 3)
