@@ -38,7 +38,14 @@ def reduces_times(small: Small, name: str, factor: float, *, with_right_words: b
     plane.reduce = lie  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("factor", "with_right_words"), [(1000.0, True), (1000.0, False), (1.5, True)])
+SELDOM = pytest.mark.seeds
+"""A case takes some seconds of a core: in the fast tier there is one of each kind."""
+
+
+@pytest.mark.parametrize(
+    ("factor", "with_right_words"),
+    [(1000.0, True), pytest.param(1000.0, False, marks=SELDOM), pytest.param(1.5, True, marks=SELDOM)],
+)
 def test_a_reducer_that_multiplies_its_sums_is_left_out_and_none_of_them_is_merged(
     patch: pytest.MonkeyPatch, factor: float, with_right_words: bool
 ) -> None:
@@ -54,6 +61,7 @@ def test_a_reducer_that_multiplies_its_sums_is_left_out_and_none_of_them_is_merg
     small.settle()
 
 
+@SELDOM
 def test_a_leader_that_multiplies_its_own_sums_leads_no_longer(patch: pytest.MonkeyPatch) -> None:
     """It does not look at them, so they get into its log; every other region does."""
     small = Small(patch, sync_every=16)
@@ -113,7 +121,7 @@ LIES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("lie", [pytest.param(lie, marks=() if lie == "factors" else SELDOM) for lie in LIES])
 def test_a_leader_that_writes_wrong_numbers_leads_no_longer_and_commits_none(
     patch: pytest.MonkeyPatch, lie: str
 ) -> None:
@@ -158,6 +166,7 @@ def test_an_operators_order_ends_the_run_whoever_leads_and_wherever_it_is_given(
     assert not small.alarms(), f"seed {SEED}"
 
 
+@SELDOM
 def test_a_region_that_heard_no_order_takes_the_end_from_the_majority(patch: pytest.MonkeyPatch) -> None:
     """No link leads from the region whose operator gives it to one of the others."""
     small = Small(patch, sync_every=16, steps_max=100_000)

@@ -30,6 +30,7 @@ from tests.kit.ledger_kit import (
 from tests.kit.ledger_network import Network, shake
 
 NONSENSE = replace(a_discard(0), reason="nonsense")
+DOUBTFUL = replace(a_discard(0), reason="doubtful")
 
 
 class Counting:
@@ -45,6 +46,9 @@ class Counting:
         assert entry.index == self.index + 1
         self.asked += 1
         return "nonsense" if entry.body == NONSENSE else ""
+
+    def doubt(self, entry: Entry) -> str:
+        return "a wrong number" if entry.body == DOUBTFUL else ""
 
     def take(self, entry: Entry) -> None:
         assert entry.index == self.index + 1
@@ -78,6 +82,24 @@ def test_a_message_with_nonsense_in_it_leaves_the_log_as_it_was() -> None:
     assert "ignored entries from b" in alarms(effects)[0]
     assert "entry 3: nonsense" in alarms(effects)[0]
     assert (core.last_index, core.leader) == (0, "")
+
+
+@pytest.mark.parametrize(("term", "says"), [(1, "entry 2: a wrong number"), (2, "")])
+def test_only_entries_of_the_senders_own_term_are_doubted(term: int, says: str) -> None:
+    core = a_core(term=term, meaning=Counting())
+    log = chain(1, 1, 1, bodies=lambda index, _: DOUBTFUL if index == 2 else LeaderBody("b"))
+    effects = arrive(core, "b", append_entries(log, 1, 3, term=term))
+    assert says in " ".join(alarms(effects))
+    assert (core.last_index, core.leader) == ((0, "") if says else (3, "b"))
+
+
+def test_a_leader_doubts_its_own_entries_and_those_on_disk_are_not_doubted() -> None:
+    log = chain(1, bodies=lambda _index, _term: DOUBTFUL)
+    core = a_core(entries=log, term=1, meaning=Counting())
+    assert core.last_index == 1
+    core._election.lead()
+    assert "a wrong number" in " ".join(alarms(core.propose(DOUBTFUL, now_ns=1)))
+    assert core.last_index == 1
 
 
 def test_behind_a_base_that_takes_the_logs_place_entries_are_asked_again() -> None:
