@@ -76,20 +76,33 @@ class Liveness:
         silent_heartbeats: int = SILENT_HEARTBEATS,
     ) -> None:
         self._region = region
+        # All regions of the run, this one too, sorted.
         self._regions = tuple(sorted(regions))
         self.patience = 1
         self.stride = min(STRIDE_MAX, -(-(len(regions) - 1) // OTHERS_AT_ONCE) or 1)
+        # Regular heartbeats since the last one to all, below `stride`.
         self._turn = 0
+        # The median of how long the others may be silent, from the last heartbeat on.
         self._usual_limit_ns = 0
+        # Between two regular heartbeats, where this process is in time.
         self._heartbeat_ns = heartbeat_ns
+        # The floor of how long a region may be silent.
         self._silent_ns = max(silent_heartbeats, SILENT_STRIDES * self.stride) * heartbeat_ns
+        # How late this region's own heartbeats were; nothing is heard with it.
         self._lag = Cadence(self._silent_ns)
+        # All others, sorted; none comes or goes.
         self._peers = {name: _Peer(Cadence(self._silent_ns)) for name in sorted(regions) if name != region}
+        # Heartbeats leave through it.
         self._effects = effects
+        # Number of the last heartbeat.
         self._sequence = 0
+        # By number: when a heartbeat left.
         self._sent_at_ns: dict[int, int] = {}
+        # This region's learner, as the next heartbeat reports it.
         self._own_learner: LearnerStatus | None = None
+        # As the next heartbeat reports it.
         self._own_budget = NO_LIMITS
+        # Per region (incarnation, step, when that step was first seen); none without a learner.
         self._stepped: dict[str, tuple[int, int, int]] = {}
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
