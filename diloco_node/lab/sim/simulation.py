@@ -245,8 +245,8 @@ def simulate(
     if liar and liar not in LIARS:
         raise ConfigError(f"nobody lies about {liar!r}; there are {', '.join(LIARS)}")
     is_liar_drawn = liar is None
-    if liar is None and fault is None and effects == FAST:
-        # A draw of its own, so that the other seeds' runs do not depend on it.
+    if liar is None and fault is None and effects == FAST and regions not in (1, 2):
+        # A draw of its own, so that the other seeds' runs do not depend on it. Of two regions nobody knows who lies.
         rng = random.Random(f"liar of {seed}")
         liar = rng.choice(LIARS_DRAWN) if rng.random() < LIARS_CHANCE else ""
     elif liar is None:
