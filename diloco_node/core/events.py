@@ -67,10 +67,7 @@ class LedgerPersisted:
 
 @dataclass(frozen=True, slots=True)
 class InitialStateStored:
-    """Theta_0 of the whole model (from this region's learner or --init) is on this region's disk, fsynced.
-
-    Only then may this region, if it leads, propose genesis.
-    """
+    """Theta_0 (from this region's learner or --init) is on this region's disk, fsynced: it may propose genesis."""
 
     manifest_digest: str
     fragment_digests: tuple[bytes, ...]
@@ -165,8 +162,7 @@ class MergedStripeArrived:
 
 @dataclass(frozen=True, slots=True)
 class PayloadStored:
-    """A payload is on this region's disk, fsynced: the answer to StorePayload, or a fetch succeeded. Its norms are told
-    of a fetched one only."""
+    """A payload is on this region's disk, fsynced: by StorePayload, or by a fetch, which alone tells of norms."""
 
     fragment: int
     version: int

@@ -37,15 +37,7 @@ from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.run_end import RunEnd
 from diloco_node.core.succession import Succession
-from diloco_node.core.types import (
-    Entry,
-    EntryBody,
-    GenesisBody,
-    LearnerStatus,
-    Recovered,
-    RoundBody,
-    RunSettings,
-)
+from diloco_node.core.types import Entry, EntryBody, GenesisBody, LearnerStatus, Recovered, RoundBody, RunSettings
 from diloco_node.core.view import Participation, RegionView, peer_views, round_views
 
 TURNS_MAX: Final = 10_000
