@@ -490,6 +490,7 @@ class RegionCore:
             rounds_committed=history.rounds_committed,
             tokens_merged=history.account.merged_tokens(len(fragments)),
             digest_differences=self._upkeep.digests.differences,
+            contradictions=tuple(ledger.contradictions.values()),
             is_ending=self.leader.is_ending,
             finished="" if history.finished is None else history.finished.reason,
             is_final=self._end.is_final,

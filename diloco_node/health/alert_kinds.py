@@ -200,6 +200,13 @@ DIGEST_DIFFERS: Final = AlertKind(
     "Stop the region that the log names, and check its hardware.",
     "diloco-node replay {state}",
 )
+LEDGER_FORKS: Final = AlertKind(
+    "A-LEDGER-FORKS",
+    Mark.FAILED,
+    "Two ledgers differ as they never can: a state folder is an older copy or a clone, or a region lies.",
+    "Stop the region whose folder was copied, empty the folder, and start it. Nothing here was dropped.",
+    "diloco-node ledger {state}",
+)
 SETTINGS_DIFFER: Final = AlertKind(
     "A-SETTINGS-DIFFER",
     Mark.WARNING,

@@ -161,6 +161,8 @@ def _rounds(document: Document) -> Iterator[Finding]:
     if differences:
         line = f"{differences:.0f} digests differed between regions at the same version"
         yield _make(kinds.DIGEST_DIFFERS, document, line)
+    for contradiction in document.get("ledger_contradictions") or ():
+        yield _make(kinds.LEDGER_FORKS, document, str(contradiction))
     if text(document, "budget_warning"):
         yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
 

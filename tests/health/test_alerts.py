@@ -216,6 +216,12 @@ CASES = [
     (kinds.STARVED, changed(machine={"late_seconds": 0.6, "cpu_pressure_percent": None}), "up to 600 ms late", "cat"),
     (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": 12.3}), "ends in 12 days", "diloco-node certs --help"),
     (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": -1.0}), "the certificate has ended", ""),
+    (
+        kinds.LEDGER_FORKS,
+        changed(ledger_contradictions=["eu and us both lead"]),
+        "eu and us both lead",
+        "diloco-node ledger /s/us",
+    ),
     (kinds.DIGEST_DIFFERS, changed(digest_differences=2), "2 digests differed", "diloco-node replay /s/us"),
     (
         kinds.SETTINGS_DIFFER,

@@ -13,7 +13,7 @@ from diloco_node.core.ledger.entry_gate import EntryGate, Meaning, check_held
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.replication import Follower, Following
 from diloco_node.core.ledger.write_gate import WriteGate
-from diloco_node.core.types import NO_BASE, Entry, EntryBody, LedgerBase, RoundBody
+from diloco_node.core.types import NO_BASE, Entry, EntryBody, LeaderBody, LedgerBase, RoundBody
 
 
 class LedgerState:
@@ -112,6 +112,10 @@ class LedgerState:
         self._offered_until_ns = now_ns
         # Who offered its lead to the others, until a new leader is followed.
         self.offered_by = ""
+        # The last term that it led.
+        self._led_term = max((entry.term for entry in entries if entry.body == LeaderBody(region)), default=0)
+        # Per peer, what can't be in Raft beside what this voter holds or did: a folder is an older copy, or one lies.
+        self.contradictions: dict[str, str] = {}
         # Followers that claim a newer term, and how often they were heeded.
         self._claims = TermClaims(election_timeout_ns)
         # Only of a leader: the others, the folders that voted for it (of use before genesis), the last message to all,
@@ -261,6 +265,11 @@ class LedgerState:
     def _may_persist(self, entry: Entry) -> bool:
         """Whether an entry may go to disk (and so be acknowledged): its payload is there."""
         return self._has_payload(entry.body)
+
+    def _rival(self, peer: str) -> str:
+        """Who else than the peer leads this term, or led it; empty if nobody did as far as is known here."""
+        leader = self._region if self._led_term == self.term else self.leader
+        return "" if leader == peer else leader
 
     def _may_stand(self) -> bool:
         """A folder that does not count would only disturb; before the run is founded each may try."""

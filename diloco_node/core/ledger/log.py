@@ -169,6 +169,11 @@ class ReplicaLog:
             return 0
         return self.base.term if index == self.base.index else self._at(index).term
 
+    def difference(self, index: int, entry_hash: bytes) -> str:
+        """Both hashes of an entry, in words."""
+        own_hash = self.hash_at(index).hex()[:16] if self.base.index <= index <= self.known_index else "none"
+        return f"another entry {index}, {entry_hash.hex()[:16]} instead of {own_hash}"
+
     def slice(self, first: int, last: int) -> tuple[Entry, ...]:
         """Entries first..last, both counted, staged ones not."""
         start, stop = first - 1 - self.base.index, last - self.base.index

@@ -37,7 +37,15 @@ from diloco_node.core.events import (
 from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.ledger_state import LedgerState, body_name
-from diloco_node.core.ledger.replication import Follower, Following, fault_in, majority_contact_ns, most_complete
+from diloco_node.core.ledger.replication import (
+    Follower,
+    Following,
+    fault_in,
+    fork_in,
+    is_fork,
+    majority_contact_ns,
+    most_complete,
+)
 from diloco_node.core.messages import (
     AppendEntries,
     AppendEntriesReply,
@@ -264,6 +272,7 @@ class LedgerCore(LedgerState):
 
     def _become_leader(self, now_ns: int) -> None:
         self._founders = dict(self._election.votes)
+        self._led_term = self.term
         self._offered_until_ns = now_ns
         self._election.lead(now_ns=now_ns)
         self._log.drop_staged()
@@ -301,8 +310,13 @@ class LedgerCore(LedgerState):
             self._adopt_term(answer.term, now_ns)
         if not self.is_leader or answer.term != self.term:
             return
-        if answer.accepted and self._log.contradicts(answer.durable_index, answer.durable_hash):
-            self._note(f"{peer} acknowledges another entry {answer.durable_index}: not counted", is_alarm=True)
+        index, entry_hash = answer.durable_index, answer.durable_hash
+        if (answer.accepted or entry_hash != ZERO_HASH) and self._log.contradicts(index, entry_hash):
+            verb = "acknowledges" if answer.accepted else "holds"
+            self._contradict(peer, f"{peer} {verb} {self._log.difference(index, entry_hash)}: not counted")
+            if not answer.accepted and self._claims.is_heeded(peer, now_ns=now_ns):
+                # Perhaps this folder is the older copy: the others may elect who has forgotten nothing.
+                self._become_follower("", now_ns)
             return
         follower = self._followers[peer]
         is_whole = follower.answered(answer, now_ns=now_ns)
@@ -353,13 +367,13 @@ class LedgerCore(LedgerState):
             # Also when it is far ahead: the next message finds this voter closer.
             self._refuse(peer, request.sequence, hint=0)
             return
-        if self.leader not in ("", peer):
-            self._note(f"{peer} and {self.leader} both lead this term: ignored {peer}", is_alarm=True)
-            return
-        if not self._entry_gate.trusts(peer):
+        if not self._may_follow(peer):
             return
         committed_index = self._cluster_commit_index
-        fault = fault_in(request, self._log, committed_index=committed_index)
+        fault = fault_in(request)
+        if not fault and (fork := fork_in(request, self._log, committed_index=committed_index)):
+            self._part_from(peer, *fork, request.sequence, now_ns)
+            return
         if fault or (fault := self._entry_gate.fault(request, committed_index=committed_index)):
             self._distrust(peer, fault, now_ns)
             return
@@ -389,6 +403,26 @@ class LedgerCore(LedgerState):
         self._entry_gate.distrust(peer)  # without contact to a leader it asks for votes, and grants pre-votes
         self._become_follower("", now_ns)
 
+    def _may_follow(self, peer: str) -> bool:
+        """Whether a peer may lead this term."""
+        if rival := self._rival(peer):
+            self._contradict(peer, f"{peer} and {rival} both lead term {self.term}: ignored {peer}")
+        return not rival and self._entry_gate.trusts(peer)
+
+    def _part_from(self, peer: str, index: int, entry_hash: bytes, sequence: int, now_ns: int) -> None:
+        """Follow no more who leads with a log that can't be beside this one, and tell it: nothing here is dropped."""
+        settled = ", which is committed here" if index <= self._cluster_commit_index else ""
+        self._contradict(peer, f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed")
+        own_hash = self._log.hash_at(index)
+        self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, index, own_hash, self._disk))
+        self._entry_gate.distrust(peer)
+        self._become_follower("", now_ns)
+
+    def _contradict(self, peer: str, contradiction: str) -> None:
+        if self.contradictions.get(peer) != contradiction:
+            self.contradictions[peer] = contradiction
+            self._note(contradiction, is_alarm=True)
+
     def _refuse(self, peer: str, sequence: int, *, hint: int) -> None:
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, hint, ZERO_HASH, self._disk))
 
@@ -398,12 +432,17 @@ class LedgerCore(LedgerState):
         if message.term != self.term:
             self._refuse(peer, message.sequence, hint=0)
             return
-        if not self._entry_gate.trusts(peer):
+        if not self._may_follow(peer):
             return
         base = LedgerBase(message.index, message.base_term, message.hash, message.summary)
-        fault = f"{self.leader} leads this term" if self.leader not in ("", peer) else ""
-        if not fault and base.index > self._cluster_commit_index:
+        fault, committed_index = "", self._cluster_commit_index
+        if base.index > committed_index:
             fault = self._base_fault(base) if base.term <= message.term else f"it is of term {base.term}"
+        if not fault and is_fork(
+            self._log, base.index, base.hash, (base.term, message.term), committed_index=committed_index
+        ):
+            self._part_from(peer, base.index, base.hash, message.sequence, now_ns)
+            return
         if fault:
             self._note(f"ignored a base from {peer}: {fault}", is_alarm=True)
             return

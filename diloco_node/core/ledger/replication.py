@@ -6,7 +6,7 @@ follower keeps a `Following`: how far the logs agree, what it has acknowledged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -192,7 +192,7 @@ class Following:
         return conflict
 
 
-def fault_in(request: AppendEntries, log: ReplicaLog, *, committed_index: int) -> str:
+def fault_in(request: AppendEntries) -> str:
     """Why the message can't come from a correct leader of its term; empty if it can."""
     entries = request.entries
     if len(entries) > BATCH_ENTRIES_MAX or request.previous_index < 0 or request.commit_index < 0:
@@ -203,7 +203,34 @@ def fault_in(request: AppendEntries, log: ReplicaLog, *, committed_index: int) -
         verify_chain(entries, previous_index=request.previous_index, previous_hash=request.previous_hash)
     except ProtocolViolation as error:
         return str(error)
-    conflict = log.first_conflict(entries) if log.has(request.previous_index, request.previous_hash) else 0
-    if 0 < conflict <= committed_index:
-        return f"its entry {conflict} is another one than the entry that is committed here"
     return ""
+
+
+def fork_in(request: AppendEntries, log: ReplicaLog, *, committed_index: int) -> tuple[int, bytes] | None:
+    """Index and the leader's hash where its log and this one part as no two logs can in Raft; None if they don't.
+
+    Args:
+        request: without fault (`fault_in`).
+    """
+    index, entry_hash, terms = request.previous_index, request.previous_hash, set[int]()
+    if log.has(index, entry_hash):
+        index = log.first_conflict(request.entries)
+        if not index:
+            return None
+        entries = request.entries[index - 1 - request.previous_index :]
+        entry_hash, terms = entries[0].hash, {request.term, *(entry.term for entry in entries)}
+    return (index, entry_hash) if is_fork(log, index, entry_hash, terms, committed_index=committed_index) else None
+
+
+def is_fork(log: ReplicaLog, index: int, entry_hash: bytes, terms: Container[int], *, committed_index: int) -> bool:
+    """Whether another log can't be, beside this one.
+
+    What is committed is in all logs to come. And the entries of one term are in the log of its one leader: where two
+    logs have parted, no term goes on in both.
+
+    Args:
+        entry_hash: of the other log's entry there. terms: of its entries from there on.
+    """
+    if not log.base.index <= index <= log.known_index or log.has(index, entry_hash):
+        return False
+    return index <= committed_index or any(log.term_at(later) in terms for later in range(index, log.known_index + 1))

@@ -156,6 +156,7 @@ def region_status(
         "val_loss_global": facts.val_loss_global,
         "learner_blocked_seconds": facts.blocked_ns / 1e9,
         "digest_differences": view.digest_differences,
+        "ledger_contradictions": list(view.contradictions),
         "alarms": notes.alarms,
         "rejections": [
             {"peer": peer, "reason": reason, "count": count}

@@ -97,7 +97,7 @@ def test_a_leader_doubts_its_own_entries_and_those_on_disk_are_not_doubted() -> 
     log = chain(1, bodies=lambda _index, _term: DOUBTFUL)
     core = a_core(entries=log, term=1, meaning=Counting())
     assert core.last_index == 1
-    core._election.lead()
+    core._election.lead(now_ns=0)
     assert "a wrong number" in " ".join(alarms(core.propose(DOUBTFUL, now_ns=1)))
     assert core.last_index == 1
 
