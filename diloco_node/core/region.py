@@ -130,6 +130,7 @@ class RegionCore:
             term=recovery.term,
             voted_for=recovery.voted_for,
             entries=recovery.entries,
+            settled_index=recovery.settled_index,
             seed=seed,
             now_ns=now_ns,
             has_payload=self._has_payload,

@@ -428,3 +428,14 @@ class Recovered:
     state_digests: tuple[bytes, ...] = ()
     base: LedgerBase = NO_BASE
     disk: bytes = bytes(16)
+
+    @property
+    def settled_index(self) -> int:
+        """Last entry whose round is in a state on disk; 0 if none is. It is committed: no other round is applied."""
+        states = dict(enumerate(self.states))
+        settled = (
+            entry.index
+            for entry in self.entries
+            if isinstance(entry.body, RoundBody) and entry.body.version <= states.get(entry.body.fragment, -1)
+        )
+        return max(settled, default=0)

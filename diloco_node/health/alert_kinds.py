@@ -203,8 +203,8 @@ DIGEST_DIFFERS: Final = AlertKind(
 LEDGER_FORKS: Final = AlertKind(
     "A-LEDGER-FORKS",
     Mark.FAILED,
-    "Two ledgers differ as they never can: a state folder is an older copy or a clone, or a region lies.",
-    "Stop the region whose folder was copied, empty the folder, and start it. Nothing here was dropped.",
+    "Two ledgers differ as none can: a state folder is an older copy, or a region lies.",
+    "Stop the region with the copy, empty its folder, and start it. Nothing here was dropped.",
     "diloco-node ledger {state}",
 )
 SETTINGS_DIFFER: Final = AlertKind(

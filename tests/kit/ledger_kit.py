@@ -67,6 +67,7 @@ def a_core(
     meaning: Meaning | None = None,
     disk: bytes = b"",
     is_founded: bool = True,
+    settled_index: int = 0,
 ) -> LedgerCore:
     """A voter of a run that is founded already, unless said otherwise: each voter's folder is named."""
     return cls(
@@ -83,6 +84,7 @@ def a_core(
         now_ns=now_ns,
         has_payload=has_payload,
         meaning=meaning,
+        settled_index=settled_index,
     )
 
 

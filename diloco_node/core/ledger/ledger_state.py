@@ -28,6 +28,7 @@ class LedgerState:
             no majority for this long steps down. At least two heartbeats. Longer where messages come late (`Cadence`)
             or terms came to nothing (`TermBackoff`).
         term, voted_for, entries: what the disk held (`Recovered`), chain checked.
+        settled_index: entries up to there were committed, by what else the disk held.
         seed: of the election timeouts; the region's name is mixed in.
         now_ns: monotonic time.
         has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
@@ -54,6 +55,7 @@ class LedgerState:
         has_payload: Callable[[EntryBody], bool],
         disks: Mapping[str, bytes] | None = None,
         meaning: Meaning | None = None,
+        settled_index: int = 0,
         base: LedgerBase = NO_BASE,
         has_base: Callable[[], bool] = lambda: True,
         base_fault: Callable[[LedgerBase], str] = lambda _: "",
@@ -105,6 +107,8 @@ class LedgerState:
         # Known to be on a majority's disks; what is taken is on the own disk, too.
         self._cluster_commit_index = base.index
         self._taken_index = base.index
+        # Committed by what the disk held: never overwritten, though it is not taken yet.
+        self._settled_index = settled_index
 
         # The part of a follower: begun anew in each term.
         self._following = Following(matched_index=base.index)
@@ -265,6 +269,11 @@ class LedgerState:
     def _may_persist(self, entry: Entry) -> bool:
         """Whether an entry may go to disk (and so be acknowledged): its payload is there."""
         return self._has_payload(entry.body)
+
+    @property
+    def _fixed_index(self) -> int:
+        """Entries up to there are never overwritten."""
+        return max(self._cluster_commit_index, self._settled_index)
 
     def _rival(self, peer: str) -> str:
         """Who else than the peer leads this term, or led it; empty if nobody did as far as is known here."""

@@ -371,7 +371,7 @@ class LedgerCore(LedgerState):
             return
         committed_index = self._cluster_commit_index
         fault = fault_in(request)
-        if not fault and (fork := fork_in(request, self._log, committed_index=committed_index)):
+        if not fault and (fork := fork_in(request, self._log, committed_index=self._fixed_index)):
             self._part_from(peer, *fork, request.sequence, now_ns)
             return
         if fault or (fault := self._entry_gate.fault(request, committed_index=committed_index)):
@@ -411,7 +411,7 @@ class LedgerCore(LedgerState):
 
     def _part_from(self, peer: str, index: int, entry_hash: bytes, sequence: int, now_ns: int) -> None:
         """Follow no more who leads with a log that can't be beside this one, and tell it: nothing here is dropped."""
-        settled = ", which is committed here" if index <= self._cluster_commit_index else ""
+        settled = ", which is committed here" if index <= self._fixed_index else ""
         self._contradict(peer, f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed")
         own_hash = self._log.hash_at(index)
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, index, own_hash, self._disk))
@@ -435,11 +435,11 @@ class LedgerCore(LedgerState):
         if not self._may_follow(peer):
             return
         base = LedgerBase(message.index, message.base_term, message.hash, message.summary)
-        fault, committed_index = "", self._cluster_commit_index
-        if base.index > committed_index:
+        fault = ""
+        if base.index > self._cluster_commit_index:
             fault = self._base_fault(base) if base.term <= message.term else f"it is of term {base.term}"
         if not fault and is_fork(
-            self._log, base.index, base.hash, (base.term, message.term), committed_index=committed_index
+            self._log, base.index, base.hash, (base.term, message.term), committed_index=self._fixed_index
         ):
             self._part_from(peer, base.index, base.hash, message.sequence, now_ns)
             return

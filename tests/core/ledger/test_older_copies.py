@@ -9,12 +9,13 @@ import pytest
 from diloco_node.core.events import LinkChanged, MessageArrived, Send, TimerFired
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import AppendEntriesReply, BaseSent
-from diloco_node.core.types import Entry, EntryBody, LeaderBody
+from diloco_node.core.types import Entry, EntryBody, LeaderBody, Recovered
 from tests.kit.ledger_kit import (
     TIMEOUT_NS,
     a_core,
     a_discard,
     a_leader,
+    a_round,
     ack,
     alarms,
     append_entries,
@@ -83,6 +84,29 @@ def test_a_leader_that_begins_behind_another_committed_entry_is_seen() -> None:
     effects = arrive(core, "c", append_entries(forked, 4, 4, term=2), now_ns=9 * TIMEOUT_NS)
     assert f"entry 3, {short(forked[2])} instead of {short(log[2])}, which is committed here" in alarms(effects)[0]
     assert core.entries == log
+
+
+@pytest.mark.parametrize(("settled", "is_taken"), [(0, True), (2, False)])
+def test_rounds_that_are_in_the_states_on_disk_are_never_overwritten(settled: int, *, is_taken: bool) -> None:
+    """Who starts again knows of nothing that it was committed, but for that."""
+    held, log = chain(1, 1, 1), chain(1, 2, 2)
+    core = a_core(entries=held, term=2, settled_index=settled)
+    effects = arrive(core, "b", append_entries(log, 2, 3, term=2))
+    assert bool(alarms(effects)) is not is_taken
+    assert core.entries == (log if is_taken else held)
+    if not is_taken:
+        words = f"b leads with another entry 2, {short(log[1])} instead of {short(held[1])}, which is committed here"
+        assert words in alarms(effects)[0]
+        # What follows the settled entries may be overwritten.
+        arrive(core, "c", append_entries((*held[:2], *chain(1, 1, 2)[2:]), 3, 2, term=2))
+        assert core.leader == "c"
+
+
+def test_a_state_on_disk_says_which_rounds_were_committed() -> None:
+    rounds = [a_round(1, 0), a_round(1, 1), a_round(2, 0), a_round(2, 1), a_discard(1)]
+    log = chain(1, 1, 1, 1, 1, bodies=lambda index, term: rounds[index - 1])
+    for states, index in {(0, 0): 0, (-1, 1): 2, (2, 0): 3, (1, 2): 4, (1,): 1, (): 0}.items():
+        assert Recovered(1, "", log, states, frozenset()).settled_index == index, states
 
 
 @pytest.mark.parametrize("commit", [0, 3])
