@@ -38,6 +38,7 @@ SMALL_LIMIT_S: Final = 600.0
 """Small models are for devices in software, on machines that do other things as well."""
 
 NAMES: Final = ("bits", "waits", "loop", "checkpoint", "graphs", "capture", "ranks", "compiled")
+DRIVER_ALONE: Final = ("graphs", "capture", "compiled")
 NO_DEVICE: Final = 2
 
 
@@ -50,9 +51,12 @@ def has_device() -> bool:
 
 def child(name: str, *, is_small: bool) -> None:
     """Run one check here, and write each of its lines as JSON."""
-    from gpu_checks import relay
-    from gpu_model import FULL, SMALL
+    from gpu_checks import Line, relay
+    from gpu_model import FULL, HAS_DRIVER, SMALL
 
+    if name in DRIVER_ALONE and not HAS_DRIVER:
+        print(json.dumps(asdict(Line(name, "SKIP", "a device in software has no graphs"))), flush=True)
+        return
     relay(name, SMALL if is_small else FULL, lambda line: print(json.dumps(asdict(line)), flush=True))
 
 
