@@ -250,7 +250,7 @@ class CheckpointWriter:
         moments = None if optimizer is None else optimizer.keep()
         tensors = {} if moments is None else moments.tensors
         tensors["rng"] = torch.get_rng_state()
-        if torch.cuda.is_initialized() and torch.cuda.default_generators:
+        if torch.cuda.is_initialized() and torch.cuda.default_generators:  # type: ignore[no-untyped-call]
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
         states = {
             name: flatten(f"{_STATEFUL}.{name}", component.state_dict(), tensors)
