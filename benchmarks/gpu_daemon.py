@@ -73,6 +73,10 @@ class ScriptedDaemon(FakeDaemon):
         version = self.versions[fragment]
         self._settle(diloco, lambda: diloco.versions[fragment] == version)
 
+    def until_heard(self, diloco: Any, kind: type, count: int) -> None:
+        """Go through boundaries without a step until the learner has sent so many messages of a kind."""
+        self._settle(diloco, lambda: self.heard(kind) >= count)
+
     def heard(self, kind: type) -> int:
         """How many messages of a kind the learner has sent."""
         return sum(isinstance(message, kind) for message in list(self.said))

@@ -22,7 +22,7 @@ from diloco_node.state_names import ADMIN_PORT_NAME, ADMIN_SOCKET_NAME, ADMIN_TO
 from diloco_node.unix_sockets import socket_path
 
 STATUS_PATH: Final = "/api/v1/status"
-TIMEOUT_S: Final = 3.0
+TIMEOUT_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 16 * 2**20
 
 

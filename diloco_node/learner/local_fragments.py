@@ -124,16 +124,14 @@ class LearnerFragments:
         # The encoder's thread alone writes there.
         self._contributions = ContributionArea(manifest, settings.codec_up, contribution_area)
         sizes = [local.size for local in self._owned]
-        # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded. With a
-        # lane it is the worker's.
+        # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded.
         self._base = list(torch.split(host_room(sum(sizes)), sizes))
         self._rooms = SnapshotRooms(max(sizes))
         # Per fragment all that this rank applies: what it owns, then what it follows.
         self._resident = list(map(join, self._owned, self._followed))
-        # To and from the device; None if the model is on the CPU.
-        self._lane: DeviceLane | None = None
-        if any(map(has_streams, tensors.devices)):
-            self._lane = DeviceLane(tensors, self._owned, self._resident)
+        is_on_device = any(map(has_streams, tensors.devices))
+        # To and from the device; None if the model is on the CPU. With it `_base` is the worker's.
+        self._lane = DeviceLane(tensors, self._owned, self._resident) if is_on_device else None
         slab_sizes = [slab.size for local in self._resident for slab in local.slabs]
         # As large as the largest slab; what is in it is of no use between two calls.
         self._scratch = host_room(max(slab_sizes, default=0) if self._lane is None else 0)
@@ -244,8 +242,8 @@ class LearnerFragments:
         local = self._owned[request.fragment]
         buffer = self._rooms.take()
         values = buffer[: local.size]
-        transit = None if self._lane is None else self._lane.pack(local)
-        if transit is None:
+        fetch = None if self._lane is None else self._lane.pack(local, values)
+        if fetch is None:
             self.tensors.read(local, values)
         facts = SnapshotFacts(
             number=self._next_snapshot,
@@ -257,7 +255,7 @@ class LearnerFragments:
             tokens_from=position.included_tokens,
             tokens=self.tokens,
         )
-        snapshot = HeldSnapshot(facts, values, buffer, transit)
+        snapshot = HeldSnapshot(facts, values, buffer, fetch)
         self._next_snapshot += 1
         self._snapshots[request.fragment] = snapshot
         self._taken.append(snapshot)
@@ -266,16 +264,19 @@ class LearnerFragments:
     def encode_taken(self) -> None:
         """Have the snapshots of this boundary encoded, now that nothing else is to be done before they are told."""
         for snapshot in self._taken:
-            self._worker.put(partial(self._encode, snapshot))
+            encode = partial(self._encode, snapshot)
+            if snapshot.fetch is None or (self._exchange is not None and self._is_gathered):
+                self._worker.put(encode)  # what all ranks meet in goes in one order
+            else:
+                snapshot.fetch.add_done_callback(lambda _, encode=encode: self._worker.put(encode))  # type: ignore[misc]
         self._taken.clear()
 
     def _encode(self, snapshot: HeldSnapshot) -> None:
         """In the worker. Base can't change meanwhile: `is_busy` says so."""
         # A step that others may merge must not be forgotten by a power cut: the counters first.
         durable = self._worker.disk.submit(self._before_ready)
-        if self._lane is not None and snapshot.transit is not None:
-            self._lane.fetch(snapshot.transit, snapshot.values)
-            snapshot.transit = None
+        if snapshot.fetch is not None:
+            snapshot.fetch.result()
         answer = self._encoded(snapshot)
         durable.result()
         snapshot.answer = answer
@@ -313,9 +314,8 @@ class LearnerFragments:
         """Whether an order can be carried out at this boundary, after `ahead` others of its kind."""
         if self._lane is None:
             return True
-        if isinstance(order, SnapshotRequested):
-            return self._lane.free_down > ahead
-        return len(self._incoming) + ahead < ROOMS
+        free = self._lane.free_down if isinstance(order, SnapshotRequested) else ROOMS - len(self._incoming)
+        return free > ahead
 
     def is_coming(self, index: int) -> bool:
         """Whether a version of this fragment is on its way to all ranks."""
@@ -493,8 +493,8 @@ class LearnerFragments:
 
     def close(self) -> None:
         """Stop the worker and let go of the shared memory."""
-        self._worker.close()
         if self._lane is not None:
             self._lane.close()
+        self._worker.close()
         self._places = []
         self._contributions.close()

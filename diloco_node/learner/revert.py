@@ -115,7 +115,7 @@ class RevertCheck:
             for values in (after - before, now - before, now - after, self._tensors.sample_gradients(trial.local))
         )
         sums = [(now != after).sum(), (~is_same).sum(), back.norm(), ahead.norm()]
-        sums += [torch.dot(gradient, move), gradient.norm(), move.norm()]
+        sums += [(gradient * move).sum(), gradient.norm(), move.norm()]
         return torch.stack([value.float() for value in sums])
 
     def _judge(self, local: LocalFragment, numbers: Sequence[float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -58,7 +59,7 @@ class HeldSnapshot:
 
     Attributes:
         values: shape (owned size,), float32, CPU; the first part of `buffer`, which comes from the rooms.
-        transit: where they come from, for a model on a device; None once the worker has put them into `values`.
+        fetch: done when they have come from the device; None if the model is on the CPU.
         answer: set by the encoder when it is done and the counters are durable.
         encoded: set by the encoder after `answer`.
     """
@@ -66,7 +67,7 @@ class HeldSnapshot:
     facts: SnapshotFacts
     values: Tensor
     buffer: Tensor
-    transit: Room | None = None
+    fetch: Future[None] | None = None
     answer: SnapshotReady | SnapshotDenied | None = None
     encoded: threading.Event = field(default_factory=threading.Event)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.cli import status
+from diloco_node.cli import admin_client
 from diloco_node.cli.admin_client import ask_all
 from diloco_node.cli.places import targets_in
 from tests.kit.commands import COMMAND
@@ -96,7 +96,7 @@ async def why(folder: Path) -> tuple[str, list[dict[str, Any]]]:
 async def test_each_incident_is_named_while_it_lasts_and_gone_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "TIMEOUT_S", 3.0)  # the command's own: here regions are made not to answer
+    monkeypatch.setattr(admin_client, "TIMEOUT_S", 3.0)  # the command's own: here regions are made not to answer
     folder = tmp_path / "run"
     async with process("demo", "--regions", str(REGIONS), "--seconds", "1500", "--folder", str(folder)):
         async with asyncio.timeout(PATIENCE_S):

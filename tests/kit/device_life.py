@@ -206,6 +206,9 @@ class Life:
 
     def _drain(self) -> None:
         for fragments in self.ranks:
+            if fragments._lane is not None:
+                fragments._lane._fetcher.submit(lambda: None).result()
+        for fragments in self.ranks:
             fragments._worker.drain()
 
     def _hear(self) -> None:
@@ -239,14 +242,18 @@ def complaints(
         for schedule in fake_device.SCHEDULES:
             fake_device.reset()
             fake_device.schedule(schedule, seed=seed)
+            life = Life(PLACES[place], dtype=dtype, seed=seed, kind=kind, holdings=holdings)
             try:
-                outcome = Life(PLACES[place], dtype=dtype, seed=seed, kind=kind, holdings=holdings).run()
-                torch.cuda.synchronize()
+                outcome = life.run()
                 names = set(Outcome.__slots__) - ({"base", "is_checked"} if len(holdings) > 1 else set())
                 wrong = [name for name in names if getattr(outcome, name) != getattr(expected(dtype, seed), name)]
-                texts += [f"{schedule}: other {', '.join(wrong)}"] if wrong else []
+                texts += [f"{schedule}: other {', '.join(sorted(wrong))}"] if wrong else []
             except Exception as error:  # noqa: BLE001 - with a planted fault anything may happen
                 texts.append(f"{schedule}: {type(error).__name__}: {error}"[:200])
+            finally:
+                life.close()
+                for device in range(torch.cuda.device_count()):
+                    torch.cuda.synchronize(device)
             texts += [f"{schedule}: {text}" for text in fake_device.hazards()[:1]]
             if stop_at is not None and len(texts) >= stop_at:
                 return texts

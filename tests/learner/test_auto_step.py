@@ -101,6 +101,7 @@ def test_each_step_of_the_optimizer_is_a_boundary(folder: Path) -> None:
     assert diloco.steps == 2, "it has left the loop"
 
 
+@pytest.mark.no_device("its batch lies on the CPU")
 @pytest.mark.parametrize(("is_fused", "tokens"), [(False, 45), (True, 30)])
 @pytest.mark.filterwarnings("ignore:DILOCO_SOCKET is not set")
 def test_a_step_that_a_gradient_scaler_skips_is_none(
@@ -125,6 +126,7 @@ def test_a_step_that_a_gradient_scaler_skips_is_none(
     diloco.close()
 
 
+@pytest.mark.no_device("its batch lies on the CPU")
 def test_the_loop_may_call_another_module_than_the_one_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DILOCO_SOCKET", raising=False)
     model, other = Language(), Language()
@@ -160,6 +162,7 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
 
+@pytest.mark.no_device("its batch lies on the CPU")
 def test_a_wrapped_optimizer_counts_below(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DILOCO_SOCKET", raising=False)
     model = Language()

@@ -20,6 +20,7 @@ def test_before_the_first_loss_there_is_none() -> None:
     assert late.newest() is None
 
 
+@pytest.mark.no_device("of a CPU, where a loss is there at once")
 def test_the_newest_value_is_told_of_several_the_mean() -> None:
     late = LateLoss()
     late.offer(2.5)
@@ -32,6 +33,7 @@ def test_the_newest_value_is_told_of_several_the_mean() -> None:
     assert late.newest() == 4.0
 
 
+@pytest.mark.no_device("of a CPU, where a loss is there at once")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_none(value: float) -> None:
     late = LateLoss()

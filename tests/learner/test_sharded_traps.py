@@ -169,6 +169,7 @@ def test_what_has_no_name_does_not_take_the_state_of_what_has_one() -> None:
     assert extra not in other.state
 
 
+@pytest.mark.no_device("its mesh is of the CPU")
 def test_a_model_that_an_evaluation_has_left_unsharded_is_attached_by_its_shards() -> None:
     model = sharded()
     with torch.no_grad():
@@ -195,6 +196,7 @@ def test_a_model_that_is_sharded_after_it_was_attached() -> None:
         tensors.check_not_replaced()
 
 
+@pytest.mark.no_device("its mesh is of the CPU")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp1_is_refused(use_orig_params: bool) -> None:

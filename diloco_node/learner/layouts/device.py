@@ -1,10 +1,11 @@
 """Values between a model on devices and the host, by streams of their own: the training thread never waits (D-094).
 
-Down: the training thread packs a fragment into staging memory on the device, in the stream of the loop. The worker's
-stream copies it from there into page-locked memory as soon as it is packed, and the worker waits for that copy.
+Down: the training thread packs a fragment into staging memory on the device, in the stream of the loop. A second stream
+copies it from there into page-locked memory as soon as it is packed, and a thread of its own waits for that copy.
 
-Up: the worker puts a version, and what the own steps are measured from, into page-locked memory and copies both into
-staging. When they are there the training thread applies them in place: addresses stay, as CUDA graphs want.
+Up: the worker puts a version, and what the own steps are measured from, into page-locked memory, and copies both into
+staging in a third stream. When they are there the training thread applies them in place: addresses stay, as CUDA graphs
+want.
 
 A room is the memory for one fragment on its way. There are two for each direction, so that the next one is packed or
 copied while the last one is read. At P = 24 that is one byte for each parameter on the device, and one page-locked.
@@ -21,6 +22,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -105,7 +107,7 @@ class Room:
 
 
 class DeviceLane:
-    """See the module. `pack` and `apply` are for the training thread, `fetch` and `send` for the worker.
+    """See the module. `pack` and `apply` are for the training thread, `send` for the worker.
 
     Args:
         tensors: the model's parameters.
@@ -113,10 +115,13 @@ class DeviceLane:
     """
 
     def __init__(self, tensors: ModelTensors, down: Sequence[LocalFragment], up: Sequence[LocalFragment]) -> None:
+        # Waits for what was packed, while the worker does other things.
+        self._fetcher = ThreadPoolExecutor(1, "diloco-fetcher", initializer=self.begin)
         self._tensors = tensors
         self._sharded: list[Any] = [m for m in tensors.model.modules() if hasattr(m, "set_post_optim_event")]
         self._largest_down, self._largest_up = (max(local.size for local in locals_) for locals_ in (down, up))
-        self._sides: dict[torch.device, Any] = {}
+        # A stream for each way, for neither waits behind what the other one waits for.
+        self._sides: dict[tuple[torch.device, str], Any] = {}
         # Rooms that nobody uses; the training thread takes, both threads give back.
         self._down = deque(self._room(1, self._largest_down) for _ in range(ROOMS))
         self._up = deque(self._room(2, self._largest_up) for _ in range(ROOMS))
@@ -133,8 +138,12 @@ class DeviceLane:
 
     # ---- down --------------------------------------------------------------------------------------------------------
 
-    def pack(self, local: LocalFragment) -> Room:
-        """Order a copy of the values as they are now, behind what the loop has ordered; `fetch` has to follow."""
+    def pack(self, local: LocalFragment, out: Tensor) -> Future[None]:
+        """Order a copy of the values as they are now, behind what the loop has ordered; it is made when the future is.
+
+        Args:
+            out: shape (values,), float32, CPU; overwritten.
+        """
         room = self._down.popleft() if self._down else self._room(1, self._largest_down)
         room.stretches = self._stretches(local)
         for stretch in room.stretches:
@@ -151,19 +160,15 @@ class DeviceLane:
                 else:
                     torch._foreach_copy_(_views(row, stretch.spans, values), values)
             room.fills[stretch.device] = record_event(stretch.device)
-        return room
+        return self._fetcher.submit(self._fetch, room, out)
 
-    def fetch(self, room: Room, out: Tensor) -> None:
-        """Wait for what was packed, and give the room back.
-
-        Args:
-            out: shape (values,), float32, CPU; overwritten.
-        """
+    def _fetch(self, room: Room, out: Tensor) -> None:
+        """Wait for what was packed, and give the room back."""
         for stretch in room.stretches:
             if not has_streams(stretch.device):
                 continue
             row = room.rows(stretch)[0]
-            with self._on_side(stretch.device):
+            with self._on_side(stretch.device, "down"):
                 _wait(room.fills, stretch.device)
                 for place, span in stretch.copies:
                     room.host[0, place].copy_(row[span], non_blocking=True)
@@ -199,7 +204,7 @@ class DeviceLane:
             if not has_streams(stretch.device):
                 continue
             rows = room.rows(stretch)
-            with self._on_side(stretch.device):
+            with self._on_side(stretch.device, "up"):
                 _wait(room.reads, stretch.device)
                 for row in range(2 if anchor else 1):
                     for place, span in stretch.copies:
@@ -241,12 +246,13 @@ class DeviceLane:
     # ---- both --------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Prepare the worker's thread: its waits must not break a CUDA graph that the loop captures meanwhile."""
+        """Prepare a thread that waits: it must not break a CUDA graph that the loop captures meanwhile."""
         if any(device.type == "cuda" for device in self._tensors.devices):
             relax_capture()
 
     def close(self) -> None:
-        """Let go of the memory. The worker has ended."""
+        """Wait for what was packed, and let go of the memory; nothing is packed or sent any more."""
+        self._fetcher.shutdown()
         self._down.clear()
         self._up.clear()
 
@@ -257,16 +263,16 @@ class DeviceLane:
         """By device; taken anew each time, for `model.to()` may have moved parameters."""
         slabs: dict[torch.device, list[Slab]] = {}
         for slab in local.slabs:
-            slabs.setdefault(self._tensors.values(slab).device, []).append(slab)
+            slabs.setdefault(self._tensors.device(slab), []).append(slab)
         return [Stretch.of_slabs(device, neighbours) for device, neighbours in slabs.items()]
 
     @contextlib.contextmanager
-    def _on_side(self, device: torch.device) -> Iterator[None]:
-        """In the worker's own stream of a device."""
+    def _on_side(self, device: torch.device, way: str) -> Iterator[None]:
+        """In a device's stream for one way; each way is one thread's."""
         module = getattr(torch, device.type)
-        if device not in self._sides:
-            self._sides[device] = module.Stream(device=device)
-        with module.stream(self._sides[device]):
+        if (device, way) not in self._sides:
+            self._sides[device, way] = module.Stream(device=device)
+        with module.stream(self._sides[device, way]):
             yield
 
     def _hand_on(self, event: Any) -> None:

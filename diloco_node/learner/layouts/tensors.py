@@ -365,6 +365,11 @@ class ModelTensors:
         own_names = [name for name in by_plain_name(self.model.state_dict()) if name in state]
         return {name: state[name] for name in dict.fromkeys((*own_names, *state))}
 
+    def device(self, slab: Slab) -> torch.device:
+        """Where the slab's values lie now."""
+        tensor = self._tracked[slab.piece.name]
+        return (tensor.parameter if tensor.master is None else tensor.master).device
+
     def values(self, slab: Slab) -> Tensor:
         """A view of the slab's values; taken anew each time, for `model.to()` may have moved them."""
         return self._tracked[slab.piece.name].source[slab.local]

@@ -69,24 +69,28 @@ DEVICE_FAULTS: Final = {
     ),
     "room-down-given-back-early": DeviceFault(
         LANE,
-        "            room.fills[stretch.device] = record_event(stretch.device)\n        return room\n",
-        "            room.fills[stretch.device] = record_event(stretch.device)\n"
-        "        self._down.appendleft(room)\n        return room\n",
+        "        return self._fetcher.submit(self._fetch, room, out)\n",
+        "        self._down.appendleft(room)\n        return self._fetcher.submit(self._fetch, room, out)\n",
     ),
     "packed-behind-the-next-step": DeviceFault(
         FRAGMENTS,
-        "            self._lane.fetch(snapshot.transit, snapshot.values)\n",
+        "            snapshot.fetch.result()\n",
         "            self.tensors.read(self._owned[snapshot.facts.fragment], snapshot.values)\n",
+    ),
+    "encoded-before-it-was-fetched": DeviceFault(
+        FRAGMENTS,
+        "                snapshot.fetch.add_done_callback(lambda _, encode=encode: self._worker.put(encode))",
+        "                snapshot.fetch = None; self._worker.put(encode)",
     ),
     "training-thread-copies": DeviceFault(
         FRAGMENTS,
-        "        if transit is None:\n            self.tensors.read",
+        "        if fetch is None:\n            self.tensors.read",
         "        if True:\n            self.tensors.read",
     ),
     "training-thread-fetches": DeviceFault(
-        FRAGMENTS,
-        "        if transit is None:\n            self.tensors.read",
-        "        self._lane.fetch(transit, values)\n        if transit is None:\n            self.tensors.read",
+        LANE,
+        "        return self._fetcher.submit(self._fetch, room, out)\n",
+        "        self._fetch(room, out)\n        return self._fetcher.submit(int)\n",
     ),
     "snapshot-in-the-room": DeviceFault(
         LANE, "        out.copy_(room.host[0, : out.numel()])\n", "        out.set_(room.host[0, : out.numel()])\n"
@@ -94,7 +98,7 @@ DEVICE_FAULTS: Final = {
     "packed-on-the-side": DeviceFault(
         LANE,
         "                    torch.cat([value.reshape(-1) for value in values], out=row)\n",
-        "                    with self._on_side(stretch.device):\n"
+        '                    with self._on_side(stretch.device, "up"):\n'
         "                        torch.cat([value.reshape(-1) for value in values], out=row)\n",
     ),
     "half-a-fragment-down": DeviceFault(
@@ -140,7 +144,7 @@ DEVICE_FAULTS: Final = {
     "applied-on-the-side": DeviceFault(
         LANE,
         "                self._tensors.follow(stretch.slabs)\n",
-        "                pass\n            with self._on_side(stretch.device), torch.no_grad():\n"
+        '                pass\n            with self._on_side(stretch.device, "up"), torch.no_grad():\n'
         "                torch._foreach_mul_(values, 1.0)\n",
     ),
     "applied-through-the-host": DeviceFault(
