@@ -89,6 +89,7 @@ def test_gaps_are_where_no_stream_of_the_device_has_work() -> None:
         event("cpu_op", "e", 3000.0),
     )
     assert profile.device_gaps_ms() == [2.0]
+    assert profile.device_busy_ms() == 2.51
 
 
 @pytest.mark.long
