@@ -129,8 +129,8 @@ class LearnerFragments:
         self._rooms = SnapshotRooms(max(sizes))
         # Per fragment all that this rank applies: what it owns, then what it follows.
         self._resident = list(map(join, self._owned, self._followed))
-        # To and from the device; None if the model is on the CPU. With it `_base` is the worker's.
         is_on_device = any(map(has_streams, tensors.devices))
+        # To and from the device; None if the model is on the CPU. With it `_base` is the worker's.
         self._lane = DeviceLane(tensors, self._owned, self._resident) if is_on_device else None
         slab_sizes = [slab.size for local in self._resident for slab in local.slabs]
         # As large as the largest slab; what is in it is of no use between two calls.
