@@ -277,6 +277,7 @@ class LearnerFragments:
         durable = self._worker.disk.submit(self._before_ready)
         if snapshot.fetch is not None:
             snapshot.fetch.result()
+            snapshot.fetch = None  # its callback holds the snapshot
         answer = self._encoded(snapshot)
         durable.result()
         snapshot.answer = answer
@@ -314,8 +315,7 @@ class LearnerFragments:
         """Whether an order can be carried out at this boundary, after `ahead` others of its kind."""
         if self._lane is None:
             return True
-        free = self._lane.free_down if isinstance(order, SnapshotRequested) else ROOMS - len(self._incoming)
-        return free > ahead
+        return ahead < (self._lane.free_down if isinstance(order, SnapshotRequested) else ROOMS - len(self._incoming))
 
     def is_coming(self, index: int) -> bool:
         """Whether a version of this fragment is on its way to all ranks."""
