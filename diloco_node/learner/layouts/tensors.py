@@ -95,7 +95,7 @@ class ModelTensors:
         merge: name of a parameter -> rule, where the guess (see the module) is wrong.
         buffers: patterns of the names of buffers that are merged, such as "*.expert_bias".
         untied: names of parameters that have no mark: they are copies of nothing.
-        optimizer_tensors: what the optimizers hold; another parameter than these is not merged. None: all may be trained.
+        optimizer_tensors: what the optimizers hold: no other parameter is merged. None: all may be trained.
 
     Attributes:
         specs: one per tensor, with its global shape; `RDA` stands for the run's own rule.
