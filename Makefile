@@ -25,11 +25,11 @@ test-fast: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not system and not long' $(PYTEST_ARGS)
 
-# The learner's tests once more, on devices in software (tests/kit/fakecuda): a minute. g++ builds those once.
+# Merging once more, on devices in software (tests/kit/fakecuda), and what these find. g++ builds them once.
 .PHONY: test-device
 test-device: $(STAMP)
 	$(PYTEST) $(PARALLEL) 2 -p tests.kit.fakecuda.plugin -m 'not e2e and not seeds and not system' $(PYTEST_ARGS) \
-	  tests/learner tests/kit/test_fakecuda.py
+	  tests/learner/layouts/test_device.py tests/learner/test_local_fragments.py tests/kit/test_fakecuda.py
 
 # Every test: first all that may run beside others, then what wants the machine for itself, from the files that say so.
 test-all: $(STAMP) test-device

@@ -69,6 +69,13 @@ class Trace:
         copies = [one for one in self._of("gpu_memcpy") if "Pageable" in one["name"]]
         return sum(one.get("args", {}).get("correlation") in ordered for one in copies)
 
+    def device_busy_ms(self) -> float:
+        """How long any stream of the device had work."""
+        work = self._of(*WORK)
+        if not work:
+            return 0.0
+        return (max(one["ts"] + one["dur"] for one in work) - work[0]["ts"]) / 1e3 - sum(self.device_gaps_ms())
+
     def device_gaps_ms(self) -> list[float]:
         """The times between two pieces of work on the device."""
         gaps, end = [], None

@@ -109,7 +109,7 @@ class TimeoutNow:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """From each region to each, every `heartbeat_ns`, and at once when its learner becomes due.
+    """To the leader every `heartbeat_ns`, and at once when the learner is due; to others rarer beyond five regions.
 
     Attributes:
         sequence: grows by one with each heartbeat of one daemon process.

@@ -104,7 +104,7 @@ def attach(
         merge=merge,
         buffers=buffers,
         untied=untied,
-        optimized=None if joint is None else parameters_of(joint),
+        optimizer_tensors=None if joint is None else parameters_of(joint),
     )
     if step == "auto" and isinstance(optimizer, list | tuple) and len(optimizer) > 1:
         raise LearnerError('attach(step="auto") counts the steps of one optimizer: with several, call step() yourself')

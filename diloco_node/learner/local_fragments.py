@@ -129,8 +129,8 @@ class LearnerFragments:
         self._rooms = SnapshotRooms(max(sizes))
         # Per fragment all that this rank applies: what it owns, then what it follows.
         self._resident = list(map(join, self._owned, self._followed))
-        # To and from the device; None if the model is on the CPU. With it `_base` is the worker's.
         is_on_device = any(map(has_streams, tensors.devices))
+        # To and from the device; None if the model is on the CPU. With it `_base` is the worker's.
         self._lane = DeviceLane(tensors, self._owned, self._resident) if is_on_device else None
         slab_sizes = [slab.size for local in self._resident for slab in local.slabs]
         # As large as the largest slab; what is in it is of no use between two calls.
@@ -277,6 +277,7 @@ class LearnerFragments:
         durable = self._worker.disk.submit(self._before_ready)
         if snapshot.fetch is not None:
             snapshot.fetch.result()
+            snapshot.fetch = None  # its callback holds the snapshot
         answer = self._encoded(snapshot)
         durable.result()
         snapshot.answer = answer
@@ -314,8 +315,7 @@ class LearnerFragments:
         """Whether an order can be carried out at this boundary, after `ahead` others of its kind."""
         if self._lane is None:
             return True
-        free = self._lane.free_down if isinstance(order, SnapshotRequested) else ROOMS - len(self._incoming)
-        return free > ahead
+        return ahead < (self._lane.free_down if isinstance(order, SnapshotRequested) else ROOMS - len(self._incoming))
 
     def is_coming(self, index: int) -> bool:
         """Whether a version of this fragment is on its way to all ranks."""

@@ -1,7 +1,7 @@
 """Watches that the training loop trains what `attach` follows, from the first step to the last.
 
-`attach` looks at the model once. What a script does to it later would be merged as if it had been trained (weights that
-are loaded), or trained by this region alone (a layer that is replaced). Four signs cost next to nothing:
+`attach` looks at the model once. Weights that a script loads later would be merged as if they had been trained. A layer
+that it replaces would be trained by this region alone. Four signs cost next to nothing:
 
 - torch calls a hook for each parameter or module that is set in a module;
 - a step of any optimizer calls a hook before and after it: what does the optimizer hold?
@@ -37,7 +37,7 @@ COPY_VALUES_MIN: Final = 16
 """A state with fewer values may look like its parameter by chance."""
 
 COPY_LIKENESS: Final = 0.5
-"""1 - |state - parameter| / |parameter| of a copy, which is a few steps away. Of moments it is about zero or below."""
+"""1 - |state - parameter| / |parameter| of a copy, which is a few steps away; for moments it is about zero or below."""
 
 COPY_LOOKS: Final = frozenset({1, 2, 4, 8, 16, 32, 64})
 """Steps after which an optimizer's states are looked at. Lookahead moves its copy each fifth to tenth step."""
@@ -52,11 +52,11 @@ REMEDY: Final = (
 
 
 @dataclass(slots=True)
-class _Watched:
+class _OptimizerRecord:
     """An optimizer that trains tensors which are merged.
 
     Attributes:
-        size: parameters in its groups. tracked: those that are merged, by name.
+        size: parameters in its groups. tensors: those that are merged, by name.
         writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
         sample: of its largest tensor at that time: a load changes all of them.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
@@ -64,20 +64,20 @@ class _Watched:
     """
 
     size: int
-    tracked: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     writes: list[int] = field(default_factory=list)
     steps: int = 0
     sample: Tensor | None = None
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def count_writes(self) -> list[int]:
-        return [tensor._version for tensor in self.tracked.values()]
+        return [tensor._version for tensor in self.tensors.values()]
 
     def take_sample(self) -> Tensor:
-        return _sample(max(self.tracked.values(), key=Tensor.numel))
+        return _sample(max(self.tensors.values(), key=Tensor.numel))
 
     def note(self) -> None:
-        """What is written up to now was written by the optimizer, or by this learner."""
+        """Take the values as they are now: the optimizer, or this learner, has written them."""
         writes = self.count_writes()
         if writes != self.writes:
             self.writes, self.sample = writes, self.take_sample()
@@ -98,7 +98,7 @@ class ModelWatch:
         self._forms = [_form(tensor) for tensor in self._names]
         self._modules = {id(module) for module in tensors.model.modules()}
         # Those that have made a step; None for one that trains something else.
-        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _Watched | None] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OptimizerRecord | None] = WeakKeyDictionary()
         # What `attach` wrote; empty once it was compared.
         self._written = [_sample(tensor) for tensor in self._names]
         # Whether a module of the model was given a parameter or a module since the last look.
@@ -136,7 +136,7 @@ class ModelWatch:
         self._check_values()
         if (self._likeness_max.fresh() or 0.0) >= COPY_LIKENESS:
             (name, key), _ = max(self._likeness.items(), key=lambda entry: float(entry[1]))
-            kinds = sorted({kind_of(optimizer) for optimizer, watched in self._optimizers.items() if watched})
+            kinds = sorted({kind_of(optimizer) for optimizer, record in self._optimizers.items() if record})
             raise LearnerError(
                 f"the optimizer ({', '.join(kinds)}) trains a copy of {name!r}, its state {key!r}: it would take back "
                 "a part of each merge. Use one without (AdamW with a schedule, not a schedule-free one), or give "
@@ -145,9 +145,9 @@ class ModelWatch:
 
     def note_writes(self) -> None:
         """Say that this learner itself has written to the parameters."""
-        for watched in self._optimizers.values():
-            if watched is not None and watched.writes:
-                watched.note()
+        for record in self._optimizers.values():
+            if record is not None and record.writes:
+                record.note()
 
     def _registered(self, module: nn.Module, _name: str, _value: object) -> None:
         # The same tensor may be set again, as sharding does around a forward pass: the look at the boundary tells.
@@ -162,29 +162,29 @@ class ModelWatch:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or _is_capturing():
             return
-        watched = self._watched(optimizer)
-        if watched is None:
+        record = self._record_of(optimizer)
+        if record is None:
             return
         if self._written:
             self._compare()
-        elif watched.writes and watched.writes != (writes := watched.count_writes()):
-            self._explain(watched, writes)
+        elif record.writes and record.writes != (writes := record.count_writes()):
+            self._explain(record, writes)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        watched = None if torch.compiler.is_compiling() or _is_capturing() else self._optimizers.get(optimizer)
-        if watched is None:
+        record = None if torch.compiler.is_compiling() or _is_capturing() else self._optimizers.get(optimizer)
+        if record is None:
             return
-        watched.note()
-        watched.steps += 1
-        if watched.steps in COPY_LOOKS:
-            self._look_at_states(optimizer, watched)
+        record.note()
+        record.steps += 1
+        if record.steps in COPY_LOOKS:
+            self._look_at_states(optimizer, record)
 
-    def _watched(self, optimizer: torch.optim.Optimizer) -> _Watched | None:
+    def _record_of(self, optimizer: torch.optim.Optimizer) -> _OptimizerRecord | None:
         """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
-        watched = self._optimizers.get(optimizer)
-        if optimizer in self._optimizers and (watched is None or watched.size == size):
-            return watched
+        record = self._optimizers.get(optimizer)
+        if optimizer in self._optimizers and (record is None or record.size == size):
+            return record
         parameters = parameters_of(optimizer)
         # By the model as it is now: a layer that is unfrozen or new is in it, but is not followed.
         own_names = {parameter: name for name, parameter in self._tensors.present().items()}
@@ -195,8 +195,8 @@ class ModelWatch:
                 f"{alone[0]!r}: then they were frozen, or absent, or no optimizer that attach() was given held them. "
                 f"This region would train them alone. {REMEDY}"
             )
-        tracked = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
-        self._optimizers[optimizer] = _Watched(size, tracked) if tracked else None
+        tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
+        self._optimizers[optimizer] = _OptimizerRecord(size, tensors) if tensors else None
         return self._optimizers[optimizer]
 
     def _compare(self) -> None:
@@ -205,7 +205,7 @@ class ModelWatch:
         self._differing = [
             (_sample(tensor) != sample).sum() for tensor, sample in zip(self._names, samples, strict=True)
         ]
-        self._differing_sum.offer(_joined(self._differing).sum())
+        self._differing_sum.offer(_stack(self._differing).sum())
         self._check_values()
 
     def _check_values(self) -> None:
@@ -218,12 +218,12 @@ class ModelWatch:
             f"{REMEDY}"
         )
 
-    def _explain(self, watched: _Watched, writes: Sequence[int]) -> None:
+    def _explain(self, record: _OptimizerRecord, writes: Sequence[int]) -> None:
         """Somebody has written to parameters since the last step: a load, a constraint, averages swapped in and out."""
-        assert watched.sample is not None
-        name = next(name for name, new, old in zip(watched.tracked, writes, watched.writes, strict=True) if new != old)
-        moved = float(torch.linalg.vector_norm(watched.take_sample() - watched.sample))
-        if moved > FAR * float(torch.linalg.vector_norm(watched.sample)):
+        assert record.sample is not None
+        name = next(name for name, new, old in zip(record.tensors, writes, record.writes, strict=True) if new != old)
+        distance = float(torch.linalg.vector_norm(record.take_sample() - record.sample))
+        if distance > FAR * float(torch.linalg.vector_norm(record.sample)):
             raise LearnerError(
                 f"{name!r}, and others, were changed between two steps by something else than their optimizer: weights "
                 f"were loaded, and would be merged as if they had been trained. {REMEDY}"
@@ -235,10 +235,10 @@ class ModelWatch:
                 "been trained: load weights before attach()"
             )
 
-    def _look_at_states(self, optimizer: torch.optim.Optimizer, watched: _Watched) -> None:
+    def _look_at_states(self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord) -> None:
         """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not."""
         self._likeness = {}
-        for name, tensor in watched.tracked.items():
+        for name, tensor in record.tensors.items():
             for key, state in optimizer.state.get(tensor, {}).items():
                 if not isinstance(state, Tensor) or state.shape != tensor.shape or state in self._names:
                     continue
@@ -247,11 +247,11 @@ class ModelWatch:
                 sample, parameter = _sample(state), _sample(tensor)
                 likeness = 1.0 - torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
                 # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
-                before, first = watched.states.get((name, key), (sample, likeness))
-                watched.states[name, key] = sample, first
+                before, first = record.states.get((name, key), (sample, likeness))
+                record.states[name, key] = sample, first
                 self._likeness[name, key] = torch.where((sample != before).any(), torch.minimum(first, likeness), 0.0)
         if self._likeness:
-            self._likeness_max.offer(_joined(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
+            self._likeness_max.offer(_stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def check_not_replaced(tensors: ModelTensors) -> None:
@@ -293,8 +293,8 @@ def attach_warnings(tensors: ModelTensors, merged_names: Sequence[str]) -> list[
 
 
 def _amount(tensors: Iterable[Tensor]) -> str:
-    every = list(tensors)
-    return f"{len(every)} parameters ({sum(tensor.numel() * tensor.element_size() for tensor in every)} bytes)"
+    members = list(tensors)
+    return f"{len(members)} parameters ({sum(tensor.numel() * tensor.element_size() for tensor in members)} bytes)"
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ def _sample(tensor: Tensor) -> Tensor:
     return flat[::step].to(torch.float32, copy=True)
 
 
-def _joined(scalars: Iterable[Tensor]) -> Tensor:
+def _stack(scalars: Iterable[Tensor]) -> Tensor:
     """Return scalars, of one or more devices, as a tensor of float32 on the first one's."""
     values = list(scalars)
     return torch.stack([value.to(values[0].device, torch.float32) for value in values])

@@ -56,7 +56,7 @@ class LearnerPlace:
     """
 
     pid: ClassVar[int | None] = None
-    """Of this process, while it is a learner."""
+    """Process id of the learner that this process is; None while it is none."""
 
     def __init__(self) -> None:
         self._is_taken = False

@@ -1,4 +1,4 @@
-"""What a restart takes from a checkpoint and what from the script: positions and moments are kept, settings are not.
+"""Settings of optimizers and schedules after a restart: those of the script, at the position of the checkpoint.
 
 Somebody who starts again with another learning rate, decay or schedule means it. So a setting is that of the script,
 and each difference is told in a line. Where a schedule has changed a rate, the script's is changed by the same factor.
@@ -32,44 +32,44 @@ def take_settings(
 
     Args:
         group: from the checkpoint; changed. own_group: as the script has made it.
-        settings: the keys that are settings; others, such as a count of steps, are kept.
+        settings: the keys that are settings; others, such as a count of steps, stay.
 
     Returns:
         By key the values that differ: in the checkpoint, in the script.
     """
     changes: dict[str, tuple[Any, Any]] = {}
-    scheduled_lr = _scheduled(group, own_group)
+    rates = _schedule_rates(group, own_group)
     for key in [key for key in (*settings, BEGIN) if key in group or key in own_group]:
         if key not in own_group:
             del group[key]
             continue
-        kept, own = group.get(key), own_group[key]
+        old, own = group.get(key), own_group[key]
         group[key] = own
-        is_told = key != BEGIN and not (key == "lr" and scheduled_lr is not None)
-        if is_told and kept is not None and not _is_same(kept, own):
-            changes[key] = (kept, own)
-    if scheduled_lr is not None:
-        kept_begin, own_begin, lr = scheduled_lr
+        is_told = key != BEGIN and not (key == "lr" and rates is not None)
+        if is_told and old is not None and not _is_same(old, own):
+            changes[key] = (old, own)
+    if rates is not None:
+        old_begin, own_begin, lr = rates
         group["lr"] = torch.full_like(group["lr"], lr) if isinstance(group["lr"], Tensor) else lr
-        if kept_begin != own_begin:
-            changes["lr"] = (kept_begin, own_begin)
+        if old_begin != own_begin:
+            changes["lr"] = (old_begin, own_begin)
     return changes
 
 
-def _scheduled(group: Mapping[str, Any], own_group: Mapping[str, Any]) -> tuple[float, float, float] | None:
+def _schedule_rates(group: Mapping[str, Any], own_group: Mapping[str, Any]) -> tuple[float, float, float] | None:
     """Return the rates that schedules begin with, in the checkpoint and here, and the rate now; None without any."""
     if BEGIN not in group or BEGIN not in own_group or not float(group[BEGIN]):
         return None
-    kept_begin, own_begin = float(group[BEGIN]), float(own_group[BEGIN])
+    old_begin, own_begin = float(group[BEGIN]), float(own_group[BEGIN])
     lr = float(group["lr"])
-    return kept_begin, own_begin, lr if kept_begin == own_begin else lr / kept_begin * own_begin
+    return old_begin, own_begin, lr if old_begin == own_begin else lr / old_begin * own_begin
 
 
-def _is_same(kept: Any, own: Any) -> bool:
+def _is_same(old: Any, own: Any) -> bool:
     """Whether a value is the same after it was JSON."""
-    if isinstance(kept, Tensor) or isinstance(own, Tensor):
-        return float(kept) == float(own)
-    return bool((list(kept) if isinstance(kept, tuple) else kept) == (list(own) if isinstance(own, tuple) else own))
+    if isinstance(old, Tensor) or isinstance(own, Tensor):
+        return float(old) == float(own)
+    return bool((list(old) if isinstance(old, tuple) else old) == (list(own) if isinstance(own, tuple) else own))
 
 
 def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -83,18 +83,18 @@ def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
     own = schedule.state_dict()
     if type(schedule).__module__ != lr_scheduler.__name__:
         return state | {"base_lrs": own.get("base_lrs", state.get("base_lrs"))}
-    placed = own | {key: value for key, value in state.items() if key in POSITIONS}
+    position = own | {key: value for key, value in state.items() if key in POSITIONS}
     members, states = getattr(schedule, "_schedulers", ()), state.get("_schedulers", ())
     if members:
-        placed["_schedulers"] = [
+        position["_schedulers"] = [
             place_schedule(member, member_state) for member, member_state in zip(members, states, strict=True)
         ]
     if "_last_lr" in own:
-        placed["_last_lr"] = [float(group["lr"]) for group in schedule.optimizer.param_groups]
-    return placed
+        position["_last_lr"] = [float(group["lr"]) for group in schedule.optimizer.param_groups]
+    return position
 
 
 def tell_changes(changes: Mapping[str, tuple[Any, Any]]) -> None:
     """Log what differs from the checkpoint, a line each."""
-    for key, (kept, own) in changes.items():
-        log.warning("optimizer: %s is %s as the script sets it, not %s as in the checkpoint", key, own, kept)
+    for key, (old, own) in changes.items():
+        log.warning("optimizer: %s is %s as the script sets it, not %s as in the checkpoint", key, own, old)

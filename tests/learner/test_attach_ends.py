@@ -327,3 +327,58 @@ def test_learner_without_a_checkpoint_folder_writes_none(folder: Path) -> None:
     with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, checkpoint_every_s=0) as diloco:
         toy.step(diloco)
     assert [path.name for path in (folder / "learner").iterdir()] == ["trained-1"]
+
+
+SPAWNING = """
+import multiprocessing, os, torch
+from torch import nn
+import diloco_node
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def work():
+    pass
+with diloco_node.attach(model, optimizer) as diloco:
+    worker = multiprocessing.get_context("spawn").Process(target=work)
+    worker.start()
+    worker.join()
+    print("worker", worker.exitcode, flush=True)
+    for _ in range(3):
+        optimizer.step()
+        diloco.step(tokens=1)
+    print("steps", diloco.steps, flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_a_spawned_worker_that_imports_the_script_is_refused_and_the_learner_goes_on(folder: Path) -> None:
+    script = folder / "train.py"
+    script.write_text(SPAWNING)
+    with FakeDaemon(folder) as daemon:
+        process = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert process.stdout.split() == ["worker", "1", "steps", "3"]
+        assert "attach() was called in a child of the learner" in process.stderr
+        assert daemon.incarnation == 1
+
+
+def test_a_second_attach_in_a_process_is_refused_until_the_first_has_left(folder: Path) -> None:
+    first, second = Toy(1), Toy(2)
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(first.model, first.optimizer) as diloco:
+            with pytest.raises(LearnerError, match="a second time in this process"):
+                diloco_node.attach(second.model, second.optimizer)
+            first.step(diloco)
+            assert daemon.incarnation == 1
+        with diloco_node.attach(second.model, second.optimizer) as diloco:
+            second.step(diloco)
+        assert daemon.incarnation == 2
+
+
+def test_a_process_below_a_learner_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_LEARNER_PID", str(os.getppid()))
+    with FakeDaemon(folder), pytest.raises(LearnerError, match="in a child of the learner"):
+        diloco_node.attach(Toy().model)
+    monkeypatch.setenv("DILOCO_LEARNER_PID", "4194305")  # no ancestor: a number from an older start
+    with FakeDaemon(folder), diloco_node.attach(Toy().model):
+        pass

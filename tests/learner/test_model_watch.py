@@ -292,6 +292,6 @@ def test_averages_that_are_swapped_in_and_out_are_no_load(folder: Path) -> None:
 def test_idle_parameters_with_masters_in_the_optimizer_are_merged() -> None:
     model = net().to(torch.bfloat16)
     masters = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
-    tensors = ModelTensors(model, masters=masters, optimized=list(masters.values()))
+    tensors = ModelTensors(model, masters=masters, optimizer_tensors=list(masters.values()))
     assert len(tensors.specs) == 6
     assert not tensors.idle

@@ -25,7 +25,7 @@ ATTEMPTS_DOUBLED_MAX: Final = 3
 """The time doubles with each further ballot of a round, three times at most. A link slower than measured gets there."""
 
 PROBE_HEARTBEATS: Final = 3
-"""The deadline of a ballot that tries a suspect, in heartbeats: each of them asks again for lost messages."""
+"""The deadline of a ballot that tries a suspect, in heartbeats: time to ask again for lost messages."""
 
 PROBE_MARGIN: Final = 2
 """Or this many times the usual ballot of the fragment, if that is longer; never above the normal deadline."""

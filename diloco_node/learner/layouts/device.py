@@ -317,11 +317,12 @@ def page_locked(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     try:
-        if not torch.cuda.is_available() or torch.cuda.cudart() is None:  # type: ignore[no-untyped-call]  # of other makers, or in software
+        runtime: Any = torch.cuda.cudart() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        if runtime is None:  # a device of another maker, or in software
             return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
         pages = np.zeros(-(-max(1, size) // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES, np.uint8)
         start = -pages.ctypes.data % PAGE_BYTES  # whole pages of its own: none may be registered twice
-        _register(pages, pages.ctypes.data + start, len(pages) - PAGE_BYTES)
+        _register(runtime, pages, pages.ctypes.data + start, len(pages) - PAGE_BYTES)
         return torch.from_numpy(pages[start : start + size]).view(dtype).view(shape)
     except RuntimeError as error:
         text = "no page-locked memory of %d MB (%s): copies from and to the device take longer. Raise `ulimit -l`"
@@ -329,9 +330,8 @@ def page_locked(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
-def _register(pages: Any, address: int, size: int) -> None:
+def _register(runtime: Any, pages: Any, address: int, size: int) -> None:
     """Tell the driver of memory, until the array is gone. Raises RuntimeError: it refuses."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(address, size, 0)):
         raise RuntimeError("cudaHostRegister refused it")
 

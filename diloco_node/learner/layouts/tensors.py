@@ -95,7 +95,7 @@ class ModelTensors:
         merge: name of a parameter -> rule, where the guess (see the module) is wrong.
         buffers: patterns of the names of buffers that are merged, such as "*.expert_bias".
         untied: names of parameters that have no mark: they are copies of nothing.
-        optimized: what the optimizers hold; another parameter than these is not merged. None: all may be trained.
+        optimizer_tensors: what the optimizers hold: no other parameter is merged. None: all may be trained.
 
     Attributes:
         specs: one per tensor, with its global shape; `RDA` stands for the run's own rule.
@@ -118,7 +118,7 @@ class ModelTensors:
         merge: Mapping[str, MergeRule] | None = None,
         buffers: Sequence[str] = (),
         untied: Sequence[str] = (),
-        optimized: Sequence[Tensor] | None = None,
+        optimizer_tensors: Sequence[Tensor] | None = None,
     ) -> None:
         self.model = unwrap(model)
         # After an evaluation FSDP2 leaves its root unsharded: it names other parameters then, which it throws away, and
@@ -135,14 +135,14 @@ class ModelTensors:
         specs = []
         embeddings = _embedding_parameters(self.model)
         trainable, self.unknown = _buffers(self.model, buffers)
-        held, self.strangers = self._held(optimized, masters)
+        holdings, self.strangers = self._holdings(optimizer_tensors, masters)
         self.idle: dict[str, Tensor] = {}
         self._names_of |= {buffer: [name] for name, buffer in trainable.items()}
         for parameter, names in self._names_of.items():
             if not (parameter.requires_grad or names[0] in trainable) or not parameter.numel():
                 continue
             master = next((masters[name] for name in names if name in masters), None)
-            if held is not None and names[0] not in trainable and not held & {parameter, master}:
+            if holdings is not None and names[0] not in trainable and not holdings & {parameter, master}:
                 self.idle[names[0]] = parameter
                 continue
             _check(names[0], parameter)
@@ -164,14 +164,14 @@ class ModelTensors:
                 text = f"{kind}: the model has no parameter {name!r}; known are {sorted(all_names)[:3]}, ..."
                 self.unknown[f"{kind} {name}"] = text
 
-    def _held(
-        self, optimized: Sequence[Tensor] | None, masters: Mapping[str, Tensor]
+    def _holdings(
+        self, optimizer_tensors: Sequence[Tensor] | None, masters: Mapping[str, Tensor]
     ) -> tuple[set[Tensor] | None, list[Tensor]]:
         """Return what the optimizers hold, or None where that says nothing of the model; and what is not its."""
-        held, known = set(optimized or ()), {*self._names_of, *masters.values()}
-        if held & known:
-            return held, [tensor for tensor in optimized or () if tensor not in known]
-        if optimized is not None and any(map(is_sharded, self._names_of)):
+        holdings, own = set(optimizer_tensors or ()), {*self._names_of, *masters.values()}
+        if holdings & own:
+            return holdings, [tensor for tensor in optimizer_tensors or () if tensor not in own]
+        if optimizer_tensors is not None and any(map(is_sharded, self._names_of)):
             raise LearnerError(
                 "the optimizer holds none of the model's parameters: make it from model.parameters() after "
                 "fully_shard or parallelize_module, or pass its masters"

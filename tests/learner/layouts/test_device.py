@@ -62,6 +62,7 @@ def test_a_device_holds_six_fragments_at_most() -> None:
     lane = life.fragments._lane
     assert lane is not None
     life.run_steps()
+    life._hear()
     rooms = [*lane._down, *lane._up]
     largest = max(fragment.size for fragment in life.manifest.fragments)
     assert sum(values.nbytes for room in rooms for values in room.staging.values()) == 6 * largest * 4

@@ -141,6 +141,7 @@ def test_names_do_not_depend_on_torch_compile() -> None:
     assert ModelTensors(compiled).specs == ModelTensors(model).specs
 
 
+@pytest.mark.no_device("it compares on the CPU")
 @pytest.mark.parametrize("fragments", [1, 3, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_written_is_read_back(fragments: int, dtype: torch.dtype) -> None:
@@ -320,6 +321,7 @@ class Checked:
         self.check.verify()
 
 
+@pytest.mark.no_device("the verdict comes later there: layouts/test_device.py")
 @pytest.mark.parametrize("gradient", [None, 0.0, -0.5])
 @pytest.mark.parametrize("change", [-1.0, -1.001, -0.9])
 def test_reverted_parameter_is_found_at_the_third_version(change: float, gradient: float | None) -> None:
@@ -371,6 +373,7 @@ def test_values_that_the_version_left_alone_do_not_count() -> None:
         one.check.verify()
 
 
+@pytest.mark.no_device("the verdict comes later there: layouts/test_device.py")
 def test_looking_ends_when_nothing_is_to_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Checked(3)
     for _ in range(LOOKS_MAX):
@@ -379,6 +382,7 @@ def test_looking_ends_when_nothing_is_to_be_found_out(monkeypatch: pytest.Monkey
     one.round(-1.0)
 
 
+@pytest.mark.no_device("the verdict comes later there: layouts/test_device.py")
 def test_boundary_without_an_optimizer_step_proves_nothing() -> None:
     one = Checked()
     for _ in range(VERSIONS_REVERTED - 1):

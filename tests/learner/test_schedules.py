@@ -1,0 +1,123 @@
+"""Settings are the script's after a restart, positions the checkpoint's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from diloco_node.learner.checkpoint import CheckpointWriter, TrainingProgress, read_newest
+from diloco_node.learner.optimizer_parts import OptimizerParts
+from diloco_node.learner.schedules import place_schedule
+
+PROGRESS = TrainingProgress("model", incarnation=1, global_step=12, step=12, tokens=9)
+
+
+def restart(folder: Path, old: Any, new: Any, **stateful: tuple[Any, Any]) -> None:
+    """Keep what `old` has, as JSON and tensors, and give it to what a new script has made."""
+    writer = CheckpointWriter(folder)
+    writer.save(PROGRESS, OptimizerParts(old), {name: pair[0] for name, pair in stateful.items()})
+    writer.wait()
+    checkpoint = read_newest(folder, "model")
+    assert checkpoint is not None
+    checkpoint.restore(OptimizerParts(new), {name: pair[1] for name, pair in stateful.items()}, rng=False)
+
+
+def adamw(steps: int = 0, **settings: Any) -> torch.optim.AdamW:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    for _ in range(steps):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after"),
+    [("lr", 1e-3, 3e-4), ("weight_decay", 0.01, 0.1), ("betas", (0.9, 0.999), (0.9, 0.95)), ("eps", 1e-8, 1e-6)],
+)
+def test_a_setting_that_the_script_changed_wins_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, before: Any, after: Any
+) -> None:
+    old, new = adamw(3, **{key: before}), adamw(**{key: after})
+    with caplog.at_level(logging.WARNING):
+        restart(tmp_path, old, new)
+    assert new.param_groups[0][key] == after
+    assert f"optimizer: {key} is {after} as the script sets it" in caplog.text
+    (weight, *_), (old_weight, *_) = new.param_groups[0]["params"], old.param_groups[0]["params"]
+    assert torch.equal(new.state[weight]["exp_avg"], old.state[old_weight]["exp_avg"])
+    assert float(new.state[weight]["step"]) == 3.0
+
+
+def test_equal_settings_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        restart(tmp_path, adamw(3, betas=(0.9, 0.95)), adamw(betas=(0.9, 0.95)))
+    assert "as the script sets it" not in caplog.text
+
+
+def test_a_count_that_an_optimizer_keeps_in_its_groups_is_no_setting(tmp_path: Path) -> None:
+    old, new = adamw(1), adamw()
+    old.param_groups[0]["k"], new.param_groups[0]["k"] = 7, 0
+    restart(tmp_path, old, new)
+    assert new.param_groups[0]["k"] == 7
+
+
+SCHEDULES = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=20),
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
+    "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
+    "warm-up, then cosine": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=20),
+        ],
+        milestones=[4],
+    ),
+}
+
+
+def rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[float]:
+    values = []
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+        values.append(optimizer.param_groups[0]["lr"])
+    return values
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("peak", [1e-3, 3e-4])
+def test_a_schedule_goes_on_where_it_was_at_the_scripts_rate(tmp_path: Path, kind: str, peak: float) -> None:
+    old = adamw(1, lr=1e-3)
+    old_schedule = SCHEDULES[kind](old)
+    rates(old, old_schedule, 6)
+    new = adamw(lr=peak)
+    new_schedule = SCHEDULES[kind](new)
+    restart(tmp_path, old, new, schedule=(old_schedule, new_schedule))
+    untouched = adamw(lr=peak)
+    expected = rates(untouched, SCHEDULES[kind](untouched), 12)
+    assert new.param_groups[0]["lr"] == pytest.approx(expected[5])
+    assert rates(new, new_schedule, 6) == pytest.approx(expected[6:])
+
+
+def test_a_schedule_that_the_script_changed_is_the_scripts(tmp_path: Path) -> None:
+    old = adamw(1)
+    old_schedule = lr_scheduler.StepLR(old, step_size=100, gamma=0.5)
+    rates(old, old_schedule, 5)
+    new = adamw()
+    new_schedule = lr_scheduler.StepLR(new, step_size=6, gamma=0.1)
+    restart(tmp_path, old, new, schedule=(old_schedule, new_schedule))
+    assert rates(new, new_schedule, 1) == pytest.approx([1e-4])
+
+
+def test_what_is_no_schedule_gets_all_of_its_state() -> None:
+    state = {"position": 3, "base_lrs": [1.0]}
+    assert place_schedule(object(), state) == state
