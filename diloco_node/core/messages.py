@@ -69,7 +69,8 @@ class AppendEntriesReply:
         accepted: the previous entry matched.
         durable_index: the last index that is on the follower's disk *with its payload* and matches the leader's log;
             if not accepted, a hint where to look for the common part.
-        durable_hash: the hash of that entry if accepted: what is counted is this very entry.
+        durable_hash: the hash of that entry if accepted: what is counted is this very entry. If not accepted, 32 zero
+            bytes; or the follower's entry there, beside which the leader's can't be.
         disk: the follower's folder.
     """
 

@@ -276,7 +276,7 @@ class LedgerState:
         return max(self._cluster_commit_index, self._settled_index)
 
     def _rival(self, peer: str) -> str:
-        """Who else than the peer leads this term, or led it; empty if nobody did as far as is known here."""
+        """The leader of this term, now or earlier, if it is another than the peer; empty if none is known."""
         leader = self._region if self._led_term == self.term else self.leader
         return "" if leader == peer else leader
 

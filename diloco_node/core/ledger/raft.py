@@ -8,6 +8,7 @@ This ledger adds to Raft's rules:
 - Heartbeats are answered at once all the same, with the index that is on disk, and again when that index has grown.
 - No message names a term or a vote that is not on disk: it is held back until the write is done.
 - Votes and acknowledgements count for the folder that gave them (`disks`), and name the hash of what is acknowledged.
+- Logs that part as none can in Raft (an older copy of a folder, a lie) are told, and nothing is overwritten.
 - A voter that hears its leader heeds no newer term of anybody else: one wrong peer must not depose a leader at will.
 
 The caller's duties:

@@ -225,7 +225,7 @@ def fork_in(request: AppendEntries, log: ReplicaLog, *, committed_index: int) ->
 def is_fork(log: ReplicaLog, index: int, entry_hash: bytes, terms: Container[int], *, committed_index: int) -> bool:
     """Whether another log can't be, beside this one.
 
-    What is committed is in all logs to come. And the entries of one term are in the log of its one leader: where two
+    Committed entries are in all logs to come. And the entries of one term are in the log of its one leader: where two
     logs have parted, no term goes on in both.
 
     Args:
