@@ -113,7 +113,7 @@ def test_a_leader_does_not_propose_what_the_others_would_refuse_and_forgets_the_
     ledger = Ledger()
     core = a_region(ledger.add(LeaderBody("c")), ledger.add(GENESIS))
     lonely = core.ledger
-    lonely._election.lead()
+    lonely._election.lead(now_ns=SECOND)
     lonely._has_payload = lambda body: True
     core.leader.rounds[0] = object()  # type: ignore[assignment]
     core._propose(a_round(version=7), SECOND)

@@ -69,7 +69,7 @@ class Checkers:
     Attributes:
         violations: in order of discovery, at most VIOLATIONS_MAX.
         history: the committed entries, as the first core to commit each one showed it.
-        commits: committed rounds. is_end_due: somebody has asked for the end.
+        commits: committed rounds. is_end_due: the settings name an end, or an operator has asked for it.
         busy: the region whose core got the last event.
         liars: regions that send what their cores never said; nothing is demanded of them.
         words: of what the liars do wrong. accusations: alarms with them that name a liar.
@@ -80,7 +80,7 @@ class Checkers:
         self.violations: list[str] = []
         self.history: list[Entry] = []
         self.commits = 0
-        self.is_end_due = False
+        self.is_end_due = bool(setup.settings.steps_max or setup.settings.tokens_max)
         # Set by the simulation before the first event.
         self.hosts: dict[str, Host] = {}
         self.busy = ""
@@ -151,6 +151,7 @@ class Checkers:
         self.busy = host.name
         if host.name in self.liars:
             return
+        self.is_end_due |= isinstance(event, ev.FinishOrdered)
         if isinstance(event, ev.VersionApplied):
             versions = self._memories[host.name].versions
             if event.version <= versions.get(event.fragment, -1):

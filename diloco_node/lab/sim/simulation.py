@@ -396,7 +396,6 @@ def _demand_progress(simulation: Simulation) -> None:
 
 def _ask_for_end(simulation: Simulation) -> None:
     """An operator asks every daemon that is up."""
-    simulation.checkers.is_end_due = True
     for name in simulation.setup.regions:
         simulation.hosts[name].post(FinishOrdered("the simulation is over"))
 
