@@ -239,6 +239,7 @@ class ShownRun:
             finish=lambda _: None,
             set_budget=lambda _: {},
             measure=measure,
+            expel=None,
             lift_quarantine=lambda _: False,
             start_learner=lambda: "waiting",
             set_log_level=lambda *_: {},

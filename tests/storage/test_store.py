@@ -716,7 +716,9 @@ def test_an_archive_whose_new_ledger_was_not_synced_keeps_the_old_one(
 
 def summed_up(genesis: GenesisBody) -> bytes:
     zeros = (0,) * FRAGMENTS
-    return encode_summary(RunSummary((genesis,), (), zeros, zeros, (), zeros, zeros, (), (), (), (), zeros, 0, ()))
+    return encode_summary(
+        RunSummary((genesis,), (), zeros, zeros, (), zeros, zeros, (), (), (), (), zeros, 0, (), (b"",) * FRAGMENTS)
+    )
 
 
 @pytest.mark.parametrize("run", ["mine", "another"])

@@ -67,6 +67,7 @@ class Region:
             finish=print,
             set_budget=dict,
             measure=self._measure,
+            expel=None,
             lift_quarantine=None,
             start_learner=None,
             set_log_level=None,

@@ -202,6 +202,7 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
         finish=print,
         set_budget=lambda change: change,
         measure=None,
+        expel=None,
         lift_quarantine=None,
         start_learner=None,
         set_log_level=None,
