@@ -14,10 +14,10 @@ import pytest
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
 from diloco_node.lab.demo.region_processes import RegionProcess
-from diloco_node.wire import field_bounds as bounds
 from diloco_node.wire.envelope import decode_control, encode_control
 from diloco_node.wire.message_tables import BULK_HEADERS, MESSAGES
 from tests.kit.node_kit import MANIFEST
+from tests.wire.test_field_bounds import rows as field_rows
 
 
 def test_a_rate_counts_the_rounds_between_the_samples_of_a_window() -> None:
@@ -115,7 +115,7 @@ def test_every_row_of_the_table_of_bounds_has_wrong_values(tmp_path: Path) -> No
     made._status = {"applied_index": 5, "versions": [3] * fragments, "learner": learner}
     sent = [one for base in made.bases() for one in mutations.mutations(base)]
     sent += [one for base in made.headers() for one in mutations.mutations(base, is_header=True)]
-    table = {(cls, name) for cls, name, _ in bounds.rows([*MESSAGES.values(), *BULK_HEADERS.values()])}
+    table = {(cls, name) for cls, name, _ in field_rows([*MESSAGES.values(), *BULK_HEADERS.values()])}
     assert table <= mutations.rows_of(sent)
     refused = {one.row for one in sent if not one.has_shape}
     assert table <= refused, "of each row there is a value that wire refuses"

@@ -56,7 +56,7 @@ def test_a_ledger_behind_a_sum_says_the_same(tmp_path: Path) -> None:
     genesis = GenesisBody("run", "m", "s", REGIONS, (bytes(32),) * 2, (b"1" * 16, b"2" * 16, b"3" * 16))
     zeros = (0, 0)
     end = (FinishedBody(zeros, "asked"),)
-    summary = RunSummary((genesis,), end, zeros, zeros, (), zeros, zeros, (), (), (), (), (-1, -1), 0, ())
+    summary = RunSummary((genesis,), end, zeros, zeros, (), zeros, zeros, (), (), (), (), (-1, -1), 0, (), (b"", b""))
     record = run_record(LedgerBase(9, 1, bytes(32), encode_summary(summary)), (), 2)
     assert record is not None
     assert (record.genesis, record.finished) == (genesis, "asked")

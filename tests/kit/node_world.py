@@ -158,6 +158,9 @@ class MemoryTransport:
     async def stop(self) -> None:
         self.network.disconnect(self.region)
 
+    def expel(self, regions: frozenset[str]) -> None:
+        """Here links of an expelled region stay: the core ignores what it says."""
+
     def changed(self, peer: str, *, is_up: bool) -> None:
         if is_up:
             self._lost[peer] = asyncio.Event()
