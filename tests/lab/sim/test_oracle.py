@@ -30,7 +30,9 @@ LEARNERS = ("asia-ne", "eu-west", "sa-east")
 
 def make_setup() -> Setup:
     setup = draw_setup(random.Random(SEED), 3)
-    return dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, codec_down=Codec.FP32))
+    return dataclasses.replace(
+        setup, settings=dataclasses.replace(setup.settings, codec_up=Codec.BF16, codec_down=Codec.FP32)
+    )
 
 
 class Bench:
@@ -49,8 +51,9 @@ class Bench:
         self.offered: dict[Contribution, bytes] = {}
 
     def offer(self, learner: str, base_version: int, steps: tuple[int, int]) -> Contribution:
-        scale = 10.0 ** self.generator.uniform(-1, 1, self.layout.values)  # no piece is so long that it is clipped
-        values = (self.generator.standard_normal(self.layout.values) * scale).astype(np.float32)
+        # Of one length in all pieces, so that none is clipped.
+        signs = self.generator.choice([-1.0, 1.0], self.layout.values)
+        values = (signs * self.generator.uniform(0.7, 1.4, self.layout.values)).astype(np.float32)
         encoded = tensors.encode(values, Codec.BF16)
         norms = self.layout.squared_norms(tensors.decode(encoded, Codec.BF16), 0, self.layout.blocks)
         one = Contribution(learner, 1, 0, base_version, steps[1], *steps, 64 * (steps[1] - steps[0]), norms)
