@@ -79,7 +79,7 @@ class Bench:
         norms = self.layout.squared_norms(np.concatenate([part.decoded for part in parts]), 0, self.layout.blocks)
         factors = weights.factors(made, raw, rules, [(1.0,) * len(rules)] * len(made), norms, share=1.0)
         members = tuple(Member(one, value) for one, value in zip(made, raw, strict=True))
-        return RoundBody(0, version, ballot, members, 1.0, factors, stripes, digest, norms)
+        return RoundBody(0, version, ballot, members, 1.0, factors, stripes, digest, squared_norms=norms)
 
 
 def test_an_honest_round_is_accepted_and_makes_the_next_version() -> None:
