@@ -99,8 +99,15 @@ class ModelWatch:
         self._modules = {id(module) for module in tensors.model.modules()}
         # Those that have made a step; None for one that trains something else.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OptimizerRecord | None] = WeakKeyDictionary()
-        # What `attach` wrote; empty once it was compared.
-        self._written = [_sample(tensor) for tensor in self._names]
+        # Parameters and masters, but no buffers: a forward pass may change those before the first step.
+        followed = tensors.followed
+        self._weights = {
+            tensor: name
+            for tensor, name in self._names.items()
+            if isinstance(tensor, nn.Parameter) or followed[name] is not tensor
+        }
+        # Their values as `attach` wrote them; empty once they were compared.
+        self._written = [_sample(tensor) for tensor in self._weights]
         # Whether a module of the model was given a parameter or a module since the last look.
         self._is_changed = True
         # Once True nothing more is said of writes.
@@ -203,7 +210,7 @@ class ModelWatch:
         """Compare all values with what `attach` wrote, just before the first step of an optimizer."""
         samples, self._written = self._written, []
         self._differing = [
-            (_sample(tensor) != sample).sum() for tensor, sample in zip(self._names, samples, strict=True)
+            (_sample(tensor) != sample).sum() for tensor, sample in zip(self._weights, samples, strict=True)
         ]
         self._differing_sum.offer(_stack(self._differing).sum())
         self._check_values()
@@ -211,7 +218,7 @@ class ModelWatch:
     def _check_values(self) -> None:
         if not self._differing_sum.fresh():
             return
-        names = [name for name, count in zip(self._names.values(), self._differing, strict=True) if int(count)]
+        names = [name for name, count in zip(self._weights.values(), self._differing, strict=True) if int(count)]
         raise LearnerError(
             f"{len(names)} of {len(self._differing)} tensors are not as attach() wrote them, such as {names[0]!r}: "
             "weights were loaded or drawn anew before the first step, and would be merged as if they had been trained. "

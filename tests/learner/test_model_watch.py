@@ -295,3 +295,21 @@ def test_idle_parameters_with_masters_in_the_optimizer_are_merged() -> None:
     tensors = ModelTensors(model, masters=masters, optimizer_tensors=list(masters.values()))
     assert len(tensors.specs) == 6
     assert not tensors.idle
+
+
+def test_a_merged_buffer_may_change_in_the_first_forward_pass(folder: Path) -> None:
+    class Counting(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(6, 2))
+            self.register_buffer("load", torch.zeros(4))
+
+        def forward(self, values: Tensor) -> Tensor:
+            self.load.add_(1.0)
+            result: Tensor = self[0](values)
+            return result
+
+    model = Counting()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer, buffers=["load"]) as diloco:
+        train(model, optimizer, diloco, 3)
+        assert diloco.steps == 3
