@@ -93,7 +93,7 @@ class Small:
         """Let time pass; a rule that is broken fails the test."""
         until_ns = self.world.now_ns + int(seconds * SECOND)
         self.sim.run_until(lambda: self.world.now_ns > until_ns)
-        assert self.sim.checkers.violations == [], f"seed {SEED}"
+        assert self.sim.checkers.violations == [], f"seed {SEED}: {self.sim.checkers.violations[:2]}"
 
     def settle(self, seconds: float = 20) -> None:
         """Until everybody has caught up with everything."""
