@@ -42,6 +42,9 @@ COPY_LIKENESS: Final = 0.5
 COPY_LOOKS: Final = frozenset({1, 2, 4, 8, 16, 32, 64})
 """Steps after which an optimizer's states are looked at. Lookahead moves its copy each fifth to tenth step."""
 
+FAR_AT_FIRST: Final = 0.5
+"""Change by the first step of a loop, in lengths of the whole model, that is a load and no step."""
+
 FAR: Final = 0.1
 """Change between two steps, in lengths of the values, that is a load and no constraint or noise."""
 
@@ -58,6 +61,7 @@ class _OptimizerRecord:
     Attributes:
         size: parameters in its groups. tensors: those that are merged, by name.
         writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
+        is_stepping: it is in a step: what it writes was not noted yet.
         sample: of its largest tensor at that time: a load changes all of them.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
             first, by names of parameter and state.
@@ -67,6 +71,7 @@ class _OptimizerRecord:
     tensors: dict[str, Tensor]
     writes: list[int] = field(default_factory=list)
     steps: int = 0
+    is_stepping: bool = False
     sample: Tensor | None = None
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -132,7 +137,7 @@ class ModelWatch:
             handle.remove()
 
     def check(self) -> None:
-        """Look at the model at a step boundary, if something was set in it.
+        """Look at the model at a step boundary, before anything of it is sent.
 
         Raises:
             LearnerError: a tensor was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
@@ -140,6 +145,12 @@ class ModelWatch:
         if self._is_changed:
             self._is_changed = False
             self._check_model()
+        for record in self._optimizers.values():
+            if record is not None and not record.is_stepping:
+                self._check_writes(record)
+        if self._written:
+            # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
+            self._compare(is_trained=True)
         self._check_values()
         if (self._likeness_max.fresh() or 0.0) >= COPY_LIKENESS:
             (name, key), _ = max(self._likeness.items(), key=lambda entry: float(entry[1]))
@@ -153,7 +164,7 @@ class ModelWatch:
     def note_writes(self) -> None:
         """Say that this learner itself has written to the parameters."""
         for record in self._optimizers.values():
-            if record is not None and record.writes:
+            if record is not None and record.sample is not None:
                 record.note()
 
     def _registered(self, module: nn.Module, _name: str, _value: object) -> None:
@@ -172,16 +183,18 @@ class ModelWatch:
         record = self._record_of(optimizer)
         if record is None:
             return
+        record.is_stepping = True
         if self._written:
-            self._compare()
-        elif record.writes and record.writes != (writes := record.count_writes()):
-            self._explain(record, writes)
+            self._compare(is_trained=False)
+        else:
+            self._check_writes(record)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         record = None if torch.compiler.is_compiling() or _is_capturing() else self._optimizers.get(optimizer)
         if record is None:
             return
         record.note()
+        record.is_stepping = False
         record.steps += 1
         if record.steps in COPY_LOOKS:
             self._look_at_states(optimizer, record)
@@ -206,13 +219,21 @@ class ModelWatch:
         self._optimizers[optimizer] = _OptimizerRecord(size, tensors) if tensors else None
         return self._optimizers[optimizer]
 
-    def _compare(self) -> None:
-        """Compare all values with what `attach` wrote, just before the first step of an optimizer."""
+    def _compare(self, *, is_trained: bool) -> None:
+        """Compare all values with what `attach` wrote, just before the first step of an optimizer.
+
+        Args:
+            is_trained: the first step was made already; then only a model that is far from what it was counts.
+        """
         samples, self._written = self._written, []
-        self._differing = [
-            (_sample(tensor) != sample).sum() for tensor, sample in zip(self._weights, samples, strict=True)
-        ]
-        self._differing_sum.offer(_stack(self._differing).sum())
+        pairs = [(_sample(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
+        self._differing = [(value != sample).sum() for value, sample in pairs]
+        count = _stack(self._differing).sum()
+        if is_trained:
+            distance = _stack((value - sample).square().sum() for value, sample in pairs).sum()
+            length = _stack(sample.square().sum() for _, sample in pairs).sum()
+            count = count * (distance > FAR_AT_FIRST**2 * length)
+        self._differing_sum.offer(count)
         self._check_values()
 
     def _check_values(self) -> None:
@@ -225,9 +246,11 @@ class ModelWatch:
             f"{REMEDY}"
         )
 
-    def _explain(self, record: _OptimizerRecord, writes: Sequence[int]) -> None:
-        """Somebody has written to parameters since the last step: a load, a constraint, averages swapped in and out."""
-        assert record.sample is not None
+    def _check_writes(self, record: _OptimizerRecord) -> None:
+        """Did somebody write to parameters since the last step: a load, a constraint, averages swapped in and out?"""
+        writes = record.count_writes()
+        if record.sample is None or writes == record.writes:
+            return
         name = next(name for name, new, old in zip(record.tensors, writes, record.writes, strict=True) if new != old)
         distance = float(torch.linalg.vector_norm(record.take_sample() - record.sample))
         if distance > FAR * float(torch.linalg.vector_norm(record.sample)):

@@ -313,3 +313,54 @@ def test_a_merged_buffer_may_change_in_the_first_forward_pass(folder: Path) -> N
     with FakeDaemon(folder), diloco_node.attach(model, optimizer, buffers=["load"]) as diloco:
         train(model, optimizer, diloco, 3)
         assert diloco.steps == 3
+
+
+@pytest.mark.parametrize("change", [load, load_one_layer, draw_anew])
+def test_weights_that_are_loaded_between_the_optimizers_step_and_the_boundary_are_refused(
+    folder: Path, change: Callable[[nn.Module], None]
+) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 2)
+        optimizer.step()
+        change(model)
+        with pytest.raises(LearnerError, match="changed between two steps by something else"):
+            diloco.step(tokens=4)
+
+
+def descend(model: nn.Module, lr: float = 0.01) -> None:
+    """Make a step without an optimizer of torch's."""
+    model.zero_grad()
+    model(torch.randn(4, 6)).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=lr)
+
+
+def test_a_loop_without_an_optimizer_may_train_but_not_load(folder: Path) -> None:
+    model = net()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model) as diloco:
+        for _ in range(3):
+            descend(model)
+            diloco.step(tokens=4)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+    model = net()
+    with FakeDaemon(folder), diloco_node.attach(model) as diloco:
+        load(model)
+        descend(model)
+        with pytest.raises(LearnerError, match=r"6 of 6 tensors are not as attach\(\) wrote them"):
+            diloco.step(tokens=4)
+
+
+def test_each_step_of_attach_auto_is_the_optimizers_own(folder: Path) -> None:
+    model = net()
+    optimizer = make(model, lr=0.3)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer, step="auto") as diloco:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+        assert diloco.steps == 4
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
