@@ -224,9 +224,7 @@ class RecipeCallback(DilocoCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Join, and begin at the learning rate of the run's step."""
         schedule, groups = context["lr_scheduler"], context["optimizer"].param_groups
-        peaks = list(schedule.base_lrs)  # of the settings: a checkpoint has those of an earlier start
         super().on_train_begin(args, state, control, **context)
-        schedule.base_lrs = peaks
         for group, peak, factor in zip(groups, schedule.base_lrs, getattr(schedule, "lr_lambdas", ()), strict=False):
             group["lr"] = peak * factor(0)
 

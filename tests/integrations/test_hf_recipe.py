@@ -13,6 +13,7 @@ import torch
 from diloco_node.config import sources
 from diloco_node.errors import ConfigError
 from diloco_node.integrations.weight_files import has_weights
+from diloco_node.learner.schedules import place_schedule
 from tests.kit.data_kit import rows_of, write_jsonl, write_parquet
 from tests.kit.hf_kit import write_hf_folder
 
@@ -265,7 +266,8 @@ def test_a_learning_rate_that_was_changed_beats_that_of_the_checkpoint(monkeypat
 
     (_, before), (optimizer, schedule) = schedule_of(0.1), schedule_of(0.8)
     join = "diloco_node.integrations.hf.DilocoCallback.on_train_begin"
-    monkeypatch.setattr(join, lambda *_, **context: context["lr_scheduler"].load_state_dict(before.state_dict()))
+    state = place_schedule(schedule, before.state_dict())  # as a checkpoint does
+    monkeypatch.setattr(join, lambda *_, **context: context["lr_scheduler"].load_state_dict(state))
     recipe.RecipeCallback(None).on_train_begin(None, None, None, lr_scheduler=schedule, optimizer=optimizer)
     assert schedule.base_lrs == [0.8]
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4)

@@ -118,6 +118,31 @@ def test_a_schedule_that_the_script_changed_is_the_scripts(tmp_path: Path) -> No
     assert rates(new, new_schedule, 1) == pytest.approx([1e-4])
 
 
+class Wrapper:
+    """A schedule as Accelerate wraps it."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+    def step(self) -> None:
+        self.scheduler.step()
+
+
+def test_a_wrapped_schedule_is_the_scripts_too(tmp_path: Path) -> None:
+    old, new = adamw(1, lr=1e-3), adamw(lr=3e-4)
+    old_schedule, new_schedule = Wrapper(SCHEDULES["cosine"](old)), Wrapper(SCHEDULES["cosine"](new))
+    rates(old, old_schedule, 6)
+    restart(tmp_path, old, new, schedule=(old_schedule, new_schedule))
+    untouched = adamw(lr=3e-4)
+    assert rates(new, new_schedule, 6) == pytest.approx(rates(untouched, SCHEDULES["cosine"](untouched), 12)[6:])
+
+
 def test_what_is_no_schedule_gets_all_of_its_state() -> None:
     state = {"position": 3, "base_lrs": [1.0]}
     assert place_schedule(object(), state) == state
