@@ -33,8 +33,10 @@ def load() -> ctypes.CDLL:
     if (libraries / "libtorch_cuda.so").exists():
         raise NoFakeDevice("this torch is built for real CUDA devices")
     path = build()
-    # What torch's libraries need, for all: as torch itself does first.
-    ctypes.CDLL(str(libraries / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
+    # What torch's libraries need, for all: as torch itself does first. The others by their place in this environment:
+    # the environment that compiled the library may be gone.
+    for name in ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -58,7 +60,7 @@ def build() -> Path:
     partial = path.with_suffix(f".{os.getpid()}.partial")
     include = torch / "include"
     includes = (f"-I{include}", f"-I{include / 'torch/csrc/api/include'}")
-    libraries = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
+    libraries = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10")
     command = (compiler, *FLAGS, *includes, str(SOURCE), "-o", str(partial), *libraries)
     try:
         subprocess.run(command, check=True, timeout=BUILD_S)

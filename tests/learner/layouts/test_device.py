@@ -162,7 +162,7 @@ def test_an_optimizer_that_undoes_versions_is_found_without_a_wait(folder: Path)
         def undo() -> None:
             with torch.no_grad():
                 for parameter, master in zip(toy.model.parameters(), masters, strict=True):
-                    parameter.copy_(master.sub_(0.25))
+                    parameter.copy_(master.sub_(0.01))
 
         def train() -> None:
             for _ in range(BOUNDARIES):
