@@ -15,7 +15,6 @@ from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut
 from diloco_node.core.projections import ContributionsProjected, Projection
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.answers import Answers, BallotAnswer
-from diloco_node.core.rounds.audit import Audit
 from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
@@ -23,6 +22,7 @@ from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.merging import MergeDecisions
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
 from diloco_node.core.rounds.opening import Opening
+from diloco_node.core.rounds.payload_audit import PayloadAudit
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import SuspicionBook
 from diloco_node.core.types import (
@@ -79,7 +79,7 @@ class RoundLeader:
         self._clock = BallotClock(context)
         self._book = SuspicionBook(ballot_ns=context.settings.ballot_deadline_min_ns)
         self._judge = Judge(context, self._book)
-        self._audit = Audit(context, self._judge)
+        self._audit = PayloadAudit(context, self._judge)
         self._eligibility = Eligibility(context, self._book)
         self._answers = Answers(context, self._eligibility, self.proposals)
         self.progress = progress

@@ -37,7 +37,7 @@ class QuestionedPayload:
     rows: Rows
 
 
-class Audit:
+class PayloadAudit:
     """See the module. Between two calls all its state is in the round, but for the questions, by fragment."""
 
     def __init__(self, context: RoundContext, judge: Judge) -> None:
