@@ -230,6 +230,8 @@ def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
         return _process_fault(document)
     if learner.get("finished") is True:
         return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
+    if section(learner, "busy"):
+        return None
     silence = learner_silence(number(learner, "report_age_seconds"), number(learner, "step_seconds"))
     return (kinds.LEARNER_SILENT, silence) if silence else None
 

@@ -21,6 +21,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
@@ -34,7 +35,7 @@ from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.checkpoint import Stateful, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.daemon_session import LearnerSession, exchange_of, manifest_of, settings_of
+from diloco_node.learner.daemon_session import LearnerSession, exchange_of, join, manifest_of, settings_of
 from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
@@ -43,11 +44,12 @@ from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import finite
 from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.model_watch import ModelWatch, attach_warnings
+from diloco_node.learner.pauses import BUSY_MAX_S, announced
 from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
 from diloco_node.learner.token_check import TokenCheck, whole_tokens
-from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome
+from diloco_node.wire.learner_link import Done, Failed, Report
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -287,6 +289,17 @@ class Diloco:
             )
         )
 
+    def busy(self, activity: str, *, at_most_s: float = BUSY_MAX_S) -> AbstractContextManager[None]:
+        """Announce a pause without steps: `with diloco.busy("evaluation"):`. Before `at_most_s` it is no hang.
+
+        A checkpoint is begun first, so that a process that is ended in the pause loses no steps before it.
+        """
+        return announced(self._session, activity, at_most_s, before=self._save_before_pause)
+
+    def _save_before_pause(self) -> None:
+        if self._fragments is not None and not self._is_closed:
+            self._checkpoints.save_before_pause(self._progress())
+
     def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
         """Held-out losses were measured, of the own and of the global parameters; shown by `status`."""
         self._val_loss = finite(val_loss)
@@ -439,7 +452,7 @@ class Diloco:
             self._session = LearnerSession(
                 Path(socket), Path(memory), self._tensors, specs=specs, shards=shards, ranks=self._ranks
             )
-        welcome = self._welcome()
+        welcome = join(self._session, self._ranks, lambda: self._terminate.is_set)
         if welcome is None:
             self._stop_if(True, "asked to stop before the daemon answered")
             if self._session is not None:
@@ -479,16 +492,6 @@ class Diloco:
         log.warning("%s", text)
         if self._session is not None:
             self._session.warn(text)
-
-    def _welcome(self) -> Welcome | None:
-        session = self._session
-        welcome = session.join(lambda: self._terminate.is_set) if session is not None else None
-        body = self._ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
-        if not body:
-            return None
-        message = TO_LEARNER.decode(body)
-        assert isinstance(message, Welcome)
-        return message
 
 
 def _in_words(error: BaseException) -> str:

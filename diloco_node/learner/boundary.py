@@ -68,6 +68,8 @@ class StepBoundaries:
                     session.reply(answer)
             fragments.encode_taken()
         self.checkpoints.all_wrote(boundary.written_step)
+        if session is not None:
+            session.stand(boundary.written_step)
         return boundary
 
     def _brought(self, tokens: int, *, has_orders: bool) -> Boundary:

@@ -220,6 +220,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         return None
     seconds = (facts.last_report_ns - facts.first_report_ns) / 1e9
     tokens = status.tokens - facts.tokens_at_first_report
+    pause = learner.pause
     return {
         "incarnation": status.incarnation,
         "step": status.step,
@@ -233,6 +234,13 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         "val_loss_global": facts.val_loss_global,
         "blocked_seconds": facts.blocked_ns / 1e9,
         "report_age_seconds": (now_ns - facts.last_report_ns) / 1e9 if facts.last_report_ns else None,
+        "busy": None
+        if pause is None
+        else {
+            "activity": pause.activity,
+            "since_seconds": now_ns / 1e9 - pause.since_s,
+            "limit_seconds": pause.limit_s,
+        },
         "discounted_versions": facts.discounted_versions,
         "warnings": facts.warnings,
         "finished": status.finished,
