@@ -219,7 +219,9 @@ class RegionCore:
         return self._effects.take()
 
     def hand_over(self, *, now_ns: int) -> list[Effect]:
-        """This region is about to stop: offer leadership to another one, and never stand for election again."""
+        """This region is about to stop: say so, offer leadership to another one, and never stand for election again."""
+        self.liveness.is_leaving = True
+        self._beat(now_ns)
         self._emit(self.ledger.hand_over(now_ns=now_ns))
         self._settle(now_ns)
         return self._effects.take()
@@ -443,8 +445,7 @@ class RegionCore:
         if self._discards.has_news():
             self._repeat_requests()
         due = frozenset() if status is None else due_fragments(status, sync_every=self._settings.sync_every)
-        has_become_due = not due <= self._due
-        self._due = due
+        has_become_due, self._due = not due <= self._due, due
         if has_become_due and self.ledger.leader not in ("", self._region):
             self._beat(now_ns, only_to=self.ledger.leader)
 

@@ -135,7 +135,7 @@ def _peers(document: Document) -> Iterator[Finding]:
     for peer in rows(document, "peers"):
         name, error = text(peer, "name"), text(peer, "error")
         is_up = text(peer, "link") == "up" and peer.get("is_alive") is True
-        if is_up or name in quarantine:
+        if is_up or name in quarantine or peer.get("has_left") is True:
             continue
         if "protocol_version: ours" in error:
             yield _make(kinds.VERSION_DIFFERS, document, f"{name}: {error}", region=name)

@@ -33,7 +33,7 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.boundary import StepBoundaries
-from diloco_node.learner.checkpoint import Stateful, TrainingProgress
+from diloco_node.learner.checkpoint import Stateful
 from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.daemon_session import LearnerSession, exchange_of, join, manifest_of, settings_of
 from diloco_node.learner.layouts.module_group import ModuleGroup
@@ -266,8 +266,8 @@ class Diloco:
         self.global_step, self.progress = boundary.global_step, boundary.part
         fallback = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
         self._stop_if(boundary.is_stopping, (self._session and self._session.stop_reason) or fallback)
-        if boundary.wants_checkpoint and boundary.is_idle:
-            self._checkpoints.save(self._progress())
+        if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
+            self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
@@ -297,8 +297,8 @@ class Diloco:
         return announced(self._session, activity, at_most_s, before=self._save_before_pause)
 
     def _save_before_pause(self) -> None:
-        if self._fragments is not None and not self._is_closed:
-            self._checkpoints.save_before_pause(self._progress())
+        if self._boundaries is not None and not self._is_closed:
+            self._checkpoints.save_before_pause(self._boundaries.progress(self.global_step))
 
     def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
         """Held-out losses were measured, of the own and of the global parameters; shown by `status`."""
@@ -362,19 +362,8 @@ class Diloco:
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
-        if self._fragments is not None and not self._is_closed:
-            self._checkpoints.save_now(self._progress())
-
-    def _progress(self) -> TrainingProgress:
-        fragments = self._fragments
-        assert fragments is not None
-        return TrainingProgress(
-            manifest_digest=fragments.manifest.digest,
-            incarnation=fragments.settings.incarnation,
-            global_step=self.global_step,
-            step=fragments.step,
-            tokens=fragments.tokens,
-        )
+        if self._boundaries is not None and not self._is_closed:
+            self._checkpoints.save_now(self._boundaries.progress(self.global_step))
 
     def __enter__(self) -> Diloco:
         return self
@@ -393,6 +382,7 @@ class Diloco:
         session = self._session
         try:
             self.checkpoint()
+            self._leave()
         except BaseException as error:
             self._close(Failed(_in_words(error)))
             raise
@@ -406,6 +396,14 @@ class Diloco:
                 else Done(fragments.step, fragments.tokens, self._val_loss, self._val_loss_global, self._blocked_ns)
             )
         self._close(last)
+
+    def _leave(self) -> None:
+        """Have the last steps merged, where this process was told to stop and the run goes on."""
+        if self._boundaries is not None and not self._is_closed and self.should_stop and self._ranks.can_meet:
+            if self._session is not None:
+                self._report(self._session)
+            for boundary in self._boundaries.leave(self._terminate.deadline_s):
+                self._crossed(boundary)
 
     def _close(self, last: Done | Failed | None) -> None:
         if self._is_closed:

@@ -241,6 +241,13 @@ class LearnerSession:
         assert self._counter is not None
         self._counter.write(self.fragments.step, self.fragments.tokens)
 
+    @property
+    def may_leave_later(self) -> bool:
+        """Whether steps of this learner are in no merge yet, and a daemon is there that may bring them into one."""
+        fragments = self.fragments
+        is_behind = any(position.included_step < fragments.step for position in fragments.positions)
+        return self.link.is_up and self.stop_reason is None and fragments.is_placed and is_behind
+
     def stand(self, checkpoint_step: int) -> None:
         """Write where this learner stands after a boundary; `checkpoint_step` as in `PlaceMark`."""
         included = min((position.included_step for position in self.fragments.positions), default=0)

@@ -203,6 +203,7 @@ def _peer(peer: PeerView, link: PeerStatus, traffic: PeerTraffic) -> dict[str, A
         "error": link.error,
         "bulk_connections": link.connections,
         "is_alive": peer.is_alive,
+        "has_left": peer.has_left,
         "rtt_seconds": peer.rtt_ns / 1e9 if peer.rtt_ns else None,
         "hears": list(peer.hears),
         "step": peer.learner.step if peer.learner is not None else None,
@@ -244,5 +245,6 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         "discounted_versions": facts.discounted_versions,
         "warnings": facts.warnings,
         "finished": status.finished,
+        "leaving": status.leaving,
         "positions": [dataclasses.asdict(position) for position in status.positions],
     }

@@ -231,6 +231,8 @@ class LearnerProxy:
                 self._on_failure(message.reason)
             case learner_link.Warned():
                 self._on_warning(message.text)
+            case learner_link.Leaving():
+                self._on_leaving()
             case learner_link.Attach():
                 raise AssertionError("an Attach is the reception's")
             case _:
@@ -346,6 +348,12 @@ class LearnerProxy:
                 step, tokens = self.status.step, self.status.tokens
             self.status = self._newest = replace(self.status, step=step, tokens=tokens, finished=True)
             self._note_totals()
+            self._post(ev.LearnerReported(self.status))
+
+    def _on_leaving(self) -> None:
+        """It makes no more steps, and waits for a merge of the last ones."""
+        if self.status is not None and not self.status.leaving:
+            self.status = self._newest = replace(self.status, leaving=True)
             self._post(ev.LearnerReported(self.status))
 
     def _on_initial_state(self) -> None:
