@@ -139,7 +139,7 @@ def finish(
 
 
 def drain(*, place: RegionArgument = None, config: ConfigOption = None) -> None:
-    """Stop a region before its machine is taken away: last steps are merged, a checkpoint written, leadership handed on."""
+    """Stop a region in order: its last steps are merged, a checkpoint is written, leadership is handed on."""
     folder = region_folder(place, config)
     _order(folder, "drain", {})
     typer.echo(f"{folder.name} stops within `learner.stop_grace`; start it again as before")

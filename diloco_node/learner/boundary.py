@@ -27,6 +27,9 @@ COMING_WAIT_S: Final = 0.002
 
 SETTLE_SLICE_S: Final = 0.05
 
+LEAVE_PATIENCE_S: Final = 4.0
+"""A learner that leaves goes when nobody has asked for its last steps for so long."""
+
 LEAVING_EVERY_S: Final = 1.0
 """A daemon that was restarted meanwhile does not know yet that its learner leaves."""
 
@@ -55,6 +58,10 @@ class StepBoundaries:
         """
         fragments, session, count = self.fragments, self.session, len(self.fragments.positions)
         fragments.verify()
+        if warning := fragments.revert.take_warning():
+            log.warning("%s", warning)
+            if session is not None:
+                session.warn(warning)
         has_orders = session is not None and session.hear()
         # Without the link's lock: another rank may take its time, and the daemon may be a new one then.
         boundary = self.ranks.agree(self._brought(tokens, has_orders=has_orders), fragments=count)
@@ -160,11 +167,14 @@ class StepBoundaries:
         Args:
             deadline_s: monotonic.
         """
-        session = self.session
-        told_s = -math.inf
+        session, told_s, hoped_s = self.session, -math.inf, time.monotonic()
         while True:
             now_s = time.monotonic()
-            is_waiting = session is not None and session.may_leave_later and now_s < deadline_s
+            if session is not None and session.has_snapshot_out:
+                hoped_s = now_s
+            # Where nobody asks for a snapshot there is no leader, or no majority.
+            is_hopeful = now_s < deadline_s and now_s - hoped_s < LEAVE_PATIENCE_S
+            is_waiting = session is not None and session.has_unmerged_steps and is_hopeful
             if self.ranks.share_bytes(b"1" if is_waiting else b"") != b"1":
                 return
             if session is not None and now_s - told_s >= LEAVING_EVERY_S:

@@ -31,6 +31,7 @@ from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
     LINK_PROTOCOL,
     NEW_PROCESS,
+    NO_SNAPSHOT,
     TO_LEARNER,
     VERSION_AREA,
     Attach,
@@ -242,11 +243,16 @@ class LearnerSession:
         self._counter.write(self.fragments.step, self.fragments.tokens)
 
     @property
-    def may_leave_later(self) -> bool:
+    def has_unmerged_steps(self) -> bool:
         """Whether steps of this learner are in no merge yet, and a daemon is there that may bring them into one."""
         fragments = self.fragments
         is_behind = any(position.included_step < fragments.step for position in fragments.positions)
         return self.link.is_up and self.stop_reason is None and fragments.is_placed and is_behind
+
+    @property
+    def has_snapshot_out(self) -> bool:
+        """Whether a snapshot was taken for a merge whose version has not come."""
+        return any(number != NO_SNAPSHOT for number in self.fragments.unresolved())
 
     def stand(self, checkpoint_step: int) -> None:
         """Write where this learner stands after a boundary; `checkpoint_step` as in `PlaceMark`."""

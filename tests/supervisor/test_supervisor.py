@@ -258,6 +258,22 @@ def test_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     assert is_gone(lives(tmp_path, "learner")[0])
 
 
+def test_the_log_says_what_a_learner_that_was_killed_has_lost(tmp_path: Path) -> None:
+    mark = (
+        "import os, pathlib, signal\nfrom diloco_node.shared_memory import *\n"
+        "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), PLACE_AREA, PLACE_BYTES)\n"
+        "area[:] = PlaceMark(os.getpid(), step=100, included_step=88, checkpoint_step=1).encode()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('learner')\nsignal.pause()"
+    )
+    process = start(tmp_path, ordered("daemon"), NOTE + mark, stop_s=0.1)
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
+    log = (tmp_path / "logs" / "supervisor.log").read_text()
+    assert (
+        "learner did not stop within 0 s: killed; lost: 99 steps since its checkpoint, 12 that no merge includes" in log
+    )
+
+
 def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
     wait = "import signal\nnote('{}')\nsignal.pause()"
     process = start(tmp_path, NOTE + wait.format("daemon"), NOTE + wait.format("learner"))

@@ -15,7 +15,8 @@ from diloco_node.errors import ConfigError
 from diloco_node.numeric import NS_PER_S
 
 KINDS: Final = ("kill", "stop", "notice", "pause", "partition", "slow", "disk")
-"""SIGKILL; SIGTERM; SIGTERM, and after the time SIGKILL to what is left, as a spot machine; SIGSTOP and SIGCONT; links cut; a quarter of its time to run; a disk that refuses."""
+"""SIGKILL; SIGTERM; the same, and SIGKILL to what is left after the time, as a spot machine is taken away; SIGSTOP and
+SIGCONT; links cut; a quarter of its time to run; a disk that refuses."""
 
 LASTING: Final = frozenset({"notice", "pause", "partition", "slow", "disk"})
 """They are over after a time; the others are over at once."""

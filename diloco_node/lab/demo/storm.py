@@ -132,6 +132,8 @@ class DemoStorm:
                 raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
         self._mtbf = parse_option("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
         self._notice_ns = parse_option("--notice", options.notice, parse_duration).ns if options.notice else 0
+        if options.notice and options.victims:
+            raise ConfigError("--notice is given to whole machines: leave --victims out")
         self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
         self.plan: FaultPlan
         if options.tape is not None:
@@ -253,8 +255,8 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
     ]
     if notices := chaos["notices"]:
         lines.append(
-            f"notices            {notices['count']} machines stopped, after at most {notices['stopped_seconds_most']:.1f} "
-            f"s; {notices['killed']} had to be killed"
+            f"notices            {notices['count']} machines stopped within {notices['stopped_seconds_most']:.1f} s; "
+            f"{notices['killed']} had to be killed"
         )
     for victim, rejoin in (chaos["rejoin"] or {}).items():
         median, most = rejoin["seconds_median"], rejoin["seconds_most"]

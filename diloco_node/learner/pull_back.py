@@ -1,0 +1,172 @@
+"""Notices an optimizer, or a wrapper of one, that takes back a part of each version, for whatever reason.
+
+An optimizer that averages with a copy of the weights, or interpolates with older ones, takes back a fifth or a half of
+each merge. No single step proves that, for training moves the parameters as well. But training moves them alike from
+step to step, while what takes back does so at once: in the first step after a version, or in one of the next ten.
+
+So of each version's way the part is measured that each of the next steps takes back. The first step is compared with
+the later ones over several versions; and of ten steps the one that stands out. What the gradient itself leads back is
+no such thing. A copy that is followed slowly, by some percent a step, looks like training and is not found here.
+
+Nothing waits for a device: the numbers are read when they are there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, stdev
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from diloco_node.learner.layouts.device import LateNumbers, has_streams, page_locked
+from diloco_node.learner.layouts.shard_map import LocalFragment
+from diloco_node.learner.layouts.tensors import ModelTensors, host_values
+
+STEPS: Final = 10
+"""Steps after a version that are looked at. Lookahead interpolates each fifth to tenth step."""
+
+STEPS_MIN: Final = 2
+"""With fewer there is nothing to compare the first one with."""
+
+STEPS_OF_JUMP: Final = 8
+"""With fewer, one of them stands out by chance."""
+
+VERSIONS: Final = 10
+"""The last ones that are judged together."""
+
+VERSIONS_MIN: Final = 5
+PART: Final = 0.12
+"""Of a version's way, taken back by one step more than by others. A fifth is found, also where training adds noise."""
+
+DEVIATIONS: Final = 5.0
+"""The part must stand out by so many standard errors, or median deviations of the other steps."""
+
+LEADS_BACK: Final = 0.5
+"""Cosine between the gradient and a version's way, from which on the gradient itself leads back."""
+
+VERSIONS_MAX: Final = 64
+"""After so many versions nothing more is looked at."""
+
+_NUMBERS: Final = 3
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A version and the steps after it.
+
+    Attributes:
+        move: way of the version, and last: the values at the boundary before, samples on their device.
+        rows: per boundary (part of the way gained, cosine of gradient and way, whether anything moved).
+    """
+
+    local: LocalFragment
+    move: Tensor
+    last: Tensor
+    rows: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Judgement of a version: the part that its first step took back beyond later ones, and whether one stood out."""
+
+    first: float
+    is_jump: bool
+
+
+class PullBackCheck:
+    """Use `begin` when a version was applied, `look` at each boundary before anything is applied.
+
+    Attributes:
+        fault: what was found, in words; empty before.
+    """
+
+    def __init__(self, tensors: ModelTensors, fragments: int) -> None:
+        self.fault = ""
+        self._tensors = tensors
+        # By fragment the version that is looked at, and the numbers of one that are on their way.
+        self._trials: dict[int, _Trial] = {}
+        self._late: dict[int, LateNumbers] = {}
+        make: Callable[[int, int], Tensor] = page_locked if any(map(has_streams, tensors.devices)) else host_values
+        self._places = make(fragments, STEPS * _NUMBERS)
+        self._verdicts: deque[_Verdict] = deque(maxlen=VERSIONS)
+        # Versions that were begun, up to VERSIONS_MAX.
+        self._versions = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further version is looked at."""
+        return bool(self.fault) or self._versions >= VERSIONS_MAX
+
+    def begin(self, local: LocalFragment, before: Tensor, after: Tensor) -> None:
+        """A version was applied: samples of the parameters before and after."""
+        self._finish(local.index)
+        if not self.is_done:
+            self._versions += 1
+            self._trials[local.index] = _Trial(local, after - before, after)
+
+    def look(self) -> None:
+        """Measure what the last step took back, and judge the versions whose numbers have come."""
+        for index, trial in list(self._trials.items()):
+            trial.rows.append(self._measure(trial))
+            if len(trial.rows) == STEPS:
+                self._finish(index)
+        for index, late in list(self._late.items()):
+            numbers = late.read()
+            if numbers is not None:
+                del self._late[index]
+                self._judge(numbers)
+
+    def _measure(self, trial: _Trial) -> Tensor:
+        now, move = self._tensors.sample(trial.local), trial.move
+        gradient = self._tensors.sample_gradients(trial.local)
+        step, trial.last = now - trial.last, now
+        length = move.norm()
+        part, cosine = (step * move).sum() / length.square(), (gradient * move).sum() / (gradient.norm() * length)
+        return torch.stack([part, cosine.nan_to_num(0.0), (step != 0).any().float()])
+
+    def _finish(self, index: int) -> None:
+        """Order the numbers of a version; they are lost where those of the one before are still on their way."""
+        trial = self._trials.pop(index, None)
+        if trial is not None and len(trial.rows) >= STEPS_MIN and index not in self._late:
+            self._late[index] = LateNumbers(torch.cat(trial.rows), self._places[index])
+
+    def _judge(self, numbers: Sequence[float]) -> None:
+        rows = [tuple(numbers[at : at + _NUMBERS]) for at in range(0, len(numbers), _NUMBERS)]
+        verdict = judged([(part, cosine) for part, cosine, has_moved in rows if has_moved])
+        if verdict is None or self.fault:
+            return
+        self._verdicts.append(verdict)
+        self.fault = fault_of(list(self._verdicts))
+
+
+def judged(steps: Sequence[tuple[float, float]]) -> _Verdict | None:
+    """Judge one version by (part of its way gained, cosine of gradient and way) of each step; None: nothing to say."""
+    parts = [part for part, _ in steps]
+    if len(parts) < STEPS_MIN or not all(abs(part) < float("inf") for part in parts):  # the latter is no number, too
+        return None
+    usual = median(parts[max(1, len(parts) // 2) :])
+    first = 0.0 if steps[0][1] > LEADS_BACK else usual - parts[0]
+    worst = min(range(len(parts)), key=parts.__getitem__)
+    others = [part for at, part in enumerate(parts) if at != worst]
+    spread = median(abs(part - median(others)) for part in others)
+    jump = median(others) - parts[worst]
+    is_jump = len(parts) >= STEPS_OF_JUMP and jump >= max(PART, DEVIATIONS * spread) and steps[worst][1] <= LEADS_BACK
+    return _Verdict(first, is_jump)
+
+
+def fault_of(verdicts: Sequence[_Verdict]) -> str:
+    """Which part of each version is taken back, in words; empty if that is not clear, or none is."""
+    if len(verdicts) < VERSIONS_MIN:
+        return ""
+    firsts = [verdict.first for verdict in verdicts]
+    mean, error = fmean(firsts), stdev(firsts) / len(firsts) ** 0.5
+    if mean >= max(PART, DEVIATIONS * error):
+        return f"the first step after a version takes back {mean:.0%} of it"
+    jumps = sum(verdict.is_jump for verdict in verdicts)
+    if jumps >= VERSIONS_MIN and 2 * jumps > len(verdicts):
+        return f"within {STEPS} steps after a version one step takes back {PART:.0%} of it or more"
+    return ""
