@@ -148,14 +148,20 @@ def judged(steps: Sequence[tuple[float, float]]) -> _Verdict | None:
     parts = [part for part, _ in steps]
     if len(parts) < STEPS_MIN or not all(abs(part) < float("inf") for part in parts):  # the latter is no number, too
         return None
-    usual = median(parts[max(1, len(parts) // 2) :])
-    first = 0.0 if steps[0][1] > LEADS_BACK else usual - parts[0]
+    later = parts[1:]
+    # Training that slows down takes back less from step to step: the first one is expected where the next ones point.
+    usual = min(median(later), 2.0 * later[0] - later[1] if len(later) > 1 else later[0])
+    first = _beyond(usual - parts[0], later, steps[0][1])
     worst = min(range(len(parts)), key=parts.__getitem__)
     others = [part for at, part in enumerate(parts) if at != worst]
     spread = median(abs(part - median(others)) for part in others)
-    jump = median(others) - parts[worst]
-    is_jump = len(parts) >= STEPS_OF_JUMP and jump >= max(PART, DEVIATIONS * spread) and steps[worst][1] <= LEADS_BACK
-    return _Verdict(first, is_jump)
+    jump = _beyond(median(others) - parts[worst], others, steps[worst][1])
+    return _Verdict(first, len(parts) >= STEPS_OF_JUMP and jump >= max(PART, DEVIATIONS * spread))
+
+
+def _beyond(part: float, others: Sequence[float], cosine: float) -> float:
+    """What a step takes back beyond others; 0 where training moves as much, or the gradient leads back."""
+    return 0.0 if cosine > LEADS_BACK or part < median(map(abs, others)) else part
 
 
 def fault_of(verdicts: Sequence[_Verdict]) -> str:

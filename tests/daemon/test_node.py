@@ -14,6 +14,7 @@ import pytest
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.final_model import LINGER_S
+from diloco_node.health.alerts import find_alerts
 from diloco_node.lab.demo.account_check import check_account
 from diloco_node.storage.trained import read_trained
 from tests.kit.node_kit import MANIFEST, NO_BUDGET
@@ -167,9 +168,31 @@ def test_a_leader_that_stops_hands_over_and_waits_for_nobody_when_it_is_alone(pl
             await leader.drain()
             waits_s.append(clock.time() - began_s)
             assert not (leader.core.is_leader and there)
+            others = [region.node.core.liveness for region in there.values()]
+            await world.until("the others know", lambda: all(liveness.has_left(name) for liveness in others))
             world.network.disconnect(name)
         assert 0 < max(waits_s) < node_module.DRAIN_S / 2
         assert waits_s[-1] == 0
+
+    play(scenario)
+
+
+def test_a_learner_that_leaves_is_merged_at_once_though_nobody_else_is_due(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        leaving = world.regions["b"].learner
+        await world.until("the run is half over", lambda: leaving.step > STEPS // 2)
+        clock = asyncio.get_running_loop()
+        leaving.is_leaving, began_s, step = True, clock.time(), leaving.step
+        includes = lambda: all(position.included_step == step for position in leaving.positions)  # noqa: E731
+        await world.until("merges include all of its steps", includes, within_s=20.0)
+        # A cycle takes longer than that: nobody else was due in every fragment.
+        assert clock.time() - began_s < 8 * leaving.step_s + 2.0
+        assert world.regions["a"].node.core.liveness.has_left("b")
+        await world.regions["b"].node.drain()
+        world.network.disconnect("b")
+        await world.until("b is gone", lambda: not world.regions["a"].node.view().peers[0].is_alive, within_s=20.0)
+        alerts = find_alerts(world.regions["a"].node.status.document())
+        assert "A-PEER-DOWN" not in {alert.code for alert in alerts}
 
     play(scenario)
 
