@@ -92,9 +92,9 @@ class PlaceMark:
     @property
     def loss(self) -> str:
         """What is lost when the learner ends now, in words."""
-        unmerged = max(0, self.step - self.included_step)
-        unsaved = self.step - max(0, self.checkpoint_step)
-        return f"lost: {max(0, unsaved)} steps since its checkpoint, {unmerged} that no merge includes"
+        merge_lag = max(0, self.step - self.included_step)
+        save_lag = self.step - max(0, self.checkpoint_step)
+        return f"lost: {max(0, save_lag)} steps since its checkpoint, {merge_lag} that no merge includes"
 
 
 _ACTIVITY_BYTES: Final = 40

@@ -44,7 +44,7 @@ from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import finite
 from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.model_watch import ModelWatch, attach_warnings
-from diloco_node.learner.pauses import BUSY_MAX_S, announced
+from diloco_node.learner.pauses import BUSY_MAX_S, announce_pause
 from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
@@ -294,7 +294,8 @@ class Diloco:
 
         A checkpoint is begun first, so that a process that is ended in the pause loses no steps before it.
         """
-        return announced(self._session, activity, at_most_s, before=self._save_before_pause)
+        session = None if self._is_closed else self._session
+        return announce_pause(session, activity, at_most_s, before=self._save_before_pause)
 
     def _save_before_pause(self) -> None:
         if self._boundaries is not None and not self._is_closed:

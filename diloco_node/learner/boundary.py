@@ -167,18 +167,18 @@ class StepBoundaries:
         Args:
             deadline_s: monotonic.
         """
-        session, told_s, hoped_s = self.session, -math.inf, time.monotonic()
+        session, notice_s, hope_s = self.session, -math.inf, time.monotonic()
         while True:
             now_s = time.monotonic()
             if session is not None and session.has_snapshot_out:
-                hoped_s = now_s
+                hope_s = now_s
             # Where nobody asks for a snapshot there is no leader, or no majority.
-            is_hopeful = now_s < deadline_s and now_s - hoped_s < LEAVE_PATIENCE_S
+            is_hopeful = now_s < deadline_s and now_s - hope_s < LEAVE_PATIENCE_S
             is_waiting = session is not None and session.has_unmerged_steps and is_hopeful
             if self.ranks.share_bytes(b"1" if is_waiting else b"") != b"1":
                 return
-            if session is not None and now_s - told_s >= LEAVING_EVERY_S:
-                told_s = now_s
+            if session is not None and now_s - notice_s >= LEAVING_EVERY_S:
+                notice_s = now_s
                 session.link.send(Leaving())
             yield self.cross(0, is_step=False)
             self._wait(SETTLE_SLICE_S)

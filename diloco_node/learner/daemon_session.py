@@ -256,9 +256,9 @@ class LearnerSession:
 
     def stand(self, checkpoint_step: int) -> None:
         """Write where this learner stands after a boundary; `checkpoint_step` as in `PlaceMark`."""
-        included = min((position.included_step for position in self.fragments.positions), default=0)
+        included_step = min((position.included_step for position in self.fragments.positions), default=0)
         step = self.fragments.step
-        self._write_place(replace(self.place, step=step, included_step=included, checkpoint_step=checkpoint_step))
+        self._write_place(replace(self.place, step=step, included_step=included_step, checkpoint_step=checkpoint_step))
 
     def pause(self, activity: str, *, since_s: float, limit_s: float) -> None:
         """Write that the loop makes no steps for a while, and why; an empty activity: it goes on."""

@@ -16,7 +16,7 @@ BUSY_MAX_S: Final = 3600.0
 
 
 @contextmanager
-def announced(
+def announce_pause(
     session: LearnerSession | None, activity: str, limit_s: float, *, before: Callable[[], None]
 ) -> Iterator[None]:
     """Announce a pause for the time of the block; in one inside another, the inner one counts.

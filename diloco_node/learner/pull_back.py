@@ -1,10 +1,10 @@
-"""Notices an optimizer, or a wrapper of one, that takes back a part of each version, for whatever reason.
+"""Notices an optimizer, or a wrapper of one, that takes back a share of each version, for whatever reason.
 
 An optimizer that averages with a copy of the weights, or interpolates with older ones, takes back a fifth or a half of
 each merge. No single step proves that, for training moves the parameters as well. But training moves them alike from
 step to step, while what takes back does so at once: in the first step after a version, or in one of the next ten.
 
-So of each version's way the part is measured that each of the next steps takes back. The first step is compared with
+So of each version's way the share is measured that each of the next steps takes back. The first step is compared with
 the later ones over several versions; and of ten steps the one that stands out. What the gradient itself leads back is
 no such thing. A copy that is followed slowly, by some percent a step, looks like training and is not found here.
 
@@ -39,11 +39,11 @@ VERSIONS: Final = 10
 """The last ones that are judged together."""
 
 VERSIONS_MIN: Final = 5
-PART: Final = 0.12
+SHARE: Final = 0.12
 """Of a version's way, taken back by one step more than by others. A fifth is found, also where training adds noise."""
 
 DEVIATIONS: Final = 5.0
-"""The part must stand out by so many standard errors, or median deviations of the other steps."""
+"""The share must stand out by so many standard errors, or median deviations of the other steps."""
 
 LEADS_BACK: Final = 0.5
 """Cosine between the gradient and a version's way, from which on the gradient itself leads back."""
@@ -60,7 +60,7 @@ class _Trial:
 
     Attributes:
         move: way of the version, and last: the values at the boundary before, samples on their device.
-        rows: per boundary (part of the way gained, cosine of gradient and way, whether anything moved).
+        rows: per boundary (share of the way gained, cosine of gradient and way, whether anything moved).
     """
 
     local: LocalFragment
@@ -71,7 +71,7 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """Judgement of a version: the part that its first step took back beyond later ones, and whether one stood out."""
+    """Judgement of a version: the share that its first step took back beyond later ones, and whether one stood out."""
 
     first: float
     is_jump: bool
@@ -125,8 +125,8 @@ class PullBackCheck:
         gradient = self._tensors.sample_gradients(trial.local)
         step, trial.last = now - trial.last, now
         length = move.norm()
-        part, cosine = (step * move).sum() / length.square(), (gradient * move).sum() / (gradient.norm() * length)
-        return torch.stack([part, cosine.nan_to_num(0.0), (step != 0).any().float()])
+        share, cosine = (step * move).sum() / length.square(), (gradient * move).sum() / (gradient.norm() * length)
+        return torch.stack([share, cosine.nan_to_num(0.0), (step != 0).any().float()])
 
     def _finish(self, index: int) -> None:
         """Order the numbers of a version; they are lost where those of the one before are still on their way."""
@@ -136,43 +136,43 @@ class PullBackCheck:
 
     def _judge(self, numbers: Sequence[float]) -> None:
         rows = [tuple(numbers[at : at + _NUMBERS]) for at in range(0, len(numbers), _NUMBERS)]
-        verdict = judged([(part, cosine) for part, cosine, has_moved in rows if has_moved])
+        verdict = judge_version([(share, cosine) for share, cosine, has_moved in rows if has_moved])
         if verdict is None or self.fault:
             return
         self._verdicts.append(verdict)
         self.fault = fault_of(list(self._verdicts))
 
 
-def judged(steps: Sequence[tuple[float, float]]) -> _Verdict | None:
-    """Judge one version by (part of its way gained, cosine of gradient and way) of each step; None: nothing to say."""
-    parts = [part for part, _ in steps]
-    if len(parts) < STEPS_MIN or not all(abs(part) < float("inf") for part in parts):  # the latter is no number, too
+def judge_version(steps: Sequence[tuple[float, float]]) -> _Verdict | None:
+    """Judge a version by (share of its way gained, cosine of gradient and way) of each step; None: nothing to say."""
+    shares = [share for share, _ in steps]
+    if len(shares) < STEPS_MIN or not all(abs(share) < float("inf") for share in shares):
         return None
-    later = parts[1:]
+    later = shares[1:]
     # Training that slows down takes back less from step to step: the first one is expected where the next ones point.
     usual = min(median(later), 2.0 * later[0] - later[1] if len(later) > 1 else later[0])
-    first = _beyond(usual - parts[0], later, steps[0][1])
-    worst = min(range(len(parts)), key=parts.__getitem__)
-    others = [part for at, part in enumerate(parts) if at != worst]
-    spread = median(abs(part - median(others)) for part in others)
-    jump = _beyond(median(others) - parts[worst], others, steps[worst][1])
-    return _Verdict(first, len(parts) >= STEPS_OF_JUMP and jump >= max(PART, DEVIATIONS * spread))
+    first = _beyond(usual - shares[0], later, steps[0][1])
+    worst = min(range(len(shares)), key=shares.__getitem__)
+    neighbours = [share for at, share in enumerate(shares) if at != worst]
+    spread = median(abs(share - median(neighbours)) for share in neighbours)
+    jump = _beyond(median(neighbours) - shares[worst], neighbours, steps[worst][1])
+    return _Verdict(first, len(shares) >= STEPS_OF_JUMP and jump >= max(SHARE, DEVIATIONS * spread))
 
 
-def _beyond(part: float, others: Sequence[float], cosine: float) -> float:
-    """What a step takes back beyond others; 0 where training moves as much, or the gradient leads back."""
-    return 0.0 if cosine > LEADS_BACK or part < median(map(abs, others)) else part
+def _beyond(share: float, neighbours: Sequence[float], cosine: float) -> float:
+    """What a step takes back beyond neighbours; 0 where training moves as much, or the gradient leads back."""
+    return 0.0 if cosine > LEADS_BACK or share < median(map(abs, neighbours)) else share
 
 
 def fault_of(verdicts: Sequence[_Verdict]) -> str:
-    """Which part of each version is taken back, in words; empty if that is not clear, or none is."""
+    """Say which share of each version is taken back; empty if that is not clear, or none is."""
     if len(verdicts) < VERSIONS_MIN:
         return ""
     firsts = [verdict.first for verdict in verdicts]
     mean, error = fmean(firsts), stdev(firsts) / len(firsts) ** 0.5
-    if mean >= max(PART, DEVIATIONS * error):
+    if mean >= max(SHARE, DEVIATIONS * error):
         return f"the first step after a version takes back {mean:.0%} of it"
     jumps = sum(verdict.is_jump for verdict in verdicts)
     if jumps >= VERSIONS_MIN and 2 * jumps > len(verdicts):
-        return f"within {STEPS} steps after a version one step takes back {PART:.0%} of it or more"
+        return f"within {STEPS} steps after a version one step takes back {SHARE:.0%} of it or more"
     return ""

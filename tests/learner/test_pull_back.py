@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.pull_back import VERSIONS, VERSIONS_MAX, PullBackCheck, fault_of, judged
+from diloco_node.learner.pull_back import VERSIONS, VERSIONS_MAX, PullBackCheck, fault_of, judge_version
 from diloco_node.learner.revert import RevertCheck
 from tests.learner.layouts.test_tensors import parts
 
@@ -138,16 +138,16 @@ def test_it_is_told_once_and_nothing_is_looked_at_for_ever() -> None:
 
 
 def test_numbers_that_are_none_say_nothing() -> None:
-    assert judged([]) is None
-    assert judged([(-0.2, 0.0)]) is None
-    assert judged([(math.nan, 0.0), (0.0, 0.0), (0.0, 0.0)]) is None
-    assert judged([(math.inf, 0.0), (0.0, 0.0)]) is None
+    assert judge_version([]) is None
+    assert judge_version([(-0.2, 0.0)]) is None
+    assert judge_version([(math.nan, 0.0), (0.0, 0.0), (0.0, 0.0)]) is None
+    assert judge_version([(math.inf, 0.0), (0.0, 0.0)]) is None
     assert fault_of([]) == ""
 
 
 def test_what_the_gradient_leads_back_is_training() -> None:
-    led = judged([(-0.3, 0.9)] + [(0.0, 0.0)] * 9)
-    pulled = judged([(-0.3, 0.1)] + [(0.0, 0.0)] * 9)
+    led = judge_version([(-0.3, 0.9)] + [(0.0, 0.0)] * 9)
+    pulled = judge_version([(-0.3, 0.1)] + [(0.0, 0.0)] * 9)
     assert led is not None
     assert pulled is not None
     assert fault_of([led] * VERSIONS) == ""

@@ -31,7 +31,7 @@ class Opening:
         reason: in words.
         due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
         is_last: it is the run's last round of this fragment.
-        leaving: learners, with their incarnations, for which it is opened early.
+        leavers: learners, with their incarnations, for which it is opened early.
     """
 
     fragment: int
@@ -39,7 +39,7 @@ class Opening:
     due_at_ns: tuple[int, ...] = ()
     learners: int = 0
     is_last: bool = False
-    leaving: tuple[tuple[str, int], ...] = ()
+    leavers: tuple[tuple[str, int], ...] = ()
 
 
 class Opener:
@@ -79,7 +79,7 @@ class Opener:
     def on_open(self, opening: Opening, *, now_ns: int) -> None:
         """Take an opened round: pace the next one, learn from this one."""
         self._last_open_ns = now_ns
-        self._leave_rounds.update(opening.leaving)
+        self._leave_rounds.update(opening.leavers)
         due = opening.due_at_ns
         if due:
             quorum = quorum_size(opening.learners, self._settings.quorum_min)
@@ -148,9 +148,9 @@ class Opener:
             if decision.open:
                 self.reason = ""
                 due = sorted(learner.due_at_ns for learner in learners if learner.due_at_ns is not None)
-                leaving = [learner.name for learner in learners if learner.is_leaving and learner.due_at_ns is not None]
-                lives = tuple((name, status.incarnation) for name, status in statuses if name in leaving)
-                return Opening(fragment, decision.reason, tuple(due), len(learners), leaving=lives)
+                leavers = [learner.name for learner in learners if learner.is_leaving and learner.due_at_ns is not None]
+                lives = tuple((name, status.incarnation) for name, status in statuses if name in leavers)
+                return Opening(fragment, decision.reason, tuple(due), len(learners), leavers=lives)
             if decision.wake_at_ns is not None:
                 self.wake_at_ns = min(self.wake_at_ns or decision.wake_at_ns, decision.wake_at_ns)
             reasons.append(f"fragment {fragment}: {decision.reason}")

@@ -36,14 +36,14 @@ class StruckFault:
     Attributes:
         at_ns: when it was carried out, on the plan's clock.
         pids: the processes that it struck; none: nobody was there.
-        stopped_ns: of a notice, how long the machine took to stop; 0 of others. killed: processes left at its end.
+        stopped_ns: of a notice, how long the machine took to stop; 0 of others. kills: processes left at its end.
     """
 
     at_ns: int
     fault: PlannedFault
     pids: tuple[int, ...]
     stopped_ns: int = 0
-    killed: int = 0
+    kills: int = 0
 
     @property
     def is_missed(self) -> bool:
@@ -60,7 +60,7 @@ class StruckFault:
             "pids": list(self.pids),
             "missed": self.is_missed,
             **(
-                {"stopped_after_seconds": self.stopped_ns / NS_PER_S, "killed": self.killed}
+                {"stopped_after_seconds": self.stopped_ns / NS_PER_S, "killed": self.kills}
                 if self.fault.kind == "notice"
                 else {}
             ),
@@ -131,13 +131,13 @@ class FaultExecutor:
     async def _take_away(self, demo: DemoFile, strike: StruckFault) -> StruckFault:
         """Wait for the end of the notice, or until the machine has stopped; then kill what is left of it."""
         target, end_ns = strike.fault.target, strike.at_ns + strike.fault.lasts_ns
-        left = await asyncio.to_thread(demo.find, target)
-        while left and self._now_ns() < end_ns:
+        survivors = await asyncio.to_thread(demo.find, target)
+        while survivors and self._now_ns() < end_ns:
             await self._sleep(GONE_POLL_S)
-            left = await asyncio.to_thread(demo.find, target)
-        with hold_all(left) as handles:
-            killed = sum(handle.send(signal.SIGKILL) for handle in handles)
-        outcome = replace(strike, stopped_ns=self._now_ns() - strike.at_ns, killed=killed)
+            survivors = await asyncio.to_thread(demo.find, target)
+        with hold_all(survivors) as handles:
+            kills = sum(handle.send(signal.SIGKILL) for handle in handles)
+        outcome = replace(strike, stopped_ns=self._now_ns() - strike.at_ns, kills=kills)
         self.strikes[self.strikes.index(strike)] = outcome
         return outcome
 

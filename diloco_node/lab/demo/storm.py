@@ -224,8 +224,8 @@ def _notices(strikes: Sequence[StruckFault]) -> dict[str, Any] | None:
     """How machines took their notices; None where none was given."""
     notices = [fault for fault in strikes if fault.fault.kind == "notice" and not fault.is_missed]
     times_s = [fault.stopped_ns / NS_PER_S for fault in notices]
-    killed = sum(fault.killed > 0 for fault in notices)
-    return {"count": len(notices), "stopped_seconds_most": max(times_s), "killed": killed} if notices else None
+    kills = sum(fault.kills > 0 for fault in notices)
+    return {"count": len(notices), "stopped_seconds_most": max(times_s), "killed": kills} if notices else None
 
 
 def _seconds_of(spans: Sequence[story.LifeSpan]) -> dict[str, float]:

@@ -151,7 +151,7 @@ def test_rounds_open_for_a_learner_that_leaves_until_a_merge_includes_its_steps(
     desk.report(leaving, "b")
     opening = desk.choose()
     assert opening is not None
-    assert (opening.fragment, opening.reason, opening.leaving) == (1, "b leaves", (("b", leaving.incarnation),))
+    assert (opening.fragment, opening.reason, opening.leavers) == (1, "b leaves", (("b", leaving.incarnation),))
     desk.report(replace(leaving, positions=(at(13), at(13))), "b")
     assert desk.choose() is None
     assert "quorum" in desk.opener.reason

@@ -99,8 +99,8 @@ def test_a_machine_with_notice_is_told_and_what_is_left_at_the_end_is_killed(
     assert struck.strikes == [done]
     demo.until_ended("b.supervisor")
     assert demo.ended()["b.supervisor"] == (signal.SIGKILL if is_stubborn else signal.SIGTERM)
-    assert (done.killed > 0) == is_stubborn
-    assert done.document()["killed"] == done.killed
+    assert (done.kills > 0) == is_stubborn
+    assert done.document()["killed"] == done.kills
     assert 0 < done.stopped_ns < 20 * NS_PER_S
 
 
