@@ -213,19 +213,20 @@ class Eligibility:
         return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
 
     def reachability(self, *, now_ns: int, exclude: Collection[str] = (), probe: str = "") -> Reachability:
-        """Assess the regions, without suspended ones and without reducers that are behind; see `assess_reachability`.
+        """Assess the regions, without suspended ones and without reducers that are behind or leave.
 
         Args:
             probe: the region that is tried again, if its pause is over.
         """
         reducers = self._book.suspensions(BallotPart.REDUCER, probe=probe, now_ns=now_ns)
         behind = (name for name in self._regions if self.is_behind(name, now_ns=now_ns))
+        leavers = (name for name in self._liveness.others if self._liveness.has_left(name))
         return assess_reachability(
             self._region,
             self._regions,
             self._liveness,
             now_ns=now_ns,
-            exclude={*exclude, *reducers, *behind},
+            exclude={*exclude, *reducers, *behind, *leavers},
             left_out=self._book.suspensions(BallotPart.MEMBER, probe=probe, now_ns=now_ns),
         )
 

@@ -93,6 +93,16 @@ def test_a_learner_that_leaves_is_asked_though_it_stands_still() -> None:
         assert ("b" in learners) == (now_ns <= LEAVING_NS), "not for ever"
 
 
+def test_a_region_that_leaves_reduces_nothing_more_while_others_can() -> None:
+    world = Neighbourhood()
+    eligibility = eligibility_of(world.liveness, HISTORY)
+    world.hear("b", status(), now_ns=1, leaving=True)
+    world.hear("c", status(), now_ns=1)
+    assert eligibility.reachability(now_ns=1).reducers == ("a", "c")
+    world.hear("b", status(), now_ns=2)
+    assert eligibility.reachability(now_ns=2).reducers == ("a", "b", "c")
+
+
 def test_stopped_learner_is_away() -> None:
     world = Neighbourhood()
     world.all_hear(status(finished=True), now_ns=1)
