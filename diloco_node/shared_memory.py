@@ -86,12 +86,14 @@ class PlaceMark:
         if raw is None or len(raw) != PLACE_BYTES:
             return None
         *numbers, activity = _PLACE.unpack(raw)
-        mark = cls(*numbers, activity.rstrip(b"\0").decode(errors="replace"))
+        pid, step, included_step, checkpoint_step, since_s, limit_s = numbers
+        words = activity.rstrip(b"\0").decode(errors="replace")
+        mark = cls(pid, step, included_step, checkpoint_step, since_s, limit_s, words)
         return mark if mark.pid > 0 and math.isfinite(mark.since_s) and math.isfinite(mark.limit_s) else None
 
     @property
     def loss(self) -> str:
-        """What is lost when the learner ends now, in words."""
+        """Steps that are lost when the learner ends now, in words."""
         merge_lag = max(0, self.step - self.included_step)
         save_lag = self.step - max(0, self.checkpoint_step)
         return f"lost: {max(0, save_lag)} steps since its checkpoint, {merge_lag} that no merge includes"

@@ -22,7 +22,7 @@ STOP_VARIABLE: Final = "DILOCO_STOP_S"
 
 STOP_S_DEFAULT: Final = 20.0
 LEAVE_SHARE: Final = 0.8
-"""Of these seconds a learner waits for a merge of its last steps; the rest is for what it closes."""
+"""Share of these seconds in which a learner waits for a merge of its last steps; the rest is for what it closes."""
 
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -40,7 +40,7 @@ VERSIONS: Final = 10
 
 VERSIONS_MIN: Final = 5
 SHARE: Final = 0.12
-"""Of a version's way, taken back by one step more than by others. A fifth is found, also where training adds noise."""
+"""Part of a version's way, taken back by one step more than by others. A fifth is found, also beside some noise."""
 
 DEVIATIONS: Final = 5.0
 """The share must stand out by so many standard errors, or median deviations of the other steps."""
@@ -55,7 +55,7 @@ _NUMBERS: Final = 3
 
 
 @dataclass(slots=True)
-class _Trial:
+class _VersionTrial:
     """A version and the steps after it.
 
     Attributes:
@@ -88,7 +88,7 @@ class PullBackCheck:
         self.fault = ""
         self._tensors = tensors
         # By fragment the version that is looked at, and the numbers of one that are on their way.
-        self._trials: dict[int, _Trial] = {}
+        self._trials: dict[int, _VersionTrial] = {}
         self._late: dict[int, LateNumbers] = {}
         make: Callable[[int, int], Tensor] = page_locked if any(map(has_streams, tensors.devices)) else host_values
         self._places = make(fragments, STEPS * _NUMBERS)
@@ -106,7 +106,7 @@ class PullBackCheck:
         self._finish(local.index)
         if not self.is_done:
             self._versions += 1
-            self._trials[local.index] = _Trial(local, after - before, after)
+            self._trials[local.index] = _VersionTrial(local, after - before, after)
 
     def look(self) -> None:
         """Measure what the last step took back, and judge the versions whose numbers have come."""
@@ -120,7 +120,7 @@ class PullBackCheck:
                 del self._late[index]
                 self._judge(numbers)
 
-    def _measure(self, trial: _Trial) -> Tensor:
+    def _measure(self, trial: _VersionTrial) -> Tensor:
         now, move = self._tensors.sample(trial.local), trial.move
         gradient = self._tensors.sample_gradients(trial.local)
         step, trial.last = now - trial.last, now

@@ -253,7 +253,7 @@ class _Supervisor:
         return PlaceMark.decode(self._memory.contents(PLACE_AREA))
 
     def _loss(self, child: Child) -> str:
-        """What the learner's end costs, in words; empty where it ended in order, or made no step."""
+        """Steps that the learner's end costs, in words; empty where it made none."""
         place = self._place()
         is_own = child is self._learner and place is not None and place != self._watch.old_place
         return f"; {place.loss}" if is_own and place is not None else ""

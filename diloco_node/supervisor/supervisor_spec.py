@@ -11,7 +11,7 @@ FINAL_CODES: Final = frozenset({2, 4, 6, 7})
 """The daemon's exit codes that another start would only repeat; RestartPreventExitStatus of deploy's unit."""
 
 LEARNER_SHARE: Final = 0.8
-"""Of `stop_s`: the learner saves, and has its last steps merged; the daemon gives its leadership away."""
+"""Share of `stop_s` in which the learner saves, and has its last steps merged; the daemon gives its leadership away."""
 
 
 @dataclass(frozen=True, slots=True)

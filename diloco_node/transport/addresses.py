@@ -20,7 +20,7 @@ ATTEMPT_S: Final = 0.25
 """Start of an attempt before the next address is tried beside it, as RFC 8305 recommends."""
 
 ADDRESSES_MAX: Final = 8
-"""Of a name that has more, the first ones are tried, of both families in turn."""
+"""Most addresses of a name that are tried, those of both families in turn."""
 
 T = TypeVar("T")
 

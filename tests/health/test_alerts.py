@@ -304,6 +304,7 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         "too soon",
         "no majority says it",
         "quarantine says it",
+        "it said that it leaves",
         "the leader says it",
         "the leader says it of weights too",
         "few rounds",

@@ -53,7 +53,8 @@ def test_a_pause_is_there_for_as_long_as_it_lasts_and_the_inner_one_counts(folde
         assert (place(folder).step, place(folder).activity) == (2, "")
 
 
-def test_a_pause_begins_with_a_checkpoint_of_the_step_before_it(folder: Path) -> None:
+def test_a_pause_begins_with_a_checkpoint_of_the_step_before_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco_node.learner.checkpointing.PAUSE_COST_PART", float("inf"))
     toy = Toy()
     with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, checkpoint_every_s=3600.0) as diloco:
         for _ in range(3):

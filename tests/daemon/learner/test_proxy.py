@@ -538,6 +538,7 @@ def test_a_pause_is_that_of_the_process_that_is_attached(bench: Bench) -> None:
     area[:] = PlaceMark(7, since_s=1.0, limit_s=60.0, activity="evaluation").encode()
     assert bench.side.pause is None
     bench.side.on_attach(attach(pid=7), 1, ())
+    bench.now_ns = SECOND
     bench.side.on_message(report(1, 10))
     assert bench.side.pause is not None
     assert bench.side.pause.activity == "evaluation"

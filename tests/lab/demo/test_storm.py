@@ -234,13 +234,14 @@ def test_the_report_of_a_storm_of_notices_says_how_machines_took_them(tmp_path: 
         StruckFault(25 * S, notice, ()),
     ]
     up, dead = RegionSample(True, True, incarnation=1), RegionSample(True, False, incarnation=1)
-    samples = [RunSample(-1, dict.fromkeys("abc", up)), RunSample(45 * S, {"a": dead, "b": up, "c": up})]
+    later = replace(up, tokens_merged=1500)
+    samples = [RunSample(-1, dict.fromkeys("abc", up)), RunSample(45 * S, {"a": dead, "b": later, "c": later})]
     merges = [TimedMerge(S, {name: MergeMember(1, 1, 200.0) for name in "abc"})]
     done = training(samples, merges, regions=NAMES, end_ns=60 * S, final=(600, 2.5))
     chaos = storm.document(samples, merges, done)
     assert chaos["notices"] == {"count": 2, "stopped_seconds_most": 31.0, "killed": 1}
     assert (chaos["notice_seconds"], chaos["seconds_of"]["a"]["dead"]) == (30.0, 15.0)
-    assert chaos["goodput_there"] > chaos["compared"]["goodput"] * 0.99
+    assert chaos["goodput_there"] > chaos["compared"]["goodput"] > 0
     text = "\n".join(storm_lines({"training": done, "chaos": chaos}))
     for words in ("a notice of 30 s per 5 s", "2 machines stopped within 31.0 s; 1 had to be killed", "were there"):
         assert words in text, text
