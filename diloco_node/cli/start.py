@@ -275,6 +275,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
             PLACE_VARIABLE: f"{sorted(config.regions).index(region)}/{len(config.regions)}",
         },
         hang_s=config.learner.hang.ns / 1e9,
+        stop_s=config.learner.stop_grace.ns / 1e9,
         log_format=config.log.format,
         preload=preload_modules(config, command),
     )

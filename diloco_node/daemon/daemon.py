@@ -110,6 +110,7 @@ class Daemon:
                 snapshot=self._snapshot,
                 not_ready_reason=self.not_ready_reason,
                 finish=self.finish,
+                drain=self.drain,
                 set_budget=self._set_budget,
                 measure=self._measure,
                 expel=self._expel,
@@ -374,8 +375,8 @@ class Daemon:
 
     def start_learner(self) -> str:
         """Have the supervisor start a learner that it has stopped, or that waits. Raises ConfigError."""
-        supervisor = os.getppid()
-        if os.environ.get("DILOCO_SUPERVISOR_PID") != str(supervisor) or not self.learner_process:
+        supervisor = _supervisor()
+        if supervisor is None or not self.learner_process:
             raise ConfigError("this region's learner is not started by `diloco-node start`: start it where it runs")
         state = str(self.learner_process["state"])
         if state == "running":
@@ -383,6 +384,15 @@ class Daemon:
         os.kill(supervisor, signal.SIGUSR1)
         self.notes.add(Note("learner", f"an operator starts the learner, which was {state}"))
         return state
+
+    def drain(self) -> None:
+        """Stop this region in order: its learner first, with its last steps merged; then this daemon."""
+        self.notes.add(Note("learner", "an operator stops this region"))
+        supervisor = _supervisor()
+        if supervisor is None:
+            self.end()
+        else:
+            os.kill(supervisor, signal.SIGTERM)
 
     def _set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Change it until the region starts again or reads its settings again. Raises ConfigError."""
@@ -449,3 +459,9 @@ class Daemon:
                 "there, or stop the region"
             )
         self.node.finish(reason)
+
+
+def _supervisor() -> int | None:
+    """The process that has started this one and keeps it; None where that is no supervisor."""
+    parent = os.getppid()
+    return parent if os.environ.get("DILOCO_SUPERVISOR_PID") == str(parent) else None

@@ -135,7 +135,7 @@ def _peers(document: Document) -> Iterator[Finding]:
     for peer in rows(document, "peers"):
         name, error = text(peer, "name"), text(peer, "error")
         is_up = text(peer, "link") == "up" and peer.get("is_alive") is True
-        if is_up or name in quarantine:
+        if is_up or name in quarantine or peer.get("has_left") is True:
             continue
         if "protocol_version: ours" in error:
             yield _make(kinds.VERSION_DIFFERS, document, f"{name}: {error}", region=name)
@@ -230,6 +230,8 @@ def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
         return _process_fault(document)
     if learner.get("finished") is True:
         return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
+    if section(learner, "busy"):
+        return None
     silence = learner_silence(number(learner, "report_age_seconds"), number(learner, "step_seconds"))
     return (kinds.LEARNER_SILENT, silence) if silence else None
 

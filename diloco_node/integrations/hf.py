@@ -19,6 +19,7 @@ from transformers.training_args import ParallelMode
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import Diloco, attach
+from diloco_node.learner.pauses import CallbackPause
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc]
@@ -34,6 +35,9 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         self.diloco: Diloco | None = None
         self._options = options
+        self._pause = CallbackPause()
+        # Whether the pause is one for an evaluation.
+        self._is_evaluating = False
         self._hook_before: Any = None
 
     def on_train_begin(
@@ -64,6 +68,47 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """The step was counted at the optimizer; stop when the run is over."""
         self._stop(control)
+        self._pause_for(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Announce what the trainer does between epochs."""
+        self._pause_for(control)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Announce an evaluation that another callback, or the program, has begun."""
+        if not self._is_evaluating:
+            self._is_evaluating = True
+            self._pause.begin(self.diloco, "evaluation")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any) -> None:
+        """A save is over."""
+        self._go_on()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """No pause lasts until here."""
+        self._go_on()
+
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **context: Any
+    ) -> None:
+        """A prediction is over."""
+        self._go_on()
+
+    def _pause_for(self, control: TrainerControl) -> None:
+        """Announce what the trainer does next: it evaluates first, then it saves."""
+        if control.should_evaluate or control.should_save:
+            self._is_evaluating = bool(control.should_evaluate)
+            self._pause.begin(self.diloco, "evaluation" if self._is_evaluating else "saving")
+
+    def _go_on(self) -> None:
+        self._is_evaluating = False
+        self._pause.end()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -72,6 +117,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         metrics = context.get("metrics") or {}
         if self.diloco is not None and "eval_loss" in metrics:
             self.diloco.evaluated(val_loss=float(metrics["eval_loss"]))
+        self._go_on()
+        self._pause_for(TrainerControl(should_save=control.should_save))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -90,6 +137,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         hook(kind, error, traceback)
 
     def _leave(self, error: BaseException | None) -> None:
+        self._go_on()
         if self._hook_before is None or self.diloco is None:
             return
         if sys.excepthook == self._failed:

@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import Diloco, attach
 from diloco_node.learner.forward_watch import count_tokens
+from diloco_node.learner.pauses import CallbackPause
 from diloco_node.learner.token_check import TokenCheck, TokenCount
 
 
@@ -40,6 +41,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self.token_count = TokenCount()
         self._tokens = 0
         self._step = 0
+        self._pause = CallbackPause()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run: the model gets its parameters.
@@ -77,18 +79,33 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._tokens = 0
         trainer.should_stop |= self.diloco.should_stop
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """No pause lasts until here."""
+        self._pause.end()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce an evaluation."""
+        self._pause.begin(self.diloco, "evaluation")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Announce a save; it is over when the next batch begins."""
+        self._pause.begin(self.diloco, "saving")
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell the held-out loss, where the module logs one as `val_loss`."""
         loss = trainer.callback_metrics.get("val_loss")
         if self.diloco is not None and loss is not None:
             self.diloco.evaluated(val_loss=float(loss))
+        self._pause.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the run."""
+        self._pause.end()
         if self.diloco is not None:
             self.diloco.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the run with the reason."""
+        self._pause.end()
         if self.diloco is not None:
             self.diloco.__exit__(type(exception), exception, exception.__traceback__)

@@ -43,6 +43,9 @@ from diloco_node.learner.ranks import Ranks
 COST_PART: Final = 0.01
 """Share of the time that copying and writing checkpoints may take."""
 
+PAUSE_COST_PART: Final = 0.1
+"""The same before pauses: an evaluation may be longer than the notice of a machine that is taken away."""
+
 EVERY_MIN_S: Final = 2.0
 """More often brings back nothing: steps that no merge had taken are lost anyway, some ten of them."""
 
@@ -184,6 +187,15 @@ class Checkpointing:
         took_s = self._expected_s if self._writer.took_s is None else self._writer.took_s
         pause_s = min(self._every_s, max(EVERY_MIN_S, took_s / COST_PART))
         return time.monotonic() - self._saved_at_s >= pause_s
+
+    def save_before_pause(self, progress: TrainingProgress) -> None:
+        """Save where the loop is about to make no steps for long, unless the last one is new for what one takes."""
+        writer = self._writer
+        if writer is None or writer.is_busy or progress.step <= self.written_step:
+            return
+        took_s = self._expected_s if writer.took_s is None else writer.took_s
+        if time.monotonic() - self._saved_at_s >= took_s / PAUSE_COST_PART:
+            self.save(progress)
 
     def save(self, progress: TrainingProgress, *, is_waiting: bool = False) -> None:
         """Copy everything now; it is written in the background. A state that can't be kept ends the checkpoints.

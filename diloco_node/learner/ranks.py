@@ -115,6 +115,11 @@ class Ranks:
         """Whether this rank talks to the daemon."""
         return self.rank == 0
 
+    @property
+    def can_meet(self) -> bool:
+        """Whether all ranks can still be asked: a script may end their process group before it closes its learner."""
+        return self.size == 1 or dist.is_initialized()
+
     def agree(self, boundary: Boundary, *, fragments: int) -> Boundary:
         """Add up what the ranks bring to a boundary.
 

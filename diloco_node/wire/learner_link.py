@@ -181,7 +181,14 @@ class Warned:
     text: str
 
 
-ToDaemon = Attach | Report | SnapshotReady | SnapshotDenied | OfferApplied | InitialState | Done | Failed | Warned
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The learner was told to stop, and makes no more steps. It waits for a merge of its last ones; said repeatedly."""
+
+
+ToDaemon = (
+    Attach | Report | SnapshotReady | SnapshotDenied | OfferApplied | InitialState | Done | Failed | Warned | Leaving
+)
 
 # ---- daemon to learner -----------------------------------------------------------------------------------------------
 
@@ -291,6 +298,7 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
         7: Done,
         8: Failed,
         9: Warned,
+        10: Leaving,
     },
     bounds=BOUNDS,
     limits=_LIMITS,
