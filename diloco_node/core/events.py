@@ -16,16 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.messages import Message
-from diloco_node.core.types import (
-    Ballot,
-    Contribution,
-    Entry,
-    LearnerStatus,
-    LedgerBase,
-    RateLimits,
-    RoundBody,
-    Stripe,
-)
+from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
 
 # ==== events ==========================================================================================================
 
@@ -233,9 +224,10 @@ class DigestComputed:
 
 @dataclass(frozen=True, slots=True)
 class FinishOrdered:
-    """An operator of this region wants the run to end now as if `steps_max` were reached."""
+    """This region's operator wants the run to end now; its script if not `is_order` (`core.rounds.run_end`)."""
 
     reason: str
+    is_order: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,9 +460,10 @@ class CloseBallot:
 
 @dataclass(frozen=True, slots=True)
 class StopLearner:
-    """The run is finished: tell the learner to stop at its next step boundary."""
+    """The run is finished: tell the learner to take these versions, and to stop at its next step boundary."""
 
     reason: str
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from diloco_node.core.types import (
     Entry,
     EntryBody,
     EntryKind,
+    ExtendedBody,
     FinishedBody,
     GenesisBody,
     LeaderBody,
@@ -49,7 +50,8 @@ BODIES: list[EntryBody] = [
         7, 12, Ballot(3, 9), (Member(CONTRIBUTION, 0.1),), 0.75, (0.5, 0.125), (Stripe("eu", 0, 9),), b"\x07" * 32
     ),
     DiscardedBody("eu", 2, 7, 24, 30, 2994, "killed"),
-    FinishedBody((12, 13), "tokens"),
+    FinishedBody((12, 13), "tokens", 400, 9_000),
+    ExtendedBody(800, 0),
     DiskNamedBody("eu", b"\x09" * 16),
     SnapshotBody(7, 16, b"\x08" * 32),
     SummaryBody(1024, b"\x09" * 32),
