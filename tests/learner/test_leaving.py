@@ -18,8 +18,7 @@ from diloco_node.learner import leaving
 from diloco_node.learner.attach import Diloco
 from diloco_node.wire.learner_link import Done, EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
-from tests.kit.learner_kit import Toy, region_folder, session_of
-from tests.kit.waiting import until
+from tests.kit.learner_kit import Toy, region_folder
 
 
 @pytest.fixture
@@ -92,13 +91,11 @@ def test_a_learner_that_comes_after_the_end_takes_the_result_and_leaves(folder: 
 def test_a_model_in_another_type_holds_the_rounded_result(folder: Path) -> None:
     toy = Toy()
     toy.model.to(torch.bfloat16)
-    optimizer = torch.optim.SGD(toy.model.parameters(), lr=0.25)
     with FakeDaemon(folder) as daemon:
-        with diloco_node.attach(toy.model, optimizer) as diloco:
-            diloco.step(tokens=1)
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
             daemon.commit(0, daemon.theta[0] + np.float32(0.1), -1)
             daemon.stop_learner(versions=(1, 0))
-            until(lambda: session_of(diloco).link.waiting_commands)
+            steps_until_stop(toy, diloco)
         values = torch.cat([parameter.detach().float().ravel() for parameter in toy.model.parameters()])
         result = torch.from_numpy(np.concatenate(daemon.theta)).to(torch.bfloat16).float()
         assert sorted(values.tolist()) == sorted(result.tolist())

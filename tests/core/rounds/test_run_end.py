@@ -14,7 +14,7 @@ from diloco_node.core.messages import FinishRequested
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.run_end import RunEnd
 from diloco_node.core.types import ExtendedBody, FinishedBody, RunSettings
-from tests.kit.rounds_kit import GENESIS, REGIONS, SETTINGS, Ledger, Neighbourhood, context_of, history_of, status
+from tests.kit.rounds_kit import GENESIS, REGIONS, SETTINGS, Neighbourhood, context_of, history_of, status
 
 BY_STEPS = replace(SETTINGS, steps_max=200)
 FLAT = "the loss is flat"
@@ -83,7 +83,6 @@ def test_an_order_and_a_vote_are_repeated_until_the_run_ends() -> None:
     bench.end.want(FLAT, is_order=False)
     bench.end.want("enough", is_order=True)
     assert bench.asked() == [FinishRequested("enough")] * 2 + [VOTE] * 2 + [FinishRequested("enough"), VOTE]
-    bench.history.apply(Ledger().add(GENESIS), now_ns=0)
     bench.history.finished = FinishedBody((0, 0), FLAT)
     assert bench.asked() == []
 
