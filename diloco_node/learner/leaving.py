@@ -89,3 +89,4 @@ def _place_final(fragments: LearnerFragments) -> None:
         fragments.positions[index] = UNATTACHED
         offer = VersionOffered(index, position.base_version, NO_SNAPSHOT)
         fragments.apply(offer, None if whole is None else whole[index])
+        fragments.positions[index] = position  # as the daemon knows it

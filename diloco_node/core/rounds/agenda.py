@@ -75,7 +75,7 @@ def end_reason(
         return reason_ordered
     median = lower_median(list(steps))
     if 0 < settings.steps_max <= median:
-        return f"the median learner made {median} of {settings.steps_max} steps"
+        return f"the median learner made {settings.steps_max} of {settings.steps_max} steps"
     if 0 < settings.tokens_max <= tokens:
         shares = list(booked_tokens)
         if SHARE_MIN_PART * len(shares) * lower_median(shares) >= settings.tokens_max and shares:

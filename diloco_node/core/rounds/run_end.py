@@ -108,11 +108,11 @@ class RunEnd:
 
         Nobody closes the run without a leader. The others may have closed it, and be gone.
         """
-        limit, steps = self._settings.steps_max, self._progress.steps_of(self._region)
-        part = self._progress.position(now_ns=now_ns).part
-        if leader or self._history.finished is not None or (not 0 < limit <= steps and (part or 0.0) < 1.0):
+        limit, position = self._settings.steps_max, self._progress.position(now_ns=now_ns)
+        has_made_steps = 0 < limit <= max(position.steps, self._progress.steps_of(self._region))
+        if leader or self._history.finished is not None or (not has_made_steps and (position.part or 0.0) < 1.0):
             return ""
-        way = f"it made {steps} of {limit} steps" if limit else "the tokens of the run are merged"
+        way = f"step {limit} of {limit}" if has_made_steps else f"{self._settings.tokens_max} tokens are merged"
         return (
             f"the run is at its end here ({way}), and no majority is there to close it: start the other regions, "
             "finished ones with `start --serve`"

@@ -13,8 +13,18 @@ from diloco_node.core.events import Send, StopLearner, WriteFinal
 from diloco_node.core.messages import FinishRequested
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.run_end import RunEnd
-from diloco_node.core.types import ExtendedBody, FinishedBody, RunSettings
-from tests.kit.rounds_kit import GENESIS, REGIONS, SETTINGS, Neighbourhood, context_of, history_of, status
+from diloco_node.core.types import Entry, ExtendedBody, FinishedBody, RunSettings
+from tests.kit.rounds_kit import (
+    GENESIS,
+    REGIONS,
+    SETTINGS,
+    Neighbourhood,
+    committed_round,
+    context_of,
+    contribution,
+    history_of,
+    status,
+)
 
 BY_STEPS = replace(SETTINGS, steps_max=200)
 FLAT = "the loss is flat"
@@ -103,16 +113,19 @@ def test_a_region_past_the_end_without_a_leader_says_what_it_waits_for() -> None
     bench = Bench(steps=200)
     assert bench.end.lack("b", now_ns=0) == "", "the leader will close it"
     lack = bench.end.lack("", now_ns=0)
-    assert lack.startswith(
-        "the run is at its end here (it made 200 of 200 steps), and no majority is there to close it"
-    )
+    assert lack.startswith("the run is at its end here (step 200 of 200), and no majority is there to close it")
     assert "--serve" in lack
     assert bench.end.waiting("", now_ns=0) == lack
     assert Bench(steps=199).end.lack("", now_ns=0) == ""
+    merged = Bench(replace(SETTINGS, tokens_max=64))
+    for fragment in range(2):
+        body = committed_round(fragment, 1, [contribution("a", fragment=fragment)])
+        merged.history.account.take(Entry(2 + fragment, 1, b"", body, b""))
+    assert "(64 tokens are merged)" in merged.end.lack("", now_ns=0)
     assert Bench(SETTINGS, steps=10**6).end.lack("", now_ns=0) == "", "nothing says where it ends"
     alone = Bench(steps=10)
     alone.near.liveness.own_learner(status(230), now_ns=1)
-    assert "it made 230 of 200 steps" in alone.end.lack("", now_ns=1), "of the own learner, whatever the others did"
+    assert "(step 200 of 200)" in alone.end.lack("", now_ns=1), "of the own learner, whatever the others did"
 
 
 def test_the_learner_is_told_the_final_versions_once_they_are_here() -> None:
