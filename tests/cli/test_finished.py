@@ -23,7 +23,7 @@ NOON = 1_764_158_400  # 2025-11-26T12:00:00Z
 @pytest.fixture(autouse=True)
 def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    tables = [f'[regions.{name}]\naddress = "127.0.0.1:7400"' for name in REGIONS]
+    tables = [f'[regions.{name}]\naddress = "10.0.0.{at}:7400"' for at, name in enumerate(REGIONS)]
     (tmp_path / "run.toml").write_text("\n".join(['[run]\nid = "new"\nsteps = 400', *tables]))
     init_run(tmp_path / "certs", "new", list(REGIONS))
 

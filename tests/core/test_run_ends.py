@@ -57,6 +57,7 @@ def test_votes_before_the_first_merge_end_the_run_after_last_rounds(patch: pytes
 def test_a_learner_that_is_alone_trains_past_the_limit_and_does_not_end_the_run(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, regions=3, steps_max=60)
     lone = sorted(small.hosts)[0]
+    small.go(1)  # all have started by then
     for name, host in small.hosts.items():
         if name != lone:
             host.kill_learner()
