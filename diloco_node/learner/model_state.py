@@ -73,7 +73,7 @@ def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragmen
             if values is not None:
                 state[name] = values
 
-    handle = module.register_state_dict_post_hook(replace)
+    handle = module.register_state_dict_post_hook(replace)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ NAMES = {
     f"{LAYER}.lora_magnitude_vector.default.weight": f"{LAYER}.lora_magnitude_vector",
     "base_model.model.embed.lora_embedding_A.default": "base_model.model.embed.lora_embedding_A",
     "base_model.model.lm_head.modules_to_save.default.weight": "base_model.model.lm_head.weight",
-    "base_model.model.lora_A.lora_B.style.weight": "base_model.model.lora_A.lora_B.weight",
+    f"{LAYER}.lora_B.my_style.weight": f"{LAYER}.lora_B.weight",
     f"{LAYER}.base_layer.bias": f"{LAYER}.base_layer.bias",
 }
 ADAPTER = build_manifest(

@@ -113,8 +113,8 @@ class _Facts:
             return replace(self, disks={**self.disks, body.region: body.disk})
         if isinstance(body, SummaryBody):
             return replace(self, summary=body.index)
-        is_end = isinstance(body, FinishedBody)
-        return replace(self, end=body if is_end else None) if is_end or isinstance(body, ExtendedBody) else self
+        end = body if isinstance(body, FinishedBody) else None
+        return replace(self, end=end) if isinstance(body, FinishedBody | ExtendedBody) else self
 
 
 def _with(values: tuple[T, ...], fragment: int, value: T) -> tuple[T, ...]:
