@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.messages import Message
+from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
 from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
 
 # ==== events ==========================================================================================================
@@ -159,6 +160,7 @@ class PayloadStored:
     version: int
     digest: bytes
     squared_norms: tuple[float, ...] = ()
+    projection: Projection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +251,7 @@ Event = (
     | LearnerAttached | LearnerDetached | SnapshotTaken | SnapshotRefused | ContributionStripeArrived | ReductionDone
     | MergedStripeArrived | PayloadStored | PayloadNotStored | StateStored | CheckpointWritten | StatesRenamed
     | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | ExpulsionOrdered | FinalWritten
+    | ContributionsProjected
 )
 # fmt: on
 
@@ -360,6 +363,7 @@ class StorePayload:
 
     Attributes:
         stripes: the ballot's, so that each is taken from its reducer.
+        windows: where the payload, and the own contribution, are projected on the way.
     """
 
     ballot: Ballot
@@ -367,6 +371,8 @@ class StorePayload:
     version: int
     digest: bytes
     stripes: tuple[Stripe, ...]
+    windows: tuple[Window, ...] = ()
+    contribution: Contribution | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,6 +494,6 @@ class Note:
 Effect = (
     Send | PersistLedger | TakeSnapshot | SendContribution | ReduceStripe | SendMerged | StorePayload | ApplyVersion
     | AdoptState | OfferVersion | FetchPayload | FetchState | PruneFiles | SetStatesAside | CloseBallot | StopLearner
-    | WriteFinal | Note
+    | WriteFinal | ProjectContributions | Note
 )
 # fmt: on
