@@ -233,8 +233,7 @@ class RegionCore:
             return self._now_ns + 1
         wake_at_ns = min(self.ledger.wake_at_ns, self._next_beat_ns)
         for at_ns in (self.leader.wake_at_ns, self._fetches.wake_at_ns):
-            if at_ns is not None and at_ns < wake_at_ns:
-                wake_at_ns = at_ns
+            wake_at_ns = wake_at_ns if at_ns is None else min(wake_at_ns, at_ns)
         return wake_at_ns
 
     @property

@@ -41,7 +41,9 @@ class RunEnd:
     ) -> None:
         self.is_final = False
         self._progress, self._regions, self._settings = progress, context.regions, context.settings
-        self._is_believed = any(map(is_end, bodies))
+        self._is_believed = False
+        for body in bodies:
+            self._is_believed = is_end(body) or (self._is_believed and not isinstance(body, ExtendedBody))
         # Of this region, what `ask` repeats: its operator's order, its script's vote; None: there is none.
         self._order: FinishRequested | None = None
         self._vote: FinishRequested | None = None
