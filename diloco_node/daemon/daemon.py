@@ -22,6 +22,7 @@ from diloco_node.codec.kernels import warm_up
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.rounds.extension import extension
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.status_document import NoteBook, write_report
@@ -34,7 +35,7 @@ from diloco_node.daemon.node import Node
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.region_budget import changed_plan, plan_of_file
 from diloco_node.daemon.run_history import RunHistory
-from diloco_node.daemon.run_record import has_final_report, is_complete, run_record
+from diloco_node.daemon.run_record import has_final_report, is_complete, run_record, set_final_aside
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.stopping import StopDeadline
 from diloco_node.daemon.work import Threads, in_thread
@@ -220,6 +221,7 @@ class Daemon:
             time.monotonic_ns,
             self.end,
         )
+        record = None
         try:
             record = run_record(recovery.base, recovery.entries, len(manifest.fragments))
             if record is not None:  # before the node, for which another run's ledger would be a damaged one
@@ -230,6 +232,9 @@ class Daemon:
             begin_again = self._store.begin_again
             recovery = await in_thread(self._threads.files, begin_again, str(error), len(manifest.fragments))
             node = Node(runtime, manifest, recovery)
+        if record is not None and extension(record.end, self.spec.settings) is not None:
+            self._was_finished = False
+            await in_thread(self._threads.files, set_final_aside, self.spec.state_dir)
         if self._store.lost:
             text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
             self.notes.add(Note("disk", text, is_alarm=True))

@@ -254,8 +254,10 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
 
 
 def _progress(document: Document) -> str:
-    step, total = number(document, "inner_steps"), number(section(document, "run"), "total_steps")
-    return f"{step or 0:.0f}" + (f" of {total:.0f}" if total else "")
+    run = section(document, "run")
+    total = number(run, "total_steps")
+    own = f"{number(document, 'inner_steps') or 0:.0f}"
+    return own + (f", the run is at {number(run, 'step') or 0:.0f} of {total:.0f}" if total else "")
 
 
 def _machine(document: Document) -> Iterator[Finding]:

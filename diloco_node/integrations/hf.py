@@ -4,7 +4,8 @@
     trainer.train()
 
 The run's end stops the trainer; `max_steps` or `num_train_epochs` must not come before it. After a restart parameters
-come from the run. Optimizer and learning-rate schedule come from the learner's checkpoint.
+come from the run. Optimizer and learning-rate schedule come from the learner's checkpoint. What the trainer saves, in
+mid-run and after it, are the merged parameters.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self.diloco = attach(
             context["model"], context["optimizer"], step="auto", **{**self._options, "stateful": stateful}
         )
+        self.diloco.save_merged(context["model"])
         self._hook_before, sys.excepthook = sys.excepthook, self._failed
         self._stop(control)
 

@@ -4,7 +4,7 @@
     trainer.fit(module, own_part)
 
 The run's end stops the trainer. After a restart parameters come from the run. The optimizer comes from the learner's
-checkpoint.
+checkpoint. What the trainer saves, in mid-run and after it, are the merged parameters.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
             )
         self._tokens, self._step = 0, trainer.global_step
         self.diloco = attach(pl_module, trainer.optimizers[0], **self._options)
+        self.diloco.save_merged(pl_module)
         self.diloco.token_check = TokenCheck([self])
         trainer.should_stop |= self.diloco.should_stop
 

@@ -16,6 +16,7 @@ tensor parallelism and their meshes need nothing else: attach after the model wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -40,9 +41,11 @@ from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.leaving import EndWish, end_on_final, failure
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import finite
 from diloco_node.learner.loss_watch import LossWatch
+from diloco_node.learner.model_state import merged_saves, model_state
 from diloco_node.learner.model_watch import ModelWatch, attach_warnings
 from diloco_node.learner.pauses import BUSY_MAX_S, announce_pause
 from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
@@ -179,12 +182,15 @@ class Diloco:
         self._is_closed = False
         self._terminate = TerminateFlag()
         self._place = LearnerPlace()
+        self._wish = EndWish()
+        # What `save_merged` has begun, until the end.
+        self._saves = contextlib.ExitStack()
         self._ranks = Ranks()
         self._auto_step = auto_step
         try:
             self._join()
         except BaseException as error:
-            self._close(Failed(_in_words(error)))
+            self._close(failure(error))
             raise
         if auto_step is not None:
             auto_step.begin(lambda tokens, loss: self.step(tokens=tokens, loss=loss))
@@ -244,8 +250,7 @@ class Diloco:
     def _attached_step(
         self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int
     ) -> None:
-        if self._is_closed:
-            raise LearnerError("step() after the end of the `with` block, or after close(): this learner has left")
+        self._check_open("step()")
         session = self._session
         if session is not None:
             session.timer.stepped(started_ns)
@@ -269,6 +274,10 @@ class Diloco:
         if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
             self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
+
+    def _check_open(self, call: str) -> None:
+        if self._is_closed and self.is_attached:
+            raise LearnerError(f"{call} after the end of the `with` block, or after close(): this learner has left")
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:
@@ -335,17 +344,21 @@ class Diloco:
         return self._state_dict(lambda fragments: fragments.own_vectors())
 
     def _state_dict(self, vectors_of: Callable[[LearnerFragments], list[Tensor]]) -> dict[str, Tensor]:
-        fragments = self._fragments
-        is_cut = self._tensors.is_cut if fragments is None else not fragments.shards.is_first_whole
-        if is_cut:
-            self._ranks.meet("global_state_dict() of a model in parts")
-        elif fragments is not None and not self._ranks.is_first:
-            raise LearnerError("the parameters are on rank 0 only; broadcast them if other ranks need them")
-        if fragments is None:
-            return self._tensors.own_state(is_kept=self._ranks.is_first or not is_cut)
-        whole = fragments.gathered(vectors_of(fragments))
-        remainder = self._tensors.rest_of_state(is_kept=whole is not None)
-        return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, remainder)
+        return model_state(self._tensors, self._ranks, self._fragments, vectors_of)
+
+    def save_merged(self, module: nn.Module) -> None:
+        """Have the module's `state_dict()` hold the merged parameters until this learner leaves: trainers save them."""
+        if self._fragments is not None and not self._is_closed:
+            self._saves.enter_context(merged_saves(module, self._tensors, self._ranks, self._fragments))
+
+    def finish(self, reason: str) -> None:
+        """Want the run to end, for all regions: this one's vote. Train on until `should_stop`: most have voted so.
+
+        When alone, that is at once. One rank is enough. Raises LearnerError: this learner has left.
+        """
+        self._check_open("finish()")
+        self._wish.make(reason)
+        self._stop_if(not self.is_attached, reason)
 
     def settle(self, seconds: float) -> None:
         """Go on taking versions for some time without stepping; after the loop, to end on the run's last versions.
@@ -373,29 +386,28 @@ class Diloco:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._close(Failed(_in_words(error)))
+            self._close(failure(error))
             return
         self.close()
 
     def close(self) -> None:
-        """Say to the daemon that this learner has stopped, write a last checkpoint, let go of everything."""
+        """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written."""
         last: Done | None = None
         session = self._session
         try:
+            if self._boundaries is not None and not self._is_closed:
+                end_on_final(self._boundaries, self._warn)
             self.checkpoint()
             self._leave()
         except BaseException as error:
-            self._close(Failed(_in_words(error)))
+            self._close(failure(error))
             raise
         if session is not None and not self._is_closed:
-            fragments = session.fragments
             # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
             is_interrupted = (self._terminate.is_set or self.should_stop) and session.stop_reason is None
-            last = (
-                None
-                if is_interrupted
-                else Done(fragments.step, fragments.tokens, self._val_loss, self._val_loss_global, self._blocked_ns)
-            )
+            counts = session.fragments.step, session.fragments.tokens
+            if not is_interrupted:
+                last = Done(*counts, self._val_loss, self._val_loss_global, self._blocked_ns)
         self._close(last)
 
     def _leave(self) -> None:
@@ -411,6 +423,7 @@ class Diloco:
             return
         self._is_closed = True
         self._terminate.restore()
+        self._saves.close()
         self._place.leave()
         if self._watch is not None:
             self._watch.close()
@@ -426,13 +439,7 @@ class Diloco:
     def _join(self) -> None:
         self._tensors.check_known(self._ranks.all_bytes)
         socket, memory = os.environ.get("DILOCO_SOCKET", ""), os.environ.get("DILOCO_SUPERVISOR", "")
-        has_daemon = [bool(flag) for flag in self._ranks.all_bytes(b"1" if socket else b"")]
-        if any(has_daemon) and not has_daemon[0]:
-            raise LearnerError(
-                f"DILOCO_SOCKET is set on rank {has_daemon.index(True)}, but not on rank 0: the daemon's host must "
-                "have the first ranks. Start it with `torchrun --node-rank 0 --master-addr ... --master-port ...`"
-            )
-        if not has_daemon[0]:
+        if not self._ranks.have_daemon(socket):
             if self._ranks.is_first:
                 warnings.warn(
                     "DILOCO_SOCKET is not set: training alone. Start this script with "
@@ -482,7 +489,7 @@ class Diloco:
         if self._session is not None:
             self._session.resumed(self.global_step)
         self._boundaries = StepBoundaries(
-            self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set
+            self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set, self._wish
         )
         self._crossed(self._boundaries.place())
         self._watch = ModelWatch(self._tensors, self._warn)
@@ -492,6 +499,12 @@ class Diloco:
         if self._session is not None:
             self._session.warn(text)
 
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]
+    def _welcome(self) -> Welcome | None:
+        session = self._session
+        welcome = session.join(lambda: self._terminate.is_set) if session is not None else None
+        body = self._ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
+        if not body:
+            return None
+        message = TO_LEARNER.decode(body)
+        assert isinstance(message, Welcome)
+        return message

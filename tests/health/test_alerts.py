@@ -161,10 +161,15 @@ CASES = [
     (
         kinds.LEARNER_ENDED,
         changed(learner=None, learner_process={"state": "done", "exit_code": 0}),
-        "the learner ended at step 64 of 250",
+        "the learner ended at step 64, the run is at 64 of 250",
         "diloco-node learner start us",
     ),
-    (kinds.LEARNER_ENDED, changed(learner={"finished": True}), "the learner ended at step 64 of 250", ""),
+    (
+        kinds.LEARNER_ENDED,
+        changed(learner={"finished": True}),
+        "the learner ended at step 64, the run is at 64 of 250",
+        "",
+    ),
     (
         kinds.LEARNER_CRASHES,
         changed(learner=None, learner_process={"state": "waiting", "exit_code": 1, "restarts": 3, "reason": ""}),
@@ -367,7 +372,7 @@ def test_the_worst_alert_stands_first_and_in_the_line() -> None:
     alerts = find_alerts(document)
     assert [alert.code for alert in alerts] == ["A-LEARNER-ENDED", "A-LAST-MAJORITY", "A-PEER-DOWN"]
     health = health_of(document)
-    assert health["line"] == "degraded: us: the learner ended at step 64 of 250 (and 2 more)"
+    assert health["line"] == "degraded: us: the learner ended at step 64, the run is at 64 of 250 (and 2 more)"
     assert health["failure_tolerance"] == 0
 
 

@@ -444,6 +444,18 @@ def test_a_crash_loop_stops_the_learner_and_not_its_daemon_until_it_is_asked_for
     assert "SIGUSR1: the learner is started again" in said
 
 
+def test_a_learner_whose_script_left_early_comes_back_when_it_is_asked_for(tmp_path: Path) -> None:
+    daemon = NOTE + (
+        "import signal\n"
+        "note('daemon')\n"
+        "wait_until('done')\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "wait_for('learner', 2)\n"
+    )
+    assert run_supervisor(spec(tmp_path, daemon, NOTE + "note('learner')")) == 0
+    assert (len(lives(tmp_path, "learner")), len(lives(tmp_path, "daemon"))) == (2, 1)
+
+
 def test_sigusr1_changes_nothing_while_the_learner_runs(tmp_path: Path) -> None:
     daemon = NOTE + (
         "import signal, time\nwait_for('learner', 1)\nos.kill(os.getppid(), signal.SIGUSR1)\n"
