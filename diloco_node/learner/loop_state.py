@@ -1,4 +1,4 @@
-"""What of a training loop changes and is in no checkpoint: named in one line, for a restart begins it anew in silence.
+"""Changes of a training loop that no checkpoint has: named in one line, for a restart begins them anew in silence.
 
 - Buffers and frozen parameters of the model, such as running statistics, or a teacher that follows its student.
 - What else lives in the process: other modules whose values move, gradient scalers, schedules, and data loaders without
@@ -49,11 +49,11 @@ class LoopState:
     def __init__(self, tensors: ModelTensors, stateful: Mapping[str, object], warn: Callable[[str], None]) -> None:
         self._tensors = tensors
         self._warn = warn
-        reached = _reach(stateful.values())
-        modules = [module for item in reached if isinstance(item, nn.Module) for module in item.modules()]
-        tensors_kept = [tensor for module in modules for tensor in _values_of(module).values()]
+        members = _reach(stateful.values())
+        modules = [module for item in members if isinstance(item, nn.Module) for module in item.modules()]
+        member_values = [tensor for module in modules for tensor in _values_of(module).values()]
         # Of all that a checkpoint keeps; what it holds lives as long as the loop.
-        self._reached_ids = {id(item) for item in (*reached, *modules, *tensors_kept)}
+        self._member_ids = {id(item) for item in (*members, *modules, *member_values)}
         # What is in `stateful`, and no schedule, scaler or module, may know where the data are.
         self._has_position = any(not isinstance(_inner(part), (*KINDS, KeptGenerator)) for part in stateful.values())
         # Names that people have been told.
@@ -63,20 +63,20 @@ class LoopState:
         self._first = {name: sample_of(tensor) for name, tensor in self._unmerged().items()}
         self._modules: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
         self._others()
-        # How many values have moved, by name, and their sum, which may be on its way from a device.
-        self._moved: dict[str, Tensor] = {}
-        self._moved_sum = LateLoss()
+        # How many values changed, by name, and their sum, which may be on its way from a device.
+        self._changes: dict[str, Tensor] = {}
+        self._change_sum = LateLoss()
 
     def look(self) -> None:
         """A checkpoint is written: warn of what changes and is not in it."""
         self._looks += 1
         if self._looks & (self._looks - 1) == 0:
             self._compare()
-        moved = [name for name, count in self._moved.items() if int(count)] if self._moved_sum.fresh() else []
-        names = self._new(moved, self._objects())
+        changes = [name for name, count in self._changes.items() if int(count)] if self._change_sum.fresh() else []
+        names = self._new(changes, self._objects())
         if names:
             gc.collect()  # an object that nobody has any more is not of the loop
-            names = self._new(moved, self._objects())
+            names = self._new(changes, self._objects())
         if names:
             self._told |= set(names)
             self._warn(
@@ -84,8 +84,8 @@ class LoopState:
                 "object, attach(stateful={name: object}); to merge buffers, attach(buffers=[pattern])"
             )
 
-    def _new(self, moved: Iterable[str], objects: Iterable[str]) -> list[str]:
-        return [name for name in dict.fromkeys((*moved, *objects)) if name not in self._told]
+    def _new(self, changes: Iterable[str], objects: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys((*changes, *objects)) if name not in self._told]
 
     def _compare(self) -> None:
         pairs = [
@@ -96,16 +96,16 @@ class LoopState:
         for module, values in self._others():
             label, first = f"a {type(module).__name__} outside of what attach() was given", self._modules[module]
             pairs += [(label, sample_of(tensor), first[name]) for name, tensor in values.items()]
-        self._moved = {}
+        self._changes = {}
         for label, now, before in pairs:
             if now.shape != before.shape or now.device != before.device:
                 continue
             count = ((now != before) & ~(now.isnan() & before.isnan())).sum()
-            self._moved[label] = (
-                self._moved[label] + count.to(self._moved[label].device) if label in self._moved else count
+            self._changes[label] = (
+                self._changes[label] + count.to(self._changes[label].device) if label in self._changes else count
             )
-        if self._moved:
-            self._moved_sum.offer(stack(self._moved.values()).sum())
+        if self._changes:
+            self._change_sum.offer(stack(self._changes.values()).sum())
 
     def _unmerged(self) -> dict[str, Tensor]:
         """Buffers and parameters of the model that are in no merge and no checkpoint, but in its `state_dict()`."""
@@ -121,21 +121,21 @@ class LoopState:
             for name, tensor in self._tensors.present().items()
             if name not in transient and name not in merged_names and tensor not in merged and _is_plain(tensor)
         }
-        by_id = {id(tensor): name for name, tensor in reversed(present.items()) if id(tensor) not in self._reached_ids}
+        by_id = {id(tensor): name for name, tensor in reversed(present.items()) if id(tensor) not in self._member_ids}
         return {name: present[name] for name in reversed(by_id.values())}
 
     def _others(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
         """Find modules that have values of their own outside of the model, and samples from when they were seen first.
 
-        Of a module and those inside of it the outer one is taken.
+        A module stands for those inside of it.
         """
         model = self._tensors.model
-        own = {id(module) for module in model.modules()} | self._reached_ids
+        own = {id(module) for module in model.modules()} | self._member_ids
         own |= {id(tensor) for tensor in _values_of(model).values()}
-        others = [module for module in _living(nn.Module) if id(module) not in own]
-        inner = {id(child) for module in others for child in module.__dict__.get("_modules", {}).values()}
+        outside = [module for module in _living(nn.Module) if id(module) not in own]
+        inner = {id(child) for module in outside for child in module.__dict__.get("_modules", {}).values()}
         pairs = []
-        for module in others:
+        for module in outside:
             values = {} if id(module) in inner else _values_of(module)
             if values := {name: tensor for name, tensor in values.items() if id(tensor) not in own}:
                 first = self._modules.setdefault(module, {})
@@ -147,7 +147,7 @@ class LoopState:
         """Name scalers, schedules and positions of data that are alive and not kept."""
         members = {id(member) for item in _living(LRScheduler) for member in getattr(item, "_schedulers", ())}
         for item in _living(KINDS[1:]):
-            if id(item) in self._reached_ids or id(item) in members:
+            if id(item) in self._member_ids or id(item) in members:
                 continue
             if isinstance(item, GradScaler):
                 if item.is_enabled():
@@ -166,18 +166,18 @@ def _living(kinds: Any) -> list[Any]:
 
 def _reach(parts: Iterable[object]) -> list[Any]:
     """Return the parts, and what is in their attributes."""
-    reached: dict[int, Any] = {}
+    members: dict[int, Any] = {}
     edge = list(parts)
     for _ in range(REACH):
-        reached |= {id(item): item for item in edge}
+        members |= {id(item): item for item in edge}
         inner: list[Any] = []
         for item in edge:
             if isinstance(item, list | tuple | dict):
                 inner += (item.values() if isinstance(item, dict) else item) if len(item) <= ITEMS_MAX else ()
             elif not isinstance(item, Tensor | type):
                 inner += getattr(item, "__dict__", {}).values()
-        edge = [item for item in inner if id(item) not in reached and not inspect.ismodule(item)]
-    return list(reached.values())
+        edge = [item for item in inner if id(item) not in members and not inspect.ismodule(item)]
+    return list(members.values())
 
 
 def _inner(part: object) -> object:
@@ -237,6 +237,6 @@ def _listed(names: list[str]) -> str:
     for name in names:
         groups.setdefault(name.partition(" '")[0], []).append(name)
     return "; ".join(
-        members[0] if len(members) == 1 else f"{len(members)} {kind}s, such as {members[0].partition(' ')[2]}"
-        for kind, members in groups.items()
+        group[0] if len(group) == 1 else f"{len(group)} {kind}s, such as {group[0].partition(' ')[2]}"
+        for kind, group in groups.items()
     )

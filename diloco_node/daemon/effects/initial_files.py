@@ -28,7 +28,7 @@ _LENGTH: Final = struct.Struct("<Q")
 _SHOWN_MAX: Final = 200
 """Characters of a name or shape from the file that an error shows."""
 
-_TYPES: Final = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_TYPES: Final[dict[str, np.dtype[Any]]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _INDEX: Final = ".safetensors.index.json"
 _SHARD: Final = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 _BUFFER: Final = re.compile(
@@ -69,7 +69,9 @@ class StoredTensor:
 
     def check_place(self) -> None:
         """Raise ConfigError: the file does not hold all of it."""
-        kind, shape, place = (self.header.get(key) for key in ("dtype", "shape", "data_offsets"))
+        kind = self.header.get("dtype")
+        shape: Any = self.header.get("shape")
+        place: Any = self.header.get("data_offsets")
         is_list = isinstance(shape, list) and isinstance(place, list) and len(place) == len(("start", "stop"))
         if not is_list or not all(type(number) is int and number >= 0 for number in (*shape, *place)):
             raise ConfigError(f"run.init: {self.path}: its header is damaged: copy it anew")
@@ -116,7 +118,7 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
         ConfigError: it can't be read, or is another model; the message names the first difference.
     """
     shapes = {spec.name: spec.shape for spec in manifest.tensors}
-    tensors = _renamed(list_tensors(path), shapes)
+    tensors = _by_run_names(list_tensors(path), shapes)
     # All of it from the headers: what is another model costs neither time nor memory.
     extras = _check_tensors(path, tensors, shapes)
     for name in (*shapes, *extras):
@@ -171,8 +173,8 @@ def _in_folder(folder: Path) -> Path:
     if indexes or files:
         names = ", ".join(file.name for file in (*indexes, *files)[:4])
         raise ConfigError(f"run.init: {folder} holds several models: name the file that counts, such as {names}")
-    others = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
-    text = f"; {escaped(others[0])} is not read: {SAVE}" if others else f": {SAVE}"
+    foreign = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
+    text = f"; {escaped(foreign[0])} is not read: {SAVE}" if foreign else f": {SAVE}"
     raise ConfigError(f"run.init: {folder} holds no safetensors file{text}")
 
 
@@ -224,22 +226,22 @@ def _of_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     }
     # `safetensors.torch.save_model` writes a tied tensor once, and says here under which other names it is.
     names = metadata.items() if isinstance(metadata, dict) else ()
-    tied = {name: tensors[other] for name, other in names if name not in tensors and other in tensors}
-    yield from (tensors | tied).items()
+    aliases = {name: tensors[stored] for name, stored in names if name not in tensors and stored in tensors}
+    yield from (tensors | aliases).items()
 
 
-def _renamed(tensors: dict[str, StoredTensor], shapes: Mapping[str, object]) -> dict[str, StoredTensor]:
+def _by_run_names(tensors: dict[str, StoredTensor], shapes: Mapping[str, object]) -> dict[str, StoredTensor]:
     """Return the tensors under the run's names, where all of them differ by one prefix."""
     first = min(shapes)
     for name in tensors if first not in tensors else ():
         if first.endswith(f".{name}"):
-            renamed = {first.removesuffix(name) + other: tensor for other, tensor in tensors.items()}
+            tensors_by_run = {first.removesuffix(name) + key: tensor for key, tensor in tensors.items()}
         elif name.endswith(f".{first}"):
-            renamed = {other.removeprefix(name.removesuffix(first)): tensor for other, tensor in tensors.items()}
+            tensors_by_run = {key.removeprefix(name.removesuffix(first)): tensor for key, tensor in tensors.items()}
         else:
             continue
-        if shapes.keys() <= renamed.keys():
-            return renamed
+        if shapes.keys() <= tensors_by_run.keys():
+            return tensors_by_run
     return tensors
 
 
@@ -259,9 +261,9 @@ def _check_tensors(
             if _BUFFER.fullmatch(name) or is_mask:
                 continue
             copies[name] = [
-                other
-                for other, other_shape in shapes.items()
-                if other in tensors and shape == list(other_shape) and tensors[other].header.get("dtype") == kind
+                twin
+                for twin, sizes in shapes.items()
+                if twin in tensors and shape == list(sizes) and tensors[twin].header.get("dtype") == kind
             ]
         if name not in tensors or not copies.get(name, True):
             raise ConfigError(_stranger(path, name, tensors, shapes))
@@ -286,8 +288,8 @@ def _stranger(path: Path, name: str, tensors: Mapping[str, object], shapes: Mapp
     )
 
 
-def _is_equal(tensor: StoredTensor, other: StoredTensor) -> bool:
-    return np.array_equal(tensor.read(), other.read())
+def _is_equal(tensor: StoredTensor, twin: StoredTensor) -> bool:
+    return np.array_equal(tensor.read(), twin.read())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
