@@ -71,7 +71,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
 
     def _position(self, loader: Any, state: TrainerState, stateful: dict[str, Any]) -> PreparedLoader | None:
         """Add to `stateful` what knows the position in the data, unless it has that already."""
-        if "data" in stateful or any(part is loader for part in stateful.values()):
+        if "data" in stateful or any(component is loader for component in stateful.values()):
             return None
         if not hasattr(loader, "skip_batches") and hasattr(loader, "load_state_dict"):
             stateful["data"] = loader
@@ -82,8 +82,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
             log.warning("each start of this learner begins its data anew: %s", error)
             return None
         if state.global_step:  # from the Trainer's own checkpoint, with which it goes on by itself
-            part = (state.epoch or 0.0) % 1
-            data.place(int(state.epoch or 0), round(part * len(loader)) if part else 0)
+            share = (state.epoch or 0.0) % 1
+            data.place(int(state.epoch or 0), round(share * len(loader)) if share else 0)
         return data
 
     def on_epoch_begin(

@@ -74,7 +74,7 @@ class Checkpointing:
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         self._optimizer = optimizer
-        self._stateful = {name: as_stateful(name, part) for name, part in stateful.items()}
+        self._stateful = {name: as_stateful(name, component) for name, component in stateful.items()}
         if (scaler := scaler_of(optimizer)) is not None and scaler not in self._stateful.values():
             self._stateful["gradient scaler"] = scaler
         # What of the loop is not kept; None before `resume`, and where nothing is.

@@ -72,17 +72,17 @@ class KeptGenerator:
             generator.bit_generator.state = state["state"]
 
 
-def as_stateful(name: str, part: object) -> Any:
+def as_stateful(name: str, component: object) -> Any:
     """Return a part of `stateful` as one that has `state_dict` and `load_state_dict`.
 
     Raises:
         LearnerError: it can't be kept.
     """
-    if isinstance(part, torch.Generator | np.random.Generator | random.Random):
-        return KeptGenerator(part)
-    if not all(callable(getattr(part, method, None)) for method in ("state_dict", "load_state_dict")):
+    if isinstance(component, torch.Generator | np.random.Generator | random.Random):
+        return KeptGenerator(component)
+    if not all(callable(getattr(component, method, None)) for method in ("state_dict", "load_state_dict")):
         raise LearnerError(
-            f"attach(stateful={{{name!r}: ...}}): a {type(part).__name__} has no state_dict() and load_state_dict(): "
-            "give it both, or give a random generator, a module, a schedule, or a data loader that has them"
+            f"attach(stateful={{{name!r}: ...}}): a {type(component).__name__} has no state_dict() and "
+            "load_state_dict(): give it both, or give something that has them, or a random generator"
         )
-    return part
+    return component

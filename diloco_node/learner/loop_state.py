@@ -55,7 +55,9 @@ class LoopState:
         # Of all that a checkpoint keeps; what it holds lives as long as the loop.
         self._member_ids = {id(item) for item in (*members, *modules, *member_values)}
         # What is in `stateful`, and no schedule, scaler or module, may know where the data are.
-        self._has_position = any(not isinstance(_inner(part), (*KINDS, KeptGenerator)) for part in stateful.values())
+        self._has_position = any(
+            not isinstance(_inner(component), (*KINDS, KeptGenerator)) for component in stateful.values()
+        )
         # Names that people have been told.
         self._told: set[str] = set()
         self._looks = 0
@@ -70,22 +72,23 @@ class LoopState:
     def look(self) -> None:
         """A checkpoint is written: warn of what changes and is not in it."""
         self._looks += 1
+        objects: list[str] = []
         if self._looks & (self._looks - 1) == 0:
             self._compare()
-        changes = [name for name, count in self._changes.items() if int(count)] if self._change_sum.fresh() else []
-        names = self._new(changes, self._objects())
-        if names:
+            objects = [*self._objects()]
+        if self._new(objects):
             gc.collect()  # an object that nobody has any more is not of the loop
-            names = self._new(changes, self._objects())
-        if names:
+            objects = [*self._objects()]
+        changes = [name for name, count in self._changes.items() if int(count)] if self._change_sum.fresh() else []
+        if names := self._new((*changes, *objects)):
             self._told |= set(names)
             self._warn(
-                f"no checkpoint keeps {_listed(names)}: a restart begins with what the script makes. To keep an "
+                f"no checkpoint keeps {_summary(names)}: a restart begins with what the script makes. To keep an "
                 "object, attach(stateful={name: object}); to merge buffers, attach(buffers=[pattern])"
             )
 
-    def _new(self, changes: Iterable[str], objects: Iterable[str]) -> list[str]:
-        return [name for name in dict.fromkeys((*changes, *objects)) if name not in self._told]
+    def _new(self, names: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys(names) if name not in self._told]
 
     def _compare(self) -> None:
         pairs = [
@@ -97,10 +100,10 @@ class LoopState:
             label, first = f"a {type(module).__name__} outside of what attach() was given", self._modules[module]
             pairs += [(label, sample_of(tensor), first[name]) for name, tensor in values.items()]
         self._changes = {}
-        for label, now, before in pairs:
-            if now.shape != before.shape or now.device != before.device:
+        for label, new, old in pairs:
+            if new.shape != old.shape or new.device != old.device:
                 continue
-            count = ((now != before) & ~(now.isnan() & before.isnan())).sum()
+            count = ((new != old) & ~(new.isnan() & old.isnan())).sum()
             self._changes[label] = (
                 self._changes[label] + count.to(self._changes[label].device) if label in self._changes else count
             )
@@ -109,8 +112,7 @@ class LoopState:
 
     def _unmerged(self) -> dict[str, Tensor]:
         """Buffers and parameters of the model that are in no merge and no checkpoint, but in its `state_dict()`."""
-        merged = self._tensors.names
-        merged_names = self._tensors.followed
+        names, followed = self._tensors.names, self._tensors.followed
         transient = {
             plain_name(f"{prefix}.{name}".lstrip("."))
             for prefix, module in self._tensors.model.named_modules()
@@ -119,7 +121,7 @@ class LoopState:
         present = {
             name: tensor
             for name, tensor in self._tensors.present().items()
-            if name not in transient and name not in merged_names and tensor not in merged and _is_plain(tensor)
+            if name not in transient and name not in followed and tensor not in names and _is_plain(tensor)
         }
         by_id = {id(tensor): name for name, tensor in reversed(present.items()) if id(tensor) not in self._member_ids}
         return {name: present[name] for name in reversed(by_id.values())}
@@ -156,7 +158,7 @@ class LoopState:
                 if not any(map(_asks_run, getattr(item, "lr_lambdas", ()))):
                     yield f"the position of a {type(item).__name__}"
             elif not self._has_position and _is_under_way(item):
-                yield "the position of a DataLoader (diloco_node.integrations.loader has some that keep theirs)"
+                yield "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
 
 
 def _living(kinds: Any) -> list[Any]:
@@ -164,10 +166,10 @@ def _living(kinds: Any) -> list[Any]:
     return [item for item in gc.get_objects() if issubclass(type(item), kinds)]
 
 
-def _reach(parts: Iterable[object]) -> list[Any]:
-    """Return the parts, and what is in their attributes."""
+def _reach(components: Iterable[object]) -> list[Any]:
+    """Return the components, and what is in their attributes."""
     members: dict[int, Any] = {}
-    edge = list(parts)
+    edge = list(components)
     for _ in range(REACH):
         members |= {id(item): item for item in edge}
         inner: list[Any] = []
@@ -180,18 +182,18 @@ def _reach(parts: Iterable[object]) -> list[Any]:
     return list(members.values())
 
 
-def _inner(part: object) -> object:
+def _inner(component: object) -> object:
     """A schedule below a wrapper of Accelerate."""
-    return getattr(part, "scheduler", part)
+    return getattr(component, "scheduler", component)
 
 
 def _values_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name; those of a module that a library left half made are none."""
     try:
         pairs = [*module.named_parameters(), *module.named_buffers()]
-    except (AttributeError, RuntimeError):
+        return {name: tensor for name, tensor in pairs if _is_plain(tensor)}
+    except (AttributeError, RuntimeError, ValueError):
         return {}
-    return {name: tensor for name, tensor in pairs if _is_plain(tensor)}
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -208,11 +210,11 @@ def _kind(tensor: Tensor) -> str:
 
 def _is_under_way(iterator: Any) -> bool:
     """Whether a data loader has given a batch, and not all."""
-    given = getattr(iterator, "_num_yielded", 0)
+    count = getattr(iterator, "_num_yielded", 0)
     try:
-        return 0 < given < len(iterator)
+        return 0 < count < len(iterator)
     except TypeError:
-        return bool(given)
+        return bool(count)
 
 
 def _asks_run(function: Any) -> bool:
@@ -231,7 +233,7 @@ def _asks_run(function: Any) -> bool:
     )
 
 
-def _listed(names: list[str]) -> str:
+def _summary(names: list[str]) -> str:
     """The first few of each kind, and how many there are of a kind."""
     groups: dict[str, list[str]] = {}
     for name in names:

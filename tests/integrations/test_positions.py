@@ -80,8 +80,10 @@ def kill(diloco: Any) -> None:
     diloco._close(None)
 
 
-def hf_life(folder: Path, steps: int, *, dataset: Any = None, **arguments: Any) -> list[list[int]]:
-    """Train some steps, with a checkpoint at each but the last one. Returns the rows of each batch."""
+def hf_life(
+    folder: Path, steps: int, *, dataset: Any = None, **arguments: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Train, with a checkpoint at each step but the last. Returns rows by batch: before the last and in it."""
     import transformers
 
     from diloco_node.integrations.hf import DilocoCallback
@@ -93,12 +95,14 @@ def hf_life(folder: Path, steps: int, *, dataset: Any = None, **arguments: Any) 
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             callback.diloco._checkpoints.wait()
+            ends.append(len(model.rows))
             if callback.diloco.steps == steps:
                 kill(callback.diloco)
                 control.should_training_stop = True
 
     callback = DilocoCallback()
     model = Noting()
+    ends: list[int] = []
     settings = transformers.TrainingArguments(
         output_dir=str(folder / "out"),
         per_device_train_batch_size=BATCH,
@@ -112,7 +116,7 @@ def hf_life(folder: Path, steps: int, *, dataset: Any = None, **arguments: Any) 
     transformers.Trainer(
         model=model, args=settings, train_dataset=dataset or Numbers(), callbacks=[callback, Killer()]
     ).train()
-    return model.rows
+    return model.rows[: ends[-2]], model.rows[ends[-2] :]
 
 
 @pytest.mark.parametrize(("micro_batches", "make"), [(1, Numbers), (2, Numbers), (1, Stream)])
@@ -123,10 +127,9 @@ def test_a_trainer_that_is_killed_reads_each_row_once_an_epoch(
     for _ in range(6):
         with FakeDaemon(folder):
             lives.append(hf_life(folder, LAST_STEP, dataset=make(), gradient_accumulation_steps=micro_batches))
-    again = micro_batches  # batches of the step that no checkpoint had
-    for life, later in itertools.pairwise(lives):
-        assert later[:again] == life[-again:], "the step that was lost, once more"
-    batches = [batch for life in lives[:-1] for batch in life[:-again]] + lives[-1]
+    for (_, lost), (early, late) in itertools.pairwise(lives):
+        assert (early + late)[: len(lost)] == lost, "the step that no checkpoint had, once more"
+    batches = [batch for early, _ in lives for batch in early]
     whole_epochs = [batches[start : start + 11] for start in range(0, len(batches) - 10, 11)]
     assert whole_epochs
     for epoch in whole_epochs:

@@ -226,7 +226,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     }
     # `safetensors.torch.save_model` writes a tied tensor once, and says here under which other names it is.
     names = metadata.items() if isinstance(metadata, dict) else ()
-    aliases = {name: tensors[stored] for name, stored in names if name not in tensors and stored in tensors}
+    aliases = {name: tensors[key] for name, key in names if name not in tensors and key in tensors}
     yield from (tensors | aliases).items()
 
 
