@@ -37,6 +37,7 @@ from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.checkpoint import Stateful
 from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.daemon_session import LearnerSession, exchange_of, join, manifest_of, settings_of
+from diloco_node.learner.first_parameters import FirstParameters
 from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
@@ -87,7 +88,7 @@ def attach(
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
         buffers: patterns of the names of buffers that train, such as "*.expert_bias": they are merged by their mean.
         untied: names of embeddings and heads that begin as copies of another rank's weight, but are trained apart.
-        stateful: parts of the loop that a restart continues (data loader, schedule); their states are nested values.
+        stateful: parts of the loop that a restart continues: data loader, schedule, random generator, frozen module.
         checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`, at most; 0 for none. There are more
             as long as they take less than a hundredth of the time.
         step: "call": the loop calls `Diloco.step`. "auto": each step of the optimizer is one. Tokens are counted by the
@@ -162,7 +163,7 @@ class Diloco:
         self.tokens = 0
         self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
-        self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
+        self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
         # Inside `step` so far; only grows.
         self._blocked_ns = 0
         # When the last report was sent, by the clock of `step`.
@@ -484,6 +485,7 @@ class Diloco:
         progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
+        first = FirstParameters(self._tensors, self._fragments.manifest, shards, self._ranks)
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, progress.global_step)
         if self._session is not None:
@@ -492,19 +494,11 @@ class Diloco:
             self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set, self._wish
         )
         self._crossed(self._boundaries.place())
+        if text := first.difference(self._fragments.positions):
+            self._warn(text)
         self._watch = ModelWatch(self._tensors, self._warn)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)
         if self._session is not None:
             self._session.warn(text)
-
-    def _welcome(self) -> Welcome | None:
-        session = self._session
-        welcome = session.join(lambda: self._terminate.is_set) if session is not None else None
-        body = self._ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
-        if not body:
-            return None
-        message = TO_LEARNER.decode(body)
-        assert isinstance(message, Welcome)
-        return message
