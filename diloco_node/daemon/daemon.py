@@ -395,11 +395,11 @@ class Daemon:
             self.notes.add(Note("budget", "SIGHUP: this region was started without a run.toml", is_alarm=True))
             return
         try:
-            plan = await in_thread(self._threads.files, plan_of_file, path, self.spec.region)
+            plan, source = await in_thread(self._threads.files, plan_of_file, path, self.spec.region)
         except ConfigError as error:
             self.notes.add(Note("budget", f"SIGHUP: the budget stays as it is: {error}", is_alarm=True))
         else:
-            self._follow_budget(plan, str(path))
+            self._follow_budget(plan, source)
 
     def _follow_budget(self, plan: BudgetPlan, why: str) -> None:
         self.spec = dataclasses.replace(self.spec, budget=plan)

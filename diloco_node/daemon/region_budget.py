@@ -66,17 +66,27 @@ def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collectio
     return plan
 
 
-def plan_of_file(path: Path, region: str) -> BudgetPlan:
-    """The budget that run.toml and the environment have for a region now.
+def plan_of_file(path: Path, region: str) -> tuple[BudgetPlan, str]:
+    """The budget that run.toml and the environment have for a region now, and what set it, in words.
 
     Raises:
         ConfigError: the file is missing or wrong, or the region is not in it any more.
     """
     from diloco_node.config.resolve import load_config
+    from diloco_node.config.sources import ENV_PREFIX
 
     config = load_config(path)
     config.check_region(region)
-    return config.budget_plan(region)
+    # As they were when the region was started: who edits the file must be told that they win.
+    variables = sorted(
+        {
+            origin
+            for key, origin in config.origins.items()
+            if origin.startswith(ENV_PREFIX) and (key[:1] == ("budget",) or key[:2] == ("regions", region))
+        }
+    )
+    beaten = f", which {', '.join(variables)} in this region's environment beats" if variables else ""
+    return config.budget_plan(region), f"{path}{beaten}"
 
 
 class BudgetWatch:

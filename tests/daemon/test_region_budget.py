@@ -57,14 +57,26 @@ def test_the_file_is_read_as_it_is_now(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     text = '[run]\nid = "try"\n[budget]\negress = "{}"\n[regions.eu]\naddress = "10.0.0.1:7400"\n'
     path.write_text(text.format("8Mbit/s"))
-    assert plan_of_file(path, "eu").limits == RateLimits(10**6, None)
+    assert plan_of_file(path, "eu") == (BudgetPlan(RateLimits(10**6, None)), str(path))
     path.write_text(text.format("16Mbit/s"))
-    assert plan_of_file(path, "eu").limits == RateLimits(2 * 10**6, None)
+    assert plan_of_file(path, "eu") == (BudgetPlan(RateLimits(2 * 10**6, None)), str(path))
     with pytest.raises(ConfigError, match="'us'"):
         plan_of_file(path, "us")
     path.write_text(text.format("16"))
     with pytest.raises(ConfigError, match="no unit"):
         plan_of_file(path, "eu")
+
+
+@pytest.mark.parametrize("name", ["DILOCO_BUDGET__EGRESS", "DILOCO_REGIONS__EU__EGRESS"])
+def test_who_edits_a_file_that_a_variable_beats_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nid = "try"\n[budget]\negress = "8Mbit/s"\n[regions.eu]\naddress = "10.0.0.1:7400"\n')
+    monkeypatch.setenv(name, "16Mbit/s")
+    plan, source = plan_of_file(path, "eu")
+    assert plan.limits == RateLimits(2 * 10**6, None)
+    assert source == f"{path}, which {name} in this region's environment beats"
 
 
 def test_a_plan_says_itself_in_one_line() -> None:
