@@ -1,4 +1,4 @@
-"""The lock of a file, which the kernel lets go with its process. Standard library and errors only: the supervisor locks."""
+"""The lock of a file, which the kernel lets go with its process. Of the standard library and errors only."""
 
 from __future__ import annotations
 
