@@ -53,8 +53,14 @@ _SETTINGS: Final = re.compile(
 )
 """As `wire.envelope.check_hello` says it."""
 
-_LOSS: Final = re.compile(r"\bthe (loss|gradient norm) is ")
-"""As `learner.loss_watch` says it."""
+FAILED_PREFIX: Final = "the learner failed: "
+"""As `daemon.learner.proxy` says it; after it come the words of the exception."""
+
+_LOSS: Final = re.compile(rf"({FAILED_PREFIX}LearnerError: )?(step \d+: )?the (loss|gradient norm) is ")
+"""As `learner.loss_watch` says it. Another error of the script may speak of a loss, too."""
+
+SAME_CHARS: Final = 80
+"""An error's words that are looked for in the last line of its process."""
 
 WEIGHT_RATIO_MAX: Final = 2.0
 """Times the share of weight that the steps alone would give; half of `tokens_ratio_max`, if that is more."""
@@ -205,20 +211,35 @@ def _outweighs(document: Document, row: Document, peers: Sequence[Document]) -> 
 
 
 def _learner(document: Document) -> Iterator[Finding]:
+    fault, trouble = learner_fault(document), _trouble(document)
+    if fault is not None and trouble is not None and _is_same(fault[1], text(document["learner_warning"], "text")):
+        # A script that fails ends its process: one cause, one alert. Of both the graver, or the one that stays.
+        fault, trouble = (fault, None) if fault[0].mark is Mark.FAILED else (None, trouble)
+    for alert in (fault, trouble):
+        if alert is not None:
+            yield _make(alert[0], document, alert[1])
+
+
+def _is_same(fault: str, words: str) -> bool:
+    """Whether the process ended with the error that the learner told. Either text may be cut, or of several lines."""
+    first_line = re.split(r"\\n|\n", words.removeprefix(FAILED_PREFIX))[0]
+    return words.startswith(FAILED_PREFIX) and first_line[:SAME_CHARS] in fault
+
+
+def _trouble(document: Document) -> tuple[AlertKind, str] | None:
+    """Say of what the learner told within LOSS_SHOWN_S, with the kind of alert."""
     warning = section(document, "learner_warning")
-    age_s = number(warning, "age_seconds")
-    if age_s is not None and age_s < LOSS_SHOWN_S:
-        has_failed, is_loss = warning.get("is_failure") is True, _LOSS.search(text(warning, "text"))
-        if is_loss:
-            kind = kinds.LOSS_NAN if has_failed else kinds.LOSS_SPIKE
-        elif text(warning, "text").startswith(TOKENS_TOLD):
-            kind = kinds.OUTWEIGHS
-        else:
-            kind = kinds.LEARNER_FAILED if has_failed else kinds.LEARNER_WARNS
-        yield _make(kind, document, f"{text(warning, 'text')} ({duration(age_s)} ago)")
-    fault = learner_fault(document)
-    if fault is not None:
-        yield _make(fault[0], document, fault[1])
+    age_s, words = number(warning, "age_seconds"), text(warning, "text")
+    if age_s is None or age_s >= LOSS_SHOWN_S:
+        return None
+    has_failed = warning.get("is_failure") is True
+    if _LOSS.match(words):
+        kind = kinds.LOSS_NAN if has_failed else kinds.LOSS_SPIKE
+    elif words.startswith(TOKENS_TOLD):
+        kind = kinds.OUTWEIGHS
+    else:
+        kind = kinds.LEARNER_FAILED if has_failed else kinds.LEARNER_WARNS
+    return kind, f"{words} ({duration(age_s)} ago)"
 
 
 def learner_fault(document: Document) -> tuple[AlertKind, str] | None:

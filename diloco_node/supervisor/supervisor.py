@@ -281,7 +281,9 @@ class _Supervisor:
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
         if child is self._learner:
-            may_restart = self._watch.ended(code, lived_s=lived_s, now_s=time.monotonic())
+            may_restart = self._watch.ended(
+                code, lived_s=lived_s, now_s=time.monotonic(), last_line=child.log.last_line()
+            )
             write_process(self._spec.state_dir, self._watch.document())
             if not may_restart:
                 self.say(f"{exit_text}: {'it is done' if child.is_done else self._watch.reason}")

@@ -258,6 +258,43 @@ def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any
     assert health["line"].startswith(health["state"])
 
 
+def failed(words: str) -> dict[str, Any]:
+    return {"text": f"the learner failed: {words}", "age_seconds": 3.0, "is_failure": True}
+
+
+def crashed(last_line: str, state: str = "waiting") -> dict[str, Any]:
+    reason = f"exit code 1 after 3.2 s: {last_line}"
+    return {"learner": None, "learner_process": {"state": state, "exit_code": 1, "restarts": 1, "reason": reason}}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("RuntimeError: the loss is not a scalar", "A-LEARNER-FAILED"),
+        ("ValueError: I think the gradient norm is odd", "A-LEARNER-FAILED"),
+        ("AssertionError: step 3: the loss is nan", "A-LEARNER-FAILED"),
+        ("OutOfMemoryError: CUDA out of memory", "A-LEARNER-FAILED"),
+        ("LearnerError: step 3: the loss is nan, 3 times in a row", "A-LOSS-NAN"),
+        ("LearnerError: step 3: the gradient norm is inf", "A-LOSS-NAN"),
+    ],
+)
+def test_an_error_of_the_script_is_no_fault_of_the_loss_and_raises_one_alert(words: str, code: str) -> None:
+    assert [alert.code for alert in find_alerts(changed(learner_warning=failed(words)))] == [code]
+    ended = changed(learner_warning=failed(words), **crashed(f"some.module.{words}"))
+    assert [alert.code for alert in find_alerts(ended)] == [code], "the process ended with it"
+    several_lines = changed(learner_warning=failed(rf"{words}\nand a second line"), **crashed(words))
+    assert [alert.code for alert in find_alerts(several_lines)] == [code]
+    stopped = changed(learner_warning=failed(words), **crashed(words, state="stopped"))
+    assert [alert.code for alert in find_alerts(stopped)] == ["A-LEARNER-STOPPED"], "the graver, with the same words"
+
+
+def test_a_crash_with_other_words_is_another_cause() -> None:
+    document = changed(learner_warning=failed("ValueError: no data"), **crashed("Segmentation fault"))
+    (crash, failure) = find_alerts(document)
+    assert (crash.code, failure.code) == ("A-LEARNER-CRASHES", "A-LEARNER-FAILED")
+    assert crash.text == "the learner's process ended: exit code 1 after 3.2 s: Segmentation fault; 1 restarts"
+
+
 HELLO = Hello(PROTOCOL_VERSION, "run1", 0, "us", "ab", "cd", b"i" * 16, Lane.CONTROL, 3, settings=("H=24",))
 
 

@@ -15,6 +15,8 @@ function head(...names) {
 
 // ---- regions
 
+// Participation counts rounds while there was a learner: of one that is gone it would say that all was well.
+const hasLearner = (region, peer) => (region?.answered ? region.status.learner || isOver(region.status) : peer?.is_alive && isNumber(peer.step));
 const tookPart = (name) => byName().map((one) => table(one.status.participation_of)[name]).find(isNumber);
 
 function regionRow(name, chosen) {
@@ -37,7 +39,7 @@ function regionRow(name, chosen) {
     cell("report", seconds(learner.report_age_seconds), { class: "number" }),
     cell("round trip", seconds(peer?.rtt_seconds), { class: "number" }),
     cell("entries behind", whole(region ? lag : null), { class: "number" }),
-    cell("took part", percent(status.participation ?? tookPart(name)), { class: "number" }),
+    cell("took part", percent(hasLearner(region, peer) ? status.participation ?? tookPart(name) : null), { class: "number" }),
     cell("waits for", known(why), { class: "why" }),
   );
 }
