@@ -1,4 +1,4 @@
-"""The lock of a file, which the kernel lets go with its process. Of the standard library and errors only."""
+"""The lock of a file, which the kernel lets go with its process. It imports no more than the supervisor may."""
 
 from __future__ import annotations
 

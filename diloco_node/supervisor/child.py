@@ -104,7 +104,7 @@ class ChildLog:
     def last_line(self) -> str:
         """The last error of Python's in this life's output, else its last line; empty if it wrote none.
 
-        What libraries print after a traceback says nothing of its cause.
+        Libraries print more after a traceback, which says nothing of its cause.
         """
         lines = [line for line in self.tail.decode("utf-8", "replace").splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR_LINE.fullmatch(line)]

@@ -155,6 +155,23 @@ def test_a_budget_that_is_too_small_is_said_once_with_what_would_do() -> None:
     assert len(region.notes) == 3
 
 
+def test_a_budget_is_not_to_blame_where_the_daemon_waits_for_a_processor() -> None:
+    region, late_ns = Region(), 2 * SETTINGS.sync_every * STEP_NS // 10
+    look = region.watch.look
+    region.watch.look = lambda view, limits: look(view, limits, late_ns=late_ns)  # type: ignore[method-assign]
+    unused = budget(SMALL, SMALL) | {"share_used": 0.5}
+    assert region.run(100, 40, unused) == ""
+    assert region.notes == []
+    assert region.watch.pace() == {"steps": 64.0, "sync_every": 8, "is_late": True, "is_starved": True}
+    assert region.run(100, 40, unused | {"share_used": 0.95}) != "", "it is used up all the same"
+    assert region.watch.pace()["is_starved"] is False
+    late_ns = SETTINGS.sync_every * STEP_NS // 11
+    assert region.run(8, 40, unused) != "", "timers that are so little late cost no tenth of a cycle"
+    late_ns *= 2
+    assert region.run(100, 4, unused) == ""
+    assert region.watch.pace()["is_starved"] is False, "nothing is late"
+
+
 def test_nothing_is_said_without_a_learner_or_at_the_end() -> None:
     for changes in ({"learner": None}, {"is_ending": True}, {"finished": "steps"}):
         assert Region().run(100, 40, budget(SMALL), **changes) == ""

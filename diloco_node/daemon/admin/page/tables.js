@@ -1,6 +1,6 @@
 // Regions, bandwidth, tokens, events, settings.
 import { h, panel, patch, toggle, written } from "./dom.js";
-import { allNames, asPeer, byName, now, rateOf, speedOf, store } from "./store.js";
+import { allNames, asPeer, byName, isOver, isRunOver, now, rateOf, speedOf, store, unixOf } from "./store.js";
 import { NO_DATA, bytes, classOf, clock, count, greatest, isNumber, known, loss, percent, rate, seconds, table, tables, whole } from "./text.js";
 
 const EVENTS_SHOWN = 64;
@@ -45,10 +45,11 @@ function regionRow(name, chosen) {
 }
 
 function shownState(region, peer) {
+  if (isRunOver() && (region ? !region.answered : peer && !peer.is_alive)) return ["■", "good", "gone: the run is over"];
   if (region?.answered === false) return ["✕", "bad", "no answer"];
   if (region) {
     const state = known(region.status.state);
-    const role = region.status.role === "leader" ? ", leader" : "";
+    const role = region.status.role === "leader" && !isOver(region.status) ? ", leader" : "";
     return [state === "waiting" ? "!" : "✓", state === "waiting" ? "warn" : "good", `${state}${role}`];
   }
   if (peer?.is_alive) return ["✓", "good", `seen by ${peer.by}`];
@@ -147,15 +148,12 @@ export function drawAccount() {
 
 // ---- events
 
-const unixOf = (status, note) => {
-  const at = table(status.clock);
-  return isNumber(at.unix) && isNumber(note.at_ns) ? at.unix - (at.monotonic_ns - note.at_ns) / 1e9 : null;
-};
-
 export function drawEvents(region, view) {
-  const notes = tables(region?.status.notes).slice(-EVENTS_SHOWN).reverse();
-  const alarms = notes.filter((one) => one.is_alarm);
-  const rows = (view.onlyAlarms ? alarms : notes).map((one) =>
+  const all = tables(region?.status.notes).slice(-EVENTS_SHOWN).reverse();
+  const kinds = [...new Set(all.map((one) => written(one.kind)))].sort();
+  const ofKind = all.filter((one) => !kinds.includes(view.kind) || written(one.kind) === view.kind);
+  const alarms = ofKind.filter((one) => one.is_alarm);
+  const rows = (view.onlyAlarms ? alarms : ofKind).map((one) =>
     h(
       "li",
       { "data-key": `${one.at_ns} ${one.kind}`, class: one.is_alarm ? "alarm" : null },
@@ -164,12 +162,13 @@ export function drawEvents(region, view) {
       h("span", { class: "text" }, one.fragment >= 0 ? h("b", {}, `f${one.fragment} v${one.version} `) : null, known(one.text), one.count > 1 ? ` (${one.count} times)` : ""),
     ),
   );
+  const buttons = kinds.map((kind) => toggle("kind", `${kind} (${all.filter((one) => written(one.kind) === kind).length})`, kind === view.kind, kind));
   panel(
     "events",
     "Events",
-    h("span", { class: "note" }, region ? `of ${region.name}, newest first` : ""),
-    h("p", { class: "acts" }, toggle("only-alarms", `Only alarms (${alarms.length} of ${notes.length})`, view.onlyAlarms)),
-    rows.length ? h("ol", { class: "events scroll", tabindex: "0", "aria-label": "Events" }, rows) : h("p", { class: "empty" }, notes.length ? "no alarms" : NO_DATA),
+    h("span", { class: "note" }, region ? `of ${region.name}, newest first: ${rows.length} of ${all.length}` : ""),
+    h("p", { class: "acts" }, toggle("only-alarms", `Only alarms (${alarms.length} of ${ofKind.length})`, view.onlyAlarms), buttons),
+    rows.length ? h("ol", { class: "events scroll", tabindex: "0", "aria-label": "Events" }, rows) : h("p", { class: "empty" }, all.length ? "no alarms" : NO_DATA),
   );
 }
 
