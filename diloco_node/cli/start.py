@@ -40,7 +40,9 @@ DYNAMO: Final = "torch._dynamo"
 """Imported by torch's optimizers when they are made, and by what compiles: a second of processor time."""
 
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
-ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
+ON_SPIKE_VARIABLE: Final = "DILOCO_SPIKES"
+"""No name of a setting: settings are read with it in the environment, and without a section they are refused."""
+
 PLACE_VARIABLE: Final = "DILOCO_PLACE"
 
 

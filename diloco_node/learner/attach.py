@@ -58,7 +58,7 @@ from diloco_node.wire.learner_link import Done, Failed, Report
 log = logging.getLogger("diloco_node.learner")
 
 CHECKPOINT_EVERY_S: Final = 60.0
-ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
+ON_SPIKE_VARIABLE: Final = "DILOCO_SPIKES"
 REPORT_EVERY_NS: Final = 20_000_000
 """Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
 the daemon a tenth of a millisecond."""
