@@ -40,6 +40,8 @@ class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
         return ROWS
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index >= ROWS:
+            raise IndexError(index)  # the end, for who iterates
         return {"input_ids": torch.tensor([index])}
 
 
