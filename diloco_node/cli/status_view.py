@@ -96,8 +96,9 @@ def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     behind = (number(witness, "applied_index") or 0) - applied_index if applied_index else 0
     if behind > 0:
         facts.append(f"{behind:.0f} ledger entries behind")
+    # It counts rounds while there was a learner: of one that is gone it would say that all was well.
     part_in = number(section(witness, "participation_of"), name)
-    if part_in is not None:
+    if part_in is not None and is_alive and number(peer, "step") is not None:
         facts.append(f"in {100 * part_in:.0f} % of the merges")
     if text(peer, "error") and text(peer, "link") != "up":
         facts.append(text(peer, "error"))

@@ -72,7 +72,7 @@ class RunSection(Section):
     certs_dir: Path = setting(Path("certs"), "folder that `certs init` made", "certificates lie elsewhere")
     init: Path | None = setting(
         None,
-        "a safetensors file with the first parameters",
+        "the first parameters: a safetensors file, or a model's folder or index",
         "you go on from a model; regions start with other seeds",
         changes="new run",
     )

@@ -257,17 +257,27 @@ class MergedReceived:
 
 @dataclass(frozen=True, slots=True)
 class PayloadDurable:
-    """Region to leader: all merged stripes of the ballot are on its disk, fsynced."""
+    """Region to leader: all merged stripes of the ballot are on its disk, fsynced.
+
+    Attributes:
+        projections: of its own contribution, per window, if the payload is audited (`core.merge.freivalds`).
+    """
 
     ballot: Ballot
     digest: bytes
+    projections: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FinishRequested:
-    """To the leader, repeated until the run closes: an operator asked for the end (one last round per fragment)."""
+    """To all, repeated until the run closes: this region wants the end (one last round per fragment).
+
+    Attributes:
+        is_order: its operator says so, and that is enough; else its script does, and a majority of regions must.
+    """
 
     reason: str
+    is_order: bool = True
 
 
 @dataclass(frozen=True, slots=True)

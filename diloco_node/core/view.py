@@ -73,9 +73,9 @@ class ParticipationView:
     committed: int
 
     @property
-    def ratio(self) -> float:
-        """`included / committed`; 1 before the first."""
-        return self.included / self.committed if self.committed else 1.0
+    def ratio(self) -> float | None:
+        """`included / committed`; None before the first."""
+        return self.included / self.committed if self.committed else None
 
 
 @dataclass(frozen=True, slots=True)

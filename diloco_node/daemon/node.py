@@ -23,6 +23,7 @@ from diloco_node.daemon.learner.reception import Reception
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.presence import Presence
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
 from diloco_node.daemon.work import in_thread
@@ -156,7 +157,10 @@ class Node:
         )
         self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._facts.observe)
         self._budget_watch = BudgetWatch(manifest, spec.settings)
+        self._presence = Presence()
+        # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
+        # True from the final write on, for good.
         self._is_lingering = False
         self.status = NodeStatus(
             runtime=runtime,
@@ -225,10 +229,12 @@ class Node:
             self._post_limits()
             self._facts.mark()
             await in_thread(self._runtime.threads.background, self._facts.look)
-            look, budget = self._budget_watch.look, self.transport.budget_status()
+            look = partial(self._budget_watch.look, late_ns=self.core.liveness.late_ns)
+            budget = self.transport.budget_status()
             note = await in_thread(self._runtime.threads.background, look, self.view(), budget)
-            if note is not None:
-                self._runtime.notes.add(note)
+            shut_out = [peer for peer in self._spec.peers if self.transport.quarantine_reason(peer)]
+            for news in (*([] if note is None else [note]), *self._presence.look(self.view().peers, shut_out)):
+                self._runtime.notes.add(news)
 
     async def _linger(self) -> None:
         """Stay until the learner has said its last figures and no other region needs this one."""

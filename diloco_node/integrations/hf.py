@@ -4,11 +4,14 @@
     trainer.train()
 
 The run's end stops the trainer; `max_steps` or `num_train_epochs` must not come before it. After a restart parameters
-come from the run. Optimizer and learning-rate schedule come from the learner's checkpoint.
+come from the run. Optimizer, schedule, gradient scaler and the position in the data come from the learner's checkpoint;
+where that position can't be kept, a warning says so. What the trainer saves, in mid-run and after it, are the merged
+parameters.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from types import TracebackType
@@ -18,8 +21,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.training_args import ParallelMode
 
 from diloco_node.errors import LearnerError
+from diloco_node.integrations.prepared_loader import PreparedLoader
 from diloco_node.learner.attach import Diloco, attach
 from diloco_node.learner.pauses import CallbackPause
+
+log = logging.getLogger("diloco_node.learner")
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc]
@@ -39,6 +45,10 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         # Whether the pause is one for an evaluation.
         self._is_evaluating = False
         self._hook_before: Any = None
+        # Where the data are; None if something else keeps that, or nothing can.
+        self._data: PreparedLoader | None = None
+        # Begun since on_train_begin.
+        self._epochs = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -57,11 +67,52 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._leave(LearnerError("train() was called again"))
         stateful = {"lr_scheduler": context["lr_scheduler"]} if context.get("lr_scheduler") is not None else {}
         stateful |= self._options.get("stateful", {})
+        self._data, self._epochs = self._position(context.get("train_dataloader"), state, stateful), 0
         self.diloco = attach(
             context["model"], context["optimizer"], step="auto", **{**self._options, "stateful": stateful}
         )
+        self.diloco.save_merged(context["model"])
         self._hook_before, sys.excepthook = sys.excepthook, self._failed
         self._stop(control)
+
+    def _position(self, loader: Any, state: TrainerState, stateful: dict[str, Any]) -> PreparedLoader | None:
+        """Add to `stateful` what knows the position in the data, unless it has that already."""
+        if "data" in stateful or any(component is loader for component in stateful.values()):
+            return None
+        if not hasattr(loader, "skip_batches") and hasattr(loader, "load_state_dict"):
+            stateful["data"] = loader
+            return None
+        try:
+            data = stateful["data"] = PreparedLoader(loader)
+        except LearnerError as error:
+            log.warning("each start of this learner begins its data anew: %s", error)
+            return None
+        if state.global_step:  # from the Trainer's own checkpoint, with which it goes on by itself
+            share = (state.epoch or 0.0) % 1
+            data.place(int(state.epoch or 0), round(share * len(loader)) if share else 0)
+        return data
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Count the epoch before it, if there was one."""
+        if self._data is not None and self._epochs:
+            self._data.next_epoch()
+        self._epochs += 1
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Count a batch after which no step was made."""
+        if self._data is not None:
+            self._data.batch += 1
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Count the last batch of a step, before that is counted."""
+        if self._data is not None:
+            self._data.batch += 1
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any

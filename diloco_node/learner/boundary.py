@@ -12,12 +12,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from diloco_node.learner.checkpoint import TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.daemon_session import NOTE_EVERY_S, WAIT_SLICE_S, LearnerSession
+from diloco_node.learner.leaving import EndWish
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
 from diloco_node.wire.learner_link import Leaving
@@ -42,6 +43,7 @@ class StepBoundaries:
 
     Attributes:
         session: with the daemon, on rank 0. is_stopping: this process was asked to stop.
+        wish: of this rank's script, for the end of the run.
     """
 
     ranks: Ranks
@@ -49,6 +51,7 @@ class StepBoundaries:
     session: LearnerSession | None
     checkpoints: Checkpointing
     is_stopping: Callable[[], bool]
+    wish: EndWish = field(default_factory=EndWish)
 
     def cross(self, tokens: int, *, is_step: bool) -> Boundary:
         """Carry out what the ranks agree on, and return it. Without `is_step` no step was made: versions are taken.
@@ -65,6 +68,8 @@ class StepBoundaries:
         has_orders = session is not None and session.hear()
         # Without the link's lock: another rank may take its time, and the daemon may be a new one then.
         boundary = self.ranks.agree(self._brought(tokens, has_orders=has_orders), fragments=count)
+        if boundary.wants_end:
+            self.wish.pass_on(self.ranks, session)
         with session.boundary() if session is not None else contextlib.nullcontext():
             orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
             if boundary.has_orders:
@@ -105,6 +110,7 @@ class StepBoundaries:
             arrived=fragments.arrived(),
             is_idle=self.checkpoints.is_idle,
             written_step=self.checkpoints.written_step,
+            wants_end=bool(self.wish.reason),
         )
         if session is None:
             return boundary
@@ -148,13 +154,17 @@ class StepBoundaries:
                 noted_s = time.monotonic()
                 log.info("waiting for the first version of all fragments")
 
-    def settle(self, seconds: float) -> Iterator[Boundary]:
-        """Boundaries for some time, by rank 0's clock. Raises LearnerError: other ranks are not in it."""
+    def settle(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> Iterator[Boundary]:
+        """Boundaries for some time, by rank 0's clock, or `until` it says so there. All ranks are in it.
+
+        Raises:
+            LearnerError: other ranks are not.
+        """
         self.ranks.meet("settle()")
         deadline_s = time.monotonic() + seconds
         while True:
             left_s = deadline_s - time.monotonic()
-            if self.ranks.share_bytes(b"1" if left_s > 0 else b"") != b"1":
+            if self.ranks.share_bytes(b"1" if left_s > 0 and not until() else b"") != b"1":
                 return
             yield self.cross(0, is_step=False)
             self._wait(min(SETTLE_SLICE_S, max(0.0, left_s)))

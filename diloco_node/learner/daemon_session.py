@@ -36,6 +36,7 @@ from diloco_node.wire.learner_link import (
     VERSION_AREA,
     Attach,
     Done,
+    EndWanted,
     Failed,
     InitialState,
     OfferApplied,
@@ -86,6 +87,7 @@ class LearnerSession:
     Attributes:
         welcome: the daemon's answer; None before `join`.
         stop_reason: why the daemon wants the learner to stop; None while it does not.
+        final_versions: of all fragments, once the run is over; else empty.
         timer: of inner steps.
         run_clock: where the run is on its schedule.
         place: as the supervisor and the daemon see it in shared memory.
@@ -103,6 +105,7 @@ class LearnerSession:
     ) -> None:
         self.welcome: Welcome | None = None
         self.stop_reason: str | None = None
+        self.final_versions: tuple[int, ...] = ()
         self.timer = StepTimer()
         self.run_clock = RunClock()
         self.place = PlaceMark(os.getpid())
@@ -122,6 +125,8 @@ class LearnerSession:
         self._offered: set[int] = set()
         # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
         self._denied: SnapshotDenied | None = None
+        # The script's wish for the end of the run: every daemon is told.
+        self._end_wanted: EndWanted | None = None
         # The next step that rounds may wait for; None: no step is news.
         self._news_step: int | None = None
         self.link = LearnerLink(socket, self._make_attach)
@@ -195,12 +200,15 @@ class LearnerSession:
         if self.welcome is None or self._fragments is None:
             self._fragments = self._build(welcome)
             self.welcome = welcome
+            self.run_clock.limit(welcome.steps_max)
             self.run_clock.resume(welcome.global_step)
         elif _identity(welcome) != _identity(self.welcome):
             raise LearnerError(
                 f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
                 "restart the learner"
             )
+        if self._end_wanted is not None:
+            self.link.send(self._end_wanted)
         # Offers of the daemon before are none of this one's.
         self._offered.clear()
         self._wants_initial_state = welcome.wants_initial_state and not self.fragments.is_placed
@@ -323,7 +331,7 @@ class LearnerSession:
             case Welcome():
                 self._welcomed(command)
             case Stop():
-                self.stop_reason = command.reason
+                self.stop_reason, self.final_versions = command.reason, command.versions
             case RunAdvanced():
                 self.run_clock.told(command.global_step, command.run_part)
 
@@ -350,6 +358,11 @@ class LearnerSession:
         """Tell the daemon how the step went."""
         self.link.send(report)
         self._note_news(report.step)
+
+    def want_end(self, reason: str) -> None:
+        """Tell the daemon, and those after it, that the script wants the run to end."""
+        self._end_wanted = EndWanted(reason)
+        self.link.send(self._end_wanted)
 
     def warn(self, text: str) -> None:
         """Tell the daemon what people should know."""

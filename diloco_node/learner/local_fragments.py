@@ -326,14 +326,14 @@ class LearnerFragments:
         """Whether any version is on its way to all ranks."""
         return bool(self._incoming)
 
-    def take(self, offer: VersionOffered) -> None:
-        """Begin to take a version from the version area. The caller asks `is_busy` first.
+    def take(self, offer: VersionOffered, values: Tensor | None = None) -> None:
+        """Begin to take a version from its place, or rank 0's `values` (n,), float32, CPU. Ask `is_busy` first.
 
         Raises:
             LearnerError: the daemon names a snapshot that this learner does not have.
         """
         index = offer.fragment
-        incoming = self._incoming[index] = ComingVersion(offer)
+        incoming = self._incoming[index] = ComingVersion(offer, None if values is None else (values, values[:0]))
         position, exchange, lane = self.positions[index], self._exchange, self._lane
         if (exchange is None and lane is None) or offer.version <= position.base_version:
             incoming.arrived.set()
@@ -346,7 +346,7 @@ class LearnerFragments:
             incoming.room = lane.reserve(self._resident[index])
 
         def carry() -> None:
-            whole = self._places[index] if self._is_first else None
+            whole = values if values is not None or not self._is_first else self._places[index]
             if exchange is not None:
                 # A copy, for what is returned may be a part of it, and the daemon writes the next version there.
                 incoming.new = exchange.scatter(index, None if whole is None else whole.clone())
@@ -372,10 +372,10 @@ class LearnerFragments:
         self._worker.check()
         return tuple(sorted(index for index, incoming in self._incoming.items() if incoming.arrived.is_set()))
 
-    def apply(self, offer: VersionOffered) -> OfferApplied:
-        """`take` and `finish` at once; of one rank. Waits for a device."""
-        self.take(offer)
-        if self._lane is not None:
+    def apply(self, offer: VersionOffered, values: Tensor | None = None) -> OfferApplied:
+        """`take` and `finish` at once, on all ranks. Waits for a device, and for other ranks."""
+        self.take(offer, values)
+        if self._lane is not None or self._exchange is not None:
             self._worker.drain()
         return self.finish(offer.fragment)
 

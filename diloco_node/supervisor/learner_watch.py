@@ -166,11 +166,11 @@ class LearnerWatch:
             return Action.SAY
         return Action.NOTHING
 
-    def ended(self, code: int, *, lived_s: float, now_s: float) -> bool:
+    def ended(self, code: int, *, lived_s: float, now_s: float, last_line: str = "") -> bool:
         """A life is over. Returns whether the next one may begin.
 
         Args:
-            code: as in subprocess: negative for a signal.
+            code: as in subprocess: negative for a signal. last_line: what it said of a crash.
         """
         self.exit_code = code
         has_hung, self._aborted_s = self._aborted_s is not None, None
@@ -183,6 +183,7 @@ class LearnerWatch:
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
         if -code in FROM_OUTSIDE:
             return True
+        self.reason += f": {last_line}" * bool(last_line)
         self.crashes += 1
         self._crashed_s.append(now_s)
         within_s = now_s - self._crashed_s[0]

@@ -31,7 +31,6 @@ later, where a fork can't be had, it is started as a new process.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import queue
@@ -39,11 +38,13 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from diloco_node.backoff import Backoff
 from diloco_node.errors import StorageError
+from diloco_node.file_lock import lock_file
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, MemoryStore, PlaceMark
 from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
 from diloco_node.supervisor.child import Child, ChildExited, ChildLog, show
@@ -293,7 +294,9 @@ class _Supervisor:
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
         if child is self._learner:
-            may_restart = self._watch.ended(code, lived_s=lived_s, now_s=time.monotonic())
+            may_restart = self._watch.ended(
+                code, lived_s=lived_s, now_s=time.monotonic(), last_line=child.log.last_line()
+            )
             write_process(self._spec.state_dir, self._watch.document())
             if not may_restart:
                 self.say(f"{exit_text}: {'it is done' if child.is_done else self._watch.reason}")
@@ -361,7 +364,7 @@ def run_supervisor(spec: SupervisorSpec) -> int:
         The exit code (see the module's docstring).
 
     Raises:
-        StorageError: the state folder can't be made, or another supervisor runs on it.
+        StorageError: the state folder can't be made or locked, or another supervisor runs on it.
         BindError: the memory socket can't be bound.
     """
     try:
@@ -373,8 +376,8 @@ def run_supervisor(spec: SupervisorSpec) -> int:
         ) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            lock_file(lock.fileno(), Path(lock.name))
+        except BlockingIOError as error:
             raise StorageError(
                 f"region {spec.region} already runs on {spec.state_dir}: stop it first, or choose another state folder"
             ) from error

@@ -233,6 +233,42 @@ def test_a_trainers_evaluations_and_saves_are_pauses(folder: Path, monkeypatch: 
     assert saves.activities[-1] == "", "it has left, and announces nothing more"
 
 
+def merged_weight(daemon: FakeDaemon) -> Tensor:
+    """The embedding as the run has it."""
+    assert daemon.manifest is not None
+    values = torch.zeros(32)
+    for fragment, theta in zip(daemon.manifest.fragments, daemon.theta, strict=True):
+        for piece in fragment.pieces:
+            values[piece.value_start : piece.value_stop] = torch.from_numpy(
+                theta[piece.offset : piece.offset + piece.size]
+            )
+    return values.view(8, 4)
+
+
+def test_a_trainer_saves_the_merged_weights_in_mid_run_and_at_the_end(folder: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import TrainerCallback
+
+    trainer, _, _ = hf_trainer(folder, save_strategy="steps", save_steps=3, max_steps=ROWS)
+    own: list[Tensor] = []
+    with FakeDaemon(folder) as daemon:
+
+        class Ending(TrainerCallback):  # type: ignore[misc]
+            def on_save(self, *_: Any, **context: Any) -> None:
+                own.append(context["model"].embedding.weight.detach().clone())
+                trainer.save_model(str(folder / "asked"))
+                daemon.stop_learner("enough", (0, 0))
+
+        trainer.add_callback(Ending())
+        trainer.train()
+        trainer.save_model(str(folder / "end"))
+        merged = merged_weight(daemon)
+    assert not torch.equal(own[0], merged), "it had trained on"
+    for place in ("out/checkpoint-3", "asked", "end"):
+        assert torch.equal(load_file(folder / place / "model.safetensors")["embedding.weight"], merged), place
+    assert torch.equal(trainer.model.embedding.weight, merged), "the run's result, without own steps"
+
+
 # ---- Lightning -------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +345,28 @@ def test_lightning_that_is_started_again_has_its_moments(folder: Path) -> None:
         trainer.fit(module, loader)
     assert seen[0][0]
     assert torch.equal(seen[0][1], torch.full((8, 4), 0.25))
+
+
+def test_lightning_saves_the_merged_weights_in_mid_run_and_at_the_end(folder: Path) -> None:
+    trainer, _, module = lightning_trainer(folder, max_steps=ROWS)
+    own: list[Tensor] = []
+    with FakeDaemon(folder) as daemon:
+
+        def look(_outputs: Any, _batch: Any, index: int) -> None:
+            if index == 2:
+                own.append(module.inner.embedding.weight.detach().clone())
+                trainer.save_checkpoint(folder / "mid.ckpt")
+                daemon.stop_learner("enough", (0, 0))
+
+        module.on_train_batch_end = look
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
+        trainer.save_checkpoint(folder / "end.ckpt")
+        merged = merged_weight(daemon)
+    assert not torch.equal(own[0], merged), "it had trained on"
+    for name in ("mid.ckpt", "end.ckpt"):
+        state = torch.load(folder / name, weights_only=False)["state_dict"]
+        assert torch.equal(state["inner.embedding.weight"], merged), name
+    assert torch.equal(module.inner.embedding.weight, merged)
 
 
 def test_an_exception_in_lightning_is_said(folder: Path) -> None:

@@ -129,6 +129,15 @@ def test_a_crash_loop_stops_the_learner_and_says_how_to_go_on() -> None:
     assert watch.ended(1, lived_s=3.0, now_s=203), "it has all of its tries again"
 
 
+def test_the_last_line_is_that_of_a_crash_and_of_nothing_else() -> None:
+    watch = running()
+    watch.ended(1, lived_s=3.0, now_s=3, last_line="ValueError: no data")
+    assert watch.reason == "exit code 1 after 3.0 s: ValueError: no data"
+    watch.started(b"", now_s=4)
+    watch.ended(-signal.SIGKILL, lived_s=3.0, now_s=7, last_line="step 7")
+    assert watch.reason == "ended by SIGKILL after 3.0 s", "who was killed from outside had not said why"
+
+
 def test_crashes_that_are_far_apart_are_no_loop() -> None:
     watch = running()
     for crash in range(5 * CRASHES_MAX):

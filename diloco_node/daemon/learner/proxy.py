@@ -233,6 +233,8 @@ class LearnerProxy:
                 self._on_warning(message.text)
             case learner_link.Leaving():
                 self._on_leaving()
+            case learner_link.EndWanted():
+                self._post(ev.FinishOrdered(message.reason, is_order=False))
             case learner_link.Attach():
                 raise AssertionError("an Attach is the reception's")
             case _:
@@ -372,9 +374,9 @@ class LearnerProxy:
         self._requested[order.fragment] = order
         self._send(learner_link.SnapshotRequested(order.fragment, order.version, order.base_version))
 
-    def stop(self, reason: str) -> None:
-        """The run is over; a peer may have chosen the words."""
-        self._send(learner_link.Stop(escaped(reason)))
+    def stop(self, reason: str, versions: tuple[int, ...]) -> None:
+        """The run is over, at these versions; a peer may have chosen the words."""
+        self._send(learner_link.Stop(escaped(reason), versions))
 
     def has_restarted_since(self, incarnation: int) -> bool:
         """Whether another incarnation of the learner has begun, which may write over the contributions."""

@@ -15,6 +15,7 @@ import pytest
 
 from diloco_node.core.events import (
     Event,
+    FinishOrdered,
     LearnerAttached,
     LearnerDetached,
     LearnerReported,
@@ -35,6 +36,7 @@ from diloco_node.wire.learner_link import (
     VERSION_AREA,
     Attach,
     Done,
+    EndWanted,
     Failed,
     InitialState,
     Leaving,
@@ -317,10 +319,17 @@ def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench
     assert bench.side.facts.discounted_versions == 1
 
 
+def test_a_script_that_wants_the_end_votes_for_its_region(bench: Bench) -> None:
+    bench.side.on_attach(attach(), 1, ())
+    bench.take()
+    bench.side.on_message(EndWanted("the loss is flat"))
+    assert bench.take() == [FinishOrdered("the loss is flat", is_order=False)]
+
+
 def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
     bench.side.on_attach(attach(), 1, ())
-    bench.side.stop("steps_max")
-    assert bench.said == [Stop("steps_max")]
+    bench.side.stop("steps_max", (4, 7))
+    assert bench.said == [Stop("steps_max", (4, 7))]
     bench.take()
     bench.side.on_message(Done(50, 5000, 2.25, 2.0, 7))
     (event,) = bench.take()
