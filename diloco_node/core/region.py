@@ -231,8 +231,7 @@ class RegionCore:
     def wake_at_ns(self) -> int:
         """When the next TimerFired is due."""
         if self.is_replaying:
-            # A nanosecond later, so that this is no timer that spins.
-            return self._now_ns + 1
+            return self._now_ns + 1  # a nanosecond later: no timer that spins
         wake_at_ns = min(self.ledger.wake_at_ns, self._next_beat_ns)
         for at_ns in (self.leader.wake_at_ns, self._fetches.wake_at_ns):
             wake_at_ns = wake_at_ns if at_ns is None else min(wake_at_ns, at_ns)

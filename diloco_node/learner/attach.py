@@ -22,7 +22,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
@@ -34,7 +33,7 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.boundary import StepBoundaries
-from diloco_node.learner.checkpoint import Stateful
+from diloco_node.learner.checkpoint import Stateful, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.daemon_session import LearnerSession, exchange_of, join, manifest_of, settings_of
 from diloco_node.learner.first_parameters import FirstParameters
@@ -299,17 +298,14 @@ class Diloco:
             )
         )
 
-    def busy(self, activity: str, *, at_most_s: float = BUSY_MAX_S) -> AbstractContextManager[None]:
+    def busy(self, activity: str, *, at_most_s: float = BUSY_MAX_S) -> contextlib.AbstractContextManager[None]:
         """Announce a pause without steps: `with diloco.busy("evaluation"):`. Before `at_most_s` it is no hang.
 
         A checkpoint is begun first, so that a process that is ended in the pause loses no steps before it.
         """
         session = None if self._is_closed else self._session
-        return announce_pause(session, activity, at_most_s, before=self._save_before_pause)
-
-    def _save_before_pause(self) -> None:
-        if self._boundaries is not None and not self._is_closed:
-            self._checkpoints.save_before_pause(self._boundaries.progress(self.global_step))
+        save = self._checkpoints.save_before_pause
+        return announce_pause(session, activity, at_most_s, before=lambda: self._save(save))
 
     def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
         """Held-out losses were measured, of the own and of the global parameters; shown by `status`."""
@@ -377,8 +373,11 @@ class Diloco:
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
+        self._save(self._checkpoints.save_now)
+
+    def _save(self, save: Callable[[TrainingProgress], None]) -> None:
         if self._boundaries is not None and not self._is_closed:
-            self._checkpoints.save_now(self._boundaries.progress(self.global_step))
+            save(self._boundaries.progress(self.global_step))
 
     def __enter__(self) -> Diloco:
         return self
@@ -395,11 +394,16 @@ class Diloco:
         """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written."""
         last: Done | None = None
         session = self._session
+        boundaries = None if self._is_closed else self._boundaries
         try:
-            if self._boundaries is not None and not self._is_closed:
-                end_on_final(self._boundaries, self._warn)
+            if boundaries is not None:
+                end_on_final(boundaries, self._warn)
             self.checkpoint()
-            self._leave()
+            if boundaries is not None and self.should_stop and self._ranks.can_meet:
+                if session is not None:
+                    self._report(session)  # rounds are opened for the steps that were reported
+                for boundary in boundaries.leave(self._terminate.deadline_s):
+                    self._crossed(boundary)
         except BaseException as error:
             self._close(failure(error))
             raise
@@ -410,14 +414,6 @@ class Diloco:
             if not is_interrupted:
                 last = Done(*counts, self._val_loss, self._val_loss_global, self._blocked_ns)
         self._close(last)
-
-    def _leave(self) -> None:
-        """Have the last steps merged, where this process was told to stop and the run goes on."""
-        if self._boundaries is not None and not self._is_closed and self.should_stop and self._ranks.can_meet:
-            if self._session is not None:
-                self._report(self._session)
-            for boundary in self._boundaries.leave(self._terminate.deadline_s):
-                self._crossed(boundary)
 
     def _close(self, last: Done | Failed | None) -> None:
         if self._is_closed:

@@ -5,8 +5,8 @@ each merge. No single step proves that, for training moves the parameters as wel
 step to step, while what takes back does so at once: in the first step after a version, or in one of the next ten.
 
 So of each version's way the share is measured that each of the next steps takes back. The first step is compared with
-the later ones over several versions; and of ten steps the one that stands out. A way that the
-gradient itself leads back is no such thing. A copy that is followed slowly, by some percent a step, looks like training and is not found here.
+the later ones over several versions; and of ten steps the one that stands out. A step that the gradient itself leads
+back is no such thing. A copy that is followed slowly, by some percent a step, looks like training: it is not found.
 
 Nothing waits for a device: the numbers are read when they are there.
 """
@@ -160,7 +160,7 @@ def judge_version(steps: Sequence[tuple[float, float]]) -> _Verdict | None:
 
 
 def _beyond(share: float, neighbours: Sequence[float], cosine: float) -> float:
-    """Share that a step takes back beyond its neighbours; 0 where training moves as much, or the gradient leads back."""
+    """Share that a step takes back beyond its neighbours; 0 where all do as much, or the gradient leads back."""
     return 0.0 if cosine > LEADS_BACK or share < median(map(abs, neighbours)) else share
 
 

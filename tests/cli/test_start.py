@@ -86,6 +86,7 @@ def test_start_writes_what_daemon_and_trainer_read(
         "DILOCO_PLACE": "0/3",
     }
     assert spec.hang_s == 300.0
+    assert spec.stop_s == 25.0
     config = resolve(Flag("rounds.sync_every", 8, "--set"))
     node = NodeSpec.load(folder / "node.json")
     assert node.settings == config.run_settings()

@@ -143,7 +143,7 @@ def decide_open(
     leavers = sorted(learner.name for learner in learners if learner.is_leaving and learner.due_at_ns is not None)
     quorum = 1 if leavers else quorum_size(len(learners), settings.quorum_min)
     if len(due) < quorum:
-        names = f" ({_listed(sorted(name for _, name in due))})" if due else ""
+        names = f" ({_join_names(sorted(name for _, name in due))})" if due else ""
         reason = f"waits for quorum: {len(due)} of {len(learners)} learners due{names}, {quorum} needed"
         return OpenDecision(False, None, reason if learners else "no live learner")
     if rounds_in_flight >= settings.rounds_in_flight_max:
@@ -153,12 +153,12 @@ def decide_open(
         reason = f"paced: {_ms(not_before_ns - now_ns)} until the next round may open"
         return OpenDecision(False, not_before_ns, reason)
     if leavers or not late:
-        return OpenDecision(True, None, f"{_listed(leavers)} leaves" if leavers else f"all {len(due)} due")
+        return OpenDecision(True, None, f"{_join_names(leavers)} leaves" if leavers else f"all {len(due)} due")
     window_ns = grace_ns(timing, overlap_steps=settings.overlap_steps, gamma=settings.grace_gamma)
     closes_ns = due[quorum - 1][0] + window_ns
     if now_ns < closes_ns:
-        return OpenDecision(False, closes_ns, f"grace: {_ms(closes_ns - now_ns)} left for {_listed(late)}")
-    reason = f"{len(due)} of {len(learners)} due, grace of {_ms(window_ns)} is over, not due: {_listed(late)}"
+        return OpenDecision(False, closes_ns, f"grace: {_ms(closes_ns - now_ns)} left for {_join_names(late)}")
+    reason = f"{len(due)} of {len(learners)} due, grace of {_ms(window_ns)} is over, not due: {_join_names(late)}"
     return OpenDecision(True, None, reason)
 
 
@@ -166,7 +166,7 @@ def _ms(duration_ns: int) -> str:
     return f"{-(-duration_ns // _NS_PER_MS)} ms"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     text = ", ".join(names[:_NAMES_SHOWN_MAX])
     more = len(names) - _NAMES_SHOWN_MAX
     return f"{text} and {more} more" if more > 0 else text
