@@ -99,7 +99,7 @@ async def test_events_are_marks_on_the_curves_and_their_list_can_be_filtered(tmp
         await tab.until("document.querySelector('#loss canvas') && document.querySelector('.events li')")
         for chart in ("loss", "speed"):
             assert "Marks: " in await tab.evaluate(f"document.querySelector('#{chart} .chart').ariaLabel")
-            legend = await tab.evaluate(f"document.querySelector('#{chart} .legend').innerText")
+            legend = await tab.evaluate(f"document.querySelector('#{chart} .legend').textContent")
             for meaning in ("R a start of a daemon", "L a leader was elected", "P a region left or came back"):
                 assert meaning in legend
         kinds = "[...new Set([...document.querySelectorAll('.events .kind')].map(e => e.innerText.replace('! ', '')))]"
