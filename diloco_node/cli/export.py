@@ -63,16 +63,21 @@ def export(
     Nothing in the region's folder is changed, and a daemon may run on it.
     """
     from diloco_node.daemon.export_source import read_merged, region_folder
+    from diloco_node.integrations.adapter_export import has_adapters, save_adapter
     from diloco_node.integrations.hf_export import save_model
     from diloco_node.storage.new_folder import new_folder
 
     _check_out(out, is_forced=force)
     folder = region_folder(run_folder(place, None))
     model = read_merged(folder)
-    document, source = _model_source(folder, model.manifest, config, base)
+    is_adapter = has_adapters(model.tensors)
+    document, source = ({}, None) if is_adapter else _model_source(folder, model.manifest, config, base)
     weights = source if source is not None and (base is not None or has_weights(source)) else None
     with new_folder(out, is_forced=force) as fresh:
-        result = save_model(fresh, model.tensors, document, base=weights, tokenizer=source, dtype=dtype.value)
+        if is_adapter:
+            result = save_adapter(fresh, model.tensors, config or base, dtype=dtype.value)
+        else:
+            result = save_model(fresh, model.tensors, document, base=weights, tokenizer=source, dtype=dtype.value)
         report = as_document(model, result)
         (fresh / REPORT_NAME).write_text(json.dumps(report, indent=2) + "\n")
     typer.echo(report_line(report, out))

@@ -86,7 +86,8 @@ def table_rows(documents: Sequence[dict[str, Any]]) -> tuple[list[list[str]], st
 def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     name = text(peer, "name")
     is_alive = peer.get("is_alive") is True
-    role = "down" if not is_alive else "leader" if witness.get("leader") == name else "follower"
+    gone = "left" if peer.get("has_left") is True else "down"
+    role = gone if not is_alive else "leader" if witness.get("leader") == name else "follower"
     steps = number(section(witness, "steps_of"), name)
     facts = []
     if is_alive and number(peer, "rtt_seconds") is not None:

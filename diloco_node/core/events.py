@@ -16,16 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.messages import Message
-from diloco_node.core.types import (
-    Ballot,
-    Contribution,
-    Entry,
-    LearnerStatus,
-    LedgerBase,
-    RateLimits,
-    RoundBody,
-    Stripe,
-)
+from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
+from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
 
 # ==== events ==========================================================================================================
 
@@ -168,6 +160,7 @@ class PayloadStored:
     version: int
     digest: bytes
     squared_norms: tuple[float, ...] = ()
+    projection: Projection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +226,10 @@ class DigestComputed:
 
 @dataclass(frozen=True, slots=True)
 class FinishOrdered:
-    """An operator of this region wants the run to end now as if `steps_max` were reached."""
+    """This region's operator wants the run to end now; its script if not `is_order` (`core.rounds.run_end`)."""
 
     reason: str
+    is_order: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +251,7 @@ Event = (
     | LearnerAttached | LearnerDetached | SnapshotTaken | SnapshotRefused | ContributionStripeArrived | ReductionDone
     | MergedStripeArrived | PayloadStored | PayloadNotStored | StateStored | CheckpointWritten | StatesRenamed
     | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | ExpulsionOrdered | FinalWritten
+    | ContributionsProjected
 )
 # fmt: on
 
@@ -368,6 +363,7 @@ class StorePayload:
 
     Attributes:
         stripes: the ballot's, so that each is taken from its reducer.
+        windows: where the payload, and the own contribution, are projected on the way.
     """
 
     ballot: Ballot
@@ -375,6 +371,8 @@ class StorePayload:
     version: int
     digest: bytes
     stripes: tuple[Stripe, ...]
+    windows: tuple[Window, ...] = ()
+    contribution: Contribution | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,9 +466,10 @@ class CloseBallot:
 
 @dataclass(frozen=True, slots=True)
 class StopLearner:
-    """The run is finished: tell the learner to stop at its next step boundary."""
+    """The run is finished: tell the learner to take these versions, and to stop at its next step boundary."""
 
     reason: str
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,6 +494,6 @@ class Note:
 Effect = (
     Send | PersistLedger | TakeSnapshot | SendContribution | ReduceStripe | SendMerged | StorePayload | ApplyVersion
     | AdoptState | OfferVersion | FetchPayload | FetchState | PruneFiles | SetStatesAside | CloseBallot | StopLearner
-    | WriteFinal | Note
+    | WriteFinal | ProjectContributions | Note
 )
 # fmt: on

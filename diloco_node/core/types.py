@@ -126,6 +126,7 @@ class LearnerStatus:
         step_time_ns: moving average of the time of one inner step; 0 when unknown.
         positions: one per fragment, by fragment index.
         finished: it was ordered to stop and has stopped stepping.
+        leaving: it steps no more, and ends as soon as a merge includes its last steps: its machine is taken away.
     """
 
     incarnation: int
@@ -134,6 +135,7 @@ class LearnerStatus:
     step_time_ns: int
     positions: tuple[FragmentPosition, ...]
     finished: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ class EntryKind(StrEnum):
     DISK_NAMED = "disk-named"
     SNAPSHOT = "snapshot"
     SUMMARY = "summary"
+    EXTENDED = "extended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,8 @@ class RoundBody:
         share: part of a full outer step; below 1 if members bring work of versions without them (`core.merge.weights`).
         is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.merge.outer`).
         squared_norms: per piece, sum of squares of the decoded payload: the factors follow from it.
+        projections: per member, per window of an audited payload (`core.merge.freivalds`); empty for a member that
+            did not tell them in time.
     """
 
     fragment: int
@@ -213,6 +218,7 @@ class RoundBody:
     payload_digest: bytes
     is_last: bool = False
     squared_norms: tuple[float, ...] = ()
+    projections: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +236,25 @@ class DiscardedBody:
 
 @dataclass(frozen=True, slots=True)
 class FinishedBody:
-    """The run is over: no round is opened after this entry. Versions of all fragments at this point are final."""
+    """The run is over: no round is opened after this entry, unless an `ExtendedBody` follows.
+
+    Attributes:
+        versions: of all fragments at this point; they are final.
+        steps_max, tokens_max: of the settings that it ended with.
+    """
 
     versions: tuple[int, ...]
     reason: str
+    steps_max: int = 0
+    tokens_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendedBody:
+    """The run that was over goes on, up to other limits; see `core.rounds.extension`."""
+
+    steps_max: int
+    tokens_max: int
 
 
 EXPELLED: Final = b"\xff" * DISK_ID_BYTES
@@ -274,7 +295,15 @@ class SummaryBody:
 
 
 EntryBody = (
-    GenesisBody | LeaderBody | RoundBody | DiscardedBody | FinishedBody | DiskNamedBody | SnapshotBody | SummaryBody
+    GenesisBody
+    | LeaderBody
+    | RoundBody
+    | DiscardedBody
+    | FinishedBody
+    | DiskNamedBody
+    | SnapshotBody
+    | SummaryBody
+    | ExtendedBody
 )
 
 

@@ -115,8 +115,10 @@ class Console:
         minutes = (now_s - self._pace_s) / 60
         learner, rounds = status["learner"] or {}, status["rounds_committed"]
         rate = learner.get("current_tokens_per_second") or learner.get("tokens_per_second")
+        limit = f" of {self._settings.steps_max:,}" if self._settings.steps_max else ""
         facts = [
-            f"step {learner.get('step', 0):,}" + (f" of {self._settings.steps_max:,}" * bool(self._settings.steps_max)),
+            f"run at step {status['run']['step']:,}{limit}",
+            f"learner at {learner.get('step', 0):,}",
             f"loss {learner['loss']:.4g}" if learner.get("loss") is not None else "",
             f"{rate:,.0f} tokens/s" if rate is not None else "",
             f"{rounds:,} rounds, {(rounds - self._rounds) / minutes:.1f} a minute",

@@ -22,6 +22,7 @@ from diloco_node.codec.kernels import warm_up
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.rounds.extension import extension
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.status_document import NoteBook, write_report
@@ -34,7 +35,7 @@ from diloco_node.daemon.node import Node
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.region_budget import changed_plan, plan_of_file
 from diloco_node.daemon.run_history import RunHistory
-from diloco_node.daemon.run_record import has_final_report, is_complete, run_record
+from diloco_node.daemon.run_record import has_final_report, is_complete, run_record, set_final_aside
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.stopping import StopDeadline
 from diloco_node.daemon.work import Threads, in_thread
@@ -115,6 +116,7 @@ class Daemon:
                 snapshot=self._snapshot,
                 not_ready_reason=self.not_ready_reason,
                 finish=self.finish,
+                drain=self.drain,
                 set_budget=self._set_budget,
                 measure=self._measure,
                 expel=self._expel,
@@ -225,6 +227,7 @@ class Daemon:
             time.monotonic_ns,
             self.end,
         )
+        record = None
         try:
             record = run_record(recovery.base, recovery.entries, len(manifest.fragments))
             if record is not None:  # before the node, for which another run's ledger would be a damaged one
@@ -235,6 +238,9 @@ class Daemon:
             begin_again = self._store.begin_again
             recovery = await in_thread(self._threads.files, begin_again, str(error), len(manifest.fragments))
             node = Node(runtime, manifest, recovery)
+        if record is not None and extension(record.end, self.spec.settings) is not None:
+            self._was_finished = False
+            await in_thread(self._threads.files, set_final_aside, self.spec.state_dir)
         if self._store.lost:
             text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
             self.notes.add(Note("disk", text, is_alarm=True))
@@ -384,8 +390,8 @@ class Daemon:
 
     def start_learner(self) -> str:
         """Have the supervisor start a learner that it has stopped, or that waits. Raises ConfigError."""
-        supervisor = os.getppid()
-        if os.environ.get("DILOCO_SUPERVISOR_PID") != str(supervisor) or not self.learner_process:
+        supervisor = _supervisor()
+        if supervisor is None or not self.learner_process:
             raise ConfigError("this region's learner is not started by `diloco-node start`: start it where it runs")
         state = str(self.learner_process["state"])
         if state == "running":
@@ -393,6 +399,15 @@ class Daemon:
         os.kill(supervisor, signal.SIGUSR1)
         self.notes.add(Note("learner", f"an operator starts the learner, which was {state}"))
         return state
+
+    def drain(self) -> None:
+        """Stop this region in order: its learner first, with its last steps merged; then this daemon."""
+        self.notes.add(Note("learner", "an operator stops this region"))
+        supervisor = _supervisor()
+        if supervisor is None:
+            self.end()
+        else:
+            os.kill(supervisor, signal.SIGTERM)
 
     def _set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Change it until the region starts again or reads its settings again. Raises ConfigError."""
@@ -459,3 +474,9 @@ class Daemon:
                 "there, or stop the region"
             )
         self.node.finish(reason)
+
+
+def _supervisor() -> int | None:
+    """The process that has started this one and keeps it; None where that is no supervisor."""
+    parent = os.getppid()
+    return parent if os.environ.get("DILOCO_SUPERVISOR_PID") == str(parent) else None

@@ -189,11 +189,11 @@ class Node:
         self._runtime.spawn(self._keep_counters(), "counters")
 
     async def drain(self) -> None:
-        """Hand leadership over if this region has it; others that are heard get a moment to elect one of them."""
-        if not self.core.is_leader:
-            return
+        """Tell the others that this region stops, and hand leadership over: they get a moment to elect one of them."""
         for effect in self.core.hand_over(now_ns=self._runtime.now_ns()):
             self.effects.perform(effect)
+        if self.core.liveness.alive(now_ns=self._runtime.now_ns()):
+            await asyncio.sleep(END_POLL_S)  # the heartbeat that says so must have left before the links go
         polls = round(DRAIN_S / END_POLL_S)
         while polls and self.core.is_leader and self.core.liveness.alive(now_ns=self._runtime.now_ns()):
             polls -= 1

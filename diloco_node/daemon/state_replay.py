@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.recovery.replay_plan import FragmentReplay, find_genesis, plan_replay
-from diloco_node.core.types import Entry, FinishedBody, RoundBody
+from diloco_node.core.recovery.replay_plan import FragmentReplay, find_end, find_genesis, plan_replay
+from diloco_node.core.types import Entry, RoundBody
 from diloco_node.daemon.effects.open_stripes import cut_payload
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
@@ -97,7 +97,7 @@ class Replay:
             raise StorageError(
                 f"{folder}: manifest.json has digest {here[:16]}, the run began with {ledger_digest[:16]}"
             )
-        self._is_finished = any(isinstance(entry.body, FinishedBody) for entry in entries)
+        self._is_finished = find_end(summary, entries) is not None
         states = [self._store.state_versions(fragment) for fragment in range(fragments)]
         if not self._is_finished:
             entries = _without_tail(entries, states, payloads)

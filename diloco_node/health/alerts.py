@@ -169,7 +169,7 @@ def _peers(document: Document) -> Iterator[Finding]:
     for peer in rows(document, "peers"):
         name, error = text(peer, "name"), text(peer, "error")
         is_up = text(peer, "link") == "up" and peer.get("is_alive") is True
-        if is_up or name in quarantine or name in newcomers:
+        if is_up or name in quarantine or name in newcomers or peer.get("has_left") is True:
             continue
         if "protocol_version: ours" in error:
             yield _make(kinds.VERSION_DIFFERS, document, f"{name}: {error}", region=name)
@@ -301,6 +301,8 @@ def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
         return _process_fault(document)
     if learner.get("finished") is True:
         return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
+    if section(learner, "busy"):
+        return None
     silence = learner_silence(number(learner, "report_age_seconds"), number(learner, "step_seconds"))
     return (kinds.LEARNER_SILENT, silence) if silence else None
 
@@ -323,8 +325,10 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
 
 
 def _progress(document: Document) -> str:
-    step, total = number(document, "inner_steps"), number(section(document, "run"), "total_steps")
-    return f"{step or 0:.0f}" + (f" of {total:.0f}" if total else "")
+    run = section(document, "run")
+    total = number(run, "total_steps")
+    own = f"{number(document, 'inner_steps') or 0:.0f}"
+    return own + (f", the run is at {number(run, 'step') or 0:.0f} of {total:.0f}" if total else "")
 
 
 def is_starved(document: Document) -> bool:

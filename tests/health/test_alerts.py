@@ -164,10 +164,15 @@ CASES = [
     (
         kinds.LEARNER_ENDED,
         changed(learner=None, learner_process={"state": "done", "exit_code": 0}),
-        "the learner ended at step 64 of 250",
+        "the learner ended at step 64, the run is at 64 of 250",
         "diloco-node learner start us",
     ),
-    (kinds.LEARNER_ENDED, changed(learner={"finished": True}), "the learner ended at step 64 of 250", ""),
+    (
+        kinds.LEARNER_ENDED,
+        changed(learner={"finished": True}),
+        "the learner ended at step 64, the run is at 64 of 250",
+        "",
+    ),
     (
         kinds.LEARNER_CRASHES,
         changed(learner=None, learner_process={"state": "waiting", "exit_code": 1, "restarts": 3, "reason": ""}),
@@ -403,6 +408,7 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         (changed(commit_age_seconds=29.0, usual_commit_seconds=1.0), kinds.NO_COMMIT),
         (changed(commit_age_seconds=41.0, peers=peers(ap=DOWN, eu=DOWN)), kinds.NO_COMMIT),
         (changed(quarantine={"eu": "for 600 s more"}, peers=peers(eu=DOWN)), kinds.PEER_DOWN),
+        (changed(peers=peers(eu=DOWN | {"has_left": True})), kinds.PEER_DOWN),
         (changed(role="follower", left_out=[{"region": "ap", "part": "member", "reason": "late"}]), kinds.LEFT_OUT),
         (changed(role="follower", standings=standings(ap={"tokens_per_step": 8192.0})), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"tokens_per_step": 8192.0, "rounds": 7})), kinds.OUTWEIGHS),
@@ -415,6 +421,7 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         "too soon",
         "no majority says it",
         "quarantine says it",
+        "it said that it leaves",
         "the leader says it",
         "the leader says it of weights too",
         "few rounds",
@@ -498,7 +505,7 @@ def test_the_worst_alert_stands_first_and_in_the_line() -> None:
     alerts = find_alerts(document)
     assert [alert.code for alert in alerts] == ["A-LEARNER-ENDED", "A-LAST-MAJORITY", "A-PEER-DOWN"]
     health = health_of(document)
-    assert health["line"] == "degraded: us: the learner ended at step 64 of 250 (and 2 more)"
+    assert health["line"] == "degraded: us: the learner ended at step 64, the run is at 64 of 250 (and 2 more)"
     assert health["failure_tolerance"] == 0
 
 

@@ -244,6 +244,7 @@ class ShownRun:
             snapshot=self.snapshot,
             not_ready_reason=lambda: "",
             finish=lambda _: None,
+            drain=lambda: None,
             set_budget=lambda _: {},
             measure=measure,
             expel=None,

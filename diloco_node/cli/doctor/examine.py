@@ -235,10 +235,8 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Findin
     errors = []
     if command and shutil.which(command[0]) is None:
         errors.append(f"command {command[0]!r} is not found on PATH")
-    if config.run.init is not None and not probes.is_there(config.run.init):
-        errors.append(f"run.init: {config.run.init} does not exist, or this user may not see it")
     checks: tuple[Callable[[NodeConfig], None], ...] = () if command else (start.check_data, start.check_model)
-    for check in checks:
+    for check in (start.check_init, *checks):
         try:
             check(config)
         except ConfigError as error:

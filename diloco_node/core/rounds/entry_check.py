@@ -6,7 +6,7 @@ not. So a leader that was captured, or is broken, can put nothing into the ledge
 - Genesis comes once, and is this run's, with the id of one state folder per region. Only `LeaderBody` comes before.
 - A round takes its fragment to the next version, with members whose steps follow the token account.
 - Discarded steps follow the account, too.
-- After the end there are no more rounds.
+- After the end there are no more rounds, unless the run is extended.
 
 The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
 rounds before, and no sum of contributions is longer than they are together. It is asked of entries of the term whose
@@ -27,11 +27,13 @@ from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, named_disks
 from diloco_node.core.merge.fragments import Fragment, Manifest
+from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
 from diloco_node.core.merge.outliers import RecentRounds
-from diloco_node.core.merge.stripes import block_count, stripes_fault
+from diloco_node.core.merge.stripes import piece_blocks, stripes_fault
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
+from diloco_node.core.rounds.extension import extension_fault
 from diloco_node.core.types import (
     EXPELLED,
     Contribution,
@@ -39,6 +41,7 @@ from diloco_node.core.types import (
     DiskNamedBody,
     Entry,
     EntryBody,
+    ExtendedBody,
     FinishedBody,
     GenesisBody,
     LeaderBody,
@@ -51,6 +54,8 @@ from diloco_node.core.types import (
 from diloco_node.errors import ProtocolViolation
 
 T = TypeVar("T")
+
+Coefficients = tuple[tuple[float, ...], ...]
 
 Run = tuple[str, str, str, tuple[str, ...]]
 """run_id, settings_digest, manifest_digest and regions, sorted."""
@@ -80,7 +85,7 @@ class _Facts:
         recent: per fragment how long the gradients of its last rounds were.
         disks: per region the id of its folder, empty for none.
         summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
-        is_finished: the run's end is in the log.
+        end: of the run; None while it goes on.
     """
 
     versions: tuple[int, ...] = ()
@@ -88,7 +93,7 @@ class _Facts:
     recent: tuple[RecentRounds, ...] = ()
     disks: Mapping[str, bytes] = field(default_factory=dict)
     summary: int = 0
-    is_finished: bool = False
+    end: FinishedBody | None = None
 
     def after(self, body: EntryBody) -> _Facts:
         """Return the facts after one more entry."""
@@ -111,7 +116,8 @@ class _Facts:
             return replace(self, disks={**self.disks, body.region: body.disk})
         if isinstance(body, SummaryBody):
             return replace(self, summary=body.index)
-        return replace(self, is_finished=True) if isinstance(body, FinishedBody) else self
+        end = body if isinstance(body, FinishedBody) else None
+        return replace(self, end=end) if isinstance(body, FinishedBody | ExtendedBody) else self
 
 
 def _with(values: tuple[T, ...], fragment: int, value: T) -> tuple[T, ...]:
@@ -124,7 +130,8 @@ class EntryCheck:
     Args:
         run: the facts that all regions must agree on.
         manifest: of the model. settings: of the run.
-        witness: what this region itself did in a round otherwise than its entry says; empty if nothing.
+        witness: what this region itself did or got in a round otherwise than its entry says, by the coefficients of
+            the members' pieces; empty if nothing.
     """
 
     def __init__(
@@ -133,13 +140,13 @@ class EntryCheck:
         manifest: Manifest,
         settings: RunSettings,
         *,
-        witness: Callable[[RoundBody], str] = lambda _: "",
+        witness: Callable[[RoundBody, Coefficients], str] = lambda *_: "",
     ) -> None:
         self._run = run
         self._settings, self._witness = settings, witness
         self._regions = frozenset(run[3])
         self._fragments = manifest.fragments
-        self._blocks = [block_count(fragment) for fragment in manifest.fragments]
+        self._blocks = [piece_blocks(fragment.piece_sizes) for fragment in manifest.fragments]
         self._account = Account()
         self._facts = _Facts()
         # The facts before each entry that may still be truncated, oldest first.
@@ -150,6 +157,7 @@ class EntryCheck:
             RoundBody: self._round_fault,
             DiscardedBody: self._discard_fault,
             FinishedBody: self._finished_fault,
+            ExtendedBody: lambda body, _: extension_fault(self._facts.end, body),
             DiskNamedBody: self._disk_fault,
             SnapshotBody: self._snapshot_fault,
             SummaryBody: self._summary_fault,
@@ -177,7 +185,7 @@ class EntryCheck:
             snapshots,
             self._recent_rounds(summary),
             named_disks(summary),
-            is_finished=bool(summary.finished),
+            end=next(iter(summary.finished), None),
         )
         self._before.clear()
         self._account.restore(summary, base.index)
@@ -207,6 +215,9 @@ class EntryCheck:
             entry: the next one, in which `fault` finds nothing.
         """
         body = entry.body
+        if isinstance(body, ExtendedBody):
+            own = ExtendedBody(self._settings.steps_max, self._settings.tokens_max)
+            return "" if body == own else f"it extends the run to {body}, this region was started with {own}"
         if not isinstance(body, RoundBody):
             return ""
         contributions = tuple(member.contribution for member in body.members)
@@ -226,7 +237,7 @@ class EntryCheck:
                 return (
                     f"its sum of piece {piece} has the squared norm {square:.6g}, its members can't exceed {limit:.6g}"
                 )
-        return _difference(body, numbers) or self._witness(body)
+        return _difference(body, numbers) or self._witness(body, numbers.coefficients())
 
     def take(self, entry: Entry) -> None:
         """Take the entry as the next one."""
@@ -300,7 +311,7 @@ class EntryCheck:
         return "" if 0 <= fragment < len(self._fragments) else f"there is no fragment {fragment}"
 
     def _finished_fault(self, body: FinishedBody, _: Entry) -> str:
-        if self._facts.is_finished:
+        if self._facts.end is not None:
             return "a second end"
         versions = self._facts.versions
         return "" if body.versions == versions else f"ends at versions {body.versions}, the ledger is at {versions}"
@@ -320,7 +331,7 @@ class EntryCheck:
         if fault:
             return fault
         next_version = self._facts.versions[body.fragment] + 1
-        if self._facts.is_finished:
+        if self._facts.end is not None:
             return "a round after the end"
         if body.version != next_version:
             return f"version {body.version} of fragment {body.fragment}, the next is {next_version}"
@@ -329,7 +340,8 @@ class EntryCheck:
         return (
             self._members_fault(body)
             or self._numbers_fault(body, self._fragments[body.fragment])
-            or stripes_fault(body.stripes, regions=self._regions, blocks=self._blocks[body.fragment])
+            or stripes_fault(body.stripes, regions=self._regions, blocks=sum(self._blocks[body.fragment]))
+            or self._projections_fault(body)
         )
 
     def _members_fault(self, body: RoundBody) -> str:
@@ -350,6 +362,13 @@ class EntryCheck:
             return f"{name}'s base is version {contribution.base_version} for a round to version {body.version}"
         fault = refusal(contribution, len(self._fragments[body.fragment].pieces))
         return f"{name} {fault}" if fault else self._account_fault(contribution)
+
+    def _projections_fault(self, body: RoundBody) -> str:
+        windows = len(draw_windows(body.payload_digest, body.stripes, self._blocks[body.fragment]))
+        rows = [len(row) for row in body.projections]
+        if rows and (len(rows) != len(body.members) or not windows or not {0, windows} >= set(rows)):
+            return f"projections in {rows} windows for {len(body.members)} members in {windows}"
+        return ""
 
     @staticmethod
     def _numbers_fault(body: RoundBody, fragment: Fragment) -> str:
