@@ -291,7 +291,7 @@ async def test_a_report_opens_from_the_disk_and_loads_nothing(tmp_path: Path) ->
     page = tmp_path / "report.html"
     page.write_text(page_with({"regions": [snapshot(7_200, name, has_lost=True) for name in NAMES]}))
     async with tab_on(page.as_uri(), tmp_path, width=400, scheme="dark") as tab:
-        await tab.until("document.querySelectorAll('#loss .legend li').length === 4")
+        await tab.until("document.querySelectorAll('#loss .legend li svg').length === 4")
         assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
         assert f"{3 * 7_200 * 512:,}" in await tab.evaluate("document.querySelector('#account tr').innerText")
         assert "186 kB/s" in await tab.evaluate("document.getElementById('bandwidth').innerText"), "its mean"
