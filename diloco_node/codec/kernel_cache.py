@@ -70,7 +70,7 @@ def _announcing(folder: Path | None) -> Iterator[None]:
     """Say so before the first compilation: one that takes a minute without a word looks like a hang."""
     from numba.core.event import Event, Listener, install_listener
 
-    class Teller(Listener):  # type: ignore[misc]
+    class Teller(Listener):
         is_told = folder is None  # then `cache_folder` has said it
 
         def on_start(self, event: Event) -> None:

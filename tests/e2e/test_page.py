@@ -99,7 +99,7 @@ async def test_events_are_marks_on_the_curves_and_their_list_can_be_filtered(tmp
         await tab.until("document.querySelector('#loss canvas') && document.querySelector('.events li')")
         for chart in ("loss", "speed"):
             assert "Marks: " in await tab.evaluate(f"document.querySelector('#{chart} .chart').ariaLabel")
-            legend = await tab.evaluate(f"document.querySelector('#{chart} .legend').innerText")
+            legend = await tab.evaluate(f"document.querySelector('#{chart} .legend').textContent")
             for meaning in ("R a start of a daemon", "L a leader was elected", "P a region left or came back"):
                 assert meaning in legend
         kinds = "[...new Set([...document.querySelectorAll('.events .kind')].map(e => e.innerText.replace('! ', '')))]"
@@ -291,7 +291,7 @@ async def test_a_report_opens_from_the_disk_and_loads_nothing(tmp_path: Path) ->
     page = tmp_path / "report.html"
     page.write_text(page_with({"regions": [snapshot(7_200, name, has_lost=True) for name in NAMES]}))
     async with tab_on(page.as_uri(), tmp_path, width=400, scheme="dark") as tab:
-        await tab.until("document.querySelectorAll('#loss .legend li').length === 4")
+        await tab.until("document.querySelectorAll('#loss .legend li svg').length === 4")
         assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
         assert f"{3 * 7_200 * 512:,}" in await tab.evaluate("document.querySelector('#account tr').innerText")
         assert "186 kB/s" in await tab.evaluate("document.getElementById('bandwidth').innerText"), "its mean"
