@@ -45,7 +45,7 @@ TURNS_MAX: Final = 10_000
 """Messages to itself and commits that one event may cause. More is a loop, and a bug."""
 
 ENTRIES_PER_EVENT: Final = 64
-"""Committed entries that are applied in one call, some milliseconds: between calls the event loop breathes."""
+"""Committed entries that are applied in one call, some milliseconds: with thousands the event loop breathes between."""
 
 
 class RegionCore:
@@ -58,7 +58,7 @@ class RegionCore:
         recovered: what the disk held at start.
         seed: of the election timeouts.
         now_ns: monotonic time.
-        silent_heartbeats: a region that was silent for this many counts as gone.
+        silent_heartbeats: after so many without a word a region counts as gone.
     """
 
     def __init__(
@@ -220,7 +220,9 @@ class RegionCore:
         return self._effects.take()
 
     def hand_over(self, *, now_ns: int) -> list[Effect]:
-        """This region is about to stop: offer leadership to another one, and never stand for election again."""
+        """This region is about to stop: say so, offer leadership to another one, and never stand for election again."""
+        self.liveness.is_leaving = True
+        self._beat(now_ns)
         self._emit(self.ledger.hand_over(now_ns=now_ns))
         self._settle(now_ns)
         return self._effects.take()
@@ -468,8 +470,7 @@ class RegionCore:
 
     def view(self) -> RegionView:
         """Everything that `status` shows, as of the last event."""
-        ledger, history, now_ns = self.ledger, self.history, self._now_ns
-        fragments = range(len(self._manifest.fragments))
+        ledger, history, fragments = self.ledger, self.history, range(len(self._manifest.fragments))
         reason = self.leader.reason if self.leader.is_acting else ledger.reason
         return RegionView(
             region=self._region,
@@ -485,9 +486,9 @@ class RegionCore:
             digests=tuple(self._upkeep.digests.newest(fragment) for fragment in fragments),
             learner=self.liveness.learner(self._region),
             rounds=round_views(self.leader, self.participant),
-            peers=peer_views(self.liveness, now_ns=now_ns),
+            peers=peer_views(self.liveness, now_ns=self._now_ns),
             participation=self._participation.view(),
-            waiting=self.end.waiting(ledger.leader, now_ns=now_ns) or self._upkeep.reason or reason,
+            waiting=self.end.waiting(ledger.leader, now_ns=self._now_ns) or self._upkeep.reason or reason,
             fetching=self._fetches.in_flight(),
             rounds_committed=history.rounds_committed,
             tokens_merged=history.account.merged_tokens(len(fragments)),

@@ -126,6 +126,7 @@ class LearnerStatus:
         step_time_ns: moving average of the time of one inner step; 0 when unknown.
         positions: one per fragment, by fragment index.
         finished: it was ordered to stop and has stopped stepping.
+        leaving: it steps no more, and ends as soon as a merge includes its last steps: its machine is taken away.
     """
 
     incarnation: int
@@ -134,6 +135,7 @@ class LearnerStatus:
     step_time_ns: int
     positions: tuple[FragmentPosition, ...]
     finished: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
@@ -33,9 +34,10 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.boundary import StepBoundaries
-from diloco_node.learner.checkpoint import Stateful, TrainingProgress
+from diloco_node.learner.checkpoint import Stateful
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.daemon_session import LearnerSession, exchange_of, manifest_of, settings_of
+from diloco_node.learner.daemon_session import LearnerSession, exchange_of, join, manifest_of, settings_of
+from diloco_node.learner.first_parameters import FirstParameters
 from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
@@ -46,16 +48,17 @@ from diloco_node.learner.loss import finite
 from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.model_state import merged_saves, model_state
 from diloco_node.learner.model_watch import ModelWatch, attach_warnings
+from diloco_node.learner.pauses import BUSY_MAX_S, announce_pause
 from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
 from diloco_node.learner.token_check import TokenCheck, whole_tokens
-from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome
+from diloco_node.wire.learner_link import Done, Failed, Report
 
 log = logging.getLogger("diloco_node.learner")
 
 CHECKPOINT_EVERY_S: Final = 60.0
-ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
+ON_SPIKE_VARIABLE: Final = "DILOCO_SPIKES"
 REPORT_EVERY_NS: Final = 20_000_000
 """Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
 the daemon a tenth of a millisecond."""
@@ -85,7 +88,7 @@ def attach(
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
         buffers: patterns of the names of buffers that train, such as "*.expert_bias": they are merged by their mean.
         untied: names of embeddings and heads that begin as copies of another rank's weight, but are trained apart.
-        stateful: parts of the loop that a restart continues (data loader, schedule); their states are nested values.
+        stateful: parts of the loop that a restart continues: data loader, schedule, random generator, frozen module.
         checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`, at most; 0 for none. There are more
             as long as they take less than a hundredth of the time.
         step: "call": the loop calls `Diloco.step`. "auto": each step of the optimizer is one. Tokens are counted by the
@@ -160,7 +163,7 @@ class Diloco:
         self.tokens = 0
         self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
-        self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
+        self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
         # Inside `step` so far; only grows.
         self._blocked_ns = 0
         # When the last report was sent, by the clock of `step`.
@@ -269,8 +272,8 @@ class Diloco:
         self.global_step, self.progress = boundary.global_step, boundary.part
         fallback = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
         self._stop_if(boundary.is_stopping, (self._session and self._session.stop_reason) or fallback)
-        if boundary.wants_checkpoint and boundary.is_idle:
-            self._checkpoints.save(self._progress())
+        if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
+            self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
 
     def _check_open(self, call: str) -> None:
@@ -295,6 +298,18 @@ class Diloco:
                 global_step=self.global_step,
             )
         )
+
+    def busy(self, activity: str, *, at_most_s: float = BUSY_MAX_S) -> AbstractContextManager[None]:
+        """Announce a pause without steps: `with diloco.busy("evaluation"):`. Before `at_most_s` it is no hang.
+
+        A checkpoint is begun first, so that a process that is ended in the pause loses no steps before it.
+        """
+        session = None if self._is_closed else self._session
+        return announce_pause(session, activity, at_most_s, before=self._save_before_pause)
+
+    def _save_before_pause(self) -> None:
+        if self._boundaries is not None and not self._is_closed:
+            self._checkpoints.save_before_pause(self._boundaries.progress(self.global_step))
 
     def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
         """Held-out losses were measured, of the own and of the global parameters; shown by `status`."""
@@ -362,19 +377,8 @@ class Diloco:
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
-        if self._fragments is not None and not self._is_closed:
-            self._checkpoints.save_now(self._progress())
-
-    def _progress(self) -> TrainingProgress:
-        fragments = self._fragments
-        assert fragments is not None
-        return TrainingProgress(
-            manifest_digest=fragments.manifest.digest,
-            incarnation=fragments.settings.incarnation,
-            global_step=self.global_step,
-            step=fragments.step,
-            tokens=fragments.tokens,
-        )
+        if self._boundaries is not None and not self._is_closed:
+            self._checkpoints.save_now(self._boundaries.progress(self.global_step))
 
     def __enter__(self) -> Diloco:
         return self
@@ -395,6 +399,7 @@ class Diloco:
             if self._boundaries is not None and not self._is_closed:
                 end_on_final(self._boundaries, self._warn)
             self.checkpoint()
+            self._leave()
         except BaseException as error:
             self._close(failure(error))
             raise
@@ -405,6 +410,14 @@ class Diloco:
             if not is_interrupted:
                 last = Done(*counts, self._val_loss, self._val_loss_global, self._blocked_ns)
         self._close(last)
+
+    def _leave(self) -> None:
+        """Have the last steps merged, where this process was told to stop and the run goes on."""
+        if self._boundaries is not None and not self._is_closed and self.should_stop and self._ranks.can_meet:
+            if self._session is not None:
+                self._report(self._session)
+            for boundary in self._boundaries.leave(self._terminate.deadline_s):
+                self._crossed(boundary)
 
     def _close(self, last: Done | Failed | None) -> None:
         if self._is_closed:
@@ -446,7 +459,7 @@ class Diloco:
             self._session = LearnerSession(
                 Path(socket), Path(memory), self._tensors, specs=specs, shards=shards, ranks=self._ranks
             )
-        welcome = self._welcome()
+        welcome = join(self._session, self._ranks, lambda: self._terminate.is_set)
         if welcome is None:
             self._stop_if(True, "asked to stop before the daemon answered")
             if self._session is not None:
@@ -472,6 +485,7 @@ class Diloco:
         progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
+        first = FirstParameters(self._tensors, self._fragments.manifest, shards, self._ranks)
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, progress.global_step)
         if self._session is not None:
@@ -480,19 +494,11 @@ class Diloco:
             self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set, self._wish
         )
         self._crossed(self._boundaries.place())
+        if text := first.difference(self._fragments.positions):
+            self._warn(text)
         self._watch = ModelWatch(self._tensors, self._warn)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)
         if self._session is not None:
             self._session.warn(text)
-
-    def _welcome(self) -> Welcome | None:
-        session = self._session
-        welcome = session.join(lambda: self._terminate.is_set) if session is not None else None
-        body = self._ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
-        if not body:
-            return None
-        message = TO_LEARNER.decode(body)
-        assert isinstance(message, Welcome)
-        return message

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,12 +25,14 @@ from diloco_node.learner.local_fragments import Answer, FragmentSettings, Learne
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.run_clock import RunClock
-from diloco_node.shared_memory import COUNTERS_AREA, request_area
+from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
     LINK_PROTOCOL,
     NEW_PROCESS,
+    NO_SNAPSHOT,
+    TO_LEARNER,
     VERSION_AREA,
     Attach,
     Done,
@@ -86,6 +90,7 @@ class LearnerSession:
         final_versions: of all fragments, once the run is over; else empty.
         timer: of inner steps.
         run_clock: where the run is on its schedule.
+        place: as the supervisor and the daemon see it in shared memory.
     """
 
     def __init__(
@@ -103,6 +108,9 @@ class LearnerSession:
         self.final_versions: tuple[int, ...] = ()
         self.timer = StepTimer()
         self.run_clock = RunClock()
+        self.place = PlaceMark(os.getpid())
+        # PLACE_BYTES, from the first Welcome on.
+        self._place_area: mmap.mmap | None = None
         self._memory = memory
         self._tensors = tensors
         self._specs = specs
@@ -211,6 +219,8 @@ class LearnerSession:
         area = request_area(self._memory, COUNTERS_AREA, AREA_BYTES)
         counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
         self._counter = counter
+        self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
+        self._write_place(self.place)
 
         def make_durable() -> None:
             # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
@@ -239,6 +249,33 @@ class LearnerSession:
         """A step was made: count it, durably against a kill, before anybody hears of it."""
         assert self._counter is not None
         self._counter.write(self.fragments.step, self.fragments.tokens)
+
+    @property
+    def has_unmerged_steps(self) -> bool:
+        """Whether steps of this learner are in no merge yet, and a daemon is there that may bring them into one."""
+        fragments = self.fragments
+        is_behind = any(position.included_step < fragments.step for position in fragments.positions)
+        return self.link.is_up and self.stop_reason is None and fragments.is_placed and is_behind
+
+    @property
+    def has_snapshot_out(self) -> bool:
+        """Whether a snapshot was taken for a merge whose version has not come."""
+        return any(number != NO_SNAPSHOT for number in self.fragments.unresolved())
+
+    def stand(self, checkpoint_step: int) -> None:
+        """Write where this learner stands after a boundary; `checkpoint_step` as in `PlaceMark`."""
+        included_step = min((position.included_step for position in self.fragments.positions), default=0)
+        step = self.fragments.step
+        self._write_place(replace(self.place, step=step, included_step=included_step, checkpoint_step=checkpoint_step))
+
+    def pause(self, activity: str, *, since_s: float, limit_s: float) -> None:
+        """Write that the loop makes no steps for a while, and why; an empty activity: it goes on."""
+        self._write_place(replace(self.place, activity=activity, since_s=since_s, limit_s=limit_s))
+
+    def _write_place(self, place: PlaceMark) -> None:
+        self.place = place
+        if self._place_area is not None:
+            self._place_area[:] = place.encode()
 
     @contextlib.contextmanager
     def boundary(self) -> Iterator[None]:
@@ -354,6 +391,21 @@ class LearnerSession:
             self._fragments.close()
         if self._counter is not None:
             self._counter.close()
+
+
+def join(session: LearnerSession | None, ranks: Ranks, is_stopping: Callable[[], bool]) -> Welcome | None:
+    """The daemon's Welcome on every rank; only rank 0 has a session. None if `is_stopping` says so first.
+
+    Raises:
+        LearnerError: as `LearnerSession.join`.
+    """
+    welcome = session.join(is_stopping) if session is not None else None
+    body = ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
+    if not body:
+        return None
+    message = TO_LEARNER.decode(body)
+    assert isinstance(message, Welcome)
+    return message
 
 
 def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:

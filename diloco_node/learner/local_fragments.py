@@ -145,7 +145,7 @@ class LearnerFragments:
         self._last_included: dict[int, int] = {}
         # The own parameters from just before the run's last merges; None until those begin.
         self._own: list[Tensor] | None = None
-        self._revert = RevertCheck(tensors, len(manifest.fragments))
+        self.revert = RevertCheck(tensors, len(manifest.fragments))
         # Grows with each snapshot of this incarnation, over all fragments.
         self._next_snapshot = 1
         self._answer = answer
@@ -401,13 +401,13 @@ class LearnerFragments:
             self._own = self.own_vectors()
         plan, kept_steps = self._plan(position, snapshot, version)
         primary = self._owned[index]
-        self._revert.before(primary)
+        self.revert.before(primary)
         if self._lane is not None and incoming.room is not None:
             self._lane.apply(incoming.room, is_anchored=plan.anchor is not Anchor.NONE, carry_factor=plan.carry_factor)
             self._worker.put(partial(self._keep, index, incoming.room))
         else:
             self._shift(incoming, plan, snapshot)
-        self._revert.after(primary)
+        self.revert.after(primary)
         self.positions[index] = position_after(
             position,
             inclusion=None if snapshot is None else (snapshot.facts.step, snapshot.facts.tokens),
@@ -453,7 +453,7 @@ class LearnerFragments:
         Raises:
             LearnerError: the optimizer undid them.
         """
-        self._revert.verify()
+        self.revert.verify()
 
     def _included(self, offer: VersionOffered) -> HeldSnapshot | None:
         if offer.included_snapshot == NO_SNAPSHOT:

@@ -117,6 +117,11 @@ class Ranks:
         """Whether this rank talks to the daemon."""
         return self.rank == 0
 
+    @property
+    def can_meet(self) -> bool:
+        """Whether all ranks can still be asked: a script may end their process group before it closes its learner."""
+        return self.size == 1 or dist.is_initialized()
+
     def have_daemon(self, socket: str) -> bool:
         """Whether rank 0 has a daemon's `socket`; "" for none. All ranks call it.
 

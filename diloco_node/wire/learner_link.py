@@ -182,6 +182,11 @@ class Warned:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """The learner was told to stop, and makes no more steps. It waits for a merge of its last ones; said repeatedly."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndWanted:
     """The script wants the run to end: its region's vote."""
 
@@ -189,7 +194,17 @@ class EndWanted:
 
 
 ToDaemon = (
-    Attach | Report | SnapshotReady | SnapshotDenied | OfferApplied | InitialState | Done | Failed | Warned | EndWanted
+    Attach
+    | Report
+    | SnapshotReady
+    | SnapshotDenied
+    | OfferApplied
+    | InitialState
+    | Done
+    | Failed
+    | Warned
+    | Leaving
+    | EndWanted
 )
 
 # ---- daemon to learner -----------------------------------------------------------------------------------------------
@@ -307,7 +322,8 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
         7: Done,
         8: Failed,
         9: Warned,
-        10: EndWanted,
+        10: Leaving,
+        11: EndWanted,
     },
     bounds=BOUNDS,
     limits=_LIMITS,

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from diloco_node.codec import kernel_cache
 from diloco_node.core.types import RunSettings
-from diloco_node.daemon.console import LINE_CHARS_MAX, PACE_S, WAIT_TOLD_S, Console, console_line
+from diloco_node.daemon.console import LINE_CHARS_MAX, PACE_S, WAIT_TOLD_S, Console, ConsoleHandler, console_line
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -73,3 +74,15 @@ def test_a_line_is_short_and_harmless(capsys: pytest.CaptureFixture[str]) -> Non
     assert line[19:].startswith("Z us: ALARM: \\x1b[31mxxx")
     assert line.endswith(" ...")
     assert len(line) <= LINE_CHARS_MAX + 40
+
+
+def test_a_module_that_knows_no_region_is_heard_at_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = ConsoleHandler("us")
+    kernel_cache.log.addHandler(handler)
+    try:
+        kernel_cache.log.warning("compiling kernels, %s", "once")
+        kernel_cache.log.info("nothing for people")
+    finally:
+        kernel_cache.log.removeHandler(handler)
+    shown = [line for line in capsys.readouterr().out.splitlines() if " us: " in line]
+    assert [line.partition(" us: ")[2] for line in shown] == ["compiling kernels, once"]

@@ -148,7 +148,7 @@ def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
         assert rounds >= 2 * STEPS // 8 - 2
         for region in world.regions.values():
             assert region.learner.step >= STEPS - 5
-            assert region.node.view().participation[0].ratio > 0.9
+            assert (region.node.view().participation[0].ratio or 0.0) > 0.9
             assert region.notes.alarms == 0, list(region.notes.last)
 
     play(scenario)
@@ -169,9 +169,30 @@ def test_a_leader_that_stops_hands_over_and_waits_for_nobody_when_it_is_alone(pl
             await leader.drain()
             waits_s.append(clock.time() - began_s)
             assert not (leader.core.is_leader and there)
+            await asyncio.sleep(0.5)  # a heartbeat's way
+            assert all(region.node.core.liveness.has_left(name) for region in there.values())
             world.network.disconnect(name)
         assert 0 < max(waits_s) < node_module.DRAIN_S / 2
         assert waits_s[-1] == 0
+
+    play(scenario)
+
+
+def test_a_learner_that_leaves_is_merged_at_once_though_nobody_else_is_due(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        leaving = world.regions["b"].learner
+        await world.until("the run is half over", lambda: leaving.step > STEPS // 2)
+        clock = asyncio.get_running_loop()
+        leaving.is_leaving, began_s, step = True, clock.time(), leaving.step
+        includes = lambda: all(position.included_step == step for position in leaving.positions)  # noqa: E731
+        await world.until("merges include all of its steps", includes, within_s=20.0)
+        # A cycle takes longer than that: nobody else was due in every fragment.
+        assert clock.time() - began_s < 8 * leaving.step_s + 2.0
+        assert world.regions["a"].node.core.liveness.has_left("b")
+        leaving.is_leaving = False
+        leaving.attach()
+        await world.until("b is back", lambda: not world.regions["a"].node.core.liveness.has_left("b"))
+        await world.finish()
 
     play(scenario)
 

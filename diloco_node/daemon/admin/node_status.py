@@ -71,6 +71,7 @@ class NodeStatus:
             extra={
                 "pids": {"supervisor": os.getppid(), "daemon": os.getpid(), "learner": self.learner.pid},
                 "budget_warning": self.budget_watch.text,
+                "merge_pace": self.budget_watch.pace(),
                 "buffered_bytes": self.effects.stripes.table.buffered_bytes(),
                 "events": self.pump.events_total,
                 "tasks": len(asyncio.all_tasks()),

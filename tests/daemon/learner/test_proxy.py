@@ -28,7 +28,7 @@ from diloco_node.core.events import (
 from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.learner.version_area import VersionArea
-from diloco_node.shared_memory import MemoryStore, request_area
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, MemoryStore, PlaceMark, request_area
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
     LINK_PROTOCOL,
@@ -39,6 +39,7 @@ from diloco_node.wire.learner_link import (
     EndWanted,
     Failed,
     InitialState,
+    Leaving,
     OfferApplied,
     Report,
     SnapshotDenied,
@@ -522,3 +523,38 @@ def test_what_a_process_says_when_it_attaches_is_asked_for_sense(bench: Bench) -
         (attach(1, 0), "a new process with 1 steps"),
     ):
         assert says in bench.side.attach_fault(bad, run_id="run")
+
+
+def test_a_learner_that_leaves_is_reported_as_that_once_until_the_next_attaches(bench: Bench) -> None:
+    bench.side.on_message(Leaving())  # of nobody
+    bench.side.on_attach(attach(), 1, ())
+    bench.side.on_message(report(9, 900))
+    before = len(bench.posted)
+    bench.side.on_message(Leaving())
+    bench.side.on_message(Leaving())
+    told = [event.status for event in bench.posted[before:] if isinstance(event, LearnerReported)]
+    assert [(status.leaving, status.step) for status in told] == [(True, 9)]
+    bench.side.on_message(report(9, 900))
+    assert bench.side.status is not None
+    assert bench.side.status.leaving
+    bench.side.on_detach()
+    bench.side.on_attach(attach(), 2, ())
+    assert not bench.side.status.leaving
+
+
+def test_a_pause_is_that_of_the_process_that_is_attached(bench: Bench) -> None:
+    area = request_area(bench.memory, PLACE_AREA, PLACE_BYTES)
+    area[:] = PlaceMark(7, since_s=1.0, limit_s=60.0, activity="evaluation").encode()
+    assert bench.side.pause is None
+    bench.side.on_attach(attach(pid=7), 1, ())
+    bench.now_ns = SECOND
+    bench.side.on_message(report(1, 10))
+    assert bench.side.pause is not None
+    assert bench.side.pause.activity == "evaluation"
+    bench.now_ns = 10_000 * SECOND
+    assert bench.side.silence() == ""
+    area[:] = PlaceMark(8, since_s=1.0, limit_s=60.0, activity="evaluation").encode()
+    assert bench.side.pause is None
+    assert bench.side.silence() != ""
+    area[:] = bytes(PLACE_BYTES)
+    assert bench.side.pause is None
