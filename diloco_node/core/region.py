@@ -233,10 +233,8 @@ class RegionCore:
         if self.is_replaying:
             # A nanosecond later, so that this is no timer that spins.
             return self._now_ns + 1
-        wake_at_ns = min(self.ledger.wake_at_ns, self._next_beat_ns)
-        for at_ns in (self.leader.wake_at_ns, self._fetches.wake_at_ns):
-            wake_at_ns = wake_at_ns if at_ns is None else min(wake_at_ns, at_ns)
-        return wake_at_ns
+        times = (self.ledger.wake_at_ns, self._next_beat_ns, self.leader.wake_at_ns, self._fetches.wake_at_ns)
+        return min(at_ns for at_ns in times if at_ns is not None)
 
     @property
     def is_leader(self) -> bool:
