@@ -350,7 +350,7 @@ class Diloco:
             self._saves.enter_context(merged_saves(module, self._tensors, self._ranks, self._fragments))
 
     def finish(self, reason: str) -> None:
-        """Vote for the end of the run. When most regions do, or when alone, `should_stop` is set. One rank is enough."""
+        """Vote for the run's end. When most regions do, or when alone, `should_stop` is set. One rank is enough."""
         self._check_open("finish()")
         self._wish.make(reason)
         self._stop_if(not self.is_attached, reason)
