@@ -93,7 +93,7 @@ def ask(target: Target, path: str = STATUS_PATH) -> dict[str, Any]:
 def ask_all(targets: Sequence[Target]) -> list[dict[str, Any]]:
     """Read the status documents in order. A region that hangs delays the others by its own timeout only.
 
-    Of a region whose run is finished the folder answers when no daemon does.
+    When no daemon does, the folder answers for a region whose run is finished.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
         return list(pool.map(_ask_or_read, targets))

@@ -232,10 +232,8 @@ class RegionCore:
         """When the next TimerFired is due."""
         if self.is_replaying:
             return self._now_ns + 1  # a nanosecond later: no timer that spins
-        wake_at_ns = min(self.ledger.wake_at_ns, self._next_beat_ns)
-        for at_ns in (self.leader.wake_at_ns, self._fetches.wake_at_ns):
-            wake_at_ns = wake_at_ns if at_ns is None else min(wake_at_ns, at_ns)
-        return wake_at_ns
+        times = (self.ledger.wake_at_ns, self._next_beat_ns, self.leader.wake_at_ns, self._fetches.wake_at_ns)
+        return min(at_ns for at_ns in times if at_ns is not None)
 
     @property
     def is_leader(self) -> bool:

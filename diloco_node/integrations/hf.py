@@ -5,8 +5,8 @@
 
 The run's end stops the trainer; `max_steps` or `num_train_epochs` must not come before it. After a restart parameters
 come from the run. Optimizer, schedule, gradient scaler and the position in the data come from the learner's checkpoint;
-where that position can't be kept, a warning says so. What the trainer saves, in mid-run and after it, are the merged
-parameters.
+where that position can't be kept, a warning says so. The trainer saves the merged parameters, in
+mid-run too.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 The run's end stops the trainer. After a restart parameters come from the run. Optimizer, schedules, gradient scaler and
 the number of the epoch come from the learner's checkpoint, the position in the data too where the loader has one
-(torchdata's `StatefulDataLoader`, `EndlessLoader`). A warning says where it has none. What the trainer saves, in
-mid-run and after it, are the merged parameters.
+(torchdata's `StatefulDataLoader`, `EndlessLoader`). A warning says where it has none.
+The trainer saves the merged parameters, in mid-run too.
 """
 
 from __future__ import annotations

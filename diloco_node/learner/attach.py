@@ -326,7 +326,7 @@ class Diloco:
         Raises:
             LearnerError: on another rank, or not called by all that have to.
         """
-        return self._state_dict(lambda fragments: fragments.global_vectors())
+        return model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors)
 
     def own_state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
@@ -338,10 +338,7 @@ class Diloco:
         Raises:
             LearnerError: on another rank.
         """
-        return self._state_dict(lambda fragments: fragments.own_vectors())
-
-    def _state_dict(self, vectors_of: Callable[[LearnerFragments], list[Tensor]]) -> dict[str, Tensor]:
-        return model_state(self._tensors, self._ranks, self._fragments, vectors_of)
+        return model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.own_vectors)
 
     def save_merged(self, module: nn.Module) -> None:
         """Have the module's `state_dict()` hold the merged parameters until this learner leaves: trainers save them."""
@@ -349,10 +346,7 @@ class Diloco:
             self._saves.enter_context(merged_saves(module, self._tensors, self._ranks, self._fragments))
 
     def finish(self, reason: str) -> None:
-        """Want the run to end, for all regions: this one's vote. Train on until `should_stop`: most have voted so.
-
-        When alone, that is at once. One rank is enough. Raises LearnerError: this learner has left.
-        """
+        """Vote for the run's end. When most regions do, or when alone, `should_stop` is set. One rank is enough."""
         self._check_open("finish()")
         self._wish.make(reason)
         self._stop_if(not self.is_attached, reason)

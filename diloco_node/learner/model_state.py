@@ -50,7 +50,7 @@ def model_state(
 def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragments: LearnerFragments) -> Iterator[None]:
     """Within it the module's `state_dict()` holds the merged parameters: trainers save the run's model in mid-run, too.
 
-    Of a model in parts only all ranks together could tell them, and of others rank 0 does; elsewhere it is as ever.
+    Rank 0 has them. For a model in parts all ranks would have to call it together, so there it is as ever.
     """
     if not fragments.shards.is_first_whole:
         if ranks.is_first:

@@ -149,7 +149,7 @@ def believes_itself(small: Small, name: str) -> None:
     """Its own check of what it proposes finds nothing."""
     is_liar(small, name)
     small.hosts[name].core.ledger._entry_gate._meaning.doubt = lambda _: ""
-    small.hosts[name].core._end.believe()
+    small.hosts[name].core.end.believe()
     small.hosts[name].core.versions.payload_fault = lambda _: ""
 
 

@@ -58,14 +58,13 @@ def test_the_model_holds_the_final_parameters_without_own_steps(folder: Path, is
             daemon.want(0)
             toy.steps_until(diloco, daemon, SnapshotReady, 1)
             if is_stop_first:
-                daemon.stop_learner(versions=(2, 1))
+                daemon.stop_learner(versions=(1, 1))
                 steps_until_stop(toy, diloco)
             daemon.commit(0, daemon.theta[0] + 1, 1)
-            daemon.commit(0, daemon.theta[0] + 1, -1)
             daemon.commit(1, daemon.theta[1] - 1, -1)
             if not is_stop_first:
-                toy.steps_until(diloco, daemon, OfferApplied, 2 + 3)
-                daemon.stop_learner(versions=(2, 1))
+                toy.steps_until(diloco, daemon, OfferApplied, 2 + 2)
+                daemon.stop_learner(versions=(1, 1))
                 steps_until_stop(toy, diloco)
                 assert not np.array_equal(model_values(toy, daemon)[0], daemon.theta[0]), "own steps are in it"
         for values, theta in zip(model_values(toy, daemon), daemon.theta, strict=True):

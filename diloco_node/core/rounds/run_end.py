@@ -129,7 +129,7 @@ class RunEnd:
         if self._is_believed:
             return ""
         way = "a run without a limit" if progress is None else f"{progress:.0%} of the run"
-        return f"it ends {way}, and neither an operator's order nor the votes of a majority came here"
+        return f"it ends {way}, and no operator's order came here, nor votes of a majority"
 
     def believe(self) -> None:
         """A majority has committed the end."""

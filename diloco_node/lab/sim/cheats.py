@@ -101,7 +101,7 @@ def _end_early(host: Host) -> None:
             leader.request_finish("enough")
 
         leader.begin = begin_last
-        core._end.doubt = lambda body, *, now_ns: ""
+        core.end.doubt = lambda body, *, now_ns: ""
 
     host.spoil_core = spoil
 

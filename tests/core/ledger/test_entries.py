@@ -58,7 +58,7 @@ BODIES: list[EntryBody] = [
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "c2991815e5afb1345926c4e5e6c646dcdf1b7207dac0097698901a0ba336f671"
+GOLDEN_CHAIN = "506bdc58ce5e1257cd97d0da5a8ff806e309fa0d1fe709786fcd29102ee30683"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)

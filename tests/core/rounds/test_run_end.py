@@ -62,7 +62,7 @@ def test_the_scripts_of_a_majority_of_the_regions_end_the_run_and_fewer_do_not()
     assert bench.end.waiting("b", now_ns=0) == (
         "scripts of 1 regions want the end: b (the loss is flat); it takes 2, or an operator"
     )
-    assert bench.end.doubt(FinishedBody((0, 0), FLAT), now_ns=0).startswith("it ends 20% of the run, and neither")
+    assert bench.end.doubt(FinishedBody((0, 0), FLAT), now_ns=0).startswith("it ends 20% of the run, and no operator")
     assert (
         bench.hear("c", request=FinishRequested("no data is left", is_order=False))
         == "the loss is flat; no data is left"
