@@ -201,7 +201,9 @@ def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None
     """
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"command {command[0]!r} is not found; name a program on PATH, or its full path, after --")
-    if config.run.init is not None and not config.run.init.is_file():
+    from diloco_node.daemon.run_record import past_of
+
+    if config.run.init is not None and past_of(config.run.init) is None and not config.run.init.is_file():
         raise ConfigError(f"run.init: {config.run.init} ({config.origin('run.init')}) does not exist")
     from diloco_node.transport.certificates import load_identity
 

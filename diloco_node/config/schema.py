@@ -72,7 +72,7 @@ class RunSection(Section):
     certs_dir: Path = setting(Path("certs"), "folder that `certs init` made", "certificates lie elsewhere")
     init: Path | None = setting(
         None,
-        "a safetensors file with the first parameters",
+        "a safetensors file with the first parameters, or FOLDER@N: version N of an earlier run",
         "you go on from a model; regions start with other seeds",
         changes="new run",
     )
@@ -413,7 +413,9 @@ class RegionSection(Section):
         changes="running",
         examples=["2Gbit/s"],
     )
-    payload_archive: bool = setting(False, "keeps all payloads and the whole ledger, without end", "you want `replay`")
+    payload_archive: bool = setting(
+        False, "keeps all payloads and the whole ledger, without end", "you want `replay`, or earlier versions back"
+    )
 
 
 class Tree(BaseSettings):

@@ -145,6 +145,38 @@ def test_a_setting_that_may_change_is_named_with_both_values(
     assert len(specs) == 3
 
 
+def test_first_parameters_are_never_taken_silently_for_those_of_a_run_that_has_begun(
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of somebody who wants to go back, and names a version of the very run."""
+    (tmp_path / "first.safetensors").write_bytes(b"")
+    assert start("--init", "first.safetensors") == 0
+    begin_run(tmp_path / "state" / "us-west", "new", REGIONS)
+    assert start("--init", "first.safetensors") == 0, "as it began"
+    assert start() == 0
+    for init in ("state/us-west@3", "other.safetensors"):
+        assert start("--init", init) == 2
+        error = capsys.readouterr().err
+        assert f"run.init is {init} (--init), but run new has begun, and its last start had none" in error
+        assert "begin a new run with another run.id" in error
+    assert len(specs) == 3
+
+
+def test_a_version_that_cannot_be_had_stops_the_start(
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_run(tmp_path / "old" / "us-west", "old", REGIONS)
+    for init, text in (
+        ("old/us-west@7", "run.init: "),
+        ("gone@7", "no manifest.json there"),
+        ("old/us-west", "is a region's state folder: add a version"),
+        ("old/us-west@x", "the number of a version comes after the @"),
+    ):
+        assert start("--init", init) == 2
+        assert text in capsys.readouterr().err
+    assert specs == []
+
+
 @pytest.mark.parametrize("change", ["rounds.fragments=12", "rounds.codec_up=int8", "rounds.summary_entries=64"])
 def test_a_setting_that_is_in_the_files_of_a_run_is_refused(
     tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], change: str
