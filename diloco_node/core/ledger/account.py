@@ -55,7 +55,7 @@ class Account:
         self._inclusions: dict[tuple[str, int], LastInclusion] = {}
         # (learner, incarnation, fragment) -> steps and tokens that are merged or discarded.
         self._covered: dict[tuple[str, int, int], tuple[int, int]] = {}
-        # fragment -> tokens of all inclusions, of all discards.
+        # fragment -> tokens of all inclusions with a weight; of all others and of all discards.
         self._merged: dict[int, int] = {}
         self._discarded: dict[int, int] = {}
         # (learner, incarnation) -> how far it got in any fragment. Closed incarnations are not in it.
@@ -87,7 +87,8 @@ class Account:
         elif isinstance(body, RoundBody):
             self._set(self._versions, body.fragment, body.version)
             for member in body.members:
-                self._include(member.contribution, body.version)
+                # The round took nothing of a contribution without weight, and its learner begins anew from the result.
+                self._include(member.contribution, body.version, self._merged if member.weight else self._discarded)
 
     def back_to(self, index: int) -> None:
         """Take back every entry after this index; none of them is settled."""
@@ -233,7 +234,7 @@ class Account:
         }
 
     def merged_tokens(self, fragments: int) -> int:
-        """Tokens of all inclusions, the mean over the fragments, rounded down."""
+        """Tokens of all inclusions with a weight, the mean over the fragments, rounded down."""
         return sum(self._merged.values()) // fragments
 
     def discards_due(
@@ -257,10 +258,10 @@ class Account:
                 due.append(DiscardedBody(learner, incarnation, fragment, step_from, steps, tokens_left, reason))
         return tuple(due)
 
-    def _include(self, contribution: Contribution, version: int) -> None:
+    def _include(self, contribution: Contribution, version: int, sums: dict[int, int]) -> None:
         learner, incarnation, fragment = contribution.learner, contribution.incarnation, contribution.fragment
         self._cover(contribution)
-        self._set(self._merged, fragment, self._merged.get(fragment, 0) + contribution.tokens)
+        self._set(sums, fragment, sums.get(fragment, 0) + contribution.tokens)
         inclusion = LastInclusion(
             incarnation, version, contribution.snapshot, *self._covered[learner, incarnation, fragment]
         )

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from diloco_node.core.ledger.summary import RunSummary
-from diloco_node.core.types import Contribution, DiscardedBody, Entry, LearnerStatus, RoundBody
+from diloco_node.core.types import DiscardedBody, Entry, LearnerStatus, Member, RoundBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,10 @@ class _Checker:
         if len(set(learners)) != len(learners):
             self._fault(f"entry {index}: a learner is in the round twice: {', '.join(sorted(learners))}")
         for member in body.members:
-            self._read_member(index, body, member.contribution)
+            self._read_member(index, body, member)
 
-    def _read_member(self, index: int, body: RoundBody, contribution: Contribution) -> None:
+    def _read_member(self, index: int, body: RoundBody, member: Member) -> None:
+        contribution = member.contribution
         where = f"entry {index}: {contribution.learner} incarnation {contribution.incarnation} fragment {body.fragment}"
         if contribution.fragment != body.fragment:
             self._fault(f"{where}: the contribution is of fragment {contribution.fragment}")
@@ -156,7 +157,8 @@ class _Checker:
                 f"{where}: base version {contribution.base_version} for version {body.version}, last included in {last}"
             )
         self._included[contribution.learner, contribution.incarnation, body.fragment] = body.version
-        interval = _Interval(contribution.step_from, contribution.step_to, contribution.tokens, True, index)
+        steps = (contribution.step_from, contribution.step_to)
+        interval = _Interval(*steps, contribution.tokens, member.weight > 0.0, index)
         self._add((contribution.learner, contribution.incarnation), body.fragment, interval)
 
     def _add(self, identity: _Identity, fragment: int, interval: _Interval) -> None:

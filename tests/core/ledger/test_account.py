@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -113,6 +114,17 @@ def test_merged_tokens_are_a_mean_over_the_fragments() -> None:
         account_round(1, offer("b", 1, 0, 4)),
     )
     assert account.merged_tokens(2) == (10 + 11 + 4) * TOKENS_PER_STEP // 2
+
+
+def test_a_member_of_which_nothing_counts_is_discarded() -> None:
+    """A contribution of twenty times the usual length weighs 0; its learner goes on from a result without it."""
+    body = account_round(1, offer("a", 0, 0, 10), offer("b", 0, 0, 8))
+    members = (body.members[0], replace(body.members[1], weight=0.0))
+    account = applied(replace(body, members=members))
+    assert account.totals(1) == ((10 * TOKENS_PER_STEP,), (8 * TOKENS_PER_STEP,))
+    inclusion = account.last_inclusion("b", 0)
+    assert inclusion is not None
+    assert inclusion.step_to == 8
 
 
 def state_of(account: Account) -> tuple[object, ...]:

@@ -104,6 +104,16 @@ def test_a_correct_run_balances_and_the_parts_add_up(seed: int) -> None:
     assert min(report.merged, report.carried, report.discarded) > 0
 
 
+def test_what_a_round_gave_no_weight_is_discarded() -> None:
+    run = Run(5)
+    before = run.check(run.bodies)
+    place, body = next((place, body) for place, body in enumerate(run.bodies) if isinstance(body, RoundBody))
+    weightless = replace(body, members=(replace(body.members[0], weight=0.0), *body.members[1:]))
+    after = run.check([*run.bodies[:place], weightless, *run.bodies[place + 1 :]])
+    assert after.balanced
+    assert after.discarded - before.discarded == before.merged - after.merged > 0
+
+
 def without_member(body: RoundBody, index: int) -> RoundBody:
     return replace(body, members=body.members[:index] + body.members[index + 1 :])
 
