@@ -70,6 +70,10 @@ SUM: Final = Whole(0, (1 << 63) - 1)
 TOKENS: Final = Whole(0, TOKENS_MAX)
 NORM: Final = Real(0.0)
 COEFFICIENT: Final = Real(0.0, FLOAT32_MAX)
+PROJECTION: Final = Real(-(2.0**110), 2.0**110)
+"""The longest contribution, 2^100, with the same sign in each of a window's 4,096 values, and room."""
+
+WINDOWS: Final = 2 * REGIONS
 HASH: Final = Octets((HASH_BYTES,))
 NAMES: Final = Items(REGIONS, is_set=True)
 
@@ -146,6 +150,8 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "BaseSent.summary": Octets((), most=SUMMARY_BYTES_MAX),
     "Heartbeat.echo": INDEX,
     "MergedReceived.digests": Items(STRIPES, Octets((0, HASH_BYTES))),
+    "PayloadDurable.projections": Items(WINDOWS, PROJECTION),
+    "RoundBody.projections": Items(REGIONS, Items(WINDOWS, PROJECTION)),
     "RoundBody.members": Items(REGIONS),
     "RoundBody.version": Whole(1, VERSION_MAX),
     # What stands for entries (`core.ledger.summary`)

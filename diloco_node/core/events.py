@@ -16,16 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.messages import Message
-from diloco_node.core.types import (
-    Ballot,
-    Contribution,
-    Entry,
-    LearnerStatus,
-    LedgerBase,
-    RateLimits,
-    RoundBody,
-    Stripe,
-)
+from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
+from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
 
 # ==== events ==========================================================================================================
 
@@ -168,6 +160,7 @@ class PayloadStored:
     version: int
     digest: bytes
     squared_norms: tuple[float, ...] = ()
+    projection: Projection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +250,7 @@ Event = (
     | LearnerAttached | LearnerDetached | SnapshotTaken | SnapshotRefused | ContributionStripeArrived | ReductionDone
     | MergedStripeArrived | PayloadStored | PayloadNotStored | StateStored | CheckpointWritten | StatesRenamed
     | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | ExpulsionOrdered | FinalWritten
+    | ContributionsProjected
 )
 # fmt: on
 
@@ -368,6 +362,7 @@ class StorePayload:
 
     Attributes:
         stripes: the ballot's, so that each is taken from its reducer.
+        windows: where the payload, and the own contribution, are projected on the way.
     """
 
     ballot: Ballot
@@ -375,6 +370,8 @@ class StorePayload:
     version: int
     digest: bytes
     stripes: tuple[Stripe, ...]
+    windows: tuple[Window, ...] = ()
+    contribution: Contribution | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,6 +492,6 @@ class Note:
 Effect = (
     Send | PersistLedger | TakeSnapshot | SendContribution | ReduceStripe | SendMerged | StorePayload | ApplyVersion
     | AdoptState | OfferVersion | FetchPayload | FetchState | PruneFiles | SetStatesAside | CloseBallot | StopLearner
-    | WriteFinal | Note
+    | WriteFinal | ProjectContributions | Note
 )
 # fmt: on

@@ -255,10 +255,15 @@ class MergedReceived:
 
 @dataclass(frozen=True, slots=True)
 class PayloadDurable:
-    """Region to leader: all merged stripes of the ballot are on its disk, fsynced."""
+    """Region to leader: all merged stripes of the ballot are on its disk, fsynced.
+
+    Attributes:
+        projections: of its own contribution, per window, if the payload is audited (`core.merge.freivalds`).
+    """
 
     ballot: Ballot
     digest: bytes
+    projections: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from diloco_node.core.membership.replacement import DiskReplacement, incarnation
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
 from diloco_node.core.objections import Objections
+from diloco_node.core.projections import ContributionsProjected
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
 from diloco_node.core.recovery.upkeep import Upkeep
@@ -120,7 +121,7 @@ class RegionCore:
         progress = RunProgress(context)
         self._end = RunEnd(context, self.versions, progress, (entry.body for entry in recovery.entries))
         self.participant = RoundParticipant(context, self.versions)
-        check = EntryCheck(run, manifest, settings, witness=self.participant.contribution_fault)
+        check = EntryCheck(run, manifest, settings, witness=self.participant.entry_fault)
         self.ledger = LedgerCore(
             region=region,
             voters=self._regions,
@@ -140,7 +141,7 @@ class RegionCore:
             base_fault=lambda base: check.base_fault(base) or self._upkeep.base_fault(base),
             named_by=lambda base: named_disks(decode_summary(base.summary, fragments=fragments)),
         )
-        self.leader = RoundLeader(context, progress, self.participant.merged_stripes)
+        self.leader = RoundLeader(context, progress, self.participant)
         self._genesis = Genesis(
             run,
             ledger=self.ledger,
@@ -186,6 +187,7 @@ class RegionCore:
                 event.fragment, event.version, event.reason
             ),
             ev.ContributionStripeArrived: lambda event, _: self.participant.stripe_arrived(event),
+            ContributionsProjected: lambda event, _: self.leader.on_projections(event),
             ev.ReductionDone: lambda event, _: self.participant.stripe_reduced(event),
             ev.MergedStripeArrived: lambda event, _: self.participant.merged_arrived(event),
             ev.PayloadStored: self._payload_stored,
@@ -442,17 +444,16 @@ class RegionCore:
         self.versions.learner_changed(status)
         if self._discards.has_news():
             self._repeat_requests()
-        due = frozenset() if status is None else due_fragments(status, sync_every=self._settings.sync_every)
-        has_become_due = not due <= self._due
-        self._due = due
-        if has_become_due and self.ledger.leader not in ("", self._region):
+        before = self._due
+        self._due = frozenset() if status is None else due_fragments(status, sync_every=self._settings.sync_every)
+        if not self._due <= before and self.ledger.leader not in ("", self._region):
             self._beat(now_ns, only_to=self.ledger.leader)
 
     def _payload_stored(self, event: ev.PayloadStored, _: int) -> None:
         norms = event.squared_norms or self.participant.payload_norms(event.fragment, event.digest)
         self.versions.payload_stored(event.fragment, event.version, event.digest, norms)
         self._fetches.on_end(event.fragment, version=event.version, is_state=False)
-        self.participant.payload_stored(event.fragment, event.version, event.digest)
+        self.participant.payload_stored(event)
 
     def _state_stored(self, event: ev.StateStored, _: int) -> None:
         self.versions.state_stored(event.fragment, event.version, event.digest)

@@ -201,6 +201,8 @@ class RoundBody:
         share: part of a full outer step; below 1 if members bring work of versions without them (`core.merge.weights`).
         is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.merge.outer`).
         squared_norms: per piece, sum of squares of the decoded payload: the factors follow from it.
+        projections: per member, per window of an audited payload (`core.merge.freivalds`); empty for a member that
+            did not tell them in time.
     """
 
     fragment: int
@@ -213,6 +215,7 @@ class RoundBody:
     payload_digest: bytes
     is_last: bool = False
     squared_norms: tuple[float, ...] = ()
+    projections: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diloco_node.core import events as ev
 from diloco_node.core.types import EntryBody, FinishedBody, RoundBody
+from diloco_node.lab.sim.cheats import CHEATS
 from diloco_node.lab.sim.world import SECOND
 from tests.core.test_gray_regions import rate, reducer
 from tests.kit.small_world import SEED, Small
@@ -76,9 +78,71 @@ def test_a_leader_that_multiplies_its_own_sums_leads_no_longer(patch: pytest.Mon
     assert len(refused(small, liar)) >= 2
 
 
+def wait(small: Small, is_over: Callable[[], bool]) -> None:
+    """Let time pass until it is over, at most a minute."""
+    until_ns = small.world.now_ns + 60 * SECOND
+    while not is_over():
+        small.go(0.25)
+        assert small.world.now_ns < until_ns, f"seed {SEED}: not in a minute"
+
+
+SUMS: dict[str, Callable[[Any], Any]] = {
+    "flipped": np.negative,
+    "biased": lambda values: values + np.float32(np.sqrt(np.mean(np.square(values)))),
+    "without the half": lambda values: np.where(np.arange(len(values)) % 2, values, np.float32(0)),
+}
+
+
+@pytest.mark.parametrize("change", [pytest.param(name, marks=() if name == "flipped" else SELDOM) for name in SUMS])
+def test_a_reducer_with_a_wrong_sum_of_the_right_length_is_found_by_an_audit(
+    patch: pytest.MonkeyPatch, change: str
+) -> None:
+    small = Small(patch, sync_every=16)
+    small.go(8)
+    usual = rate(small, 8)
+    liar = reducer(small)
+    is_liar(small, liar)
+    rounds = len(small.bodies())
+    small.hosts[liar].plane.spoil_sum = SUMS[change]
+    wait(small, lambda: bool(small.leader() and small.view(small.leader()).left_out))
+    # One of four payloads is audited.
+    assert len(small.bodies()) - rounds <= 24, f"seed {SEED}"
+    (line,) = small.view(small.leader()).left_out
+    assert (line.region, line.part) == (liar, "reducer")
+    assert "is not the sum of the contributions" in line.reason
+    assert rate(small, 8) >= 0.8 * usual
+    assert any(body.projections for body in small.bodies() if isinstance(body, RoundBody))
+
+
+def test_a_member_that_tells_other_projections_is_left_out_and_no_reducer(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, sync_every=16)
+    small.go(8)
+    liar = reducer(small)
+    is_liar(small, liar)
+    CHEATS["projections"].begin(small.hosts[liar])
+    wait(small, lambda: bool(small.leader() and small.view(small.leader()).left_out))
+    (line,) = small.view(small.leader()).left_out
+    assert (line.region, line.part) == (liar, "member")
+    assert "other projections" in line.reason
+
+
+@SELDOM
+def test_a_leader_that_flips_its_own_sums_and_audits_nothing_leads_no_longer(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, sync_every=16)
+    small.go(8)
+    liar = small.leader()
+    believes_itself(small, liar)
+    small.hosts[liar].core.leader._audit.question = lambda *_args, **_named: ""
+    small.hosts[liar].plane.spoil_sum = np.negative
+    wait(small, lambda: small.leader() not in {liar, ""})
+    assert len(refused(small, liar)) >= 2
+    assert any("is not the sum" in note.text for _, note in small.notes)
+
+
 def is_liar(small: Small, name: str) -> None:
     """That others refuse it breaks no rule; the oracle goes on to work out what is committed."""
-    small.sim.checkers.liars = small.sim.checkers.audit.liars = frozenset({name})
+    checkers = small.sim.checkers
+    checkers.liars = checkers.audit.liars = checkers.oracle.liars = frozenset({name})
 
 
 def believes_itself(small: Small, name: str) -> None:

@@ -62,7 +62,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.StripesReceived(BALLOT, "us-east", 1, 4),
     m.MergeDecided(BALLOT, 2, 6, (CONTRIBUTION,), ((0.5, 0.25),)),
     m.ReductionReported(BALLOT, 0, (1.5,), ((0.5,), (0.25,)), b"d" * 32),
-    m.PayloadDurable(BALLOT, b"d" * 32),
+    m.PayloadDurable(BALLOT, b"d" * 32, (0.5, -1.25)),
     m.PayloadRequested(2, 6, b"d" * 32),
     m.StateRequested(2, 6, b"d" * 32),
     m.Refused(2, 6, "gone"),

@@ -66,6 +66,7 @@ class Answers:
                     round_.merged_digests[peer] = message.digests
             case PayloadDurable():
                 round_.holders[peer] = message.digest
+                round_.projections[peer] = message.projections
 
     def may_contribute(self, contribution: Contribution, version: int) -> str:
         """Return why a contribution may not be merged; empty if it may. The leader decides this nowhere else."""

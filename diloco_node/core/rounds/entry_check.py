@@ -27,9 +27,10 @@ from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, named_disks
 from diloco_node.core.merge.fragments import Fragment, Manifest
+from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
 from diloco_node.core.merge.outliers import RecentRounds
-from diloco_node.core.merge.stripes import block_count, stripes_fault
+from diloco_node.core.merge.stripes import piece_blocks, stripes_fault
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.types import (
@@ -51,6 +52,8 @@ from diloco_node.core.types import (
 from diloco_node.errors import ProtocolViolation
 
 T = TypeVar("T")
+
+Coefficients = tuple[tuple[float, ...], ...]
 
 Run = tuple[str, str, str, tuple[str, ...]]
 """run_id, settings_digest, manifest_digest and regions, sorted."""
@@ -124,7 +127,8 @@ class EntryCheck:
     Args:
         run: the facts that all regions must agree on.
         manifest: of the model. settings: of the run.
-        witness: what this region itself did in a round otherwise than its entry says; empty if nothing.
+        witness: what this region itself did or got in a round otherwise than its entry says, by the coefficients of
+            the members' pieces; empty if nothing.
     """
 
     def __init__(
@@ -133,13 +137,13 @@ class EntryCheck:
         manifest: Manifest,
         settings: RunSettings,
         *,
-        witness: Callable[[RoundBody], str] = lambda _: "",
+        witness: Callable[[RoundBody, Coefficients], str] = lambda *_: "",
     ) -> None:
         self._run = run
         self._settings, self._witness = settings, witness
         self._regions = frozenset(run[3])
         self._fragments = manifest.fragments
-        self._blocks = [block_count(fragment) for fragment in manifest.fragments]
+        self._blocks = [piece_blocks(fragment.piece_sizes) for fragment in manifest.fragments]
         self._account = Account()
         self._facts = _Facts()
         # The facts before each entry that may still be truncated, oldest first.
@@ -226,7 +230,7 @@ class EntryCheck:
                 return (
                     f"its sum of piece {piece} has the squared norm {square:.6g}, its members can't exceed {limit:.6g}"
                 )
-        return _difference(body, numbers) or self._witness(body)
+        return _difference(body, numbers) or self._witness(body, numbers.coefficients())
 
     def take(self, entry: Entry) -> None:
         """Take the entry as the next one."""
@@ -329,7 +333,8 @@ class EntryCheck:
         return (
             self._members_fault(body)
             or self._numbers_fault(body, self._fragments[body.fragment])
-            or stripes_fault(body.stripes, regions=self._regions, blocks=self._blocks[body.fragment])
+            or stripes_fault(body.stripes, regions=self._regions, blocks=sum(self._blocks[body.fragment]))
+            or self._projections_fault(body)
         )
 
     def _members_fault(self, body: RoundBody) -> str:
@@ -350,6 +355,13 @@ class EntryCheck:
             return f"{name}'s base is version {contribution.base_version} for a round to version {body.version}"
         fault = refusal(contribution, len(self._fragments[body.fragment].pieces))
         return f"{name} {fault}" if fault else self._account_fault(contribution)
+
+    def _projections_fault(self, body: RoundBody) -> str:
+        windows = len(draw_windows(body.payload_digest, body.stripes, self._blocks[body.fragment]))
+        rows = [len(row) for row in body.projections]
+        if rows and (len(rows) != len(body.members) or not windows or not {0, windows} >= set(rows)):
+            return f"projections in {rows} windows for {len(body.members)} members in {windows}"
+        return ""
 
     @staticmethod
     def _numbers_fault(body: RoundBody, fragment: Fragment) -> str:

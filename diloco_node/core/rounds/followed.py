@@ -11,8 +11,10 @@ from math import fsum
 from typing import Final
 
 from diloco_node.core.events import ContributionStripeArrived, MergedStripeArrived, ReductionDone
-from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported
-from diloco_node.core.types import Ballot, Contribution, Stripe
+from diloco_node.core.merge.freivalds import has_other_projections, wrong_reducers
+from diloco_node.core.messages import BallotOpened, MergeDecided, PayloadDurable, ReductionReported
+from diloco_node.core.projections import NO_PROJECTION, Projection, Window
+from diloco_node.core.types import Ballot, Contribution, RoundBody, Stripe
 
 EARLY_MAX: Final = 256
 """Arrivals that are remembered per sender. Beyond it, those of the sender's oldest ballots are dropped, and their
@@ -114,6 +116,7 @@ class FollowedRound:
         arrivals: contributions and block ranges in this region's memory, in the order of arrival, each with its
             version.
         residual: (version, ballot, blocks) of the residual that the last committed ballot left here.
+        projection: of the payload with this digest, which is on disk.
     """
 
     version: int = -1
@@ -123,6 +126,40 @@ class FollowedRound:
     requested_base: int | None = None
     arrivals: dict[tuple[Name, Block], int] = field(default_factory=dict)
     residual: tuple[int, Ballot, dict[int, Block]] | None = None
+    projection: tuple[bytes, Projection] = (b"", NO_PROJECTION)
+
+    def durable_report(self, ballot: FollowedBallot) -> PayloadDurable:
+        """Build the report that the payload of a ballot is on disk."""
+        return PayloadDurable(ballot.number, ballot.digest, self.projection_of(ballot.digest).contribution)
+
+    def projection_of(self, digest: bytes) -> Projection:
+        """Return this region's projection of a payload; without any window if it has none."""
+        return self.projection[1] if self.projection[0] == digest else NO_PROJECTION
+
+    def entry_fault(
+        self, body: RoundBody, coefficients: tuple[tuple[float, ...], ...], windows: tuple[Window, ...]
+    ) -> str:
+        """Return how an entry differs from what this region contributed, told and got; empty if it does not.
+
+        Args:
+            coefficients: per member, per piece. windows: of the entry's payload.
+        """
+        if self.version != body.version:
+            return ""
+        projection = self.projection_of(body.payload_digest)
+        for member, row in zip(body.members, body.projections or ((),) * len(body.members), strict=True):
+            contribution = member.contribution
+            if self.contribution is None or name_of(contribution) != name_of(self.contribution):
+                continue
+            if contribution != self.contribution:
+                return f"it names {contribution}, this region contributed {self.contribution}"
+            own_row = projection.contribution
+            if row and own_row and has_other_projections(contribution, windows, row, own_row):
+                return "it names other projections than those of this region's contribution"
+        if len(projection.sums) != len(windows):
+            return ""
+        wrong = wrong_reducers(windows, projection, coefficients, body.projections)
+        return "; ".join(f"{reducer}: {reason}" for reducer, reason in wrong.items())
 
     def keep_stripe(self, ballot: FollowedBallot, event: ContributionStripeArrived, region: str) -> bool:
         """Remember a stripe that a region is to reduce; False if it belongs to another region, or has other blocks."""

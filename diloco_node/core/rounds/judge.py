@@ -42,7 +42,7 @@ class Judge:
         """
         findings = judge_absences(round_, len(self._regions))
         if not round_.trials:
-            self._blame_all(round_, findings.blames, now_ns=now_ns)
+            self.blame_all(round_, findings.blames, now_ns=now_ns)
             return self._region in findings.cut_off
         blames_by_role = {(blame.region, blame.part): blame for blame in findings.blames}
         blames = []
@@ -53,13 +53,13 @@ class Judge:
                 name, role
             ):  # who was left out has to show more than that others are late too
                 blames.append(Blame(name, role, "the ballot that tried it took too long"))
-        self._blame_all(round_, blames, now_ns=now_ns)
+        self.blame_all(round_, blames, now_ns=now_ns)
         return False
 
     def judge_digests(self, round_: OpenRound, *, now_ns: int) -> str:
         """Blame reducers that told a wrong digest: the ballot can't commit. Return why, in words; empty if none did."""
         blames = dispute_reducers(round_, len(self._regions))
-        self._blame_all(round_, blames, now_ns=now_ns)
+        self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 
     def judge_sums(
@@ -71,7 +71,7 @@ class Judge:
             stripes: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
         """
         blames = blame_sums(round_, stripes, self._settings, self._history.recent[round_.fragment])
-        self._blame_all(round_, blames, now_ns=now_ns)
+        self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 
     def judge_renamers(self, round_: OpenRound, *, now_ns: int) -> str:
@@ -79,7 +79,7 @@ class Judge:
         reason = "it gave its contribution another name in the same round"
         blames = [Blame(name, BallotPart.MEMBER, reason, is_proved=True) for name in sorted(round_.renamers)]
         round_.renamers.clear()
-        self._blame_all(round_, blames, now_ns=now_ns)
+        self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 
     def question_norms(self, round_: OpenRound, members: tuple[str, ...], *, now_ns: int) -> str:
@@ -100,7 +100,7 @@ class Judge:
             self._note(round_, f"norms of {', '.join(members)} do not add up: the leader reduces all stripes itself")
             return ""
         blames = [Blame(name, BallotPart.MEMBER, fault, is_proved=True) for name in members]
-        self._blame_all(round_, blames, now_ns=now_ns)
+        self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 
     def answer_norms(self, round_: OpenRound, *, now_ns: int) -> None:
@@ -113,7 +113,7 @@ class Judge:
         ):
             return
         pairs = differing_norms(before, round_)
-        self._blame_all(round_, blame_norms(pairs, self._disputes), now_ns=now_ns)
+        self.blame_all(round_, blame_norms(pairs, self._disputes), now_ns=now_ns)
         self._remember(pairs)
 
     def on_commit(self, round_: OpenRound) -> None:
@@ -161,7 +161,8 @@ class Judge:
         for member, reducer in pairs:
             self._disputes.setdefault(member, set()).add(reducer)
 
-    def _blame_all(self, round_: OpenRound, blames: Sequence[Blame], *, now_ns: int) -> None:
+    def blame_all(self, round_: OpenRound, blames: Sequence[Blame], *, now_ns: int) -> None:
+        """Take blamed regions out of this round, and suspend them."""
         for blame in blames:
             if blame.part is BallotPart.REDUCER:
                 round_.exclusions.add(blame.region)

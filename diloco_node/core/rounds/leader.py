@@ -7,11 +7,12 @@ the heartbeats and the answers to its own ballots; a new leader asks again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import assert_never
+from collections.abc import Iterable, Mapping
+from typing import Protocol, assert_never
 
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
 from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut
+from diloco_node.core.projections import ContributionsProjected, Projection
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.answers import Answers, BallotAnswer
 from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next
@@ -21,6 +22,7 @@ from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.merging import MergeDecisions
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
 from diloco_node.core.rounds.opening import Opening
+from diloco_node.core.rounds.payload_audit import PayloadAudit
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import SuspicionBook
 from diloco_node.core.types import (
@@ -36,8 +38,14 @@ from diloco_node.numeric import NS_PER_S
 RoundMessage = BallotAnswer | DiscardReported
 
 
-MergedStripes = Callable[[int, Ballot], Mapping[int, tuple[bytes, tuple[float, ...]]]]
-"""(fragment, ballot) -> (digest, squared norms per piece) of the merged stripes that came to this region, by stripe."""
+class LocalPayloads(Protocol):
+    """Payloads of open rounds, as far as they came to this region."""
+
+    def merged_stripes(self, fragment: int, number: Ballot) -> Mapping[int, tuple[bytes, tuple[float, ...]]]:
+        """Return (digest, squared norms per piece) of the merged stripes of a ballot that are here, by stripe."""
+
+    def projection(self, fragment: int, digest: bytes) -> Projection:
+        """Return this region's projection of a payload of an open round."""
 
 
 class RoundLeader:
@@ -52,11 +60,11 @@ class RoundLeader:
             stands still, or bulk does not reach it: merging goes on when another region leads.
     """
 
-    def __init__(self, context: RoundContext, progress: RunProgress, merged_stripes: MergedStripes) -> None:
+    def __init__(self, context: RoundContext, progress: RunProgress, payloads: LocalPayloads) -> None:
         self.proposals: deque[EntryBody] = deque()
         self.rounds: dict[int, OpenRound] = {}
         self.is_in_the_way = False
-        self._context, self._merged_stripes = context, merged_stripes
+        self._context, self._payloads = context, payloads
         self._region, self._regions = context.region, context.regions
         self._fragments, self._settings = context.fragments, context.settings
         self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
@@ -71,6 +79,7 @@ class RoundLeader:
         self._clock = BallotClock(context)
         self._book = SuspicionBook(ballot_ns=context.settings.ballot_deadline_min_ns)
         self._judge = Judge(context, self._book)
+        self._audit = PayloadAudit(context, self._judge)
         self._eligibility = Eligibility(context, self._book)
         self._answers = Answers(context, self._eligibility, self.proposals)
         self.progress = progress
@@ -138,6 +147,7 @@ class RoundLeader:
         self.proposals.clear()
         self._answers.clear()
         self._merges.clear()
+        self._audit.clear()
         self._agenda = self._new_agenda()
 
     @property
@@ -291,12 +301,34 @@ class RoundLeader:
         if 2 * len(holders) <= len(self._regions):
             return
         if self._region in holders:
-            round_.is_proposed = True
-            self.proposals.append(self._merges.body(round_))
+            self._propose_audited(round_, now_ns)
         elif round_.held_since_ns is None:
             round_.held_since_ns = now_ns
         elif now_ns - round_.held_since_ns >= self._clock.patience_ns(round_.fragment):
             self.is_in_the_way = True
+
+    def _propose_audited(self, round_: OpenRound, now_ns: int) -> None:
+        self._audit.request(round_)
+        if self._audit.is_waiting(round_, now_ns=now_ns):
+            return
+        projection = self._payloads.projection(round_.fragment, round_.digest)
+        doubt = self._audit.question(round_, projection, now_ns=now_ns)
+        if doubt:
+            self._reduce_alone(round_, doubt, now_ns)
+        else:
+            round_.is_proposed = True
+            self.proposals.append(self._merges.body(round_, self._audit.rows(round_)))
+
+    def on_projections(self, event: ContributionsProjected) -> None:
+        """Take this region's own projections of the contributions to a round."""
+        round_ = self.rounds.get(event.fragment)
+        if round_ is not None and round_.version == event.version and round_.decision is not None:
+            self._audit.projected(round_, event.windows, event.rows)
+
+    def _reduce_alone(self, round_: OpenRound, reason: str, now_ns: int) -> None:
+        """Nobody is to blame yet: reduce every stripe here, and compare."""
+        stripes = tuple(Stripe(self._region, stripe.block_start, stripe.block_stop) for stripe in round_.stripes)
+        self._next_ballot(round_, reason, now_ns=now_ns, stripes=stripes)
 
     def _is_wrong(self, round_: OpenRound, now_ns: int) -> bool:
         """Check a merged ballot for contradictions; if there is one, open the next ballot and return True."""
@@ -304,7 +336,7 @@ class RoundLeader:
         mismatch = round_.norm_mismatch()
         dispute = "" if mismatch else self._judge.judge_digests(round_, now_ns=now_ns)
         if not mismatch and not dispute:
-            stripes_here = self._merged_stripes(round_.fragment, round_.ballot)
+            stripes_here = self._payloads.merged_stripes(round_.fragment, round_.ballot)
             dispute = self._judge.judge_sums(round_, stripes_here, now_ns=now_ns)
         if dispute:
             self._next_ballot(round_, dispute, now_ns=now_ns)
@@ -313,11 +345,7 @@ class RoundLeader:
             if fault:
                 self._next_ballot(round_, fault, now_ns=now_ns)
             else:
-                # Nobody is to blame yet: the leader reduces every stripe itself, and compares.
-                stripes = tuple(
-                    Stripe(self._region, stripe.block_start, stripe.block_stop) for stripe in round_.stripes
-                )
-                self._next_ballot(round_, "norms are in question", now_ns=now_ns, stripes=stripes)
+                self._reduce_alone(round_, "norms are in question", now_ns)
         return bool(dispute or mismatch)
 
     def _next_number(self) -> Ballot:

@@ -44,7 +44,7 @@ class MergeDecisions:
         )
         return round_.decision
 
-    def body(self, round_: OpenRound) -> RoundBody:
+    def body(self, round_: OpenRound, projections: tuple[tuple[float, ...], ...]) -> RoundBody:
         """Return the ledger entry of a round whose stripes are all merged."""
         numbers, squared_norms = round_.numbers, round_.merged_squared_norms()
         assert numbers is not None
@@ -59,6 +59,7 @@ class MergeDecisions:
             round_.digest,
             round_.is_last,
             squared_norms,
+            projections,
         )
 
     def _note_outliers(self, round_: OpenRound, excess: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ from diloco_node.core.events import (
     CloseBallot,
     ContributionStripeArrived,
     MergedStripeArrived,
+    PayloadStored,
     ReduceStripe,
     ReductionDone,
     SendContribution,
@@ -19,7 +20,8 @@ from diloco_node.core.events import (
     StorePayload,
     TakeSnapshot,
 )
-from diloco_node.core.merge.stripes import block_count, stripes_fault
+from diloco_node.core.merge.freivalds import draw_windows
+from diloco_node.core.merge.stripes import piece_blocks, stripes_fault
 from diloco_node.core.messages import (
     BallotOpened,
     Contributed,
@@ -27,15 +29,15 @@ from diloco_node.core.messages import (
     LeftOut,
     MergeDecided,
     MergedReceived,
-    PayloadDurable,
     StripesReceived,
 )
+from diloco_node.core.projections import Projection, Window
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.followed import EarlyArrivals, FollowedBallot, FollowedRound, decision_fault, name_of
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_MAX
-from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
+from diloco_node.core.types import Ballot, Contribution, LearnerStatus, MergeRule, RoundBody, Stripe
 
 
 class RoundParticipant:
@@ -53,7 +55,8 @@ class RoundParticipant:
         self._versions = versions
         self._learner: LearnerStatus | None = None
         self._pieces = [len(fragment.pieces) for fragment in context.fragments]
-        self._blocks = [block_count(fragment) for fragment in context.fragments]
+        self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
+        self._blocks = [sum(blocks) for blocks in self._piece_blocks]
         # Per fragment the round that is followed. Its version never goes back.
         self.rounds = [FollowedRound() for _ in context.fragments]
         self._early = EarlyArrivals()
@@ -88,14 +91,14 @@ class RoundParticipant:
         ballot = self.rounds[fragment].ballot
         return ballot.payload_norms() if ballot is not None and ballot.digest == digest else ()
 
-    def contribution_fault(self, body: RoundBody) -> str:
-        """Return how the entry changes what this region contributed to its round; empty if it does not."""
-        round_ = self.rounds[body.fragment]
-        own = round_.contribution if round_.version == body.version else None
-        for member in body.members:
-            if own is not None and name_of(member.contribution) == name_of(own) and member.contribution != own:
-                return f"it names {member.contribution}, this region contributed {own}"
-        return ""
+    def entry_fault(self, body: RoundBody, coefficients: tuple[tuple[float, ...], ...]) -> str:
+        """Return how an entry differs from what is known here of its round; empty if it does not."""
+        windows = self._windows(body.fragment, body.payload_digest, body.stripes)
+        return self.rounds[body.fragment].entry_fault(body, coefficients, windows)
+
+    def projection(self, fragment: int, digest: bytes) -> Projection:
+        """Return this region's projection of a payload of an open round."""
+        return self.rounds[fragment].projection_of(digest)
 
     def is_following(self, body: RoundBody) -> bool:
         """Whether this region takes part in the ballot that made the payload, so that its stripes are on their way."""
@@ -289,11 +292,13 @@ class RoundParticipant:
                     )
                 )
 
-    def payload_stored(self, fragment: int, version: int, digest: bytes) -> None:
+    def payload_stored(self, event: PayloadStored) -> None:
         """Tell the leader that a payload is on disk, if it is the one of the current ballot."""
-        round_ = self.rounds[fragment]
-        if round_.ballot is not None and round_.version == version and round_.ballot.digest == digest:
-            self._effects.send(round_.ballot.leader, PayloadDurable(round_.ballot.number, digest))
+        round_ = self.rounds[event.fragment]
+        if round_.ballot is not None and round_.version == event.version and round_.ballot.digest == event.digest:
+            if event.projection is not None:
+                round_.projection = (event.digest, event.projection)
+            self._effects.send(round_.ballot.leader, round_.durable_report(round_.ballot))
 
     def payload_not_stored(self, fragment: int, number: Ballot) -> None:
         """Remember that merged stripes were dropped before they were written: if the ballot commits, its payload is
@@ -393,17 +398,18 @@ class RoundParticipant:
             [ballot.merged_digests[index] for index in range(len(ballot.announcement.stripes))]
         )
         if self._is_stored(round_, ballot):
-            self._effects.send(ballot.leader, PayloadDurable(ballot.number, ballot.digest))
+            self._effects.send(ballot.leader, round_.durable_report(ballot))
         else:
+            fragment, stripes = ballot.announcement.fragment, ballot.announcement.stripes
+            windows = self._windows(fragment, ballot.digest, stripes)
+            own = round_.contribution if ballot.has_contributed else None
             self._effects.emit(
-                StorePayload(
-                    ballot.number,
-                    ballot.announcement.fragment,
-                    round_.version,
-                    ballot.digest,
-                    ballot.announcement.stripes,
-                )
+                StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes, windows, own)
             )
+
+    def _windows(self, fragment: int, digest: bytes, stripes: tuple[Stripe, ...]) -> tuple[Window, ...]:
+        is_sum = self._settings.merge is not MergeRule.TRIMMED
+        return draw_windows(digest, stripes, self._piece_blocks[fragment]) if is_sum else ()
 
     def _may_contribute(self, fragment: int, version: int) -> str:
         """Return why the learner can't contribute just yet; empty if it can. Asked again when something changes.
@@ -453,7 +459,7 @@ class RoundParticipant:
         for _, reduction in sorted(ballot.reductions.items()):
             self._effects.send(ballot.leader, ballot.report_of(reduction))
         if ballot.digest and self._is_stored(round_, ballot):
-            self._effects.send(ballot.leader, PayloadDurable(ballot.number, ballot.digest))
+            self._effects.send(ballot.leader, round_.durable_report(ballot))
         digests = tuple(ballot.merged_digests.get(index, b"") for index in range(len(ballot.announcement.stripes)))
         self._effects.send(ballot.leader, MergedReceived(ballot.number, digests))
 

@@ -7,13 +7,15 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.kernels import squared_norms
+from diloco_node.codec.projection import project
 from diloco_node.core import events as ev
 from diloco_node.core.messages import ContributionStripe, MergedStripe
+from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
 from diloco_node.core.types import Stripe
 from diloco_node.daemon.effects.drafts import Drafts
 from diloco_node.daemon.effects.open_stripes import MergedPart, StripeTable, checked_digest, cosines, reduce_stripe
@@ -227,6 +229,55 @@ class StripeEffects:
         name = (header.ballot, header.stripe, header.fragment, header.version)
         self.post(ev.MergedStripeArrived(*name, header.digest, cut, norms))
 
+    async def project_payload(self, order: ev.StorePayload, stripes: list[MergedPart]) -> Projection:
+        """Project an audited payload, and the own contribution to it.
+
+        Args:
+            stripes: of the payload, in memory, in block order: a whole fragment.
+        """
+        fragment, own = order.fragment, order.contribution
+        down, up = self.parameters.blocks[fragment], self.learner.blocks[fragment]
+
+        def work() -> Projection:
+            pairs = []
+            for window in order.windows:
+                stripe = next(cut for cut in stripes if window.block_start < cut.block_stop)
+                pairs.append(project(down, _slice(down, stripe.encoded, stripe.block_start, window), window))
+            row = []
+            for window in order.windows if own is not None else ():
+                encoded = self.learner.contribution_bytes(fragment, window.block_start, window.block_stop)
+                row.append(project(up, encoded, window)[0])
+            sums, errors = (tuple(column) for column in zip(*pairs, strict=True))
+            return Projection(sums, errors, tuple(row))
+
+        projection = await in_thread(self.pool, work)
+        # A restarted learner may have written over the bytes meanwhile.
+        is_overwritten = own is not None and self.learner.has_restarted_since(own.incarnation)
+        return replace(projection, contribution=()) if is_overwritten else projection
+
+    async def project_contributions(self, order: ProjectContributions) -> None:
+        """Project all contributions to a round, whose stripes were all reduced here."""
+        fragment, version, blocks = order.fragment, order.version, self.learner.blocks[order.fragment]
+        places = [(stripe.block_start, stripe.block_stop) for stripe in order.stripes]
+        bodies = [
+            [self.table.contribution(version, contribution, *place) for place in places]
+            for contribution in order.contributions
+        ]
+
+        def row_of(contribution_bodies: list[U8 | None]) -> tuple[float, ...]:
+            row = []
+            for window in order.windows:
+                place = next(index for index, (_, stop) in enumerate(places) if window.block_start < stop)
+                body = contribution_bodies[place]
+                assert body is not None
+                row.append(project(blocks, _slice(blocks, body, places[place][0], window), window)[0])
+            return tuple(row)
+
+        rows: tuple[tuple[float, ...], ...] = ()
+        if all(body is not None for contribution_bodies in bodies for body in contribution_bodies):
+            rows = await in_thread(self.pool, lambda: tuple(map(row_of, bodies)))
+        self.post(ContributionsProjected(fragment, version, order.windows, rows))
+
     def close_ballot(self, order: ev.CloseBallot) -> None:
         """Free what nobody asks about any more, and stop its transfers."""
         fragment, version = order.fragment, order.version
@@ -257,6 +308,12 @@ class StripeEffects:
     def _is_next(self, fragment: int, version: int) -> bool:
         """Whether it is of one of the next versions. A region that is further behind fetches payloads."""
         return 0 < version - self.parameters.versions[fragment] <= VERSIONS_AHEAD_MAX
+
+
+def _slice(blocks: FragmentBlocks, body: U8, block_start: int, window: Window) -> U8:
+    """Return the bytes of a window from a stripe that begins at `block_start`."""
+    offset = blocks.span_bytes(block_start, window.block_start)
+    return body[offset : offset + blocks.span_bytes(window.block_start, window.block_stop)]
 
 
 def _shape_fault(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco_node.core.messages import MergedReceived
+from diloco_node.core.messages import MergedReceived, PayloadDurable
 from diloco_node.core.types import EntryBody, RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
@@ -34,13 +34,15 @@ class Cheat:
         name: for reports and commands.
         begin: lets a region do it; called before its first daemon.
         words: of alarms, by one of which honest regions name it.
-        is_borne: the others go on, and nothing wrong commits; else it only shows that checkers find it.
+        is_borne: the others go on; else it only shows that checkers find it.
+        commits_wrong: an audit finds its sums after some rounds, until which they may commit.
     """
 
     name: str
     begin: Callable[[Host], None]
     words: tuple[str, ...] = ()
     is_borne: bool = True
+    commits_wrong: bool = False
 
 
 class Cheating:
@@ -116,6 +118,18 @@ def _deny_receipts(host: Host) -> None:
     host.network.frame_spoilers[host.name] = tell
 
 
+def _tell_other_projections(host: Host) -> None:
+    """It tells of its contributions what they would be if they pointed the other way."""
+
+    def tell(_: str, frame: bytes) -> bytes:
+        message = decode_control(frame)
+        if type(message) is not PayloadDurable:
+            return frame
+        return encode_control(replace(message, projections=tuple(-value for value in message.projections)))
+
+    host.network.frame_spoilers[host.name] = tell
+
+
 def _bring_back_old_folder(host: Host) -> None:
     """Copy the folder, and put the copy in its place later: what was acknowledged meanwhile is gone."""
 
@@ -142,10 +156,12 @@ CHEATS: dict[str, Cheat] = {
     cheat.name: cheat
     for cheat in (
         Cheat("sum x1000", partial(_sum_wrongly, lambda values: values * np.float32(1000)), _SUM_WORDS),
-        # Nobody reduces a merged stripe again: sums of an honest length are found by the oracle alone.
-        Cheat("sum x1.5", partial(_sum_wrongly, lambda values: values * np.float32(1.5)), _SUM_WORDS, is_borne=False),
-        Cheat("sum flipped", partial(_sum_wrongly, np.negative), _SUM_WORDS, is_borne=False),
-        Cheat("sum biased", partial(_sum_wrongly, _bias), _SUM_WORDS, is_borne=False),
+        Cheat(
+            "sum x1.5", partial(_sum_wrongly, lambda values: values * np.float32(1.5)), _SUM_WORDS, commits_wrong=True
+        ),
+        Cheat("sum flipped", partial(_sum_wrongly, np.negative), _SUM_WORDS, commits_wrong=True),
+        Cheat("sum biased", partial(_sum_wrongly, _bias), _SUM_WORDS, commits_wrong=True),
+        Cheat("projections", _tell_other_projections, ("other projections",)),
         Cheat("tokens x2", partial(_count_more, 2)),
         Cheat("tokens x8", partial(_count_more, 8)),
         Cheat("tokens x64", partial(_count_more, 64)),

@@ -7,16 +7,18 @@ complains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from diloco_node.codec.digest import stripe_digest
+from diloco_node.codec.projection import project_values
 from diloco_node.core.events import CloseBallot, ReduceStripe, ReductionDone, StorePayload
 from diloco_node.core.merge.outer import outer_of, outer_step
 from diloco_node.core.messages import ContributionStripe, MergedStripe
-from diloco_node.core.types import Ballot, Contribution, RoundBody, Stripe
+from diloco_node.core.projections import ProjectContributions, Window
+from diloco_node.core.types import Ballot, Codec, Contribution, RoundBody, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState
 from diloco_node.numeric import F32
@@ -191,6 +193,27 @@ class DataPlane:
             self._complain(f"asked to store a payload that is not here: {effect}")
             return None
         return payload
+
+    def project(self, windows: Sequence[Window], fragment: int, body: bytes, codec: Codec) -> list[tuple[float, float]]:
+        """The projections of a whole encoded fragment, each with the square of what encoding may change."""
+        starts, values = self._setup.layouts[fragment].block_starts, tensors.decode(body, codec)
+        return [
+            project_values(values[starts[window.block_start] : starts[window.block_stop]], window, codec)
+            for window in windows
+        ]
+
+    def project_contributions(self, effect: ProjectContributions) -> tuple[tuple[float, ...], ...]:
+        """The projections of contributions whose stripes are all here; nothing (with a complaint) if they are not."""
+        rows = []
+        for contribution in effect.contributions:
+            keys = [contribution_key(contribution, stripe.block_start, stripe.block_stop) for stripe in effect.stripes]
+            if not all(key in self._contributions for key in keys):
+                self._complain(f"asked to project a contribution that is not here: {contribution}")
+                return ()
+            body = b"".join(self._contributions[key][1] for key in keys)
+            pairs = self.project(effect.windows, effect.fragment, body, self._setup.settings.codec_up)
+            rows.append(tuple(value for value, _ in pairs))
+        return tuple(rows)
 
     def digest_of(self, fragment: int, payload: DiskPayload) -> bytes:
         """The digest of a payload; empty if its stripes don't cover the fragment, or its bytes are more than theirs."""

@@ -166,7 +166,7 @@ class Simulation:
         del self.honest[region]
         if kind != WORDS:
             cheat = cheats.CHEATS[kind]
-            checkers.words, checkers.oracle.excuses_sums = cheat.words, not cheat.is_borne
+            checkers.words, checkers.oracle.excuses_sums = cheat.words, cheat.commits_wrong or not cheat.is_borne
             return Cheating(self.hosts[region], cheat)
         checkers.oracle.forgers = liars
         checkers.tolerated.update(TOLERATED)

@@ -23,6 +23,7 @@ from diloco_node.core.messages import (
     ReusedStripe,
     StripesReceived,
 )
+from diloco_node.core.projections import NO_PROJECTION, Projection
 from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, REASON_CHARACTERS_MAX
 from diloco_node.core.rounds.ballot import PROBE_HEARTBEATS
 from diloco_node.core.rounds.history import RoundHistory
@@ -74,10 +75,17 @@ class Office:
         context = context_of(self.history, liveness=liveness, regions=regions, settings=settings, effects=effects)
         # What the merged stripes of a ballot decode to here; a test may say so.
         self.merged: dict[int, tuple[bytes, tuple[float, ...]]] = {}
-        self.leader = RoundLeader(context, RunProgress(context), lambda _fragment, _ballot: self.merged)
+        self.own_projection = NO_PROJECTION
+        self.leader = RoundLeader(context, RunProgress(context), self)
         self.notes: list[Note] = []
         self.commit(GENESIS)
         self.leader.begin(3, {}, now_ns=self.now_ns)
+
+    def merged_stripes(self, _fragment: int, _number: Ballot) -> dict[int, tuple[bytes, tuple[float, ...]]]:
+        return self.merged
+
+    def projection(self, _fragment: int, _digest: bytes) -> Projection:
+        return self.own_projection
 
     def commit(self, body: EntryBody) -> None:
         entry = self.ledger.add(body)

@@ -15,6 +15,7 @@ from diloco_node.core.events import (
     Effect,
     MergedStripeArrived,
     Note,
+    PayloadStored,
     ReduceStripe,
     ReductionDone,
     Send,
@@ -457,7 +458,7 @@ def test_whole_payload_is_stored_and_then_vouched_for() -> None:
     again = told(place.open(replace(OPENED, members=("a", "c"))))
     assert [type(message) for message in again] == [MergedReceived], "not on disk yet: only what is here is said"
     place.versions.payload_stored(0, 1, PAYLOAD)
-    place.participant.payload_stored(0, 1, PAYLOAD)
+    place.participant.payload_stored(PayloadStored(0, 1, PAYLOAD))
     assert told(place.go()) == [PayloadDurable(FIRST, PAYLOAD)]
     assert PayloadDurable(FIRST, PAYLOAD) in told(place.open(replace(OPENED, members=("a", "c"))))
 

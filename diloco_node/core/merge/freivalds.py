@@ -1,0 +1,113 @@
+"""Random projections by which a merged payload is compared with the contributions of its members.
+
+A sum is linear: for signs r, `<r, sum>` is the sum of `c[m] * <r, delta_m>`. The signs, and the few blocks in which
+they are taken, follow from the payload's digest, so no reducer knows them before its stripe is fixed. Each member tells
+its XX
+
+A part of the payloads is audited, and nobody knows before which. `trimmed` is no sum: it has no audit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import accumulate
+from math import sqrt
+from typing import Final
+
+from diloco_node.core.projections import Projection, Window
+from diloco_node.core.types import Contribution, Stripe
+
+AUDIT_EVERY: Final = 4
+"""One of so many payloads is audited: the leader waits for the projections of all members, which takes longer."""
+
+WINDOWS: Final = 16
+"""Windows of a payload, shared by its reducers; each has two at least."""
+
+WINDOW_BLOCKS: Final = 16
+"""Blocks of a window: 4,096 values, 0.1 ms to decode."""
+
+DEVIATION_MAX: Final = 16.0
+"""Square of the deviation from the sum, by the square of what encoding may change at most, in the mean over a reducer's
+windows. Honest ones have 0.3, with error feedback 0.7; beyond 16 is one of 10^7 with two windows."""
+
+PROJECTION_ERROR: Final = 1e-6
+"""Two regions may differ by so much of a contribution's length in its projection: they add up in another order."""
+
+
+def is_audited(digest: bytes) -> bool:
+    """Whether the payload of this digest is compared with its members' contributions."""
+    return digest[0] % AUDIT_EVERY == 0
+
+
+def draw_windows(digest: bytes, stripes: Sequence[Stripe], piece_blocks: Sequence[int]) -> tuple[Window, ...]:
+    """Draw the windows of a payload, by reducer in the order of their stripes; none if it is not audited.
+
+    Args:
+        digest: of the payload. stripes: of its ballot. piece_blocks: blocks of each piece of the fragment.
+    """
+    if not is_audited(digest):
+        return ()
+    piece_ends = list(accumulate(piece_blocks))
+    blocks_by_reducer: dict[str, list[tuple[int, int]]] = {}
+    for stripe in stripes:
+        blocks_by_reducer.setdefault(stripe.reducer, []).append((stripe.block_start, stripe.block_stop))
+    windows = []
+    for place, (reducer, spans) in enumerate(blocks_by_reducer.items()):
+        for turn in range(max(2, WINDOWS // len(blocks_by_reducer))):
+            seed = hashlib.sha256(digest + place.to_bytes(2, "big") + turn.to_bytes(2, "big")).digest()
+            offset = int.from_bytes(seed[:8], "big") % sum(stop - first for first, stop in spans)
+            for first, stop in spans:
+                if offset < stop - first:
+                    break
+                offset -= stop - first
+            start = first + offset
+            piece = next(index for index, end in enumerate(piece_ends) if start < end)
+            end = min(start + WINDOW_BLOCKS, stop, piece_ends[piece])
+            windows.append(Window(reducer, piece, start, end, seed))
+    return tuple(windows)
+
+
+def wrong_reducers(
+    windows: Sequence[Window],
+    projection: Projection,
+    coefficients: Sequence[Sequence[float]],
+    rows: Sequence[Sequence[float]],
+) -> dict[str, str]:
+    """Find reducers whose merged stripes are not the sum, each with the figures.
+
+    Args:
+        projection: of the payload, as worked out here.
+        coefficients: per member, per piece. rows: per member, per window, the projection of its contribution.
+
+    Returns:
+        Nothing while the row of a member is empty.
+    """
+    if not windows or any(len(row) != len(windows) for row in rows):
+        return {}
+    squares: dict[str, list[float]] = {}
+    for place, window in enumerate(windows):
+        parts = [row[place] * factors[window.piece] for row, factors in zip(rows, coefficients, strict=True)]
+        square = (projection.sums[place] - sum(parts)) ** 2
+        # Float32 sums of parts that cancel each other lose bits that the encoding of the sum does not show.
+        error = projection.errors[place] + (PROJECTION_ERROR * sum(map(abs, parts))) ** 2
+        squares.setdefault(window.reducer, []).append(
+            square / error if error else float(square > 0.0) * 2 * DEVIATION_MAX
+        )
+    means = {reducer: sum(values) / len(values) for reducer, values in squares.items()}
+    return {
+        reducer: f"its merged stripe is not the sum of the contributions: it deviates by {sqrt(mean):.3g} times what "
+        "encoding may change"
+        for reducer, mean in means.items()
+        if mean > DEVIATION_MAX
+    }
+
+
+def has_other_projections(
+    contribution: Contribution, windows: Sequence[Window], claims: Sequence[float], values: Sequence[float]
+) -> bool:
+    """Whether two regions' projections of a contribution differ by more than the order of their sums explains."""
+    return any(
+        abs(claim - value) > PROJECTION_ERROR * sqrt(contribution.squared_norms[window.piece])
+        for window, claim, value in zip(windows, claims, values, strict=True)
+    )

@@ -1,0 +1,65 @@
+"""Projections of payloads and contributions, as the core orders them and the shell works them out.
+
+The arithmetic, and the reason, are in `core.merge.freivalds`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.core.types import Contribution, Stripe
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some blocks of a payload, in one piece and of one reducer. `seed`: of the signs."""
+
+    reducer: str
+    piece: int
+    block_start: int
+    block_stop: int
+    seed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A region's own results for a payload that it has.
+
+    Attributes:
+        sums: per window, the projection of the decoded payload.
+        errors: per window, square of what encoding may change in it at most, as a length.
+        contribution: per window, the projection of the own contribution; empty if it is not here any more.
+    """
+
+    sums: tuple[float, ...]
+    errors: tuple[float, ...]
+    contribution: tuple[float, ...] = ()
+
+
+NO_PROJECTION: Final = Projection((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectContributions:
+    """The effect: project contributions that were all reduced here; answer ContributionsProjected.
+
+    Attributes:
+        stripes: of the ballot that reduced them here. windows: each lies in one of the stripes, whoever reduced it.
+    """
+
+    fragment: int
+    version: int
+    contributions: tuple[Contribution, ...]
+    stripes: tuple[Stripe, ...]
+    windows: tuple[Window, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionsProjected:
+    """The event. `rows`: per contribution, per window; none if their bytes are not here any more."""
+
+    fragment: int
+    version: int
+    windows: tuple[Window, ...]
+    rows: tuple[tuple[float, ...], ...]

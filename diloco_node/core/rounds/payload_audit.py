@@ -1,0 +1,170 @@
+"""Audit of merged payloads: the leader compares them with the projections that the members tell.
+
+A deviation says that a reducer or a member is wrong, not which. So the leader reduces the same stripes alone in the
+next ballot. Then it has all contributions, projects them itself, and knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco_node.core.merge.freivalds import draw_windows, has_other_projections, wrong_reducers
+from diloco_node.core.merge.stripes import piece_blocks
+from diloco_node.core.projections import ProjectContributions, Projection, Window
+from diloco_node.core.rounds.context import RoundContext
+from diloco_node.core.rounds.judge import Judge
+from diloco_node.core.rounds.open_round import OpenRound
+from diloco_node.core.rounds.suspicion import BallotPart, Blame
+from diloco_node.core.types import Contribution, MergeRule
+
+Rows = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionedPayload:
+    """A payload that deviates from the sum, with all that was known of it in its ballot.
+
+    Attributes:
+        cuts: blocks of its stripes. projection: the leader's.
+        contributions, coefficients, rows: in the order of the decision.
+    """
+
+    cuts: tuple[tuple[int, int], ...]
+    windows: tuple[Window, ...]
+    projection: Projection
+    contributions: tuple[Contribution, ...]
+    coefficients: tuple[tuple[float, ...], ...]
+    rows: Rows
+
+
+class PayloadAudit:
+    """See the module. Between two calls all its state is in the round, but for the questions, by fragment."""
+
+    def __init__(self, context: RoundContext, judge: Judge) -> None:
+        self._region, self._effects, self._judge = context.region, context.effects, judge
+        self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
+        self._is_on = context.settings.merge is not MergeRule.TRIMMED
+        self._questions: dict[int, tuple[int, QuestionedPayload]] = {}
+
+    def clear(self) -> None:
+        """Forget all questions: this region leads no longer."""
+        self._questions.clear()
+
+    def windows(self, round_: OpenRound) -> tuple[Window, ...]:
+        """Return the windows of a merged payload; none if it is not audited."""
+        if not self._is_on:
+            return ()
+        return draw_windows(round_.digest, round_.stripes, self._piece_blocks[round_.fragment])
+
+    def rows(self, round_: OpenRound) -> Rows:
+        """Return the projections for the ledger entry: a row per member if the payload is audited, else nothing."""
+        return self._rows(round_) if self.windows(round_) else ()
+
+    def is_waiting(self, round_: OpenRound, *, now_ns: int) -> bool:
+        """Whether something of the audit is still on its way. A member gets half of the ballot's time to tell its row.
+
+        Asked for a payload that a majority and this region have.
+        """
+        if self._to_project(round_):
+            return True
+        assert round_.decision is not None
+        names = {contribution.learner for contribution in round_.decision.contributions}
+        is_late = 2 * (now_ns - round_.ballot_at_ns) >= round_.deadline.duration_ns
+        return bool(self.windows(round_)) and not is_late and not names <= round_.projections.keys()
+
+    def question(self, round_: OpenRound, projection: Projection, *, now_ns: int) -> str:
+        """Judge a question of the ballot before, then compare the payload with the rows.
+
+        Args:
+            projection: of the payload, by this region; without windows if it has none.
+
+        Returns:
+            Why the leader has to reduce all stripes alone, in words; empty if the payload may commit.
+        """
+        assert round_.decision is not None
+        self._answer(round_, now_ns=now_ns)
+        windows, rows = self.windows(round_), self._rows(round_)
+        if len(projection.sums) != len(windows):
+            return ""
+        wrong = wrong_reducers(windows, projection, round_.decision.coefficients, rows)
+        if not wrong or self._is_projected(round_, windows):
+            return ""
+        payload = QuestionedPayload(
+            _cuts(round_), windows, projection, round_.decision.contributions, round_.decision.coefficients, rows
+        )
+        self._questions[round_.fragment] = (round_.version, payload)
+        return "; ".join(f"{reducer}: {reason}" for reducer, reason in wrong.items())
+
+    def projected(self, round_: OpenRound, windows: tuple[Window, ...], rows: Rows) -> None:
+        """Take the rows that this region worked out itself; none: the bytes are gone, and the question with them."""
+        round_.own_rows[windows] = rows
+        assert round_.decision is not None
+        if not rows:
+            self._questions.pop(round_.fragment, None)
+
+    def request(self, round_: OpenRound) -> None:
+        """Have the contributions projected, if this ballot is to answer a question."""
+        assert round_.decision is not None
+        for windows in self._to_project(round_):
+            if windows not in round_.projecting:
+                round_.projecting.add(windows)
+                self._effects.emit(
+                    ProjectContributions(
+                        round_.fragment, round_.version, round_.decision.contributions, round_.stripes, windows
+                    )
+                )
+
+    def _to_project(self, round_: OpenRound) -> list[tuple[Window, ...]]:
+        """Return the windows in which this region is to project the contributions, and has not."""
+        question = self._question_of(round_)
+        if question is None:
+            return []
+        return [
+            windows
+            for windows in dict.fromkeys((question.windows, self.windows(round_)))
+            if windows and windows not in round_.own_rows
+        ]
+
+    def _question_of(self, round_: OpenRound) -> QuestionedPayload | None:
+        """The question that this ballot answers: the leader reduced the same blocks of the same contributions alone."""
+        version, question = self._questions.get(round_.fragment, (-1, None))
+        if question is None or version != round_.version or round_.decision is None:
+            return None
+        is_same = round_.reducers == (self._region,) and question.cuts == _cuts(round_)
+        return question if is_same and question.contributions == round_.decision.contributions else None
+
+    def _is_projected(self, round_: OpenRound, windows: tuple[Window, ...]) -> bool:
+        return bool(round_.own_rows.get(windows))
+
+    def _rows(self, round_: OpenRound) -> Rows:
+        """Return the members' rows, or this region's own of their contributions if it has worked them out."""
+        assert round_.decision is not None
+        windows = self.windows(round_)
+        if self._is_projected(round_, windows):
+            return round_.own_rows[windows]
+        rows = (round_.projections.get(contribution.learner, ()) for contribution in round_.decision.contributions)
+        return tuple(row if len(row) == len(windows) else () for row in rows)
+
+    def _answer(self, round_: OpenRound, *, now_ns: int) -> None:
+        question = self._question_of(round_)
+        if question is None or not self._is_projected(round_, question.windows):
+            return
+        del self._questions[round_.fragment]
+        truth = round_.own_rows[question.windows]
+        blames = [
+            Blame(
+                contribution.learner,
+                BallotPart.MEMBER,
+                "it told other projections of its contribution than the leader finds",
+                is_proved=True,
+            )
+            for contribution, claims, values in zip(question.contributions, question.rows, truth, strict=True)
+            if claims and has_other_projections(contribution, question.windows, claims, values)
+        ]
+        wrong = wrong_reducers(question.windows, question.projection, question.coefficients, truth)
+        blames += [Blame(name, BallotPart.REDUCER, reason, is_proved=True) for name, reason in wrong.items()]
+        self._judge.blame_all(round_, blames, now_ns=now_ns)
+
+
+def _cuts(round_: OpenRound) -> tuple[tuple[int, int], ...]:
+    return tuple((stripe.block_start, stripe.block_stop) for stripe in round_.stripes)

@@ -1,0 +1,137 @@
+"""codec/projection.py with core/merge/freivalds.py: honest sums pass whatever the codec, wrong ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from diloco_node.codec import kernels
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.codec.projection import project
+from diloco_node.core.merge.freivalds import (
+    AUDIT_EVERY,
+    WINDOW_BLOCKS,
+    draw_windows,
+    has_other_projections,
+    wrong_reducers,
+)
+from diloco_node.core.projections import Projection, Window
+from diloco_node.core.types import Codec, Contribution, Stripe
+from diloco_node.numeric import F32, U8
+
+PIECES = (40_000, 300, 5_000)
+STRIPES = (Stripe("a", 0, 70), Stripe("b", 70, 130), Stripe("a", 130, 150), Stripe("c", 150, 179))
+COEFFICIENTS = ((0.5, 0.25, 0.125), (0.2, 0.5, 0.25), (0.3, 0.25, 0.625))
+AUDITED = bytes(32)
+
+
+def piece_blocks() -> tuple[int, ...]:
+    return tuple(-(-size // 256) for size in PIECES)
+
+
+def contributions(rng: np.random.Generator, *, tails: float) -> list[F32]:
+    """Three with heavy tails: values times a log-normal length."""
+    lengths = np.exp(tails * rng.standard_normal((3, sum(PIECES))))
+    return list((1e-3 * rng.standard_normal((3, sum(PIECES))) * lengths).astype(np.float32))
+
+
+def slice_of(blocks: FragmentBlocks, encoded: U8, window: Window) -> U8:
+    return encoded[blocks.byte_slice(window.block_start, window.block_stop)]
+
+
+def audit(
+    codec_up: Codec, codec_down: Codec, change: Callable[[F32], F32], *, seed: int, tails: float = 0.5
+) -> dict[str, str]:
+    """Reduce as a reducer does, with the residual of a round before, and compare as a leader does."""
+    rng = np.random.default_rng(seed)
+    up, down = FragmentBlocks(PIECES, codec_up), FragmentBlocks(PIECES, codec_down)
+    digest = bytes([seed % 64 * AUDIT_EVERY]) + rng.bytes(31)
+    windows = draw_windows(digest, STRIPES, piece_blocks())
+    residual = np.zeros(sum(PIECES), np.float32)
+    for _ in range(2):
+        total, bodies = residual.copy(), []
+        for values, row in zip(contributions(rng, tails=tails), COEFFICIENTS, strict=True):
+            body = np.empty(up.encoded_bytes, np.uint8)
+            kernels.encode(up, values, body)
+            kernels.accumulate(up, body, 0, up.block_count, np.array(row, np.float32), total)
+            bodies.append(body)
+        total = change(total)
+        payload = np.empty(down.encoded_bytes, np.uint8)
+        kernels.encode(down, total, payload)
+        residual = total
+        kernels.accumulate(down, payload, 0, down.block_count, np.full(3, -1.0, np.float32), residual)
+    pairs = [project(down, slice_of(down, payload, window), window) for window in windows]
+    rows = [[project(up, slice_of(up, body, window), window)[0] for window in windows] for body in bodies]
+    sums, errors = (tuple(column) for column in zip(*pairs, strict=True))
+    return wrong_reducers(windows, Projection(sums, errors), COEFFICIENTS, rows)
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_an_honest_sum_passes_with_what_its_encoding_loses(codec: Codec) -> None:
+    for seed in range(12):
+        for tails in (0.0, 2.0):
+            assert audit(Codec.INT4, codec, lambda total: total, seed=seed, tails=tails) == {}
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.BF16, Codec.FP32])
+@pytest.mark.parametrize("factor", [-1.0, 1.5, 0.9])
+def test_a_sum_times_something_is_found_at_once(codec: Codec, factor: float) -> None:
+    for seed in range(4):
+        assert audit(Codec.INT4, codec, lambda total: np.float32(factor) * total, seed=seed).keys() == {"a", "b", "c"}
+
+
+def test_a_flipped_sum_in_four_bits_is_found_in_a_few_audits() -> None:
+    names = [name for seed in range(8) for name in audit(Codec.INT4, Codec.INT4, np.negative, seed=seed)]
+    assert all(names.count(reducer) >= 4 for reducer in "abc"), names
+
+
+def test_only_the_reducer_of_the_wrong_blocks_is_named() -> None:
+    first, stop = (
+        FragmentBlocks(PIECES, Codec.INT8).value_offset(70),
+        FragmentBlocks(PIECES, Codec.INT8).value_offset(130),
+    )
+
+    def flip(total: F32) -> F32:
+        total[first:stop] *= -1
+        return total
+
+    assert audit(Codec.INT4, Codec.INT8, flip, seed=1).keys() == {"b"}
+
+
+def test_windows_lie_in_a_piece_and_in_a_stripe_of_their_reducer() -> None:
+    windows = draw_windows(AUDITED, STRIPES, piece_blocks())
+    edges = (0, 157, 159, 179)
+    assert {window.reducer for window in windows} == {"a", "b", "c"}
+    assert len(windows) >= 6
+    for window in windows:
+        assert 0 < window.block_stop - window.block_start <= WINDOW_BLOCKS
+        assert edges[window.piece] <= window.block_start < window.block_stop <= edges[window.piece + 1]
+        assert any(
+            stripe.reducer == window.reducer
+            and stripe.block_start <= window.block_start < window.block_stop <= stripe.block_stop
+            for stripe in STRIPES
+        )
+    assert draw_windows(b"\x01" + bytes(31), STRIPES, piece_blocks()) == ()
+
+
+def test_other_blocks_and_signs_are_drawn_for_another_digest() -> None:
+    others = draw_windows(bytes(31) + b"\x01", STRIPES, piece_blocks())
+    assert others != draw_windows(AUDITED, STRIPES, piece_blocks())
+    assert others == draw_windows(bytes(31) + b"\x01", STRIPES, piece_blocks())
+
+
+def test_nothing_is_said_while_a_member_has_told_nothing() -> None:
+    windows = draw_windows(AUDITED, STRIPES, piece_blocks())
+    projection = Projection((9.0,) * len(windows), (1e-9,) * len(windows))
+    rows = [(0.0,) * len(windows)] * 3
+    assert wrong_reducers(windows, projection, COEFFICIENTS, rows).keys() == {"a", "b", "c"}
+    assert wrong_reducers(windows, projection, COEFFICIENTS, [*rows[:2], ()]) == {}
+
+
+def test_projections_may_differ_by_the_order_of_their_sums_alone() -> None:
+    window = Window("a", 0, 0, 4, b"seed")
+    contribution = Contribution("a", 1, 0, 1, 0, 0, 4, 28, (4.0, 1.0, 1.0))
+    assert not has_other_projections(contribution, [window], [1.0], [1.0 + 1e-7])
+    assert has_other_projections(contribution, [window], [1.0], [1.001])
