@@ -11,6 +11,7 @@ is started by this program, which first puts itself between the daemon's parts.
 | corrupt_merged | flips a bit in each merged stripe after its digest was made |
 | nan_merged | reduces to NaN, with the right digest of that |
 | mute | contributes in words only: no stripe of a contribution is sent |
+| sum_x1000, sum_x1.5, sum_flipped, sum_biased | tells digest and norms of a merged stripe that is not the sum |
 | fsync | every fsync and fdatasync fails with EIO |
 | slow_fsync | every fsync and fdatasync takes 10 s longer |
 
@@ -31,10 +32,17 @@ from typing import Any
 
 import numpy as np
 
+from diloco_node.codec import kernels
 from diloco_node.codec.digest import stripe_digest
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.lab.chaos.daemon_faults import install_disk
 
+SUMS: dict[str, Callable[[Any], Any]] = {
+    "sum_x1000": lambda values: 1000 * values,
+    "sum_x1.5": lambda values: 1.5 * values,
+    "sum_flipped": np.negative,
+    "sum_biased": lambda values: values + 1e-2,
+}
 FAULTS = ("drop_merged", "corrupt_merged", "nan_merged", "mute", "fsync", "slow_fsync")
 SLOW_SYNC_S = 10.0
 FAULTS_VARIABLE = "GRAY_FAULTS"
@@ -103,6 +111,15 @@ def _install_reducing(fault: Callable[[], str]) -> None:
 
     def reduce_or_not(*given: Any, **named: Any) -> Any:
         done, encoded, residual = reduce_stripe(*given, **named)
+        spoil = SUMS.get(fault())
+        if spoil is not None:
+            order, blocks = given[0], given[3]
+            values = np.empty(blocks.span_values(order.block_start, order.block_stop), np.float32)
+            kernels.decode(blocks, encoded, values, order.block_start, order.block_stop)
+            norms = kernels.encode(
+                blocks, spoil(values).astype(np.float32), encoded, order.block_start, order.block_stop
+            )
+            done = dataclasses.replace(done, digest=stripe_digest(encoded), squared_norms=tuple(map(float, norms)))
         if fault() == "nan_merged":
             encoded = np.full_like(encoded, 0xFF)  # as a scale in float32 or bf16: NaN
             done = dataclasses.replace(done, digest=stripe_digest(encoded))

@@ -145,10 +145,10 @@ class StorageError(DilocoError):
 
 
 class DiskRefused(StorageError):
-    """The kernel refused to read or write: full, read-only, failing. Another try may go through."""
+    """The kernel refused to read, write or lock: full, read-only, failing. Another try may go through."""
 
     code = "E-DISK"
-    remedy = "make room, or remount the disk writable; the daemon tries again by itself"
+    remedy = "make room, remount the disk writable, or do what the message says; the daemon tries again by itself"
 
 
 class LedgerLost(StorageError):

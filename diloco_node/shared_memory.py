@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import mmap
 import os
 import re
 import socket
+import struct
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +34,11 @@ from diloco_node.unix_sockets import peer_uid
 COUNTERS_AREA: Final = "counters"
 """Name of the area of a learner's trained counters, which all three processes know."""
 
+PLACE_AREA: Final = "place"
+"""Name of the area where the learner writes its `PlaceMark` for supervisor and daemon."""
+
 AREAS_MAX: Final = 16
-"""Areas one store keeps; daemon and learner use two."""
+"""Areas one store keeps; daemon and learner use four."""
 
 AREA_BYTES_MAX: Final = 1 << 42
 """Largest area: 4 TiB, a trillion float32."""
@@ -48,6 +53,55 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 class _Area:
     fd: int
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceMark:
+    """Where a learner stands, as it writes it at each step boundary: what its death would lose, and why it pauses.
+
+    Attributes:
+        pid: of its rank 0. step: of its incarnation. included_step: of the fragment that was merged least.
+        checkpoint_step: of the newest checkpoint on disk; -1: none of this process.
+        since_s, limit_s: monotonic begin of a pause that the loop has announced, and how long it may last.
+        activity: of the pause; empty: the loop makes steps.
+    """
+
+    pid: int
+    step: int = 0
+    included_step: int = 0
+    checkpoint_step: int = -1
+    since_s: float = 0.0
+    limit_s: float = 0.0
+    activity: str = ""
+
+    def encode(self) -> bytes:
+        """As it stands in the area: PLACE_BYTES."""
+        activity = self.activity.encode()[:_ACTIVITY_BYTES]
+        numbers = (self.pid, self.step, self.included_step, self.checkpoint_step, self.since_s, self.limit_s)
+        return _PLACE.pack(*numbers, activity)
+
+    @classmethod
+    def decode(cls, raw: bytes | None) -> PlaceMark | None:
+        """The inverse; None: no learner has written there, or what it wrote can't be."""
+        if raw is None or len(raw) != PLACE_BYTES:
+            return None
+        *numbers, activity = _PLACE.unpack(raw)
+        pid, step, included_step, checkpoint_step, since_s, limit_s = numbers
+        words = activity.rstrip(b"\0").decode(errors="replace")
+        mark = cls(pid, step, included_step, checkpoint_step, since_s, limit_s, words)
+        return mark if mark.pid > 0 and math.isfinite(mark.since_s) and math.isfinite(mark.limit_s) else None
+
+    @property
+    def loss(self) -> str:
+        """Steps that are lost when the learner ends now, in words."""
+        merge_lag = max(0, self.step - self.included_step)
+        save_lag = self.step - max(0, self.checkpoint_step)
+        return f"lost: {max(0, save_lag)} steps since its checkpoint, {merge_lag} that no merge includes"
+
+
+_ACTIVITY_BYTES: Final = 40
+_PLACE: Final = struct.Struct(f"<QQQqdd{_ACTIVITY_BYTES}s")
+PLACE_BYTES: Final = _PLACE.size
 
 
 class MemoryStore:

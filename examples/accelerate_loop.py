@@ -6,16 +6,17 @@
 A small network learns Python's standard library byte by byte, four micro-batches a step. Each region has its own part.
 """
 
-import itertools
 import os
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
 
 import diloco_node
+from diloco_node.integrations.prepared_loader import PreparedLoader
 
 CONTEXT = 64
 
@@ -43,13 +44,15 @@ def own_part() -> torch.Tensor:
 
 def main() -> None:
     torch.manual_seed(0)  # the first parameters are the same in every region
-    accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
+    configuration = DataLoaderConfiguration(use_seedable_sampler=True)  # a restart finds the same order
+    accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True, dataloader_config=configuration)
     model = NextByte()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(own_part(), batch_size=8, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    with diloco_node.attach(model, optimizer, step="auto") as diloco:
-        for batch in itertools.chain.from_iterable(itertools.repeat(loader)):  # the run says when it is over
+    data = PreparedLoader(loader)
+    with diloco_node.attach(model, optimizer, step="auto", stateful={"data": data}) as diloco:
+        for batch in data:  # without end: the run says when it is over
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch)["loss"])
                 optimizer.step()

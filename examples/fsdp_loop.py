@@ -65,7 +65,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     windows = own_windows(rank, ranks)
     draw = torch.Generator().manual_seed(rank)
-    with diloco_node.attach(model, optimizer) as diloco:
+    with diloco_node.attach(model, optimizer, stateful={"draw": draw}) as diloco:
         while not diloco.should_stop:
             batch = windows[torch.randint(len(windows), (BATCH,), generator=draw)].to(device)
             loss = model(batch)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import diloco_node
 from diloco_node.integrations.lightning import LightningDiloco
@@ -58,7 +58,7 @@ def main() -> None:
         enable_model_summary=False,
         callbacks=[LightningDiloco()],
     )
-    trainer.fit(NextByte(), DataLoader(own_part(), batch_size=8, shuffle=True, drop_last=True))
+    trainer.fit(NextByte(), StatefulDataLoader(own_part(), batch_size=8, shuffle=True, drop_last=True))
 
 
 if __name__ == "__main__":

@@ -91,9 +91,25 @@ def ask(target: Target, path: str = STATUS_PATH) -> dict[str, Any]:
 
 
 def ask_all(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Read the status documents in order. A region that hangs delays the others by its own timeout only."""
+    """Read the status documents in order. A region that hangs delays the others by its own timeout only.
+
+    Of a region whose run is finished the folder answers when no daemon does.
+    """
     with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
-        return list(pool.map(ask, targets))
+        return list(pool.map(_ask_or_read, targets))
+
+
+def _ask_or_read(target: Target) -> dict[str, Any]:
+    from diloco_node.cli.finished import finished_status, since_and_model
+
+    document = ask(target)
+    if target.folder is None:
+        return document
+    if "error" in document:
+        return finished_status(target.folder) or document
+    if document.get("state") == "finished":
+        document["reason"] = f"{document.get('reason')}{since_and_model(target.folder)}"
+    return document
 
 
 def check_answers(documents: Sequence[Mapping[str, Any]]) -> None:

@@ -91,6 +91,7 @@ def operator_app() -> typer.Typer:
     app.command("replay", rich_help_panel=LOOK)(replay.replay)
     app.command("export", rich_help_panel=LOOK)(export)
     app.command("help", rich_help_panel=LOOK)(explain.explain)
+    app.command("drain", rich_help_panel=CHANGE)(orders.drain)
     app.command("finish", rich_help_panel=CHANGE)(orders.finish)
     app.add_typer(orders.budget, name="budget", rich_help_panel=CHANGE)
     app.add_typer(orders.learner, name="learner", rich_help_panel=CHANGE)

@@ -16,6 +16,7 @@ EXAMPLES: Final = {
     "why": "diloco-node why us-east",
     "dashboard": "diloco-node dashboard state --port 7500",
     "report": "diloco-node report state --out report.html",
+    "drain": "diloco-node drain us-east",
     "finish": 'diloco-node finish us-east --reason "the loss is flat"',
     "doctor": "diloco-node doctor --region us-east -- python train.py",
     "help": "diloco-node help E-PEER-CERT",

@@ -19,12 +19,13 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
         node_file: name of the file in the region's folder that holds what it was started with last.
 
     Returns:
-        A line when the run is finished here, else ""; a line for each setting that changes with this start.
+        A line when the run is finished here, and not to go on, else ""; a line for each change with this start.
 
     Raises:
         ConfigError: the folder is of another run, or a setting differs that can't change in a run. No run has begun,
             and the earlier version that it is to begin with can't be had.
     """
+    from diloco_node.core.rounds.extension import extension
     from diloco_node.daemon.run_record import is_complete, read_run_record
 
     folder = config.state_dir(region)
@@ -37,6 +38,9 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
         return "", []
     record.check(folder, run_id=config.run.id, regions=config.regions)
     lines = _changes(config, folder / node_file)
+    if extension(record.end, config.run_settings()) is not None:
+        words = "was finished and goes on once a majority starts with these limits; the model until now is kept"
+        return "", [*lines, f"run {config.run.id} {words}"]
     if not is_complete(folder, record):
         return "", lines
     return f"run {config.run.id} is finished in {region}: {escaped(record.finished or '')}. {_final(folder)}", []
@@ -47,7 +51,10 @@ def _final(folder: Path) -> str:
 
     path = folder.resolve() / FINAL_NAME
     if path.exists():
-        return f"The model is {path}. To hand the end to a region that lacks it: start --serve"
+        return (
+            f"The model is {path}. To hand the end to a region that lacks it: start --serve. "
+            "To go on: more run.steps or run.tokens in run.toml, in all regions, and start"
+        )
     return f"{path} is gone. If nobody has moved it: start --serve, here and in another region, writes it again"
 
 

@@ -71,6 +71,7 @@ def export(
     """
     from diloco_node.daemon.export_source import read_merged, read_merged_past
     from diloco_node.daemon.run_files import region_folders
+    from diloco_node.integrations.adapter_export import has_adapters, save_adapter
     from diloco_node.integrations.hf_export import save_model
     from diloco_node.storage.new_folder import new_folder
 
@@ -82,10 +83,14 @@ def export(
         model = read_merged(region_folders(source_folder)[0])
     else:
         model = read_merged_past(source_folder, version=version, step=step)
-    document, source = _model_source(model.folder, model.manifest, config, base)
+    is_adapter = has_adapters(model.tensors)
+    document, source = ({}, None) if is_adapter else _model_source(model.folder, model.manifest, config, base)
     weights = source if source is not None and (base is not None or has_weights(source)) else None
     with new_folder(out, is_forced=force) as fresh:
-        result = save_model(fresh, model.tensors, document, base=weights, tokenizer=source, dtype=dtype.value)
+        if is_adapter:
+            result = save_adapter(fresh, model.tensors, config or base, dtype=dtype.value)
+        else:
+            result = save_model(fresh, model.tensors, document, base=weights, tokenizer=source, dtype=dtype.value)
         report = as_document(model, result)
         (fresh / REPORT_NAME).write_text(json.dumps(report, indent=2) + "\n")
     typer.echo(report_line(report, out))

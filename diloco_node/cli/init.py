@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import ipaddress
 import itertools
 import json
 import shlex
@@ -22,6 +23,7 @@ CONFIG_NAME: Final = "run.toml"
 CERTS_NAME: Final = "certs"
 RUN_ID: Final = "my-run"
 ADMIN_PORT: Final = 7401
+LOOPBACK: Final = "localhost"
 """A region's, on loopback; of several on one machine, that of the first."""
 
 
@@ -175,13 +177,26 @@ def run_toml(new: NewRun) -> str:
 
 def _admin_ports(regions: Mapping[str, str | None]) -> dict[str, int]:
     """By region: from `ADMIN_PORT` on, the first that nothing else of the run has on its machine."""
-    addresses = {address for address in regions.values() if address is not None}
+    dialled = {name: address.rpartition(":") for name, address in regions.items() if address is not None}
+    hosts = {name: LOOPBACK if _is_loopback(host) else host for name, (host, _, _) in dialled.items()}
+    # Who has no address dials the others; those of loopback can be dialled from their own machine only.
+    hidden = {name: LOOPBACK if LOOPBACK in hosts.values() else name for name in regions if name not in hosts}
+    taken = {(hosts[name], port) for name, (_, _, port) in dialled.items()}
     ports: dict[str, int] = {}
-    for name, address in regions.items():
-        host = name if address is None else address.rpartition(":")[0]
-        ports[name] = next(port for port in itertools.count(ADMIN_PORT) if f"{host}:{port}" not in addresses)
-        addresses.add(f"{host}:{ports[name]}")
+    for name in regions:
+        host = (hosts | hidden)[name]
+        ports[name] = next(port for port in itertools.count(ADMIN_PORT) if (host, str(port)) not in taken)
+        taken.add((host, str(ports[name])))
     return ports
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether it is a name or address of the own machine: each region there has its admin port at 127.0.0.1."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return host.lower().rstrip(".").endswith(LOOPBACK)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _quote(text: str) -> str:

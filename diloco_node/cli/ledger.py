@@ -133,6 +133,8 @@ def _body_words(entry: Entry) -> str:
             words = f"fragment {body.fragment}: {round_}, {body.tokens:,} tokens: {body.reason}"
         case types.FinishedBody() as body:
             words = f"versions {min(body.versions)} to {max(body.versions)}: {body.reason}"
+        case types.ExtendedBody() as body:
+            words = f"goes on to {body.steps_max or 'any number of'} steps, {body.tokens_max or 'any number of'} tokens"
         case types.DiskNamedBody() as body:
             disk = f"folder {_short(body.disk)}" if body.disk else "no folder that counts"
             words = f"{body.region} is expelled" if body.disk == types.EXPELLED else f"{body.region} has {disk}"

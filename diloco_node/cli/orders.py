@@ -1,4 +1,4 @@
-"""Orders to a daemon that runs on this machine: `budget`, `quarantine`, `learner start`, `log-level` and `finish`.
+"""Orders to a daemon on this machine: `budget`, `quarantine`, `learner start`, `log-level`, `drain` and `finish`.
 
 They go over the daemon's admin socket, with the token of its state folder.
 """
@@ -136,6 +136,13 @@ def finish(
     folder = region_folder(place, config)
     _order(folder, "finish", {"reason": reason})
     typer.echo(f"{folder.name} asks the leader to end the run; `diloco-node status` shows how far it is")
+
+
+def drain(*, place: RegionArgument = None, config: ConfigOption = None) -> None:
+    """Stop a region in order: its last steps are merged, a checkpoint is written, leadership is handed on."""
+    folder = region_folder(place, config)
+    _order(folder, "drain", {})
+    typer.echo(f"{folder.name} stops within `learner.stop_grace`; start it again as before")
 
 
 def log_level(

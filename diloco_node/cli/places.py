@@ -74,7 +74,16 @@ def targets_in(place: str) -> list[Target]:
 
     if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
         return [Target(f"port {place}", int(place))]
-    return [target_in(folder) for folder in folders_with(ADMIN_PORT_NAME, Path(place))]
+    targets = [target_in(folder) for folder in folders_with(ADMIN_PORT_NAME, Path(place))]
+    folders = [folder for folder in folders_with(NODE_NAME, Path(place)) if not (folder / ADMIN_PORT_NAME).exists()]
+    return targets + [Target(folder.resolve().name, 0, folder) for folder in folders if _is_finished(folder)]
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether the run is over in a region's folder, whose daemon is gone."""
+    from diloco_node.cli.finished import finished_status
+
+    return finished_status(folder) is not None
 
 
 def region_folder(place: str | None, config: Path | None, *, file: str = ADMIN_PORT_NAME) -> Path:
@@ -153,6 +162,8 @@ def _targets_of_run(config: Path | None) -> list[Target]:
         folder = settings.state_dir(name)
         if (folder / ADMIN_PORT_NAME).exists():
             targets.append(target_in(folder))
+        elif (folder / NODE_NAME).exists() and _is_finished(folder):
+            targets.append(Target(name, 0, folder))
         elif region.admin_port:
             targets.append(Target(name, region.admin_port))
     if not targets:

@@ -40,7 +40,9 @@ DYNAMO: Final = "torch._dynamo"
 """Imported by torch's optimizers when they are made, and by what compiles: a second of processor time."""
 
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
-ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
+ON_SPIKE_VARIABLE: Final = "DILOCO_SPIKES"
+"""No name of a setting: settings are read with it in the environment, and without a section they are refused."""
+
 PLACE_VARIABLE: Final = "DILOCO_PLACE"
 
 
@@ -183,6 +185,23 @@ def check_model(config: NodeConfig) -> None:
         raise ConfigError(reason.removeprefix("learner: "))
 
 
+def check_init(config: NodeConfig) -> None:
+    """Refuse first parameters that can't be read. Raises ConfigError."""
+    from diloco_node.daemon.run_record import past_of
+
+    path = config.run.init
+    if path is None or past_of(path) is not None:
+        return  # an earlier version is looked for where no run has begun: `existing_state`
+    if not os.path.exists(path):  # noqa: PTH110 (False where this user may not look)
+        raise ConfigError(
+            f"run.init: {path} ({config.origin('run.init')}) does not exist, or this user may not see it; names of the "
+            "model hub are not fetched"
+        )
+    from diloco_node.daemon.effects.initial_files import check_initial
+
+    check_initial(path)
+
+
 def check_trackers(config: NodeConfig) -> None:
     """Refuse a tracker whose library is not installed."""
     for name in config.history.to:
@@ -201,10 +220,7 @@ def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None
     """
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"command {command[0]!r} is not found; name a program on PATH, or its full path, after --")
-    from diloco_node.daemon.run_record import past_of
-
-    if config.run.init is not None and past_of(config.run.init) is None and not config.run.init.is_file():
-        raise ConfigError(f"run.init: {config.run.init} ({config.origin('run.init')}) does not exist")
+    check_init(config)
     from diloco_node.transport.certificates import load_identity
 
     load_identity(config.identity_dir(region), region=region, run_id=config.run.id)
@@ -277,6 +293,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
             PLACE_VARIABLE: f"{sorted(config.regions).index(region)}/{len(config.regions)}",
         },
         hang_s=config.learner.hang.ns / 1e9,
+        stop_s=config.learner.stop_grace.ns / 1e9,
         log_format=config.log.format,
         preload=preload_modules(config, command),
     )
@@ -354,7 +371,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         settings_digest=config.settings_digest(),
         settings_shown=tuple(config.rows()),
         shared_settings=tuple(f"{key}={value}" for key, value in config.shared_settings().items()),
-        init=config.run.init.resolve() if config.run.init is not None else None,
+        init=config.run.init.absolute() if config.run.init is not None else None,
         # Regions must draw different election timeouts from one seed of the run.
         seed=int.from_bytes(hashlib.sha256(f"{config.run.seed}/{region}".encode()).digest()[:4], "big"),
     )

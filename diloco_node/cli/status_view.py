@@ -100,7 +100,8 @@ def table_rows(documents: Sequence[dict[str, Any]]) -> tuple[list[list[str]], st
 def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     name = text(peer, "name")
     is_alive = peer.get("is_alive") is True
-    role = "down" if not is_alive else "leader" if witness.get("leader") == name else "follower"
+    gone = "left" if peer.get("has_left") is True else "down"
+    role = gone if not is_alive else "leader" if witness.get("leader") == name else "follower"
     steps = number(section(witness, "steps_of"), name)
     facts = []
     if is_alive and number(peer, "rtt_seconds") is not None:
@@ -109,8 +110,9 @@ def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     behind = (number(witness, "applied_index") or 0) - applied_index if applied_index else 0
     if behind > 0:
         facts.append(f"{behind:.0f} ledger entries behind")
+    # It counts rounds while there was a learner: of one that is gone it would say that all was well.
     part_in = number(section(witness, "participation_of"), name)
-    if part_in is not None:
+    if part_in is not None and is_alive and number(peer, "step") is not None:
         facts.append(f"in {100 * part_in:.0f} % of the merges")
     if text(peer, "error") and text(peer, "link") != "up":
         facts.append(text(peer, "error"))

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.health.reading import number, section
+from diloco_node.health.reading import duration, number, section, text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,6 +90,10 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
     rate = number(learner, "current_tokens_per_second")
     if "current_tokens_per_second" not in learner:
         rate = number(learner, "tokens_per_second")
+    busy = section(learner, "busy")
+    pause = (
+        f"busy: {text(busy, 'activity')} since {duration(number(busy, 'since_seconds') or 0.0)} ago; " if busy else ""
+    )
     return [
         name,
         str(status.get("role", status.get("state", "starting"))),
@@ -100,7 +104,7 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
         f"{min(numbers)}-{max(numbers)}" if numbers and min(numbers) >= 0 else "-",
         human_bytes(number(status, "wire_bytes_out") or 0),
         human_bytes(number(status, "wire_bytes_in") or 0),
-        str(status.get("reason", "")),
+        pause + str(status.get("reason", "")),
     ]
 
 

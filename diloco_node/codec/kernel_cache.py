@@ -58,11 +58,31 @@ def cache_folder() -> Path | None:
             return folder
         refusals.append(refusal)
     log.warning(
-        "compiled kernels can't be kept (%s): each process compiles them for some 14 seconds; "
-        "set NUMBA_CACHE_DIR to a folder that only this user can write",
+        "compiling kernels, some 15 s at each start: set NUMBA_CACHE_DIR to a folder that only this user can write; "
+        "none keeps them (%s)",
         "; ".join(refusals) or "this user has no home",
     )
     return None
+
+
+@contextmanager
+def _announcing(folder: Path | None) -> Iterator[None]:
+    """Say so before the first compilation: one that takes a minute without a word looks like a hang."""
+    from numba.core.event import Event, Listener, install_listener
+
+    class Teller(Listener):  # type: ignore[misc]
+        is_told = folder is None  # then `cache_folder` has said it
+
+        def on_start(self, event: Event) -> None:
+            if not self.is_told:
+                log.warning("compiling kernels, some 15 s of processor time, once: they are kept in %s", folder)
+            self.is_told = True
+
+        def on_end(self, event: Event) -> None:
+            """Part of numba's interface."""
+
+    with install_listener("numba:compile", Teller()):
+        yield
 
 
 def _candidates() -> Iterator[Path]:
@@ -99,6 +119,7 @@ def _numba_cache(folder: Path | None) -> Iterator[None]:
         raise ConfigError("NUMBA_DISABLE_JIT is set, and the codec's loops are to be compiled: unset it")
     before, config.CACHE_DIR = config.CACHE_DIR, "" if folder is None else str(folder)
     try:
-        yield
+        with _announcing(folder):
+            yield
     finally:
         config.CACHE_DIR = before

@@ -72,7 +72,7 @@ class RunSection(Section):
     certs_dir: Path = setting(Path("certs"), "folder that `certs init` made", "certificates lie elsewhere")
     init: Path | None = setting(
         None,
-        "a safetensors file with the first parameters, or FOLDER@N: version N of an earlier run",
+        "the first parameters: a safetensors file, a model's folder or index, or FOLDER@N: an earlier run's version N",
         "you go on from a model; regions start with other seeds",
         changes="new run",
     )
@@ -334,6 +334,11 @@ class LearnerSection(Section):
         Duration(300 * 1_000_000_000),
         "a learner without a step for so long, and for ten times its longest pause, is restarted; 0s: never",
         "steps or evaluations take minutes",
+    )
+    stop_grace: Span = setting(
+        Duration(25 * 1_000_000_000),
+        "from SIGTERM to SIGKILL of the region's processes; the learner has four fifths of it",
+        "steps are long, or the notice of a spot machine is shorter than 30 s",
     )
     on_spike: Literal["warn", "rollback"] = setting(
         "warn", "reaction when the loss leaves its range several times in a row", "runs are long and unattended"

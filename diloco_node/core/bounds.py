@@ -138,6 +138,8 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "cycle_start_step": STEP,
     "included_step": STEP,
     "tokens": TOKENS,
+    "steps_max": STEP,
+    "tokens_max": SUM,
     "included_tokens": TOKENS,
     "bodies": Items(64),
     # Times and rates

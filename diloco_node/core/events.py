@@ -226,9 +226,10 @@ class DigestComputed:
 
 @dataclass(frozen=True, slots=True)
 class FinishOrdered:
-    """An operator of this region wants the run to end now as if `steps_max` were reached."""
+    """This region's operator wants the run to end now; its script if not `is_order` (`core.rounds.run_end`)."""
 
     reason: str
+    is_order: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,9 +466,10 @@ class CloseBallot:
 
 @dataclass(frozen=True, slots=True)
 class StopLearner:
-    """The run is finished: tell the learner to stop at its next step boundary."""
+    """The run is finished: tell the learner to take these versions, and to stop at its next step boundary."""
 
     reason: str
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

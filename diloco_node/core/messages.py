@@ -121,6 +121,7 @@ class Heartbeat:
         applied_index: the last ledger entry this region has applied.
         digests: of fragments that changed version since the last heartbeats (a few, repeated for some time).
         budget: this region's ceilings now; the leader cuts stripes by them.
+        leaving: the region is about to stop, as its operator or its cloud wants: no fault if nothing more comes.
     """
 
     sequence: int
@@ -131,6 +132,7 @@ class Heartbeat:
     applied_index: int
     digests: tuple[FragmentDigest, ...]
     budget: RateLimits = NO_LIMITS
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +270,14 @@ class PayloadDurable:
 
 @dataclass(frozen=True, slots=True)
 class FinishRequested:
-    """To the leader, repeated until the run closes: an operator asked for the end (one last round per fragment)."""
+    """To all, repeated until the run closes: this region wants the end (one last round per fragment).
+
+    Attributes:
+        is_order: its operator says so, and that is enough; else its script does, and a majority of regions must.
+    """
 
     reason: str
+    is_order: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,7 @@ TURNS_MAX: Final = 10_000
 """Messages to itself and commits that one event may cause. More is a loop, and a bug."""
 
 ENTRIES_PER_EVENT: Final = 64
-"""Committed entries that are applied in one call, some milliseconds: after a restart, or when a region learns that
-thousands are committed, the event loop breathes in between."""
+"""Committed entries that are applied in one call, some milliseconds: with thousands the event loop breathes between."""
 
 
 class RegionCore:
@@ -59,7 +58,7 @@ class RegionCore:
         recovered: what the disk held at start.
         seed: of the election timeouts.
         now_ns: monotonic time.
-        silent_heartbeats: a region that was silent for this many counts as gone.
+        silent_heartbeats: after so many without a word a region counts as gone.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class RegionCore:
             effects=self._effects,
         )
         progress = RunProgress(context)
-        self._end = RunEnd(context, self.versions, progress, (entry.body for entry in recovery.entries))
+        self.end = RunEnd(context, self.versions, progress, (entry.body for entry in recovery.entries))
         self.participant = RoundParticipant(context, self.versions)
         check = EntryCheck(run, manifest, settings, witness=self.participant.entry_fault)
         self.ledger = LedgerCore(
@@ -162,7 +161,7 @@ class RegionCore:
             effects=self._effects,
             genesis_fault=self._genesis.fault,
         )
-        self._objections = Objections(self.ledger, self.versions, self._end, self._effects, settings)
+        self._objections = Objections(self.ledger, self.versions, self.end, self._effects, settings)
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
@@ -204,7 +203,7 @@ class RegionCore:
             ev.ExpulsionOrdered: lambda event, now_ns: self._emit(
                 self.replacement.carry_out(event, self._effects, self.liveness, now_ns=now_ns)
             ),
-            ev.FinalWritten: lambda _event, _now_ns: self._end.on_final_written(),
+            ev.FinalWritten: lambda _event, _now_ns: self.end.on_final_written(),
         }
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
@@ -221,7 +220,9 @@ class RegionCore:
         return self._effects.take()
 
     def hand_over(self, *, now_ns: int) -> list[Effect]:
-        """This region is about to stop: offer leadership to another one, and never stand for election again."""
+        """This region is about to stop: say so, offer leadership to another one, and never stand for election again."""
+        self.liveness.is_leaving = True
+        self._beat(now_ns)
         self._emit(self.ledger.hand_over(now_ns=now_ns))
         self._settle(now_ns)
         return self._effects.take()
@@ -234,8 +235,7 @@ class RegionCore:
             return self._now_ns + 1
         wake_at_ns = min(self.ledger.wake_at_ns, self._next_beat_ns)
         for at_ns in (self.leader.wake_at_ns, self._fetches.wake_at_ns):
-            if at_ns is not None and at_ns < wake_at_ns:
-                wake_at_ns = at_ns
+            wake_at_ns = wake_at_ns if at_ns is None else min(wake_at_ns, at_ns)
         return wake_at_ns
 
     @property
@@ -301,7 +301,7 @@ class RegionCore:
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
             self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.alive(now_ns=now_ns), now_ns=now_ns)
-        self._end.pump()
+        self.end.pump()
 
     def _take_entry(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
@@ -317,6 +317,7 @@ class RegionCore:
                 self.versions.offer(body.fragment)
         elif isinstance(body, GenesisBody):
             self._genesis.on_commit(body)
+        self.end.on_commit(body)
         self.leader.on_commit(entry, now_ns=now_ns)
 
     def _propose(self, body: EntryBody, now_ns: int) -> None:
@@ -344,13 +345,13 @@ class RegionCore:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
         if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
             return False
-        return self.versions.has_payload(body) and not self._end.doubt(body, now_ns=self._now_ns)
+        return self.versions.has_payload(body) and not self.end.doubt(body, now_ns=self._now_ns)
 
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
         if now_ns >= self._next_beat_ns:
             self._next_beat_ns = now_ns + self.liveness.pause_ns(now_ns - self._next_beat_ns)
-            self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self._end.is_final))
+            self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self.end.is_final))
             self.leader.tick()
             self._emit(self.replacement.propose(self._effects, now_ns=now_ns))
             if reason := self._succession.reason(now_ns=now_ns):
@@ -369,7 +370,7 @@ class RegionCore:
             return
         if bodies := self._discards.bodies():
             self._effects.send(leader, msg.DiscardReported(bodies))
-        self._end.ask()
+        self.end.ask()
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
@@ -388,8 +389,8 @@ class RegionCore:
         if isinstance(message, RoundMessage):
             self.leader.on_answer(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):
-            self._end.order(peer, message.reason)
-            self.leader.request_finish(message.reason)
+            if (reason := self.end.take(peer, message, now_ns=now_ns)) is not None:
+                self.leader.request_finish(reason)
         elif isinstance(message, msg.BallotOpened):
             if self._is_of_leader(peer, message.ballot.term):
                 self.participant.ballot_opened(peer, message)
@@ -428,7 +429,7 @@ class RegionCore:
         self._effects.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
         self.versions.learner_attached(status)
         self._learner_is(status, now_ns)
-        self._end.stop_learner()
+        self.end.learner_attached(status.incarnation)
 
     def _learner_detached(self, _: ev.LearnerDetached, now_ns: int) -> None:
         self._effects.note("learner", "detached")
@@ -464,13 +465,13 @@ class RegionCore:
         self.participant.on_apply(event.fragment, event.version)
 
     def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
-        self._end.order(self._region, event.reason)
+        self.end.want(event.reason, is_order=event.is_order)
         self._repeat_requests()
 
     def view(self) -> RegionView:
         """Everything that `status` shows, as of the last event."""
-        ledger, history, now_ns = self.ledger, self.history, self._now_ns
-        fragments = range(len(self._manifest.fragments))
+        ledger, history, fragments = self.ledger, self.history, range(len(self._manifest.fragments))
+        reason = self.leader.reason if self.leader.is_acting else ledger.reason
         return RegionView(
             region=self._region,
             role=str(ledger.role),
@@ -485,16 +486,16 @@ class RegionCore:
             digests=tuple(self._upkeep.digests.newest(fragment) for fragment in fragments),
             learner=self.liveness.learner(self._region),
             rounds=round_views(self.leader, self.participant),
-            peers=peer_views(self.liveness, now_ns=now_ns),
+            peers=peer_views(self.liveness, now_ns=self._now_ns),
             participation=self._participation.view(),
-            waiting=self._upkeep.reason or (self.leader.reason if self.leader.is_acting else ledger.reason),
+            waiting=self.end.waiting(ledger.leader, now_ns=self._now_ns) or self._upkeep.reason or reason,
             fetching=self._fetches.in_flight(),
             rounds_committed=history.rounds_committed,
             tokens_merged=history.account.merged_tokens(len(fragments)),
             digest_differences=self._upkeep.digests.differences,
             contradictions=tuple(ledger.contradictions.values()),
             is_ending=self.leader.is_ending,
-            finished="" if history.finished is None else history.finished.reason,
-            is_final=self._end.is_final,
+            finished="" if self.end.end is None else self.end.end.reason,
+            is_final=self.end.is_final,
             left_out=self.leader.left_out if self.leader.is_acting else self.participant.left_out,
         )

@@ -126,6 +126,7 @@ class LearnerStatus:
         step_time_ns: moving average of the time of one inner step; 0 when unknown.
         positions: one per fragment, by fragment index.
         finished: it was ordered to stop and has stopped stepping.
+        leaving: it steps no more, and ends as soon as a merge includes its last steps: its machine is taken away.
     """
 
     incarnation: int
@@ -134,6 +135,7 @@ class LearnerStatus:
     step_time_ns: int
     positions: tuple[FragmentPosition, ...]
     finished: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ class EntryKind(StrEnum):
     DISK_NAMED = "disk-named"
     SNAPSHOT = "snapshot"
     SUMMARY = "summary"
+    EXTENDED = "extended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +236,25 @@ class DiscardedBody:
 
 @dataclass(frozen=True, slots=True)
 class FinishedBody:
-    """The run is over: no round is opened after this entry. Versions of all fragments at this point are final."""
+    """The run is over: no round is opened after this entry, unless an `ExtendedBody` follows.
+
+    Attributes:
+        versions: of all fragments at this point; they are final.
+        steps_max, tokens_max: of the settings that it ended with.
+    """
 
     versions: tuple[int, ...]
     reason: str
+    steps_max: int = 0
+    tokens_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendedBody:
+    """The run that was over goes on, up to other limits; see `core.rounds.extension`."""
+
+    steps_max: int
+    tokens_max: int
 
 
 EXPELLED: Final = b"\xff" * DISK_ID_BYTES
@@ -277,7 +295,15 @@ class SummaryBody:
 
 
 EntryBody = (
-    GenesisBody | LeaderBody | RoundBody | DiscardedBody | FinishedBody | DiskNamedBody | SnapshotBody | SummaryBody
+    GenesisBody
+    | LeaderBody
+    | RoundBody
+    | DiscardedBody
+    | FinishedBody
+    | DiskNamedBody
+    | SnapshotBody
+    | SummaryBody
+    | ExtendedBody
 )
 
 

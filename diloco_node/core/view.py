@@ -47,6 +47,7 @@ class PeerView:
         hears: whom it says it hears.
         learner: its learner's last report; None without a learner.
         applied_index: the last ledger entry it says it has applied.
+        has_left: it told that it was about to stop.
     """
 
     region: str
@@ -55,6 +56,7 @@ class PeerView:
     hears: tuple[str, ...]
     learner: LearnerStatus | None
     applied_index: int
+    has_left: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,9 @@ class ParticipationView:
     committed: int
 
     @property
-    def ratio(self) -> float:
-        """`included / committed`; 1 before the first."""
-        return self.included / self.committed if self.committed else 1.0
+    def ratio(self) -> float | None:
+        """`included / committed`; None before the first."""
+        return self.included / self.committed if self.committed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def peer_views(liveness: Liveness, *, now_ns: int) -> tuple[PeerView, ...]:
             liveness.hears_claimed(name),
             liveness.learner(name),
             liveness.applied_index(name),
+            liveness.has_left(name),
         )
         for name in liveness.others
     )

@@ -5,16 +5,21 @@ Each is short and goes to standard output, which the supervisor shows; everythin
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
+
 from diloco_node.core.types import RunSettings
 from diloco_node.daemon.repeats import numberless
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.escaping import escaped
+
+log = structlog.get_logger()
 
 LINE_CHARS_MAX: Final = 200
 LINES_POLL_S: Final = 1.0
@@ -33,6 +38,19 @@ def console_line(region: str, text: str) -> None:
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     sys.stdout.write(f"{stamp} {region}: {escaped(short)}\n")
     sys.stdout.flush()
+
+
+class ConsoleHandler(logging.Handler):
+    """Shows warnings of modules that log as libraries do, and know no region: to people, and in the daemon's log."""
+
+    def __init__(self, region: str) -> None:
+        super().__init__(logging.WARNING)
+        self._region = region
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Part of logging's interface."""
+        console_line(self._region, record.getMessage())
+        log.warning(record.getMessage(), region=self._region)
 
 
 class Console:
@@ -97,8 +115,10 @@ class Console:
         minutes = (now_s - self._pace_s) / 60
         learner, rounds = status["learner"] or {}, status["rounds_committed"]
         rate = learner.get("current_tokens_per_second") or learner.get("tokens_per_second")
+        limit = f" of {self._settings.steps_max:,}" if self._settings.steps_max else ""
         facts = [
-            f"step {learner.get('step', 0):,}" + (f" of {self._settings.steps_max:,}" * bool(self._settings.steps_max)),
+            f"run at step {status['run']['step']:,}{limit}",
+            f"learner at {learner.get('step', 0):,}",
             f"loss {learner['loss']:.4g}" if learner.get("loss") is not None else "",
             f"{rate:,.0f} tokens/s" if rate is not None else "",
             f"{rounds:,} rounds, {(rounds - self._rounds) / minutes:.1f} a minute",

@@ -22,6 +22,7 @@ from diloco_node.codec.kernels import warm_up
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.rounds.extension import extension
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.status_document import NoteBook, write_report
@@ -34,7 +35,7 @@ from diloco_node.daemon.node import Node
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.region_budget import changed_plan, plan_of_file
 from diloco_node.daemon.run_history import RunHistory
-from diloco_node.daemon.run_record import has_final_report, is_complete, run_record
+from diloco_node.daemon.run_record import has_final_report, is_complete, run_record, set_final_aside
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.stopping import StopDeadline
 from diloco_node.daemon.work import Threads, in_thread
@@ -55,6 +56,7 @@ from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 LEARNER_PROCESS_POLL_S: Final = 1.0
 """Between two looks at what the supervisor says of the learner's process."""
 
+LOADS_KERNELS: Final = "loads its kernels, which the first start compiles"
 WAITS_FOR_TENSORS: Final = "waits for the learner to list its tensors"
 
 log = structlog.get_logger()
@@ -86,6 +88,10 @@ class Daemon:
         self._is_building = False
         # Whether the folder's run was over when this daemon came: then its last report stays.
         self._was_finished = False
+        # The health as of the last status, and since when, in seconds since 1970.
+        self._health = ("", 0.0)
+        # Why there is no node.
+        self._starting_reason = LOADS_KERNELS
         # The learner that attached before there was a node, if it is still there.
         self.waiting_attach: Attach | None = None
         # The supervisor's facts about the learner's process; empty where it is started by somebody else.
@@ -110,6 +116,7 @@ class Daemon:
                 snapshot=self._snapshot,
                 not_ready_reason=self.not_ready_reason,
                 finish=self.finish,
+                drain=self.drain,
                 set_budget=self._set_budget,
                 measure=self._measure,
                 expel=self._expel,
@@ -130,6 +137,7 @@ class Daemon:
             load_identity(self.spec.identity_dir, region=self.spec.region, run_id=self.spec.run_id)
             await in_thread(self._threads.pool, check_golden)
             await in_thread(self._threads.pool, warm_up)
+            self._starting_reason = WAITS_FOR_TENSORS
             await self.learner_server.start()
             self.spawn(self._watch_run(), "console")
             if not self.spec.is_serving:  # what is on disk is of the learner that there was, and of the run
@@ -219,6 +227,7 @@ class Daemon:
             time.monotonic_ns,
             self.end,
         )
+        record = None
         try:
             record = run_record(recovery.base, recovery.entries, len(manifest.fragments))
             if record is not None:  # before the node, for which another run's ledger would be a damaged one
@@ -229,10 +238,14 @@ class Daemon:
             begin_again = self._store.begin_again
             recovery = await in_thread(self._threads.files, begin_again, str(error), len(manifest.fragments))
             node = Node(runtime, manifest, recovery)
+        if record is not None and extension(record.end, self.spec.settings) is not None:
+            self._was_finished = False
+            await in_thread(self._threads.files, set_final_aside, self.spec.state_dir)
         if self._store.lost:
             text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
             self.notes.add(Note("disk", text, is_alarm=True))
         await node.start()
+        self.notes.add(Note("start", "this daemon has started"))
         self.node = node
         attach, self.waiting_attach = self.waiting_attach, None
         if attach is not None:
@@ -298,7 +311,10 @@ class Daemon:
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""
         document = self._facts()
-        return {**document, "health": health_of(document)}
+        health = health_of(document)
+        if health["state"] != self._health[0]:
+            self._health = health["state"], document["clock"]["unix"]
+        return {**document, "health": health | {"since_unix": self._health[1]}}
 
     def _facts(self) -> dict[str, Any]:
         process = escaped_document(self.learner_process)
@@ -310,7 +326,7 @@ class Daemon:
             "region": self.spec.region,
             "run_id": self.spec.run_id,
             "state": "starting",
-            "reason": WAITS_FOR_TENSORS,
+            "reason": self._starting_reason,
             "state_dir": str(self.spec.state_dir.resolve()),
             "learner_process": process,
             "clock": clock,
@@ -330,7 +346,7 @@ class Daemon:
             document: of the status, where there is one of this moment.
         """
         fault = learner_fault(self._facts() if document is None else document)
-        reason = WAITS_FOR_TENSORS if self.node is None else self.node.status.not_ready_reason()
+        reason = self._starting_reason if self.node is None else self.node.status.not_ready_reason()
         if fault is None or fault[1] == reason:
             return reason
         return f"{fault[1]}; {reason}" if reason else fault[1]
@@ -374,8 +390,8 @@ class Daemon:
 
     def start_learner(self) -> str:
         """Have the supervisor start a learner that it has stopped, or that waits. Raises ConfigError."""
-        supervisor = os.getppid()
-        if os.environ.get("DILOCO_SUPERVISOR_PID") != str(supervisor) or not self.learner_process:
+        supervisor = _supervisor()
+        if supervisor is None or not self.learner_process:
             raise ConfigError("this region's learner is not started by `diloco-node start`: start it where it runs")
         state = str(self.learner_process["state"])
         if state == "running":
@@ -383,6 +399,15 @@ class Daemon:
         os.kill(supervisor, signal.SIGUSR1)
         self.notes.add(Note("learner", f"an operator starts the learner, which was {state}"))
         return state
+
+    def drain(self) -> None:
+        """Stop this region in order: its learner first, with its last steps merged; then this daemon."""
+        self.notes.add(Note("learner", "an operator stops this region"))
+        supervisor = _supervisor()
+        if supervisor is None:
+            self.end()
+        else:
+            os.kill(supervisor, signal.SIGTERM)
 
     def _set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Change it until the region starts again or reads its settings again. Raises ConfigError."""
@@ -395,11 +420,11 @@ class Daemon:
             self.notes.add(Note("budget", "SIGHUP: this region was started without a run.toml", is_alarm=True))
             return
         try:
-            plan = await in_thread(self._threads.files, plan_of_file, path, self.spec.region)
+            plan, source = await in_thread(self._threads.files, plan_of_file, path, self.spec.region)
         except ConfigError as error:
             self.notes.add(Note("budget", f"SIGHUP: the budget stays as it is: {error}", is_alarm=True))
         else:
-            self._follow_budget(plan, str(path))
+            self._follow_budget(plan, source)
 
     def _follow_budget(self, plan: BudgetPlan, why: str) -> None:
         self.spec = dataclasses.replace(self.spec, budget=plan)
@@ -449,3 +474,9 @@ class Daemon:
                 "there, or stop the region"
             )
         self.node.finish(reason)
+
+
+def _supervisor() -> int | None:
+    """The process that has started this one and keeps it; None where that is no supervisor."""
+    parent = os.getppid()
+    return parent if os.environ.get("DILOCO_SUPERVISOR_PID") == str(parent) else None

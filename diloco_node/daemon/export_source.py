@@ -17,7 +17,8 @@ from safetensors.numpy import load_file
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.recovery.past_versions import PastVersion
-from diloco_node.core.types import Entry, FinishedBody, RoundBody
+from diloco_node.core.recovery.replay_plan import find_end
+from diloco_node.core.types import Entry, RoundBody
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.daemon.parameters import join_fragments
 from diloco_node.daemon.run_files import region_folders
@@ -72,9 +73,8 @@ def read_merged(folder: Path) -> MergedModel:
     states = () if is_final else [_newest(folder, fragment.index) for fragment in manifest.fragments]
     ledger = _ledger(folder, len(manifest.fragments))
     if is_final:
-        ends = [entry.body for entry in ledger[1] if isinstance(entry.body, FinishedBody)] if ledger else []
-        ends += ledger[0].finished if ledger and ledger[0] else ()
-        versions = ends[0].versions if ends else ()
+        end = find_end(*ledger) if ledger else None
+        versions = end.versions if end is not None else ()
         tensors = _final(folder, manifest)
     else:
         versions = tuple(version for version, _ in states)

@@ -33,6 +33,7 @@ _PART_OF_KIND: Final = {
     "ledger": "ledger",
     "peer": "transport",
     "snapshot": "ledger",
+    "start": "daemon",
     "stranger": "transport",
     "summary": "ledger",
 }

@@ -23,6 +23,7 @@ from diloco_node.daemon.learner.reception import Reception
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.presence import Presence
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
 from diloco_node.daemon.work import in_thread
@@ -158,7 +159,10 @@ class Node:
         )
         self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._facts.observe)
         self._budget_watch = BudgetWatch(manifest, spec.settings)
+        self._presence = Presence()
+        # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
+        # True from the final write on, for good.
         self._is_lingering = False
         self.status = NodeStatus(
             runtime=runtime,
@@ -187,11 +191,11 @@ class Node:
         self._runtime.spawn(self._keep_counters(), "counters")
 
     async def drain(self) -> None:
-        """Hand leadership over if this region has it; others that are heard get a moment to elect one of them."""
-        if not self.core.is_leader:
-            return
+        """Tell the others that this region stops, and hand leadership over: they get a moment to elect one of them."""
         for effect in self.core.hand_over(now_ns=self._runtime.now_ns()):
             self.effects.perform(effect)
+        if self.core.liveness.alive(now_ns=self._runtime.now_ns()):
+            await asyncio.sleep(END_POLL_S)  # the heartbeat that says so must have left before the links go
         polls = round(DRAIN_S / END_POLL_S)
         while polls and self.core.is_leader and self.core.liveness.alive(now_ns=self._runtime.now_ns()):
             polls -= 1
@@ -228,10 +232,12 @@ class Node:
             self.reception.compare_models(self.transport.other_models)
             self._facts.mark()
             await in_thread(self._runtime.threads.background, self._facts.look)
-            look, budget = self._budget_watch.look, self.transport.budget_status()
+            look = partial(self._budget_watch.look, late_ns=self.core.liveness.late_ns)
+            budget = self.transport.budget_status()
             note = await in_thread(self._runtime.threads.background, look, self.view(), budget)
-            if note is not None:
-                self._runtime.notes.add(note)
+            shut_out = [peer for peer in self._spec.peers if self.transport.quarantine_reason(peer)]
+            for news in (*([] if note is None else [note]), *self._presence.look(self.view().peers, shut_out)):
+                self._runtime.notes.add(news)
 
     async def _linger(self) -> None:
         """Stay until the learner has said its last figures and no other region needs this one."""

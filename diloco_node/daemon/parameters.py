@@ -104,6 +104,9 @@ class Parameters:
             assert self.versions[fragment] == body.version - 1, (fragment, self.versions[fragment], body.version)
             work = list(zip(body.stripes, bodies, strict=True))
 
+            # A last round leaves the momentum alone: where mu is 0 it has no part in the step.
+            momentum = np.zeros_like(self.theta[fragment]) if body.is_last else self.momentum[fragment]
+
             def step(share: int) -> None:
                 for stripe, encoded_stripe in work[share::OUTER_THREADS]:
                     span = blocks.value_slice(stripe.block_start, stripe.block_stop)
@@ -113,7 +116,7 @@ class Parameters:
                         factors,
                         *outer_of(self._settings, body),
                         self.theta[fragment][span],
-                        self.momentum[fragment][span],
+                        momentum[span],
                         None if version_area is None else version_area[span],
                         stripe.block_start,
                         stripe.block_stop,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import structlog
 import uvloop
 
-from diloco_node.daemon.console import console_line
+from diloco_node.daemon.console import ConsoleHandler, console_line
 from diloco_node.daemon.daemon import Daemon
 from diloco_node.daemon.logs import set_up_logs
 from diloco_node.daemon.process_setup import DESCRIPTORS_LOW, keep_freed_memory, raise_descriptor_limit
@@ -33,6 +34,7 @@ def run_daemon(arguments: list[str]) -> int:
     try:
         spec = NodeSpec.load(Path(arguments[0]))
         region, levels = spec.region, set_up_logs(spec.log_level, spec.log_format)
+        logging.getLogger("diloco_node").addHandler(ConsoleHandler(region))
         if descriptors < DESCRIPTORS_LOW:
             structlog.get_logger().warning(
                 "few open files allowed", limit=descriptors, remedy="raise the hard limit: ulimit -Hn, LimitNOFILE="

@@ -2,7 +2,8 @@
 
 `BudgetWatch` says when this region can't keep its schedule within the budget, and what would help: one line, logged
 once. It takes both: the plan, made from what is measured now, does not fit, and merges really come later than every H
-steps. By itself the plan is too strict (zstd makes fewer bytes than it counts), and late merges may have another cause.
+steps. By itself the plan is too strict (zstd makes fewer bytes than it counts), and late merges may have another cause:
+where the daemon waits for a processor and leaves part of the budget unused, that is it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ BUDGET_POLL_S: Final = 2.0
 """Between two looks at whether the schedule fits the budget."""
 
 PPM: Final = 1_000_000
+
+LATE_PART: Final = 10
+"""Timers that are late by a tenth of a cycle of H steps make its merges late: `MergePace` allows for as much."""
+
+SHARE_USED_HIGH: Final = 0.9
+"""A budget that binds is used up to 95 % while something waits to be sent."""
 
 
 def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collection[str]) -> BudgetPlan:
@@ -66,17 +73,27 @@ def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collectio
     return plan
 
 
-def plan_of_file(path: Path, region: str) -> BudgetPlan:
-    """The budget that run.toml and the environment have for a region now.
+def plan_of_file(path: Path, region: str) -> tuple[BudgetPlan, str]:
+    """The budget that run.toml and the environment have for a region now, and what set it, in words.
 
     Raises:
         ConfigError: the file is missing or wrong, or the region is not in it any more.
     """
     from diloco_node.config.resolve import load_config
+    from diloco_node.config.sources import ENV_PREFIX
 
     config = load_config(path)
     config.check_region(region)
-    return config.budget_plan(region)
+    # As they were when the region was started: who edits the file must be told that they win.
+    variables = sorted(
+        {
+            origin
+            for key, origin in config.origins.items()
+            if origin.startswith(ENV_PREFIX) and (key[:1] == ("budget",) or key[:2] == ("regions", region))
+        }
+    )
+    precedence = f", which {', '.join(variables)} in this region's environment beats" if variables else ""
+    return config.budget_plan(region), f"{path}{precedence}"
 
 
 class BudgetWatch:
@@ -94,11 +111,24 @@ class BudgetWatch:
         self.text = ""
         """The line as of the last look; empty when the schedule is kept."""
 
-    def look(self, view: RegionView, budget: Mapping[str, Any]) -> Note | None:
+        self.is_starved = False
+        """Whether merges are late because the daemon waited for a processor, as of the last look."""
+
+    def pace(self) -> dict[str, Any]:
+        """How often fragments are merged, for the status; `steps` is None before it is known."""
+        steps = self._pace.steps_per_cycle
+        return {
+            "steps": None if steps is None else float(steps),
+            "sync_every": self._settings.sync_every,
+            "is_late": self._pace.is_late,
+            "is_starved": self.is_starved,
+        }
+
+    def look(self, view: RegionView, budget: Mapping[str, Any], *, late_ns: int = 0) -> Note | None:
         """Compare what is needed with what there is. In a thread: the search for what would fit takes a while.
 
         Args:
-            view: of the core now. budget: as `Pacer.status` has it.
+            view: of the core now. budget: as `Pacer.status` has it. late_ns: how late this process's timers are.
 
         Returns:
             The line to log, when it begins, when the budget that it is about changes, and when it ends.
@@ -106,7 +136,13 @@ class BudgetWatch:
         if view.learner is None or view.is_ending or view.finished:
             return None  # nothing is due; what was said last stays in the status, and in the report
         self._pace.report(view.learner.step, view.rounds_committed)
-        self.text = self._warning(view, budget) if self._pace.is_late else ""
+        cycle_ns = self._settings.sync_every * view.learner.step_time_ns
+        self.is_starved = (
+            self._pace.is_late
+            and late_ns * LATE_PART > cycle_ns > 0
+            and (budget.get("share_used") or 0.0) < SHARE_USED_HIGH
+        )
+        self.text = self._warning(view, budget) if self._pace.is_late and not self.is_starved else ""
         about = (budget["egress_bytes_per_s"], budget["ingress_bytes_per_s"]) if self.text else None
         if about == self._noted:
             return None  # its figures change with every look; they are in the status

@@ -8,8 +8,8 @@ from typing import Final
 
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.recovery.replay_plan import find_genesis
-from diloco_node.core.types import Entry, FinishedBody, GenesisBody
+from diloco_node.core.recovery.replay_plan import find_end, find_genesis
+from diloco_node.core.types import Entry, GenesisBody
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NodeSpec
@@ -76,7 +76,7 @@ class RunFiles:
     @property
     def is_finished(self) -> bool:
         """Whether the ledger has the end of the run."""
-        return any(isinstance(entry.body, FinishedBody) for entry in self.entries)
+        return find_end(self.summary, self.entries) is not None
 
 
 def region_folders(place: Path) -> list[Path]:

@@ -6,14 +6,16 @@ import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Final
 
+from diloco_node.atomic_file import sync_folder
 from diloco_node.core.ledger.summary import decode_summary
-from diloco_node.core.recovery.replay_plan import find_genesis
+from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.manifest_file import load_manifest
-from diloco_node.errors import ConfigError, DilocoError
+from diloco_node.errors import ConfigError, DilocoError, StorageError
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.ledger_reader import LedgerReader
 
@@ -30,11 +32,16 @@ class RunRecord:
 
     Attributes:
         genesis: how it began.
-        finished: why it ended; None: it did not, as far as this region knows.
+        end: None: it did not end, as far as this region knows, or it was extended.
     """
 
     genesis: GenesisBody
-    finished: str | None
+    end: FinishedBody | None
+
+    @property
+    def finished(self) -> str | None:
+        """Why it ended."""
+        return None if self.end is None else self.end.reason
 
     def check(self, state_dir: Path, *, run_id: str, regions: Iterable[str]) -> None:
         """Refuse a folder of another run, naming both.
@@ -68,9 +75,7 @@ def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> Ru
     genesis = find_genesis(summary, entries)
     if genesis is None:
         return None
-    ends = () if summary is None else summary.finished
-    ends += tuple(entry.body for entry in entries if isinstance(entry.body, FinishedBody))
-    return RunRecord(genesis, ends[0].reason if ends else None)
+    return RunRecord(genesis, find_end(summary, entries))
 
 
 def read_run_record(state_dir: Path) -> RunRecord | None:
@@ -113,6 +118,22 @@ def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
     if record is None or record.finished is None:
         return False
     return (state_dir / FINAL_NAME).exists() or has_final_report(state_dir)
+
+
+def set_final_aside(state_dir: Path) -> None:
+    """Rename the final model of a run that goes on, if there is one, to the next free `final-N.safetensors`.
+
+    Raises:
+        StorageError: the folder can't be written.
+    """
+    paths = (state_dir / f"final-{number}.safetensors" for number in count(1))
+    final = state_dir / FINAL_NAME
+    try:
+        if final.exists():
+            final.rename(next(path for path in paths if not path.exists()))
+            sync_folder(state_dir)
+    except OSError as error:
+        raise StorageError(f"{final} can't be renamed: {error}") from error
 
 
 def has_final_report(state_dir: Path) -> bool:

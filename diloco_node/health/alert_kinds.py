@@ -60,6 +60,13 @@ NO_COMMIT: Final = AlertKind(
     "Ask which region and phase rounds wait for.",
     "diloco-node why {region}",
 )
+MERGES_LATE: Final = AlertKind(
+    "A-MERGES-LATE",
+    Mark.INFO,
+    "Fragments are merged less often than every H steps, for the cause that the line names.",
+    "Mend that cause, or raise `sync_every`: late merges cost little, and nothing is lost.",
+    "diloco-node why {region}",
+)
 LEFT_OUT: Final = AlertKind(
     "A-LEFT-OUT",
     Mark.WARNING,

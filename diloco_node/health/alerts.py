@@ -11,6 +11,7 @@ from typing import Final
 
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alert_kinds import AlertKind
+from diloco_node.health.critical_path import critical_path
 from diloco_node.health.finding import Finding, Mark
 from diloco_node.health.reading import Document, duration, number, rows, section, text
 from diloco_node.health.tolerance import (
@@ -31,6 +32,12 @@ SILENT_STEPS: Final = 10.0
 """Times a step: evaluations and checkpoints are pauses, too."""
 
 SILENT_MIN_S: Final = 20.0
+STARTING_S: Final = 120.0
+"""Regions are started one after the other, and a daemon may compile its kernels for so long."""
+
+REFUSED: Final = "connection refused"
+"""As `transport.streams` says of a machine that is there, and on which nothing listens yet."""
+
 LOSS_SHOWN_S: Final = 600.0
 """How long a warning of the learner is shown."""
 
@@ -40,6 +47,9 @@ STATES_FREE: Final = 2
 
 STATE_BYTES: Final = 8
 """A parameter and its momentum, float32."""
+
+WAITS_MANY: Final = 4
+"""Where more than one round in so many waited for the same region and phase, that is the cause."""
 
 STARVED_LATE_S: Final = 0.5
 """Half of the usual election timeout, and ten times what a loop is late on an idle machine."""
@@ -53,8 +63,14 @@ _SETTINGS: Final = re.compile(
 )
 """As `wire.envelope.check_hello` says it."""
 
-_LOSS: Final = re.compile(r"\bthe (loss|gradient norm) is ")
-"""As `learner.loss_watch` says it."""
+FAILED_PREFIX: Final = "the learner failed: "
+"""As `daemon.learner.proxy` says it; after it come the words of the exception."""
+
+_LOSS: Final = re.compile(rf"({FAILED_PREFIX}LearnerError: )?(step \d+: )?the (loss|gradient norm) is ")
+"""As `learner.loss_watch` says it. Another error of the script may speak of a loss, too."""
+
+SAME_CHARS: Final = 80
+"""An error's words that are looked for in the last line of its process."""
 
 WEIGHT_RATIO_MAX: Final = 2.0
 """Times the share of weight that the steps alone would give; half of `tokens_ratio_max`, if that is more."""
@@ -86,6 +102,24 @@ def find_alerts(document: Document) -> list[Finding]:
     return sorted(alerts, key=lambda alert: tuple(Mark).index(alert.mark))
 
 
+def starting_peers(document: Document) -> list[str]:
+    """Name the peers that may only be starting: not heard since this daemon came, and nothing else stands in the way.
+
+    A daemon that has been up for STARTING_S has waited long enough.
+    """
+    up_s = number(document, "up_seconds")
+    if up_s is None or up_s > STARTING_S:
+        return []
+    return [
+        text(peer, "name")
+        for peer in rows(document, "peers")
+        if peer.get("is_alive") is not True
+        and number(peer, "rtt_seconds") is None
+        and not number(peer, "applied_index")
+        and (not text(peer, "error") or REFUSED in text(peer, "error").lower())
+    ]
+
+
 def cut_off(document: Document) -> Finding:
     """Make the alert that replaces A-NO-MAJORITY of a region when others merge on."""
     share = f"{alive_count(document)} of {region_count(document)} regions"
@@ -111,7 +145,7 @@ def _make(kind: AlertKind, document: Document, line: str, *, region: str = "") -
 
 
 def _majority(document: Document) -> Iterator[Finding]:
-    if text(document, "state") in ("finished", "starting") or not is_founded(document):
+    if text(document, "state") in ("finished", "starting") or not is_founded(document) or starting_peers(document):
         return
     voting, regions = voting_count(document), region_count(document)
     count = f"{voting} of {regions} regions {'are left' if voting == alive_count(document) else 'can vote'}"
@@ -128,14 +162,14 @@ def _majority(document: Document) -> Iterator[Finding]:
 def _peers(document: Document) -> Iterator[Finding]:
     if text(document, "state") == "finished":
         return  # they may be gone
-    quarantine = section(document, "quarantine")
+    quarantine, newcomers = section(document, "quarantine"), starting_peers(document)
     for name in sorted(quarantine):
         line = f"{name} is shut out: {quarantine[name]}"
         yield _make(kinds.QUARANTINE, document, line, region=name)
     for peer in rows(document, "peers"):
         name, error = text(peer, "name"), text(peer, "error")
         is_up = text(peer, "link") == "up" and peer.get("is_alive") is True
-        if is_up or name in quarantine:
+        if is_up or name in quarantine or name in newcomers or peer.get("has_left") is True:
             continue
         if "protocol_version: ours" in error:
             yield _make(kinds.VERSION_DIFFERS, document, f"{name}: {error}", region=name)
@@ -165,6 +199,28 @@ def _rounds(document: Document) -> Iterator[Finding]:
         yield _make(kinds.LEDGER_FORKS, document, str(contradiction))
     if text(document, "budget_warning"):
         yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
+    elif document.get("role") == "leader" and (line := _lateness(document)):
+        yield _make(kinds.MERGES_LATE, document, line)
+
+
+def _lateness(document: Document) -> str:
+    """Explain why merges are late, from what was measured; empty if they are not, or A-STARVED says it."""
+    pace, learner = section(document, "merge_pace"), section(document, "learner")
+    steps, due = number(pace, "steps"), number(pace, "sync_every")
+    is_due = bool(learner) and text(document, "state") not in OVER and has_majority(document)
+    if pace.get("is_late") is not True or steps is None or due is None or not is_due or is_starved(document):
+        return ""
+    path = critical_path([document])
+    (region, phase), count = path.waits[0] if path is not None and path.waits else (("", ""), 0)
+    if pace.get("is_starved") is True:
+        cause = _starvation(document)
+    elif path is not None and path.failed > count:
+        cause = f"{path.failed} ballots failed beside the last {path.rounds} rounds"
+    elif path is not None and WAITS_MANY * count > path.rounds:
+        cause = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
+    else:
+        cause = "no region or phase is waited for in particular"
+    return f"each fragment is merged every {steps:.0f} steps, H is {due:.0f}; measured: {cause}"
 
 
 def _standings(document: Document) -> Iterator[Finding]:
@@ -205,20 +261,35 @@ def _outweighs(document: Document, row: Document, peers: Sequence[Document]) -> 
 
 
 def _learner(document: Document) -> Iterator[Finding]:
+    fault, trouble = learner_fault(document), _trouble(document)
+    if fault is not None and trouble is not None and _is_same(fault[1], text(document["learner_warning"], "text")):
+        # A script that fails ends its process: one cause, one alert. Of both the graver, or the one that stays.
+        fault, trouble = (fault, None) if fault[0].mark is Mark.FAILED else (None, trouble)
+    for alert in (fault, trouble):
+        if alert is not None:
+            yield _make(alert[0], document, alert[1])
+
+
+def _is_same(fault: str, words: str) -> bool:
+    """Whether the process ended with the error that the learner told. Either text may be cut, or of several lines."""
+    first_line = re.split(r"\\n|\n", words.removeprefix(FAILED_PREFIX))[0]
+    return words.startswith(FAILED_PREFIX) and first_line[:SAME_CHARS] in fault
+
+
+def _trouble(document: Document) -> tuple[AlertKind, str] | None:
+    """Say of what the learner told within LOSS_SHOWN_S, with the kind of alert."""
     warning = section(document, "learner_warning")
-    age_s = number(warning, "age_seconds")
-    if age_s is not None and age_s < LOSS_SHOWN_S:
-        has_failed, is_loss = warning.get("is_failure") is True, _LOSS.search(text(warning, "text"))
-        if is_loss:
-            kind = kinds.LOSS_NAN if has_failed else kinds.LOSS_SPIKE
-        elif text(warning, "text").startswith(TOKENS_TOLD):
-            kind = kinds.OUTWEIGHS
-        else:
-            kind = kinds.LEARNER_FAILED if has_failed else kinds.LEARNER_WARNS
-        yield _make(kind, document, f"{text(warning, 'text')} ({duration(age_s)} ago)")
-    fault = learner_fault(document)
-    if fault is not None:
-        yield _make(fault[0], document, fault[1])
+    age_s, words = number(warning, "age_seconds"), text(warning, "text")
+    if age_s is None or age_s >= LOSS_SHOWN_S:
+        return None
+    has_failed = warning.get("is_failure") is True
+    if _LOSS.match(words):
+        kind = kinds.LOSS_NAN if has_failed else kinds.LOSS_SPIKE
+    elif words.startswith(TOKENS_TOLD):
+        kind = kinds.OUTWEIGHS
+    else:
+        kind = kinds.LEARNER_FAILED if has_failed else kinds.LEARNER_WARNS
+    return kind, f"{words} ({duration(age_s)} ago)"
 
 
 def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
@@ -230,6 +301,8 @@ def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
         return _process_fault(document)
     if learner.get("finished") is True:
         return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
+    if section(learner, "busy"):
+        return None
     silence = learner_silence(number(learner, "report_age_seconds"), number(learner, "step_seconds"))
     return (kinds.LEARNER_SILENT, silence) if silence else None
 
@@ -252,8 +325,23 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
 
 
 def _progress(document: Document) -> str:
-    step, total = number(document, "inner_steps"), number(section(document, "run"), "total_steps")
-    return f"{step or 0:.0f}" + (f" of {total:.0f}" if total else "")
+    run = section(document, "run")
+    total = number(run, "total_steps")
+    own = f"{number(document, 'inner_steps') or 0:.0f}"
+    return own + (f", the run is at {number(run, 'step') or 0:.0f} of {total:.0f}" if total else "")
+
+
+def is_starved(document: Document) -> bool:
+    """Whether the daemon waits so long for a processor that round trips and rounds say nothing about links."""
+    late_s = number(section(document, "machine"), "late_seconds")
+    return late_s is not None and late_s > STARVED_LATE_S
+
+
+def _starvation(document: Document) -> str:
+    machine = section(document, "machine")
+    waits = number(machine, "cpu_pressure_percent")
+    pressure = "" if waits is None else f"; processes waited for a processor {waits:.0f} % of the last 10 s"
+    return f"the daemon's timers fire up to {duration(number(machine, 'late_seconds') or 0.0)} late{pressure}"
 
 
 def _machine(document: Document) -> Iterator[Finding]:
@@ -266,12 +354,11 @@ def _machine(document: Document) -> Iterator[Finding]:
         if free < max(need, DISK_LOW_PART * size):
             line = f"{free / 1e9:.1f} GB of {size / 1e9:.1f} GB are free where the state folder is"
             yield _make(kinds.DISK_LOW, document, line)
-    machine = section(document, "machine")
-    late_s, waits = number(machine, "late_seconds"), number(machine, "cpu_pressure_percent")
-    if late_s is not None and late_s > STARVED_LATE_S:
-        line = f"the daemon's timers fire up to {duration(late_s)} late"
-        line += "" if waits is None else f"; processes waited for a processor {waits:.0f} % of the last 10 s"
-        yield _make(kinds.STARVED, document, line)
+    if is_starved(document):
+        pace = section(document, "merge_pace")
+        steps, due = number(pace, "steps") or 0.0, number(pace, "sync_every") or 0.0
+        late = f"; each fragment is merged every {steps:.0f} steps, H is {due:.0f}"
+        yield _make(kinds.STARVED, document, _starvation(document) + late * (pace.get("is_starved") is True))
     days = number(section(document, "certificate"), "days_left")
     if days is not None and days < CERTIFICATE_DAYS:
         line = f"the certificate ends in {days:.0f} days" if days > 0 else "the certificate has ended"

@@ -2,7 +2,7 @@
 
 Every figure is taken from a document or computed from such, and `basis` says how. Figures that can't be computed are
 left out.
-A finding's code is its topic: "merging", "rounds", "link", "budget", "learner" or "region".
+A finding's code is its topic: "merging", "machine", "rounds", "link", "budget", "learner" or "region".
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, Final
 
 from diloco_node.health import alert_kinds as kinds
+from diloco_node.health.alerts import is_starved
 from diloco_node.health.critical_path import CriticalPath, cost_of, critical_path, last_rounds
 from diloco_node.health.finding import Finding, Mark
 from diloco_node.health.health_summary import joint_alerts, joint_health
@@ -80,6 +81,7 @@ def explain(documents: Sequence[Document], regions: Sequence[str] = ()) -> Expla
     path = critical_path(documents)
     findings = [
         *_merging(documents),
+        *_processors(documents),
         *_rounds(documents, path),
         *_links(documents, path),
         *_budget(documents),
@@ -140,6 +142,15 @@ def _merging(documents: Sequence[Document]) -> Iterator[Finding]:
             yield _cause("merging", (), f"no round is open: {text(document, 'reason')}")
 
 
+def _processors(documents: Sequence[Document]) -> Iterator[Finding]:
+    """Name the regions whose daemons wait for a processor: there no link and no budget is to blame."""
+    for alert in joint_alerts(documents):
+        if alert.code in (kinds.STARVED.code, kinds.MERGES_LATE.code):
+            # The hint of the other alert is to run `why`.
+            hint = alert.hint if alert.code == kinds.STARVED.code else ""
+            yield dataclasses.replace(_of_alert("machine" if hint else "merging", alert), hint=hint)
+
+
 def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
     if path is None or path.seconds <= 0:
         return
@@ -159,8 +170,16 @@ def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterato
     line = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
     saves_s = None if cost_s is None else cost_s * count / path.rounds
     is_dear = saves_s is None or saves_s > COSTS * path.seconds
-    hint = _HELPS.get(phase, _HELPS[""]).format(region=region) if is_dear else ""
+    help_text = kinds.STARVED.hint if region in _starved_regions(documents) else _HELPS.get(phase, _HELPS[""])
+    hint = help_text.format(region=region) if is_dear else ""
     yield _cause("rounds", (region,), line, hint, saves_seconds=saves_s, basis=basis)
+
+
+_BACKLOG_HELPS: Final = "raise that budget, or choose a smaller codec or a longer H"
+
+
+def _starved_regions(documents: Sequence[Document]) -> set[str]:
+    return {text(document, "region") for document in documents if is_starved(document)}
 
 
 _HELPS: Final = {
@@ -173,17 +192,22 @@ _HELPS: Final = {
 
 
 def _links(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
-    """Compare the pair whose round trips cost a round most with the next one, and name bytes that wait to be sent."""
+    """Compare the pair whose round trips cost a round most with the next one, and name bytes that wait to be sent.
+
+    A round trip to a machine that is starved is one of its processor.
+    """
+    starved_regions = _starved_regions(documents)
     leader = text(max(documents, key=lambda document: number(document, "term") or 0.0, default={}), "leader")
     costs: dict[tuple[str, ...], tuple[float, int, float]] = {}
     for document in documents:
         for peer in rows(document, "peers"):
             rtt_s = number(peer, "rtt_seconds")
             pair = tuple(sorted((text(document, "region"), text(peer, "name"))))
-            if rtt_s is not None and text(peer, "link") == "up":
+            if rtt_s is not None and text(peer, "link") == "up" and not starved_regions.intersection(pair):
                 trips = TRIPS if leader in pair else TRIPS_ASIDE
                 costs[pair] = max((trips * rtt_s, trips, rtt_s), costs.get(pair, (0.0, 0, 0.0)))
-    if costs:
+    dearest_s = max((cost_s for cost_s, *_ in costs.values()), default=0.0)
+    if costs and (path is None or dearest_s > COSTS * path.seconds):
         pair, (cost_s, trips, rtt_s) = max(sorted(costs.items()), key=lambda entry: entry[1])
         next_s = max((cost for candidate, (cost, *_) in costs.items() if candidate != pair), default=None)
         # Round trips vary: those of now may be longer than all of the last rounds.
@@ -207,7 +231,7 @@ def _backlog(document: Document) -> Iterator[Finding]:
         if rate and waiting > rate:  # more than a second's worth
             line = f"{waiting / 1e6:.1f} MB wait to be sent from {text(document, 'region')} to {name}"
             basis = f"{duration(waiting / rate)} at the budget of {8 * rate / 1e6:.1f} Mbit/s"
-            hint = "raise that budget, or choose a smaller codec or a longer H"
+            hint = kinds.STARVED.hint if is_starved(document) else _BACKLOG_HELPS
             yield _cause("budget", (text(document, "region"), name), line, hint, basis=basis)
 
 

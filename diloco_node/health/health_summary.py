@@ -6,26 +6,28 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from diloco_node.health import alert_kinds as kinds
-from diloco_node.health.alerts import cut_off, find_alerts
+from diloco_node.health.alerts import cut_off, find_alerts, starting_peers
 from diloco_node.health.finding import Finding, Mark, alert_document, read_alert
 from diloco_node.health.reading import Document, duration, number, rows, section, text
-from diloco_node.health.tolerance import alive_count, failure_tolerance, region_count
+from diloco_node.health.tolerance import alive_count, failure_tolerance, has_majority, region_count, training_tolerance
 
 STATES: Final = ("stalled", "degraded", "starting", "healthy", "finished")
 """Worst first."""
 
 STALLS: Final = frozenset({kinds.NO_MAJORITY.code, kinds.NO_COMMIT.code})
 ALERTS_SHOWN_MAX: Final = 64
+_NO_TOLERANCE: Final = {"failure_tolerance": 0, "training_tolerance": 0}
 
 
 def health_of(document: Document) -> dict[str, Any]:
-    """Summarize one region's document without its `health`: state, line, failure tolerance and alerts, for JSON."""
+    """Summarize one region's document without its `health`: state, line, both tolerances and alerts, for JSON."""
     alerts = find_alerts(document)[:ALERTS_SHOWN_MAX]
     state = _state(document, alerts)
     return {
         "state": state,
         "line": _line(document, state, alerts),
         "failure_tolerance": failure_tolerance(document),
+        "training_tolerance": training_tolerance(document),
         "alerts": [alert_document(alert) for alert in alerts],
     }
 
@@ -43,7 +45,7 @@ def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
         if text(document, "state")
     ]
     if not summaries:
-        return {"state": "starting", "line": "no region answers", "failure_tolerance": 0, "alerts": []}
+        return {"state": "starting", "line": "no region answers", **_NO_TOLERANCE, "alerts": []}
     sound = [document for document, health in summaries if text(health, "state") in ("healthy", "degraded")]
     going = [(document, health) for document, health in summaries if not _is_left_behind(health, sound)]
     alerts = _joint_alerts(summaries, is_carried=bool(sound))
@@ -51,10 +53,14 @@ def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
     state = min(states, key=lambda state: STATES.index(state) if state in STATES else 0)
     worst = next((document for document, health in going if text(health, "state") == state), going[0][0])
     running = [health for _, health in going if text(health, "state") != "starting"]
+    beginnings_unix = [
+        since for _, health in going if text(health, "state") == state and (since := number(health, "since_unix"))
+    ]
     return {
         "state": state,
+        "since_unix": min(beginnings_unix, default=None),
         "line": _line(worst, state, alerts),
-        "failure_tolerance": int(min((number(health, "failure_tolerance") or 0 for health in running), default=0)),
+        **{name: int(min((number(health, name) or 0 for health in running), default=0)) for name in _NO_TOLERANCE},
         "alerts": [alert_document(alert) for alert in alerts[:ALERTS_SHOWN_MAX]],
     }
 
@@ -85,7 +91,7 @@ def _joint_alerts(summaries: Sequence[tuple[Document, Document]], *, is_carried:
         for alert in map(read_alert, rows(health, "alerts")):
             is_cut_off = is_carried and alert.code == kinds.NO_MAJORITY.code
             finding = cut_off(document) if is_cut_off else alert
-            is_of_run = finding.code == kinds.LAST_MAJORITY.code  # whichever region raises it
+            is_of_run = finding.code in (kinds.LAST_MAJORITY.code, kinds.MERGES_LATE.code)  # whichever region raises it
             unique.setdefault((finding.code, "" if is_of_run else finding.region), finding)
     return sorted(unique.values(), key=lambda alert: tuple(Mark).index(alert.mark))
 
@@ -96,7 +102,8 @@ def _state(document: Document, alerts: Sequence[Finding]) -> str:
         return "finished"
     if any(alert.code in STALLS for alert in alerts):
         return "stalled"
-    if state == "starting" or (isinstance(versions, list) and -1 in versions):
+    is_waiting = bool(starting_peers(document)) and not has_majority(document)
+    if state == "starting" or is_waiting or (isinstance(versions, list) and -1 in versions):
         return "starting"
     return "degraded" if any(alert.mark is not Mark.INFO for alert in alerts) else "healthy"
 

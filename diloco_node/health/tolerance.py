@@ -1,8 +1,8 @@
-"""How many more regions may fail before nothing is committed any more."""
+"""How many more regions may fail before nothing is committed any more, and how many learners before none trains."""
 
 from __future__ import annotations
 
-from diloco_node.health.reading import Document, rows, text
+from diloco_node.health.reading import Document, number, rows, section, text
 
 
 def region_count(document: Document) -> int:
@@ -47,3 +47,11 @@ def failure_tolerance(document: Document) -> int:
 def has_majority(document: Document) -> bool:
     """Whether this region and those that it hears can commit."""
     return voting_count(document) >= majority(region_count(document))
+
+
+def training_tolerance(document: Document) -> int:
+    """Learners that may stop before this region knows of none that trains. Never negative."""
+    own = section(document, "learner")
+    peers = [peer for peer in rows(document, "peers") if peer.get("is_alive") is True]
+    count = (bool(own) and own.get("finished") is not True) + sum(number(peer, "step") is not None for peer in peers)
+    return max(0, count - 1)

@@ -4,11 +4,14 @@
     trainer.train()
 
 The run's end stops the trainer; `max_steps` or `num_train_epochs` must not come before it. After a restart parameters
-come from the run. Optimizer and learning-rate schedule come from the learner's checkpoint.
+come from the run. Optimizer, schedule, gradient scaler and the position in the data come from the learner's checkpoint;
+where that position can't be kept, a warning says so. What the trainer saves, in mid-run and after it, are the merged
+parameters.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from types import TracebackType
@@ -18,7 +21,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.training_args import ParallelMode
 
 from diloco_node.errors import LearnerError
+from diloco_node.integrations.prepared_loader import PreparedLoader
 from diloco_node.learner.attach import Diloco, attach
+from diloco_node.learner.pauses import CallbackPause
+
+log = logging.getLogger("diloco_node.learner")
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc]
@@ -34,7 +41,14 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         self.diloco: Diloco | None = None
         self._options = options
+        self._pause = CallbackPause()
+        # Whether the pause is one for an evaluation.
+        self._is_evaluating = False
         self._hook_before: Any = None
+        # Where the data are; None if something else keeps that, or nothing can.
+        self._data: PreparedLoader | None = None
+        # Begun since on_train_begin.
+        self._epochs = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -53,17 +67,99 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._leave(LearnerError("train() was called again"))
         stateful = {"lr_scheduler": context["lr_scheduler"]} if context.get("lr_scheduler") is not None else {}
         stateful |= self._options.get("stateful", {})
+        self._data, self._epochs = self._position(context.get("train_dataloader"), state, stateful), 0
         self.diloco = attach(
             context["model"], context["optimizer"], step="auto", **{**self._options, "stateful": stateful}
         )
+        self.diloco.save_merged(context["model"])
         self._hook_before, sys.excepthook = sys.excepthook, self._failed
         self._stop(control)
+
+    def _position(self, loader: Any, state: TrainerState, stateful: dict[str, Any]) -> PreparedLoader | None:
+        """Add to `stateful` what knows the position in the data, unless it has that already."""
+        if "data" in stateful or any(component is loader for component in stateful.values()):
+            return None
+        if not hasattr(loader, "skip_batches") and hasattr(loader, "load_state_dict"):
+            stateful["data"] = loader
+            return None
+        try:
+            data = stateful["data"] = PreparedLoader(loader)
+        except LearnerError as error:
+            log.warning("each start of this learner begins its data anew: %s", error)
+            return None
+        if state.global_step:  # from the Trainer's own checkpoint, with which it goes on by itself
+            share = (state.epoch or 0.0) % 1
+            data.place(int(state.epoch or 0), round(share * len(loader)) if share else 0)
+        return data
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Count the epoch before it, if there was one."""
+        if self._data is not None and self._epochs:
+            self._data.next_epoch()
+        self._epochs += 1
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Count a batch after which no step was made."""
+        if self._data is not None:
+            self._data.batch += 1
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Count the last batch of a step, before that is counted."""
+        if self._data is not None:
+            self._data.batch += 1
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:
         """The step was counted at the optimizer; stop when the run is over."""
         self._stop(control)
+        self._pause_for(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Announce what the trainer does between epochs."""
+        self._pause_for(control)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """Announce an evaluation that another callback, or the program, has begun."""
+        if not self._is_evaluating:
+            self._is_evaluating = True
+            self._pause.begin(self.diloco, "evaluation")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any) -> None:
+        """A save is over."""
+        self._go_on()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        """No pause lasts until here."""
+        self._go_on()
+
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **context: Any
+    ) -> None:
+        """A prediction is over."""
+        self._go_on()
+
+    def _pause_for(self, control: TrainerControl) -> None:
+        """Announce what the trainer does next: it evaluates first, then it saves."""
+        if control.should_evaluate or control.should_save:
+            self._is_evaluating = bool(control.should_evaluate)
+            self._pause.begin(self.diloco, "evaluation" if self._is_evaluating else "saving")
+
+    def _go_on(self) -> None:
+        self._is_evaluating = False
+        self._pause.end()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -72,6 +168,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         metrics = context.get("metrics") or {}
         if self.diloco is not None and "eval_loss" in metrics:
             self.diloco.evaluated(val_loss=float(metrics["eval_loss"]))
+        self._go_on()
+        self._pause_for(TrainerControl(should_save=control.should_save))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -90,6 +188,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         hook(kind, error, traceback)
 
     def _leave(self, error: BaseException | None) -> None:
+        self._go_on()
         if self._hook_before is None or self.diloco is None:
             return
         if sys.excepthook == self._failed:

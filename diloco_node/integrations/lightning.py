@@ -3,12 +3,15 @@
     trainer = Trainer(max_epochs=-1, callbacks=[LightningDiloco()])
     trainer.fit(module, own_part)
 
-The run's end stops the trainer. After a restart parameters come from the run. The optimizer comes from the learner's
-checkpoint.
+The run's end stops the trainer. After a restart parameters come from the run. Optimizer, schedules, gradient scaler and
+the number of the epoch come from the learner's checkpoint, the position in the data too where the loader has one
+(torchdata's `StatefulDataLoader`, `EndlessLoader`). A warning says where it has none. What the trainer saves, in
+mid-run and after it, are the merged parameters.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +21,10 @@ from torch import Tensor
 from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import Diloco, attach
 from diloco_node.learner.forward_watch import count_tokens
+from diloco_node.learner.pauses import CallbackPause
 from diloco_node.learner.token_check import TokenCheck, TokenCount
+
+log = logging.getLogger("diloco_node.learner")
 
 
 class LightningDiloco(Callback):  # type: ignore[misc]
@@ -40,6 +46,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self.token_count = TokenCount()
         self._tokens = 0
         self._step = 0
+        self._pause = CallbackPause()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run: the model gets its parameters.
@@ -52,9 +59,32 @@ class LightningDiloco(Callback):  # type: ignore[misc]
                 f"{len(trainer.optimizers)} optimizers: with several, call diloco_node.attach and step() yourself"
             )
         self._tokens, self._step = 0, trainer.global_step
-        self.diloco = attach(pl_module, trainer.optimizers[0], **self._options)
+        stateful = self._stateful(trainer) | self._options.get("stateful", {})
+        self.diloco = attach(pl_module, trainer.optimizers[0], **{**self._options, "stateful": stateful})
+        self.diloco.save_merged(pl_module)
+        if "data" in stateful:
+            iter(trainer.fit_loop._data_fetcher)  # the one before was made, and may have read, at the old position
         self.diloco.token_check = TokenCheck([self])
         trainer.should_stop |= self.diloco.should_stop
+
+    def _stateful(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what a restart continues, besides the optimizer."""
+        stateful: dict[str, Any] = {"epoch": _Epoch(trainer)}
+        for number, config in enumerate(trainer.lr_scheduler_configs):
+            stateful[f"schedule {number}"] = config.scheduler
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and scaler.is_enabled():
+            stateful["gradient scaler"] = scaler
+        loader = trainer.train_dataloader
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            stateful["data"] = loader
+        elif "data" not in self._options.get("stateful", {}):
+            log.warning(
+                "each start of this learner begins its data anew: a %s has no position. Give fit() torchdata's "
+                "StatefulDataLoader",
+                type(loader).__name__,
+            )
+        return stateful
 
     def on_train_batch_end(
         self,
@@ -77,18 +107,47 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._tokens = 0
         trainer.should_stop |= self.diloco.should_stop
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """No pause lasts until here."""
+        self._pause.end()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce an evaluation."""
+        self._pause.begin(self.diloco, "evaluation")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Announce a save; it is over when the next batch begins."""
+        self._pause.begin(self.diloco, "saving")
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell the held-out loss, where the module logs one as `val_loss`."""
         loss = trainer.callback_metrics.get("val_loss")
         if self.diloco is not None and loss is not None:
             self.diloco.evaluated(val_loss=float(loss))
+        self._pause.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the run."""
+        self._pause.end()
         if self.diloco is not None:
             self.diloco.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the run with the reason."""
+        self._pause.end()
         if self.diloco is not None:
             self.diloco.__exit__(type(exception), exception, exception.__traceback__)
+
+
+class _Epoch:
+    """The number of the epoch, from which samplers draw their order."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._trainer.current_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        progress = self._trainer.fit_loop.epoch_progress.current
+        progress.ready = progress.started = progress.processed = progress.completed = state["epoch"]

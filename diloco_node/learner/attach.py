@@ -16,6 +16,7 @@ tensor parallelism and their meshes need nothing else: attach after the model wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -32,27 +33,31 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.boundary import StepBoundaries
-from diloco_node.learner.checkpoint import Stateful, TrainingProgress
+from diloco_node.learner.checkpoint import Stateful
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.daemon_session import LearnerSession, exchange_of, manifest_of, settings_of
+from diloco_node.learner.daemon_session import LearnerSession, exchange_of, join, manifest_of, settings_of
+from diloco_node.learner.first_parameters import FirstParameters
 from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.leaving import EndWish, end_on_final, failure
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import HeldOutLoss, HeldOutLosses
 from diloco_node.learner.loss_watch import LossWatch
+from diloco_node.learner.model_state import merged_saves, model_state
 from diloco_node.learner.model_watch import ModelWatch, attach_warnings
+from diloco_node.learner.pauses import BUSY_MAX_S, announce_pause
 from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
 from diloco_node.learner.token_check import TokenCheck, whole_tokens
-from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome
+from diloco_node.wire.learner_link import Done, Failed, Report
 
 log = logging.getLogger("diloco_node.learner")
 
 CHECKPOINT_EVERY_S: Final = 60.0
-ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
+ON_SPIKE_VARIABLE: Final = "DILOCO_SPIKES"
 REPORT_EVERY_NS: Final = 20_000_000
 """Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
 the daemon a tenth of a millisecond."""
@@ -82,7 +87,7 @@ def attach(
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
         buffers: patterns of the names of buffers that train, such as "*.expert_bias": they are merged by their mean.
         untied: names of embeddings and heads that begin as copies of another rank's weight, but are trained apart.
-        stateful: parts of the loop that a restart continues (data loader, schedule); their states are nested values.
+        stateful: parts of the loop that a restart continues: data loader, schedule, random generator, frozen module.
         checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`, at most; 0 for none. There are more
             as long as they take less than a hundredth of the time.
         step: "call": the loop calls `Diloco.step`. "auto": each step of the optimizer is one. Tokens are counted by the
@@ -157,7 +162,7 @@ class Diloco:
         self.tokens = 0
         self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
-        self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
+        self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
         # Inside `step` so far; only grows.
         self._blocked_ns = 0
         # When the last report was sent, by the clock of `step`.
@@ -176,12 +181,15 @@ class Diloco:
         self._is_closed = False
         self._terminate = TerminateFlag()
         self._place = LearnerPlace()
+        self._wish = EndWish()
+        # What `save_merged` has begun, until the end.
+        self._saves = contextlib.ExitStack()
         self._ranks = Ranks()
         self._auto_step = auto_step
         try:
             self._join()
         except BaseException as error:
-            self._close(Failed(_in_words(error)))
+            self._close(failure(error))
             raise
         if auto_step is not None:
             auto_step.begin(lambda tokens, loss: self.step(tokens=tokens, loss=loss))
@@ -241,8 +249,7 @@ class Diloco:
     def _attached_step(
         self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int
     ) -> None:
-        if self._is_closed:
-            raise LearnerError("step() after the end of the `with` block, or after close(): this learner has left")
+        self._check_open("step()")
         session = self._session
         if session is not None:
             session.timer.stepped(started_ns)
@@ -263,9 +270,13 @@ class Diloco:
         self.global_step, self.progress = boundary.global_step, boundary.part
         fallback = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
         self._stop_if(boundary.is_stopping, (self._session and self._session.stop_reason) or fallback)
-        if boundary.wants_checkpoint and boundary.is_idle:
-            self._checkpoints.save(self._progress())
+        if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
+            self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
+
+    def _check_open(self, call: str) -> None:
+        if self._is_closed and self.is_attached:
+            raise LearnerError(f"{call} after the end of the `with` block, or after close(): this learner has left")
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:
@@ -285,12 +296,20 @@ class Diloco:
             )
         )
 
-    def evaluated(self, *, val_loss: HeldOutLoss = None, val_loss_global: HeldOutLoss = None) -> None:
-        """Held-out losses, of the own and of the global parameters: for `status` and the curves. Waits for tensors.
+    def busy(self, activity: str, *, at_most_s: float = BUSY_MAX_S) -> contextlib.AbstractContextManager[None]:
+        """Announce a pause without steps: `with diloco.busy("evaluation"):`. Before `at_most_s` it is no hang.
 
-        Raises:
-            LearnerError: one is no number, or a DTensor of which this rank has a part.
+        A checkpoint is begun first, so that a process that is ended in the pause loses no steps before it.
         """
+        session = None if self._is_closed else self._session
+        return announce_pause(session, activity, at_most_s, before=self._save_before_pause)
+
+    def _save_before_pause(self) -> None:
+        if self._boundaries is not None and not self._is_closed:
+            self._checkpoints.save_before_pause(self._boundaries.progress(self.global_step))
+
+    def evaluated(self, *, val_loss: HeldOutLoss = None, val_loss_global: HeldOutLoss = None) -> None:
+        """Tell held-out losses, of the own and of the global parameters; waits for tensors. Raises LearnerError."""
         self._held_out = HeldOutLosses.at(self.global_step, val_loss, val_loss_global, warn=self._warn)
         if self._session is not None and self.steps and not self._is_closed:
             self._report(self._session)
@@ -322,17 +341,21 @@ class Diloco:
         return self._state_dict(lambda fragments: fragments.own_vectors())
 
     def _state_dict(self, vectors_of: Callable[[LearnerFragments], list[Tensor]]) -> dict[str, Tensor]:
-        fragments = self._fragments
-        is_cut = self._tensors.is_cut if fragments is None else not fragments.shards.is_first_whole
-        if is_cut:
-            self._ranks.meet("global_state_dict() of a model in parts")
-        elif fragments is not None and not self._ranks.is_first:
-            raise LearnerError("the parameters are on rank 0 only; broadcast them if other ranks need them")
-        if fragments is None:
-            return self._tensors.own_state(is_kept=self._ranks.is_first or not is_cut)
-        whole = fragments.gathered(vectors_of(fragments))
-        remainder = self._tensors.rest_of_state(is_kept=whole is not None)
-        return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, remainder)
+        return model_state(self._tensors, self._ranks, self._fragments, vectors_of)
+
+    def save_merged(self, module: nn.Module) -> None:
+        """Have the module's `state_dict()` hold the merged parameters until this learner leaves: trainers save them."""
+        if self._fragments is not None and not self._is_closed:
+            self._saves.enter_context(merged_saves(module, self._tensors, self._ranks, self._fragments))
+
+    def finish(self, reason: str) -> None:
+        """Want the run to end, for all regions: this one's vote. Train on until `should_stop`: most have voted so.
+
+        When alone, that is at once. One rank is enough. Raises LearnerError: this learner has left.
+        """
+        self._check_open("finish()")
+        self._wish.make(reason)
+        self._stop_if(not self.is_attached, reason)
 
     def settle(self, seconds: float) -> None:
         """Go on taking versions for some time without stepping; after the loop, to end on the run's last versions.
@@ -350,19 +373,8 @@ class Diloco:
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
-        if self._fragments is not None and not self._is_closed:
-            self._checkpoints.save_now(self._progress())
-
-    def _progress(self) -> TrainingProgress:
-        fragments = self._fragments
-        assert fragments is not None
-        return TrainingProgress(
-            manifest_digest=fragments.manifest.digest,
-            incarnation=fragments.settings.incarnation,
-            global_step=self.global_step,
-            step=fragments.step,
-            tokens=fragments.tokens,
-        )
+        if self._boundaries is not None and not self._is_closed:
+            self._checkpoints.save_now(self._boundaries.progress(self.global_step))
 
     def __enter__(self) -> Diloco:
         return self
@@ -371,35 +383,44 @@ class Diloco:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._close(Failed(_in_words(error)))
+            self._close(failure(error))
             return
         self.close()
 
     def close(self) -> None:
-        """Say to the daemon that this learner has stopped, write a last checkpoint, let go of everything."""
+        """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written."""
         last: Done | None = None
         session = self._session
         try:
+            if self._boundaries is not None and not self._is_closed:
+                end_on_final(self._boundaries, self._warn)
             self.checkpoint()
+            self._leave()
         except BaseException as error:
-            self._close(Failed(_in_words(error)))
+            self._close(failure(error))
             raise
         if session is not None and not self._is_closed:
-            fragments = session.fragments
             # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
             is_interrupted = (self._terminate.is_set or self.should_stop) and session.stop_reason is None
-            last = (
-                None
-                if is_interrupted
-                else Done(fragments.step, fragments.tokens, blocked_ns=self._blocked_ns, **self._held_out.fields)
-            )
+            counts = session.fragments.step, session.fragments.tokens
+            if not is_interrupted:
+                last = Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields)
         self._close(last)
+
+    def _leave(self) -> None:
+        """Have the last steps merged, where this process was told to stop and the run goes on."""
+        if self._boundaries is not None and not self._is_closed and self.should_stop and self._ranks.can_meet:
+            if self._session is not None:
+                self._report(self._session)
+            for boundary in self._boundaries.leave(self._terminate.deadline_s):
+                self._crossed(boundary)
 
     def _close(self, last: Done | Failed | None) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         self._terminate.restore()
+        self._saves.close()
         self._place.leave()
         if self._watch is not None:
             self._watch.close()
@@ -415,13 +436,7 @@ class Diloco:
     def _join(self) -> None:
         self._tensors.check_known(self._ranks.all_bytes)
         socket, memory = os.environ.get("DILOCO_SOCKET", ""), os.environ.get("DILOCO_SUPERVISOR", "")
-        has_daemon = [bool(flag) for flag in self._ranks.all_bytes(b"1" if socket else b"")]
-        if any(has_daemon) and not has_daemon[0]:
-            raise LearnerError(
-                f"DILOCO_SOCKET is set on rank {has_daemon.index(True)}, but not on rank 0: the daemon's host must "
-                "have the first ranks. Start it with `torchrun --node-rank 0 --master-addr ... --master-port ...`"
-            )
-        if not has_daemon[0]:
+        if not self._ranks.have_daemon(socket):
             if self._ranks.is_first:
                 warnings.warn(
                     "DILOCO_SOCKET is not set: training alone. Start this script with "
@@ -440,7 +455,7 @@ class Diloco:
             self._session = LearnerSession(
                 Path(socket), Path(memory), self._tensors, specs=specs, shards=shards, ranks=self._ranks
             )
-        welcome = self._welcome()
+        welcome = join(self._session, self._ranks, lambda: self._terminate.is_set)
         if welcome is None:
             self._stop_if(True, "asked to stop before the daemon answered")
             if self._session is not None:
@@ -466,31 +481,20 @@ class Diloco:
         progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
+        first = FirstParameters(self._tensors, self._fragments.manifest, shards, self._ranks)
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, progress.global_step)
         if self._session is not None:
             self._session.resumed(self.global_step)
         self._boundaries = StepBoundaries(
-            self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set
+            self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set, self._wish
         )
         self._crossed(self._boundaries.place())
+        if text := first.difference(self._fragments.positions):
+            self._warn(text)
         self._watch = ModelWatch(self._tensors, self._warn)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)
         if self._session is not None:
             self._session.warn(text)
-
-    def _welcome(self) -> Welcome | None:
-        session = self._session
-        welcome = session.join(lambda: self._terminate.is_set) if session is not None else None
-        body = self._ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
-        if not body:
-            return None
-        message = TO_LEARNER.decode(body)
-        assert isinstance(message, Welcome)
-        return message
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]

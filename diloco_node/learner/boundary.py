@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from diloco_node.learner.checkpoint import TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.daemon_session import NOTE_EVERY_S, WAIT_SLICE_S, LearnerSession
+from diloco_node.learner.leaving import EndWish
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
+from diloco_node.wire.learner_link import Leaving
 
 COMING_WAIT_S: Final = 0.002
 """Between two boundaries without a step, while a version is on its way to other ranks."""
 
 SETTLE_SLICE_S: Final = 0.05
+
+LEAVE_PATIENCE_S: Final = 4.0
+"""A learner that leaves goes when nobody has asked for its last steps for so long."""
+
+LEAVING_EVERY_S: Final = 1.0
+"""A daemon that was restarted meanwhile does not know yet that its learner leaves."""
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -33,6 +43,7 @@ class StepBoundaries:
 
     Attributes:
         session: with the daemon, on rank 0. is_stopping: this process was asked to stop.
+        wish: of this rank's script, for the end of the run.
     """
 
     ranks: Ranks
@@ -40,6 +51,7 @@ class StepBoundaries:
     session: LearnerSession | None
     checkpoints: Checkpointing
     is_stopping: Callable[[], bool]
+    wish: EndWish = field(default_factory=EndWish)
 
     def cross(self, tokens: int, *, is_step: bool) -> Boundary:
         """Carry out what the ranks agree on, and return it. Without `is_step` no step was made: versions are taken.
@@ -49,9 +61,15 @@ class StepBoundaries:
         """
         fragments, session, count = self.fragments, self.session, len(self.fragments.positions)
         fragments.verify()
+        if warning := fragments.revert.take_warning():
+            log.warning("%s", warning)
+            if session is not None:
+                session.warn(warning)
         has_orders = session is not None and session.hear()
         # Without the link's lock: another rank may take its time, and the daemon may be a new one then.
         boundary = self.ranks.agree(self._brought(tokens, has_orders=has_orders), fragments=count)
+        if boundary.wants_end:
+            self.wish.pass_on(self.ranks, session)
         with session.boundary() if session is not None else contextlib.nullcontext():
             orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
             if boundary.has_orders:
@@ -68,7 +86,20 @@ class StepBoundaries:
                     session.reply(answer)
             fragments.encode_taken()
         self.checkpoints.all_wrote(boundary.written_step)
+        if session is not None:
+            session.stand(boundary.written_step)
         return boundary
+
+    def progress(self, global_step: int) -> TrainingProgress:
+        """Where a checkpoint that is written now belongs."""
+        fragments = self.fragments
+        return TrainingProgress(
+            manifest_digest=fragments.manifest.digest,
+            incarnation=fragments.settings.incarnation,
+            global_step=global_step,
+            step=fragments.step,
+            tokens=fragments.tokens,
+        )
 
     def _brought(self, tokens: int, *, has_orders: bool) -> Boundary:
         """Return what this rank brings to the agreement."""
@@ -79,6 +110,7 @@ class StepBoundaries:
             arrived=fragments.arrived(),
             is_idle=self.checkpoints.is_idle,
             written_step=self.checkpoints.written_step,
+            wants_end=bool(self.wish.reason),
         )
         if session is None:
             return boundary
@@ -122,16 +154,44 @@ class StepBoundaries:
                 noted_s = time.monotonic()
                 log.info("waiting for the first version of all fragments")
 
-    def settle(self, seconds: float) -> Iterator[Boundary]:
-        """Boundaries for some time, by rank 0's clock. Raises LearnerError: other ranks are not in it."""
+    def settle(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> Iterator[Boundary]:
+        """Boundaries for some time, by rank 0's clock, or `until` it says so there. All ranks are in it.
+
+        Raises:
+            LearnerError: other ranks are not.
+        """
         self.ranks.meet("settle()")
         deadline_s = time.monotonic() + seconds
         while True:
             left_s = deadline_s - time.monotonic()
-            if self.ranks.share_bytes(b"1" if left_s > 0 else b"") != b"1":
+            if self.ranks.share_bytes(b"1" if left_s > 0 and not until() else b"") != b"1":
                 return
             yield self.cross(0, is_step=False)
             self._wait(min(SETTLE_SLICE_S, max(0.0, left_s)))
+
+    def leave(self, deadline_s: float) -> Iterator[Boundary]:
+        """Boundaries until a merge includes every step, or time or daemon is gone, by rank 0's clock.
+
+        All ranks call it.
+
+        Args:
+            deadline_s: monotonic.
+        """
+        session, notice_s, hope_s = self.session, -math.inf, time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            if session is not None and session.has_snapshot_out:
+                hope_s = now_s
+            # Where nobody asks for a snapshot there is no leader, or no majority.
+            is_hopeful = now_s < deadline_s and now_s - hope_s < LEAVE_PATIENCE_S
+            is_waiting = session is not None and session.has_unmerged_steps and is_hopeful
+            if self.ranks.share_bytes(b"1" if is_waiting else b"") != b"1":
+                return
+            if session is not None and now_s - notice_s >= LEAVING_EVERY_S:
+                notice_s = now_s
+                session.link.send(Leaving())
+            yield self.cross(0, is_step=False)
+            self._wait(SETTLE_SLICE_S)
 
     def _wait(self, at_most_s: float) -> None:
         """For an order, where no step is under way; less while a version is on its way, or orders wait for room."""

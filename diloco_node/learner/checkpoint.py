@@ -20,7 +20,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
+from diloco_node.learner.generators import generator_states, restore_generators
 from diloco_node.learner.layouts.device import page_locked, record_event, relax_capture
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
@@ -46,7 +47,8 @@ BYTES_PER_S_MIN: Final = 1e8
 DAMAGED: Final = ".damaged"
 
 _STATEFUL: Final = "stateful"
-"""Prefix of the names of its tensors."""
+_GENERATORS: Final = "rng"
+"""Prefixes of the names of their tensors."""
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -131,14 +133,16 @@ class Checkpoint:
     """A checkpoint in memory.
 
     Attributes:
-        tensors: of the optimizer, the random generator, and `stateful`, CPU.
+        tensors: of the optimizer, the random generators, and `stateful`, CPU.
         optimizer: what of the optimizer is no tensor (`Kept.document`). stateful: per name, what of it is no tensor.
+        generators: what of the random generators is no tensor (`learner.generators`).
     """
 
     progress: TrainingProgress
     tensors: dict[str, Tensor]
     optimizer: Json
     stateful: dict[str, Any]
+    generators: Json = field(default_factory=dict)
 
     def document(self) -> str:
         """Everything that is no tensor, as JSON."""
@@ -147,6 +151,7 @@ class Checkpoint:
             "progress": {name: getattr(self.progress, name) for name in TrainingProgress.__slots__},
             "optimizer": self.optimizer,
             "stateful": self.stateful,
+            "generators": self.generators,
         }
         return json.dumps(fields, sort_keys=True, allow_nan=False)
 
@@ -160,7 +165,8 @@ class Checkpoint:
         fields = json.loads(document)
         if fields["format"] != FORMAT:
             raise LearnerError(f"format {fields['format']}, expected {FORMAT}")
-        return cls(TrainingProgress(**fields["progress"]), tensors, fields["optimizer"], fields["stateful"])
+        progress, generators = TrainingProgress(**fields["progress"]), fields.get("generators", {})
+        return cls(progress, tensors, fields["optimizer"], fields["stateful"], generators)
 
     def kept(self) -> Kept:
         """Return its part of the optimizer."""
@@ -177,7 +183,7 @@ class Checkpoint:
         """Put it back.
 
         Args:
-            rng: also torch's random generators, of CPU and current GPU; not on ranks other than the one that saved.
+            rng: also the random generators; not on ranks other than the one that saved.
             siblings: what other ranks have kept of the optimizer.
 
         Raises:
@@ -190,15 +196,13 @@ class Checkpoint:
                 if name in self.stateful:
                     state = unflatten(self.stateful[name], self.tensors)
                     component.load_state_dict(place_schedule(component, state))
+            if rng:  # last, for what was restored may have drawn
+                restore_generators(unflatten(self.generators, self.tensors))
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
             raise LearnerError(
                 f"the learner's checkpoint at step {self.progress.global_step} does not fit this training script "
                 f"({error}): remove the folder learner/checkpoints to begin with a fresh optimizer"
             ) from error
-        if rng and "rng" in self.tensors:
-            torch.set_rng_state(self.tensors["rng"])
-            if "rng.cuda" in self.tensors and torch.cuda.is_available():
-                torch.cuda.set_rng_state(self.tensors["rng.cuda"])
 
 
 class CheckpointWriter:
@@ -251,9 +255,7 @@ class CheckpointWriter:
         self.written = None
         moments = None if optimizer is None else optimizer.keep()
         tensors = {} if moments is None else moments.tensors
-        tensors["rng"] = torch.get_rng_state()
-        if torch.cuda.is_initialized() and torch.cuda.default_generators:  # type: ignore[no-untyped-call]
-            tensors["rng.cuda"] = torch.cuda.get_rng_state()
+        generators = flatten(_GENERATORS, generator_states(), tensors)
         states = {
             name: flatten(f"{_STATEFUL}.{name}", component.state_dict(), tensors)
             for name, component in stateful.items()
@@ -272,6 +274,7 @@ class CheckpointWriter:
             tensors={name: self._copy(name, tensor) for name, tensor in tensors.items()},
             optimizer={} if moments is None else moments.document(),
             stateful=states,
+            generators=generators,
         )
         self._copies = checkpoint.tensors
         self._begin(self._write, checkpoint, whole, _copied(tensors.values()), begun_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -29,19 +29,24 @@ from diloco_node.learner.checkpoint import (
     CheckpointWriter,
     FileName,
     RankPlace,
-    Stateful,
     TrainingProgress,
     newest_first,
     read_checkpoint,
     read_usable,
 )
+from diloco_node.learner.generators import as_stateful
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, local_part
+from diloco_node.learner.loop_state import LoopState
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.ranks import Ranks
+from diloco_node.learner.several_optimizers import scaler_of
 
 COST_PART: Final = 0.01
 """Share of the time that copying and writing checkpoints may take."""
+
+PAUSE_COST_PART: Final = 0.1
+"""The same before pauses: an evaluation may be longer than the notice of a machine that is taken away."""
 
 EVERY_MIN_S: Final = 2.0
 """More often brings back nothing: steps that no merge had taken are lost anyway, some ten of them."""
@@ -59,15 +64,26 @@ class Checkpointing:
     """The checkpoints of one rank of a learner.
 
     Args:
-        optimizer, stateful: what they hold. every_s: seconds from one to the next, at most; 0 for none.
+        optimizer, stateful: what they hold; a gradient scaler that belongs to the optimizer, too.
+        every_s: seconds from one to the next, at most; 0 for none. warn: tells people what of the loop they don't hold.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Stateful], *, every_s: float
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        stateful: Mapping[str, object],
+        *,
+        every_s: float,
+        warn: Callable[[str], None] = log.warning,
     ) -> None:
         self._optimizer = optimizer
-        self._stateful = stateful
+        self._stateful = {name: as_stateful(name, component) for name, component in stateful.items()}
+        if (scaler := scaler_of(optimizer)) is not None and scaler not in self._stateful.values():
+            self._stateful["gradient scaler"] = scaler
+        # What of the loop is not kept; None before `resume`, and where nothing is.
+        self._loop_state: LoopState | None = None
         self._every_s = every_s
+        self._warn = warn
         self._parts: OptimizerParts | None = None
         self._writer: CheckpointWriter | None = None
         self._saved_at_s = time.monotonic()
@@ -96,13 +112,18 @@ class Checkpointing:
         self._writer = CheckpointWriter(folder, RankPlace(ranks.rank, ranks.size))
         self._expected_s = MOMENT_BYTES * sum(local_part(tensor).numel() for tensor in tensors.names) / BYTES_PER_S
         listing = json.dumps([name.text for name in newest_first(folder)]).encode()
+        progress = NO_PROGRESS
         for group in _groups([_names(text) for text in ranks.all_bytes(listing)]):
             checkpoint = self._read(folder, manifest_digest, ranks, group)
             if checkpoint is not None:
                 self._whole = next(iter(group)).age
-                log.info("optimizer and data position from the checkpoint at step %d", checkpoint.progress.global_step)
-                return checkpoint.progress
-        return NO_PROGRESS
+                progress = checkpoint.progress
+                names = ", ".join(["optimizer", *self._stateful] if self._optimizer is not None else self._stateful)
+                log.info("from the checkpoint at step %d: %s", progress.global_step, names or "random generators")
+                break
+        if ranks.is_first:
+            self._loop_state = LoopState(tensors, self._stateful, self._warn)
+        return progress
 
     def _read(
         self, folder: Path, manifest_digest: str, ranks: Ranks, viewers: Mapping[FileName, int]
@@ -185,6 +206,15 @@ class Checkpointing:
         pause_s = min(self._every_s, max(EVERY_MIN_S, took_s / COST_PART))
         return time.monotonic() - self._saved_at_s >= pause_s
 
+    def save_before_pause(self, progress: TrainingProgress) -> None:
+        """Save where the loop is about to make no steps for long, unless the last one is new for what one takes."""
+        writer = self._writer
+        if writer is None or writer.is_busy or progress.step <= self.written_step:
+            return
+        took_s = self._expected_s if writer.took_s is None else writer.took_s
+        if time.monotonic() - self._saved_at_s >= took_s / PAUSE_COST_PART:
+            self.save(progress)
+
     def save(self, progress: TrainingProgress, *, is_waiting: bool = False) -> None:
         """Copy everything now; it is written in the background. A state that can't be kept ends the checkpoints.
 
@@ -194,11 +224,17 @@ class Checkpointing:
             return
         before_s, self._saved_at_s = self._saved_at_s, time.monotonic()
         try:
-            if not self._writer.save(progress, self._parts, self._stateful, whole=self._whole, is_waiting=is_waiting):
-                self._saved_at_s = before_s
+            is_copied = self._writer.save(
+                progress, self._parts, self._stateful, whole=self._whole, is_waiting=is_waiting
+            )
         except LearnerError as error:
             log.warning("no checkpoints of this learner: %s", error)
             self._writer = None
+            return
+        if not is_copied:
+            self._saved_at_s = before_s
+        elif self._loop_state is not None:
+            self._loop_state.look()
 
     def save_now(self, progress: TrainingProgress) -> None:
         """Save, and wait until it is on disk."""

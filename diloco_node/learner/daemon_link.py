@@ -80,6 +80,8 @@ class LearnerLink:
         self.direct: socket.socket | None = None
         # The tail of a message that the training thread began: it goes first.
         self._unsent = b""
+        # Why a daemon refused this learner for now, the last time.
+        self._refusal = ""
         # Set once, by the link's thread, which then ends; the training thread raises it.
         self._failure: LearnerError | None = None
         # Set while there is a command or a failure that the training thread has not seen.
@@ -239,7 +241,9 @@ class LearnerLink:
         if message.is_final:
             self._failure = LearnerError(f"the daemon refused this learner: {message.reason}")
         else:
-            log.warning("the daemon refused this learner for now: %s", message.reason)
+            if message.reason != self._refusal:  # it may be the same for hours
+                log.warning("the daemon refused this learner for now: %s", message.reason)
+            self._refusal = message.reason
             self._is_closing.wait(REFUSED_WAIT_S)
         raise LinkLost(message.reason)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,15 +25,18 @@ from diloco_node.learner.local_fragments import Answer, FragmentSettings, Learne
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.run_clock import RunClock
-from diloco_node.shared_memory import COUNTERS_AREA, request_area
+from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
     LINK_PROTOCOL,
     NEW_PROCESS,
+    NO_SNAPSHOT,
+    TO_LEARNER,
     VERSION_AREA,
     Attach,
     Done,
+    EndWanted,
     Failed,
     InitialState,
     OfferApplied,
@@ -82,8 +87,10 @@ class LearnerSession:
     Attributes:
         welcome: the daemon's answer; None before `join`.
         stop_reason: why the daemon wants the learner to stop; None while it does not.
+        final_versions: of all fragments, once the run is over; else empty.
         timer: of inner steps.
         run_clock: where the run is on its schedule.
+        place: as the supervisor and the daemon see it in shared memory.
     """
 
     def __init__(
@@ -98,8 +105,12 @@ class LearnerSession:
     ) -> None:
         self.welcome: Welcome | None = None
         self.stop_reason: str | None = None
+        self.final_versions: tuple[int, ...] = ()
         self.timer = StepTimer()
         self.run_clock = RunClock()
+        self.place = PlaceMark(os.getpid())
+        # PLACE_BYTES, from the first Welcome on.
+        self._place_area: mmap.mmap | None = None
         self._memory = memory
         self._tensors = tensors
         self._specs = specs
@@ -114,6 +125,8 @@ class LearnerSession:
         self._offered: set[int] = set()
         # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
         self._denied: SnapshotDenied | None = None
+        # The script's wish for the end of the run: every daemon is told.
+        self._end_wanted: EndWanted | None = None
         # The next step that rounds may wait for; None: no step is news.
         self._news_step: int | None = None
         self.link = LearnerLink(socket, self._make_attach)
@@ -187,12 +200,15 @@ class LearnerSession:
         if self.welcome is None or self._fragments is None:
             self._fragments = self._build(welcome)
             self.welcome = welcome
+            self.run_clock.limit(welcome.steps_max)
             self.run_clock.resume(welcome.global_step)
         elif _identity(welcome) != _identity(self.welcome):
             raise LearnerError(
                 f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
                 "restart the learner"
             )
+        if self._end_wanted is not None:
+            self.link.send(self._end_wanted)
         # Offers of the daemon before are none of this one's.
         self._offered.clear()
         self._wants_initial_state = welcome.wants_initial_state and not self.fragments.is_placed
@@ -203,6 +219,8 @@ class LearnerSession:
         area = request_area(self._memory, COUNTERS_AREA, AREA_BYTES)
         counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
         self._counter = counter
+        self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
+        self._write_place(self.place)
 
         def make_durable() -> None:
             # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
@@ -231,6 +249,33 @@ class LearnerSession:
         """A step was made: count it, durably against a kill, before anybody hears of it."""
         assert self._counter is not None
         self._counter.write(self.fragments.step, self.fragments.tokens)
+
+    @property
+    def has_unmerged_steps(self) -> bool:
+        """Whether steps of this learner are in no merge yet, and a daemon is there that may bring them into one."""
+        fragments = self.fragments
+        is_behind = any(position.included_step < fragments.step for position in fragments.positions)
+        return self.link.is_up and self.stop_reason is None and fragments.is_placed and is_behind
+
+    @property
+    def has_snapshot_out(self) -> bool:
+        """Whether a snapshot was taken for a merge whose version has not come."""
+        return any(number != NO_SNAPSHOT for number in self.fragments.unresolved())
+
+    def stand(self, checkpoint_step: int) -> None:
+        """Write where this learner stands after a boundary; `checkpoint_step` as in `PlaceMark`."""
+        included_step = min((position.included_step for position in self.fragments.positions), default=0)
+        step = self.fragments.step
+        self._write_place(replace(self.place, step=step, included_step=included_step, checkpoint_step=checkpoint_step))
+
+    def pause(self, activity: str, *, since_s: float, limit_s: float) -> None:
+        """Write that the loop makes no steps for a while, and why; an empty activity: it goes on."""
+        self._write_place(replace(self.place, activity=activity, since_s=since_s, limit_s=limit_s))
+
+    def _write_place(self, place: PlaceMark) -> None:
+        self.place = place
+        if self._place_area is not None:
+            self._place_area[:] = place.encode()
 
     @contextlib.contextmanager
     def boundary(self) -> Iterator[None]:
@@ -286,7 +331,7 @@ class LearnerSession:
             case Welcome():
                 self._welcomed(command)
             case Stop():
-                self.stop_reason = command.reason
+                self.stop_reason, self.final_versions = command.reason, command.versions
             case RunAdvanced():
                 self.run_clock.told(command.global_step, command.run_part)
 
@@ -313,6 +358,11 @@ class LearnerSession:
         """Tell the daemon how the step went."""
         self.link.send(report)
         self._note_news(report.step)
+
+    def want_end(self, reason: str) -> None:
+        """Tell the daemon, and those after it, that the script wants the run to end."""
+        self._end_wanted = EndWanted(reason)
+        self.link.send(self._end_wanted)
 
     def warn(self, text: str) -> None:
         """Tell the daemon what people should know."""
@@ -341,6 +391,21 @@ class LearnerSession:
             self._fragments.close()
         if self._counter is not None:
             self._counter.close()
+
+
+def join(session: LearnerSession | None, ranks: Ranks, is_stopping: Callable[[], bool]) -> Welcome | None:
+    """The daemon's Welcome on every rank; only rank 0 has a session. None if `is_stopping` says so first.
+
+    Raises:
+        LearnerError: as `LearnerSession.join`.
+    """
+    welcome = session.join(is_stopping) if session is not None else None
+    body = ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
+    if not body:
+        return None
+    message = TO_LEARNER.decode(body)
+    assert isinstance(message, Welcome)
+    return message
 
 
 def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:

@@ -145,7 +145,7 @@ class LearnerFragments:
         self._last_included: dict[int, int] = {}
         # The own parameters from just before the run's last merges; None until those begin.
         self._own: list[Tensor] | None = None
-        self._revert = RevertCheck(tensors, len(manifest.fragments))
+        self.revert = RevertCheck(tensors, len(manifest.fragments))
         # Grows with each snapshot of this incarnation, over all fragments.
         self._next_snapshot = 1
         self._answer = answer
@@ -326,14 +326,14 @@ class LearnerFragments:
         """Whether any version is on its way to all ranks."""
         return bool(self._incoming)
 
-    def take(self, offer: VersionOffered) -> None:
-        """Begin to take a version from the version area. The caller asks `is_busy` first.
+    def take(self, offer: VersionOffered, values: Tensor | None = None) -> None:
+        """Begin to take a version from its place, or rank 0's `values` (n,), float32, CPU. Ask `is_busy` first.
 
         Raises:
             LearnerError: the daemon names a snapshot that this learner does not have.
         """
         index = offer.fragment
-        incoming = self._incoming[index] = ComingVersion(offer)
+        incoming = self._incoming[index] = ComingVersion(offer, None if values is None else (values, values[:0]))
         position, exchange, lane = self.positions[index], self._exchange, self._lane
         if (exchange is None and lane is None) or offer.version <= position.base_version:
             incoming.arrived.set()
@@ -346,7 +346,7 @@ class LearnerFragments:
             incoming.room = lane.reserve(self._resident[index])
 
         def carry() -> None:
-            whole = self._places[index] if self._is_first else None
+            whole = values if values is not None or not self._is_first else self._places[index]
             if exchange is not None:
                 # A copy, for what is returned may be a part of it, and the daemon writes the next version there.
                 incoming.new = exchange.scatter(index, None if whole is None else whole.clone())
@@ -372,10 +372,10 @@ class LearnerFragments:
         self._worker.check()
         return tuple(sorted(index for index, incoming in self._incoming.items() if incoming.arrived.is_set()))
 
-    def apply(self, offer: VersionOffered) -> OfferApplied:
-        """`take` and `finish` at once; of one rank. Waits for a device."""
-        self.take(offer)
-        if self._lane is not None:
+    def apply(self, offer: VersionOffered, values: Tensor | None = None) -> OfferApplied:
+        """`take` and `finish` at once, on all ranks. Waits for a device, and for other ranks."""
+        self.take(offer, values)
+        if self._lane is not None or self._exchange is not None:
             self._worker.drain()
         return self.finish(offer.fragment)
 
@@ -401,13 +401,13 @@ class LearnerFragments:
             self._own = self.own_vectors()
         plan, kept_steps = self._plan(position, snapshot, version)
         primary = self._owned[index]
-        self._revert.before(primary)
+        self.revert.before(primary)
         if self._lane is not None and incoming.room is not None:
             self._lane.apply(incoming.room, is_anchored=plan.anchor is not Anchor.NONE, carry_factor=plan.carry_factor)
             self._worker.put(partial(self._keep, index, incoming.room))
         else:
             self._shift(incoming, plan, snapshot)
-        self._revert.after(primary)
+        self.revert.after(primary)
         self.positions[index] = position_after(
             position,
             inclusion=None if snapshot is None else (snapshot.facts.step, snapshot.facts.tokens),
@@ -453,7 +453,7 @@ class LearnerFragments:
         Raises:
             LearnerError: the optimizer undid them.
         """
-        self._revert.verify()
+        self.revert.verify()
 
     def _included(self, offer: VersionOffered) -> HeldSnapshot | None:
         if offer.included_snapshot == NO_SNAPSHOT:

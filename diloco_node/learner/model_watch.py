@@ -79,7 +79,7 @@ class _OptimizerRecord:
         return [tensor._version for tensor in self.tensors.values()]
 
     def take_sample(self) -> Tensor:
-        return _sample(max(self.tensors.values(), key=Tensor.numel))
+        return sample_of(max(self.tensors.values(), key=Tensor.numel))
 
     def note(self) -> None:
         """Take the values as they are now: the optimizer, or this learner, has written them."""
@@ -112,7 +112,7 @@ class ModelWatch:
             if isinstance(tensor, nn.Parameter) or followed[name] is not tensor
         }
         # Their values as `attach` wrote them; empty once they were compared.
-        self._written = [_sample(tensor) for tensor in self._weights]
+        self._written = [sample_of(tensor) for tensor in self._weights]
         # Whether a module of the model was given a parameter or a module since the last look.
         self._is_changed = True
         # Once True nothing more is said of writes.
@@ -226,12 +226,12 @@ class ModelWatch:
             is_trained: the first step was made already; then only a model that is far from what it was counts.
         """
         samples, self._written = self._written, []
-        pairs = [(_sample(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
+        pairs = [(sample_of(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
         self._differing = [(value != sample).sum() for value, sample in pairs]
-        count = _stack(self._differing).sum()
+        count = stack(self._differing).sum()
         if is_trained:
-            distance = _stack((value - sample).square().sum() for value, sample in pairs).sum()
-            length = _stack(sample.square().sum() for _, sample in pairs).sum()
+            distance = stack((value - sample).square().sum() for value, sample in pairs).sum()
+            length = stack(sample.square().sum() for _, sample in pairs).sum()
             count = count * (distance > FAR_AT_FIRST**2 * length)
         self._differing_sum.offer(count)
         self._check_values()
@@ -274,14 +274,14 @@ class ModelWatch:
                     continue
                 if not state.is_floating_point() or local_part(state).numel() < COPY_VALUES_MIN:
                     continue
-                sample, parameter = _sample(state), _sample(tensor)
+                sample, parameter = sample_of(state), sample_of(tensor)
                 likeness = 1.0 - torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
                 # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
                 before, first = record.states.get((name, key), (sample, likeness))
                 record.states[name, key] = sample, first
                 self._likeness[name, key] = torch.where((sample != before).any(), torch.minimum(first, likeness), 0.0)
         if self._likeness:
-            self._likeness_max.offer(_stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
+            self._likeness_max.offer(stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def check_not_replaced(tensors: ModelTensors) -> None:
@@ -327,7 +327,7 @@ def _amount(tensors: Iterable[Tensor]) -> str:
     return f"{len(members)} parameters ({sum(tensor.numel() * tensor.element_size() for tensor in members)} bytes)"
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def sample_of(tensor: Tensor) -> Tensor:
     """Return some values of the part on this rank, spread over it: about SAMPLE_VALUES, float32; a copy."""
     values = local_part(tensor)
     step = max(1, values.numel() // SAMPLE_VALUES)
@@ -335,7 +335,7 @@ def _sample(tensor: Tensor) -> Tensor:
     return flat[::step].to(torch.float32, copy=True)
 
 
-def _stack(scalars: Iterable[Tensor]) -> Tensor:
+def stack(scalars: Iterable[Tensor]) -> Tensor:
     """Return scalars, of one or more devices, as a tensor of float32 on the first one's."""
     values = list(scalars)
     return torch.stack([value.to(values[0].device, torch.float32) for value in values])

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Final
@@ -16,6 +17,13 @@ from diloco_node.errors import LearnerError
 LEARNER_VARIABLE: Final = "DILOCO_LEARNER_PID"
 """Set by a learner for its children: the process that they are not to replace."""
 
+STOP_VARIABLE: Final = "DILOCO_STOP_S"
+"""Set by the supervisor: seconds from SIGTERM to SIGKILL."""
+
+STOP_S_DEFAULT: Final = 20.0
+LEAVE_SHARE: Final = 0.8
+"""Share of these seconds in which a learner waits for a merge of its last steps; the rest is for what it closes."""
+
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -24,6 +32,7 @@ class TerminateFlag:
 
     def __init__(self) -> None:
         self.is_set = False
+        self._set_s: float | None = None
         self._before: Any = None
         self._pid = os.getpid()
 
@@ -33,9 +42,19 @@ class TerminateFlag:
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._before = signal.signal(signal.SIGTERM, self._handle)
 
+    @property
+    def deadline_s(self) -> float:
+        """When this process must be about to end, monotonic: some time before the supervisor kills it."""
+        try:
+            stop_s = float(os.environ.get(STOP_VARIABLE, ""))
+        except ValueError:
+            stop_s = STOP_S_DEFAULT
+        return (time.monotonic() if self._set_s is None else self._set_s) + LEAVE_SHARE * stop_s
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self.is_set = True
+            self._set_s = self._set_s or time.monotonic()
         else:
             # A process that the loop has forked: who ends a pool of workers waits until they are gone.
             signal.signal(number, signal.SIG_DFL)

@@ -26,7 +26,7 @@ PART_UNITS: Final = 1 << 32
 MEET_S: Final = 300.0
 """For ranks that go into one call, each when it is done with what it did before: evaluations, files."""
 
-_HEAD: Final = 8
+_HEAD: Final = 9
 """Integers of the vector before those of each fragment."""
 
 _ORDERS_HEAD: Final = 1
@@ -60,6 +60,7 @@ class Boundary:
         global_step, part: where the run is, as rank 0 knows (`learner.run_clock`).
         is_idle: every rank could write a checkpoint now.
         written_step: of the last checkpoint, when this rank and all others have written it; else -1.
+        wants_end: the script of some rank wants the run to end.
     """
 
     tokens: int
@@ -71,6 +72,7 @@ class Boundary:
     part: float | None = None
     is_idle: bool = True
     written_step: int = -1
+    wants_end: bool = False
 
 
 @contextmanager
@@ -115,12 +117,31 @@ class Ranks:
         """Whether this rank talks to the daemon."""
         return self.rank == 0
 
+    @property
+    def can_meet(self) -> bool:
+        """Whether all ranks can still be asked: a script may end their process group before it closes its learner."""
+        return self.size == 1 or dist.is_initialized()
+
+    def have_daemon(self, socket: str) -> bool:
+        """Whether rank 0 has a daemon's `socket`; "" for none. All ranks call it.
+
+        Raises:
+            LearnerError: only another rank has one.
+        """
+        flags = [bool(flag) for flag in self.all_bytes(b"1" if socket else b"")]
+        if any(flags) and not flags[0]:
+            raise LearnerError(
+                f"DILOCO_SOCKET is set on rank {flags.index(True)}, but not on rank 0: the daemon's host must "
+                "have the first ranks. Start it with `torchrun --node-rank 0 --master-addr ... --master-port ...`"
+            )
+        return flags[0]
+
     def agree(self, boundary: Boundary, *, fragments: int) -> Boundary:
         """Add up what the ranks bring to a boundary.
 
         Args:
-            boundary: `tokens`, `is_stopping`, `arrived`, `is_idle` and `written_step` of this rank. Rank 0 fills
-                in the others.
+            boundary: `tokens`, `is_stopping`, `arrived`, `is_idle`, `written_step` and `wants_end` of this rank. Rank 0
+                fills in the others.
             fragments: P.
 
         Raises:
@@ -139,6 +160,7 @@ class Ranks:
             *wishes,
             boundary.is_idle,
             1 + boundary.written_step,
+            boundary.wants_end,
         )
         values = torch.tensor([int(value) for value in head] + [0] * fragments, device="cpu")
         for index in boundary.arrived:
@@ -146,7 +168,7 @@ class Ranks:
         with among_ranks():
             dist.all_reduce(values, group=self._group)
         totals = values.tolist()
-        tokens, stops, global_step, units, has_orders, wants_checkpoint, idle, written_step = totals[:_HEAD]
+        tokens, stops, global_step, units, has_orders, wants_checkpoint, idle, written_step, ends = totals[:_HEAD]
         return Boundary(
             tokens,
             stops > 0,
@@ -157,6 +179,7 @@ class Ranks:
             (units - 1) / PART_UNITS if units else None,
             idle == self.size,
             boundary.written_step if written_step == self.size * (1 + boundary.written_step) else -1,
+            ends > 0,
         )
 
     def share_orders(self, orders: Orders, *, fragments: int) -> Orders:

@@ -6,7 +6,8 @@ getting it. So the first versions that move the parameters are looked at again o
 
 A learner that stands at its optimum goes back, too, but its gradient leads it there; and a few values go where they
 like. So what counts is only a version that moved many values, whose step went back without a gradient that led there,
-and several of them. A single version that stays is enough to say that all is well.
+and several of them. A single version that stays is enough to say that not all of each is taken back; whether a part
+of each is, `learner.pull_back` finds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.device import LateNumbers, has_streams, page_locked
 from diloco_node.learner.layouts.shard_map import LocalFragment
 from diloco_node.learner.layouts.tensors import ModelTensors, host_values
+from diloco_node.learner.pull_back import PullBackCheck
 
 CLOSER: Final = 0.5
 """Reverted means: the parameters are less than half as far from where they were before as from the version."""
@@ -60,6 +62,9 @@ class RevertCheck:
 
     def __init__(self, tensors: ModelTensors, fragments: int) -> None:
         self._tensors = tensors
+        self._pull_back = PullBackCheck(tensors, fragments)
+        # Once True the fault of `_pull_back` was told.
+        self._has_warned = False
         self._before: dict[int, Tensor] = {}
         # By fragment the version applied last, if it moved anything.
         self._pending: dict[int, _Trial] = {}
@@ -71,14 +76,29 @@ class RevertCheck:
 
     def before(self, local: LocalFragment) -> None:
         """Sample this rank's part of a fragment, just before a version is applied to it."""
-        if not self._is_done:
+        if not (self._is_done and self._pull_back.is_done):
             self._before[local.index] = self._tensors.sample(local)
 
     def after(self, local: LocalFragment) -> None:
         """It has been."""
         before = self._before.pop(local.index, None)
-        if before is not None:
-            self._pending[local.index] = _Trial(local, before, self._tensors.sample(local))
+        if before is None:
+            return
+        after = self._tensors.sample(local)
+        self._pull_back.begin(local, before, after)
+        if not self._is_done:
+            self._pending[local.index] = _Trial(local, before, after)
+
+    def take_warning(self) -> str:
+        """Return what people should know of an optimizer that takes back a part of each version; once, else empty."""
+        if not self._pull_back.fault or self._has_warned:
+            return ""
+        self._has_warned = True
+        return (
+            f"{self._pull_back.fault}: the optimizer, or a wrapper, holds other weights than the model's parameters "
+            "(averages, Lookahead, schedule-free). Merges are partly undone in this region. Use an optimizer without, "
+            "or give its weights to attach(..., masters={name: float32 tensor})"
+        )
 
     def verify(self) -> None:
         """At the next boundary, before anything is applied: are the applied values still there?
@@ -86,6 +106,7 @@ class RevertCheck:
         Raises:
             LearnerError: they were reverted, `VERSIONS_REVERTED` times.
         """
+        self._pull_back.look()
         for index, trial in list(self._pending.items()):
             if trial.look is None:
                 trial.look = LateNumbers(self._compare(trial), self._places[index])

@@ -19,27 +19,27 @@ class _Advance:
     """A figure of the run that never goes back.
 
     Attributes:
-        value: now, as far as this learner knows.
+        value: now, as far as this learner knows. value_max: it goes no further.
     """
 
     def __init__(self, value: float, share: float, *, share_max: float, value_max: float) -> None:
         self.value = value
         self._share = share
-        self._share_max, self._value_max = share_max, value_max
+        self._share_max, self.value_max = share_max, value_max
         self._steps = 0
         self._first: tuple[int, float] | None = None
         self._last = (0, value)
 
     def resume(self, value: float) -> None:
         """The run was there already."""
-        self.value = max(self.value, value)
+        self.value = max(self.value, min(value, self.value_max))
         self._last = (self._steps, self.value)
 
     def stepped(self) -> None:
         """The learner made a step: the run went on by so much as it did per step of this learner so far."""
         self._steps += 1
         steps, value = self._last
-        self.value = max(self.value, min(self._value_max, value + self._share * (self._steps - steps)))
+        self.value = max(self.value, min(self.value_max, value + self._share * (self._steps - steps)))
 
     def told(self, value: float) -> None:
         """The run is there."""
@@ -49,7 +49,7 @@ class _Advance:
         if steps >= STEPS_MIN:
             self._share = min(max(0.0, value - self._first[1]) / steps, self._share_max)
         self._last = (self._steps, value)
-        self.value = max(self.value, min(value, self._value_max))
+        self.value = max(self.value, min(value, self.value_max))
 
 
 class RunClock:
@@ -68,6 +68,10 @@ class RunClock:
     def part(self) -> float | None:
         """Share of the way to the run's end, 0 to 1; None: nothing says where the run ends."""
         return None if self._part is None else self._part.value
+
+    def limit(self, steps_max: int) -> None:
+        """The run ends at this step; 0: at none."""
+        self._steps.value_max = float(steps_max or STEP_MAX)
 
     def resume(self, global_step: int) -> None:
         """The run was there when this learner joined it, or wrote its checkpoint."""

@@ -59,6 +59,13 @@ def inner_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return [[*_inside(member)][-1] for member in members]
 
 
+def scaler_of(optimizer: torch.optim.Optimizer | None) -> torch.amp.GradScaler | None:
+    """Return the gradient scaler that a wrapper such as Accelerate's steps with; None if there is none in use."""
+    members = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+    scalers = (getattr(member, "scaler", None) for member in members)
+    return next((item for item in scalers if isinstance(item, torch.amp.GradScaler) and item.is_enabled()), None)
+
+
 def settings_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Names of what a script sets in a group of parameters, such as `lr`: the arguments of the optimizer's class."""
     return frozenset(key for inner in inner_of(optimizer) for key in inner.defaults)

@@ -20,7 +20,6 @@ A file that can't be read for another reason (a wrong user, too many open files)
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ import numpy as np
 from diloco_node.atomic_file import sync_folder
 from diloco_node.core.types import Entry, LedgerBase, Recovered
 from diloco_node.errors import DiskRefused, LedgerGone, LedgerLost, StorageError
+from diloco_node.file_lock import lock_file
 from diloco_node.numeric import F32, U8
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage import tensor_files
@@ -463,13 +463,16 @@ def _lock(path: Path) -> int:
     """Hold the lock file; the kernel lets it go with the process, whatever happens to it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor, path)
     except BlockingIOError as error:
         holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(descriptor)
         raise StorageError(
             f"{path.parent} is in use by another daemon (process {holder}): stop that one first, or use another folder"
         ) from error
+    except DiskRefused:
+        os.close(descriptor)
+        raise
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor

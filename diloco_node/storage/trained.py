@@ -9,7 +9,6 @@ must survive a power cut, so a file is durable before its counts are told.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
@@ -23,6 +22,7 @@ from typing import Final
 from diloco_node.atomic_file import sync_folder
 from diloco_node.core.bounds import INCARNATION_MAX, STEP_MAX, TOKENS_MAX
 from diloco_node.errors import StorageError
+from diloco_node.file_lock import lock_file
 from diloco_node.storage.durable import disk_error, make_folder, replace_file
 
 _COUNTERS: Final = struct.Struct("<QQ")
@@ -173,7 +173,7 @@ def _lock(path: Path) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor, path, waits=True)
             yield descriptor
         finally:
             os.close(descriptor)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
 
 LOG_BYTES_MAX: Final = 32 * 2**20
 """A child's log is rotated here; one older file is kept."""
+
+TAIL_BYTES: Final = 16_384
+"""The end of a child's output that is looked through for its last line."""
+
+LAST_LINE_CHARS_MAX: Final = 300
+
+_ERROR_LINE: Final = re.compile(
+    r"(?:\[rank\d+\]: ?)?(?!\S*ChildFailedError)[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*"
+)
+"""Python's last line of a traceback, also of a rank; not the launcher's own, which names no cause."""
 
 COMMAND_CHARS_MAX: Final = 80
 """Characters of a child's command in a message, at most."""
@@ -61,12 +72,17 @@ def show(data: bytes) -> None:
 
 
 class ChildLog:
-    """A process's log file with a size limit. Written by one reader thread at a time."""
+    """A process's log file with a size limit. Written by one reader thread at a time.
+
+    Attributes:
+        tail: the last TAIL_BYTES that this life has written, at most.
+    """
 
     def __init__(self, path: Path, is_echoing: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._is_echoing = is_echoing
+        self.tail = b""
         self._file = path.open("ab", buffering=0)
         self._size_bytes = self._file.tell()
         self._lock = threading.Lock()
@@ -74,6 +90,7 @@ class ChildLog:
     def write(self, data: bytes) -> None:
         """Never fails."""
         with self._lock:
+            self.tail = (self.tail + data)[-TAIL_BYTES:]
             # A full disk or a closed terminal must stop neither the child nor the supervisor.
             if self._size_bytes > LOG_BYTES_MAX:
                 with contextlib.suppress(OSError):
@@ -83,6 +100,15 @@ class ChildLog:
                 self._size_bytes += len(data)
             if self._is_echoing:
                 show(data)
+
+    def last_line(self) -> str:
+        """The last error of Python's in this life's output, else its last line; empty if it wrote none.
+
+        Libraries print more after a traceback, which says nothing of its cause.
+        """
+        lines = [line for line in self.tail.decode("utf-8", "replace").splitlines() if line.strip()]
+        errors = [line for line in lines if _ERROR_LINE.fullmatch(line)]
+        return (errors or lines or [""])[-1].strip()[:LAST_LINE_CHARS_MAX]
 
     def _rotate(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # renamed already, by a try that went no further
@@ -158,6 +184,7 @@ class Child:
         Args:
             gives_way: it runs at a lower priority than the supervisor.
         """
+        self.log.tail = b""
         own_env = self.marked(env)
         self._marks = [f"{name}={own_env[name]}".encode() for name in ("DILOCO_CHILD", "DILOCO_SUPERVISOR")]
         process = (self.forks.fork() if self.forks is not None else None) or self._spawn(own_env)

@@ -6,6 +6,8 @@ A learner hangs when its counters in the shared memory have stood still for `HAN
 late, and for the time that was set. Counters are written at each step, without the daemon, and also stand still when a
 thread holds Python's lock or a device is stuck. Before the first step of a life nobody can tell a hang from waiting for
 the other regions.
+
+A pause that the loop announces (`Diloco.busy`) is no hang before its own limit, and does not count as a usual one.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import signal
 from collections import deque
 from enum import StrEnum
 from typing import Any, Final
+
+from diloco_node.shared_memory import PlaceMark
 
 HANG_FACTOR: Final = 10
 """Times the longest pause: evaluations and checkpoints are pauses, too."""
@@ -59,6 +63,7 @@ class LearnerWatch:
         hang_s: no step for less than this is never a hang; 0: nothing is. log: where its output is, for the status.
 
     Attributes:
+        old_place: written by the life before this one.
         state: "running", "waiting" for its next start, "stopped" (a crash loop) or "done".
         reason: the last fault, in words; empty if there was none.
         crashes, hangs: since the supervisor was started.
@@ -79,6 +84,9 @@ class LearnerWatch:
         # The counters' bytes at the last step, and when that was; None: this life has made none.
         self._mark: bytes | None = None
         self._stepped_s: float | None = None
+        self.old_place: PlaceMark | None = None
+        # The pause that the loop has announced and not ended.
+        self._pause: PlaceMark | None = None
         # The last look: when the next one comes late, the machine slept, not the learner.
         self._looked_s = 0.0
         # Seconds between the last steps, over all lives.
@@ -98,21 +106,30 @@ class LearnerWatch:
         usual_s = max(self._pauses, default=0.0)
         return float(max(self._hang_s, HANG_FACTOR * usual_s) * 2**self._doublings)
 
-    def started(self, mark: bytes | None, *, now_s: float) -> None:
+    def started(self, mark: bytes | None, *, now_s: float, place: PlaceMark | None = None) -> None:
         """A life begins. `mark` is what the counters hold; None or zeros: no learner has written any."""
+        self.old_place, self._pause = place, None
         self.state = "running"
         self.restarts, self._has_lived = self.restarts + self._has_lived, True
         self._mark, self._looked_s = mark, now_s
         self._stepped_s = self._aborted_s = None
         self._last_action = Action.NOTHING
 
-    def look(self, mark: bytes | None, *, now_s: float) -> Action:
+    def look(self, mark: bytes | None, *, now_s: float, place: PlaceMark | None = None) -> Action:
         """Decide what to do now. Call it every second or so, with the counters' bytes, while the process lives."""
         asleep_s, self._looked_s = now_s - self._looked_s, now_s
         if self._aborted_s is not None:
             return self._escalate(now_s - self._aborted_s)
         if self._doublings and now_s - self._doubled_s > FORGIVEN_S:
             self._doublings, self._doubled_s = self._doublings - 1, now_s
+        pause = place if place is not None and place.activity and place != self.old_place else None
+        if pause is None and self._pause is not None and self._stepped_s is not None:
+            self._stepped_s = now_s  # its end is as good as a step
+        self._pause = pause
+        if pause is not None:
+            if self._hang_s <= 0 or now_s - pause.since_s <= pause.limit_s * 2**self._doublings:
+                return Action.NOTHING
+            return self._hang(f"{pause.activity} takes more than its limit of {pause.limit_s:.0f} s", now_s)
         # Zeros are an area that the daemon has made anew, not a step.
         if mark != self._mark and mark is not None and any(mark):
             if self._stepped_s is not None and asleep_s <= ASLEEP_S:
@@ -121,16 +138,22 @@ class LearnerWatch:
         elif self._stepped_s is not None and asleep_s > ASLEEP_S:
             self._stepped_s += asleep_s
         elif self._stepped_s is not None and self._hang_s > 0 and now_s - self._stepped_s > self.limit_s:
-            self.reason = (
-                f"hung: no step for {now_s - self._stepped_s:.0f} s, "
-                f"its longest pause before was {max(self._pauses, default=0.0):.1f} s"
+            longest_s = max(self._pauses, default=0.0)
+            pauses = f"its longest pause before was {longest_s:.1f} s"
+            return self._hang(
+                f"no step for {now_s - self._stepped_s:.0f} s, {pauses}. Longer ones, such as evaluations, belong into "
+                '`with diloco.busy("evaluation"):`',
+                now_s,
             )
-            self.hangs += 1
-            self._doublings, self._doubled_s = min(self._doublings + 1, DOUBLINGS_MAX), now_s
-            self._aborted_s = now_s
-            self._last_action = Action.ABORT
-            return Action.ABORT
         return Action.NOTHING
+
+    def _hang(self, reason: str, now_s: float) -> Action:
+        self.reason = f"hung: {reason}"
+        self.hangs += 1
+        self._doublings, self._doubled_s = min(self._doublings + 1, DOUBLINGS_MAX), now_s
+        self._aborted_s = now_s
+        self._last_action = Action.ABORT
+        return Action.ABORT
 
     def _escalate(self, since_s: float) -> Action:
         """It was told to write its stacks and end, and is still there."""
@@ -143,11 +166,11 @@ class LearnerWatch:
             return Action.SAY
         return Action.NOTHING
 
-    def ended(self, code: int, *, lived_s: float, now_s: float) -> bool:
+    def ended(self, code: int, *, lived_s: float, now_s: float, last_line: str = "") -> bool:
         """A life is over. Returns whether the next one may begin.
 
         Args:
-            code: as in subprocess: negative for a signal.
+            code: as in subprocess: negative for a signal. last_line: what it said of a crash.
         """
         self.exit_code = code
         has_hung, self._aborted_s = self._aborted_s is not None, None
@@ -160,6 +183,7 @@ class LearnerWatch:
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
         if -code in FROM_OUTSIDE:
             return True
+        self.reason += f": {last_line}" * bool(last_line)
         self.crashes += 1
         self._crashed_s.append(now_s)
         within_s = now_s - self._crashed_s[0]

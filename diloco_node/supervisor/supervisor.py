@@ -31,7 +31,6 @@ later, where a fork can't be had, it is started as a new process.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import queue
@@ -39,19 +38,21 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from diloco_node.backoff import Backoff
 from diloco_node.errors import StorageError
-from diloco_node.shared_memory import COUNTERS_AREA, MemoryStore
+from diloco_node.file_lock import lock_file
+from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, MemoryStore, PlaceMark
 from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
 from diloco_node.supervisor.child import Child, ChildExited, ChildLog, show
 from diloco_node.supervisor.learner_watch import FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
-from diloco_node.supervisor.supervisor_spec import FINAL_CODES, SupervisorSpec
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES, LEARNER_SHARE, SupervisorSpec
 from diloco_node.unix_sockets import socket_path
 
 BIND_CODE: Final = 3
@@ -64,6 +65,9 @@ STORAGE_CODE: Final = 6
 USAGE_CODE: Final = 2
 COUNTERS_POLL_S: Final = 1.0
 """Between two looks at the learner's counters."""
+
+KILLED_S: Final = 10.0
+"""Limit for a killed process to leave the machine."""
 
 READY_POLL_S: Final = 0.05
 """Between two looks whether the daemon is up, until it is."""
@@ -183,7 +187,7 @@ class _Supervisor:
         self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
         if child is self._learner:
             self._counters = self._memory.contents(COUNTERS_AREA)
-            self._watch.started(self._counters, now_s=time.monotonic())
+            self._watch.started(self._counters, now_s=time.monotonic(), place=self._place())
             write_process(self._spec.state_dir, self._watch.document())
             imports = "" if child.is_forked else "; importing torch and building the model takes 15 to 40 s"
             self.say(f"waiting for the learner ({child.shown}) to attach{imports}")
@@ -246,9 +250,19 @@ class _Supervisor:
             )
         return looks
 
+    def _place(self) -> PlaceMark | None:
+        return PlaceMark.decode(self._memory.contents(PLACE_AREA))
+
+    def _loss(self, child: Child) -> str:
+        """Steps that the learner's end costs, in words; empty where it made none."""
+        place = self._place()
+        is_own = child is self._learner and place is not None and place != self._watch.old_place
+        return f"; {place.loss}" if is_own and place is not None else ""
+
     def _look_at(self, learner: Child) -> None:
         """Whether the learner makes steps."""
-        action = self._watch.look(self._memory.contents(COUNTERS_AREA), now_s=time.monotonic())
+        counters = self._memory.contents(COUNTERS_AREA)
+        action = self._watch.look(counters, now_s=time.monotonic(), place=self._place())
         if action is Action.ABORT:
             self.say(f"learner {self._watch.reason}: it is stopped, and its stacks are in logs/learner.log")
             learner.kill(signal.SIGABRT)
@@ -271,7 +285,7 @@ class _Supervisor:
 
     def _child_exited(self, child: Child, code: int) -> int | None:
         lived_s = child.ended()
-        exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s"
+        exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if code else ''}"
         final = self._final_code(child, code, lived_s)
         if final is not None:
             self.say(f"{exit_text}: the region ends with {final}")
@@ -280,7 +294,9 @@ class _Supervisor:
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
         if child is self._learner:
-            may_restart = self._watch.ended(code, lived_s=lived_s, now_s=time.monotonic())
+            may_restart = self._watch.ended(
+                code, lived_s=lived_s, now_s=time.monotonic(), last_line=child.log.last_line()
+            )
             write_process(self._spec.state_dir, self._watch.document())
             if not may_restart:
                 self.say(f"{exit_text}: {'it is done' if child.is_done else self._watch.reason}")
@@ -327,16 +343,18 @@ class _Supervisor:
         """Learner first, so that its last contribution and counters find a living daemon; the tracker last."""
         if self._forks is not None:
             self._forks.close()
-        stops = [(self._learner, self._spec.learner_stop_s), (self._daemon, self._spec.daemon_stop_s)]
-        stops.append((self._tracker, self._spec.tracker_stop_s))
-        for child, deadline_s in stops:
+        end_s = time.monotonic() + self._spec.stop_s
+        reserve_s = (1.0 - LEARNER_SHARE) * self._spec.stop_s
+        for child in (self._learner, self._daemon, self._tracker):
             if child is None or not child.is_running:
                 continue
             child.send_signal(signal.SIGTERM)
-            if not self._await_exit(child, time.monotonic() + deadline_s):
-                self.say(f"{child.name} did not stop within {deadline_s:.0f} s: killed")
+            now_s = time.monotonic()
+            limit_s = max(reserve_s, end_s - now_s - (reserve_s if child is self._learner else 0.0))
+            if not self._await_exit(child, now_s + limit_s):
+                self.say(f"{child.name} did not stop within {limit_s:.0f} s: killed{self._loss(child)}")
                 child.kill()
-                self._await_exit(child, time.monotonic() + deadline_s)
+                self._await_exit(child, time.monotonic() + KILLED_S)
 
 
 def run_supervisor(spec: SupervisorSpec) -> int:
@@ -346,7 +364,7 @@ def run_supervisor(spec: SupervisorSpec) -> int:
         The exit code (see the module's docstring).
 
     Raises:
-        StorageError: the state folder can't be made, or another supervisor runs on it.
+        StorageError: the state folder can't be made or locked, or another supervisor runs on it.
         BindError: the memory socket can't be bound.
     """
     try:
@@ -358,8 +376,8 @@ def run_supervisor(spec: SupervisorSpec) -> int:
         ) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            lock_file(lock.fileno(), Path(lock.name))
+        except BlockingIOError as error:
             raise StorageError(
                 f"region {spec.region} already runs on {spec.state_dir}: stop it first, or choose another state folder"
             ) from error
@@ -371,6 +389,7 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             "DILOCO_SUPERVISOR": str(memory_path),
             "DILOCO_SUPERVISOR_PID": str(os.getpid()),
             "DILOCO_STATE": str(spec.state_dir.resolve()),
+            "DILOCO_STOP_S": str(LEARNER_SHARE * spec.stop_s),
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",  # a learner that hangs shows where, and a crash of native code too
         }

@@ -10,6 +10,9 @@ from typing import Final
 FINAL_CODES: Final = frozenset({2, 4, 6, 7})
 """The daemon's exit codes that another start would only repeat; RestartPreventExitStatus of deploy's unit."""
 
+LEARNER_SHARE: Final = 0.8
+"""Share of `stop_s` in which the learner saves, and has its last steps merged; the daemon gives its leadership away."""
+
 
 @dataclass(frozen=True, slots=True)
 class SupervisorSpec:
@@ -24,7 +27,7 @@ class SupervisorSpec:
         env: added to the children's environment, beside DILOCO_SOCKET, DILOCO_SUPERVISOR and DILOCO_STATE.
         backoff_min_s, backoff_max_s: wait before the first and the later restarts.
         healthy_s: a child that lived so long begins again with backoff_min_s.
-        learner_stop_s, daemon_stop_s, tracker_stop_s: from SIGTERM to SIGKILL.
+        stop_s: from SIGTERM to SIGKILL, for all of them: the learner has LEARNER_SHARE of it, the others the rest.
         daemon_first_s: for which a start of the learner waits, at most, until the daemon is up.
         finish_s: what the learner has to end by itself once the daemon has finished the run.
         hang_s: a learner that makes no step for so long may hang; 0: it never does.
@@ -43,9 +46,7 @@ class SupervisorSpec:
     backoff_min_s: float = 0.2
     backoff_max_s: float = 30.0
     healthy_s: float = 30.0
-    learner_stop_s: float = 10.0
-    daemon_stop_s: float = 15.0
-    tracker_stop_s: float = 10.0
+    stop_s: float = 25.0
     daemon_first_s: float = 2.0
     finish_s: float = 30.0
     hang_s: float = 300.0

@@ -238,12 +238,11 @@ class PeerLink:
             raise LinkLost(f"{self.peer} is {why}")
         streams: dict[Lane, DialedStream] = {}
         try:
+            address = self.address
             for lane in Lane:
-                timeout_s = env.times.handshake_s
-                async with env.meter.opening(self.peer, is_bulk=lane is Lane.BULK):
-                    streams[lane] = await dial(
-                        env.identity, self.peer, self.address, lane, timeout_s=timeout_s, metadata=_metadata(lane)
-                    )
+                streams[lane] = await self._dial(address, lane, _metadata(lane))
+                # Of a name with several addresses both lanes take the same one: behind another may be another process.
+                address = str(streams[lane].endpoint or address)
             if self.session is not None:
                 raise RedundantDial("the peer's session came up first")
             self._is_hello_sent = True
@@ -256,15 +255,14 @@ class PeerLink:
             if isinstance(error, TimeoutError):
                 raise LinkLost(f"{self.peer} at {self.address}: no hello within {env.times.hello_s:.0f} s") from None
             raise
-        more = partial(self.dial_more, self.address, instance, dial_number)
+        more = partial(self.dial_more, address, instance, dial_number)
         control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
         return Session(self.peer, control, bulk, env, intake=self._intake, instance=instance, more=more)
 
     async def dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
         """Open one more bulk connection of a session that is up. Raises PeerError."""
         times = self.env.times
-        async with self.env.meter.opening(self.peer, is_bulk=True):
-            stream = await dial(self.env.identity, self.peer, address, Lane.BULK, timeout_s=times.handshake_s)
+        stream = await self._dial(address, Lane.BULK)
         ours = self._hello(Lane.BULK, dial_number, connection)
         try:
             async with asyncio.timeout(times.hello_s):
@@ -279,6 +277,17 @@ class PeerLink:
             if isinstance(error, TimeoutError):
                 raise LinkLost(f"{self.peer} at {address}: no hello within {times.hello_s:.0f} s") from None
             raise
+        return stream
+
+    async def _dial(self, address: str, lane: Lane, metadata: Metadata = ()) -> DialedStream:
+        env = self.env
+        async with env.meter.opening(self.peer, is_bulk=lane is Lane.BULK):
+            stream = await dial(
+                env.identity, self.peer, address, lane, timeout_s=env.times.handshake_s, metadata=metadata
+            )
+            if stream.endpoint is not None:
+                # A name may lead elsewhere than when this process began: bytes to the new address are counted, too.
+                env.meter.assign(self.peer, (stream.endpoint.ip, stream.endpoint.port))
         return stream
 
     async def _exchange_hellos(self, streams: dict[Lane, DialedStream], dial_number: int) -> bytes:

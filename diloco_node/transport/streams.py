@@ -11,6 +11,7 @@ import os
 import resource
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 from urllib.parse import unquote
 
@@ -21,6 +22,7 @@ import grpc
 from grpc import aio
 
 from diloco_node.errors import BindError, IdentityError, LinkLost, PeerCertificateRefused, PeerError
+from diloco_node.transport.addresses import Endpoint, first_success, resolve
 from diloco_node.transport.certificates import Identity, tls_name
 from diloco_node.wire.envelope import FRAME_BYTES_MAX, Lane
 
@@ -111,9 +113,16 @@ class Stream(Protocol):
 
 
 class DialedStream:
-    """The dialing side of a stream; owns its channel."""
+    """The dialing side of a stream; owns its channel.
 
-    def __init__(self, channel: aio.Channel, call: Any, *, peer: str, address: str) -> None:
+    Attributes:
+        endpoint: of the peer, that has answered; None where nobody asks.
+    """
+
+    def __init__(
+        self, channel: aio.Channel, call: Any, *, peer: str, address: str, endpoint: Endpoint | None = None
+    ) -> None:
+        self.endpoint = endpoint
         self._channel = channel
         self._call = call
         self._peer = peer
@@ -316,6 +325,8 @@ async def dial(
 ) -> DialedStream:
     """Connect to a peer, with TLS in both directions, and open the call of one lane; `metadata` is sent with it.
 
+    All addresses of a name are tried (`transport.addresses`).
+
     Raises:
         LinkLost: names the peer, the address, the stage that failed, and the time it took.
     """
@@ -323,18 +334,26 @@ async def dial(
     started_s = loop.time()
     credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
     options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls_name(peer, identity.run_id))]
-    channel = aio.secure_channel(address, credentials, options=options)
+
+    async def attempt(endpoint: Endpoint) -> DialedStream:
+        channel = aio.secure_channel(endpoint.target, credentials, options=options)
+        try:
+            await _until_ready(channel)
+            return DialedStream(channel, _open(channel, lane, metadata), peer=peer, address=address, endpoint=endpoint)
+        except BaseException:
+            await channel.close()
+            raise_if_cancelled()
+            raise
+
     try:
-        await _until_ready(channel, timeout_s)
-        return DialedStream(channel, _open(channel, lane, metadata), peer=peer, address=address)
-    except BaseException as error:
-        await channel.close()
-        if isinstance(error, (TimeoutError, LinkLost)):
-            reason = "no answer to connect or TLS handshake" if isinstance(error, TimeoutError) else str(error)
-            elapsed_s = loop.time() - started_s
-            kind = PeerCertificateRefused if "certificate" in reason else LinkLost
-            raise kind(f"{peer} at {address}: {reason} (connecting, after {elapsed_s:.1f} s)") from None
-        raise
+        async with asyncio.timeout(timeout_s):
+            attempts = {str(endpoint): partial(attempt, endpoint) for endpoint in await resolve(address)}
+            return await first_success(attempts, discard=DialedStream.aclose)
+    except (TimeoutError, LinkLost) as error:
+        reason = "no answer to connect or TLS handshake" if isinstance(error, TimeoutError) else str(error)
+        elapsed_s = loop.time() - started_s
+        kind = PeerCertificateRefused if "certificate" in reason else LinkLost
+        raise kind(f"{peer} at {address}: {reason} (connecting, after {elapsed_s:.1f} s)") from None
 
 
 def _open(channel: aio.Channel, lane: Lane, metadata: Metadata = ()) -> Any:
@@ -347,14 +366,13 @@ def _metadata_value(metadata: Iterable[tuple[str, Any]] | None, key: str) -> str
     return value if isinstance(value, str) else ""
 
 
-async def _until_ready(channel: aio.Channel, timeout_s: float) -> None:
+async def _until_ready(channel: aio.Channel) -> None:
     state = channel.get_state(try_to_connect=True)
-    async with asyncio.timeout(timeout_s):
-        while state is not grpc.ChannelConnectivity.READY:
-            if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-                raise LinkLost(explain(await _failure(channel)))
-            await channel.wait_for_state_change(state)
-            state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            raise LinkLost(explain(await _failure(channel)))
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
 
 
 async def _failure(channel: aio.Channel) -> str:

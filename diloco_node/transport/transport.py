@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
@@ -33,6 +32,7 @@ from diloco_node.errors import (
     RateExceeded,
     SupersededError,
 )
+from diloco_node.transport.addresses import resolve
 from diloco_node.transport.asking import clock_metadata
 from diloco_node.transport.certificates import Identity, tls_name
 from diloco_node.transport.inbound import TransportHandler
@@ -430,14 +430,12 @@ class GrpcTransport:
         return link, hello
 
     async def _run_meter(self) -> None:
-        loop = asyncio.get_running_loop()
         for peer, address in self._peers.items():
             if address is None:
                 continue
-            host, _, port = address.rpartition(":")
-            with contextlib.suppress(OSError, ValueError):  # what can't be resolved can't be dialed, which says so
-                for *_, where in await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
-                    self.meter.assign(peer, (str(where[0]), int(where[1])))
+            with contextlib.suppress(LinkLost):  # what can't be resolved can't be dialed, which says so
+                for endpoint in await resolve(address):
+                    self.meter.assign(peer, (endpoint.ip, endpoint.port))
         await self.pacer.run()
 
 

@@ -184,7 +184,31 @@ class Warned:
     text: str
 
 
-ToDaemon = Attach | Report | SnapshotReady | SnapshotDenied | OfferApplied | InitialState | Done | Failed | Warned
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The learner was told to stop, and makes no more steps. It waits for a merge of its last ones; said repeatedly."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndWanted:
+    """The script wants the run to end: its region's vote."""
+
+    reason: str
+
+
+ToDaemon = (
+    Attach
+    | Report
+    | SnapshotReady
+    | SnapshotDenied
+    | OfferApplied
+    | InitialState
+    | Done
+    | Failed
+    | Warned
+    | Leaving
+    | EndWanted
+)
 
 # ---- daemon to learner -----------------------------------------------------------------------------------------------
 
@@ -203,6 +227,7 @@ class Welcome:
         manifest_digest: of the fragments; the learner refuses to go on if its own differs.
         wants_initial_state: write your parameters into the version area and say InitialState.
         state_dir: the region's folder, absolute.
+        steps_max: of the median learner, at which the run ends; 0: no such limit.
     """
 
     region: str
@@ -220,6 +245,7 @@ class Welcome:
     manifest_digest: str
     wants_initial_state: bool
     state_dir: str
+    steps_max: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +300,14 @@ class RunAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop at the next step boundary: the run is finished, or the region is drained."""
+    """Stop at the next step boundary: the run is finished, or the region is drained.
+
+    Attributes:
+        versions: of all fragments, where the run is finished: offered before or soon after; else empty.
+    """
 
     reason: str
+    versions: tuple[int, ...] = ()
 
 
 ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced
@@ -294,6 +325,8 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
         7: Done,
         8: Failed,
         9: Warned,
+        10: Leaving,
+        11: EndWanted,
     },
     bounds=BOUNDS,
     limits=_LIMITS,

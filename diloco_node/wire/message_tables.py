@@ -33,6 +33,7 @@ ENTRY_BODIES: Final[dict[int, type]] = {
     106: types.DiskNamedBody,
     107: types.SnapshotBody,
     108: types.SummaryBody,
+    109: types.ExtendedBody,
 }
 
 MESSAGES: Final[dict[int, type]] = {

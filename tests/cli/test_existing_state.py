@@ -100,7 +100,8 @@ def test_a_finished_run_says_so_and_where_the_model_lies(
     output = capsys.readouterr()
     assert output.out == (
         f"run new is finished in us-west: run.steps is reached\\x1b[2J. The model is {folder / 'final.safetensors'}. "
-        "To hand the end to a region that lacks it: start --serve\n"
+        "To hand the end to a region that lacks it: start --serve. "
+        "To go on: more run.steps or run.tokens in run.toml, in all regions, and start\n"
     )
     assert output.err == ""
     assert specs == []

@@ -45,10 +45,18 @@ def test_flags_make_a_run_with_certificates_and_the_next_commands(capsys: pytest
 
 
 def test_regions_of_one_machine_get_admin_ports_of_their_own() -> None:
-    regions = "a=127.0.0.1:7400,b=127.0.0.1:7401,c=[::1]:7400,d=127.0.0.1:7403,e"
+    """All names of loopback are one machine: an admin port is at 127.0.0.1, whatever the region listens on."""
+    regions = "a=127.0.0.1:7400,b=localhost:7401,c=[::1]:7400,d=127.0.0.2:7403,e"
     assert main(["init", "--regions", regions, "--yes"]) == 0
     ports = {name: section.admin_port for name, section in load_config(Path("run.toml")).regions.items()}
-    assert ports == {"a": 7402, "b": 7404, "c": 7401, "d": 7405, "e": 7401}
+    assert ports == {"a": 7402, "b": 7404, "c": 7405, "d": 7406, "e": 7407}
+
+
+def test_regions_of_several_machines_have_the_same_admin_port() -> None:
+    regions = "a=10.0.0.1:7400,b=host-b:7401,c=[fd00::1]:7400,e"
+    assert main(["init", "--regions", regions, "--yes"]) == 0
+    ports = {name: section.admin_port for name, section in load_config(Path("run.toml")).regions.items()}
+    assert ports == {"a": 7401, "b": 7402, "c": 7401, "e": 7401}
 
 
 def test_questions_are_asked_for_what_no_flag_says() -> None:

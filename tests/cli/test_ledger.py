@@ -17,6 +17,7 @@ from diloco_node.core.types import (
     DiskNamedBody,
     Entry,
     EntryBody,
+    ExtendedBody,
     FinishedBody,
     GenesisBody,
     LeaderBody,
@@ -42,6 +43,7 @@ BODIES: tuple[EntryBody, ...] = (
     SnapshotBody(0, 4, b"\xcd" * 32),
     SummaryBody(6, b"\xef" * 32),
     FinishedBody((4,), "steps_max"),
+    ExtendedBody(800, 0),
 )
 LINES = (
     "#1 term 1 genesis: run my-run of eu, us-east, 1 fragments, settings cdcdcdcdcdcd, model abababababab",
@@ -54,6 +56,7 @@ LINES = (
     "#7 term 1 snapshot: fragment 0 version 4 is cdcdcdcdcdcd",
     "#8 term 1 summary: entries up to 6 are efefefefefef",
     "#9 term 1 finished: versions 4 to 4: steps_max",
+    "#10 term 1 extended: goes on to 800 steps, any number of tokens",
 )
 
 

@@ -49,6 +49,7 @@ class Region:
             snapshot=lambda _: {},
             not_ready_reason=str,
             finish=self.finished.append,
+            drain=lambda: self.finished.append("drained"),
             set_budget=self._set,
             measure=None,  # type: ignore[arg-type]
             expel=self._expel,
@@ -106,7 +107,14 @@ def test_the_only_region_of_run_toml_here_is_meant(region: Region, capsys: pytes
 
 
 def test_help_of_an_order_is_about_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["quarantine", "add"], ["quarantine", "lift"], ["budget", "show"], ["finish"], ["learner", "start"]):
+    for words in (
+        ["quarantine", "add"],
+        ["quarantine", "lift"],
+        ["budget", "show"],
+        ["finish"],
+        ["drain"],
+        ["learner", "start"],
+    ):
         assert main([*words, "--help"]) == 0
         text = capsys.readouterr().out
         assert "measure" not in text
@@ -131,6 +139,8 @@ def test_a_run_is_ended_with_a_reason(region: Region, capsys: pytest.CaptureFixt
     assert "eu refuses: reason must be a text of 1 to 512 bytes" in capsys.readouterr().err
     assert main(["finish", "us"]) == 5
     assert len(region.finished) == 2
+    assert main(["drain", "state/eu"]) == 0
+    assert region.finished[2:] == ["drained"]
 
 
 def test_the_budget_in_force_is_shown(region: Region, capsys: pytest.CaptureFixture[str]) -> None:

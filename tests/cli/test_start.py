@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import socket
 import sys
@@ -20,6 +21,7 @@ from diloco_node.learner.builtin.trainer import (
 )
 from diloco_node.main import main
 from diloco_node.supervisor.preload import forkable_command
+from diloco_node.supervisor.supervisor import run_supervisor
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 from diloco_node.transport.certificates import init_run
 from tests.kit.commands import run_command
@@ -80,7 +82,7 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert spec.learner_command == [sys.executable, "-m", "diloco_node.learner"]
     assert spec.env == {
         "DILOCO_TRAINER": str(folder / "trainer.json"),
-        "DILOCO_ON_SPIKE": "warn",
+        "DILOCO_SPIKES": "warn",
         "DILOCO_PLACE": "0/3",
     }
     assert spec.hang_s == 300.0
@@ -98,6 +100,28 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert trainer["data"]["paths"] == [str(tmp_path / "text.txt")]
     assert (trainer["model"]["batch"], trainer["run"]["seed"], trainer["model"]["step_time_min"]) == (4, 7, 0.05)
     assert capsys.readouterr().err == ""
+
+
+READ_SETTINGS = """
+import sys
+from pathlib import Path
+from diloco_node.config.resolve import load_config
+try:
+    load_config(Path(sys.argv[1]))
+except Exception as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+def test_what_start_sets_for_its_children_stands_in_the_way_of_no_settings(
+    tmp_path: Path, specs: list[SupervisorSpec]
+) -> None:
+    """A daemon reads run.toml again at SIGHUP, and a training script may call diloco-node."""
+    assert main(["start", "--region", "eu"]) == 6
+    daemon = [sys.executable, "-c", READ_SETTINGS, str(tmp_path / "run.toml")]
+    spec = dataclasses.replace(specs[0], daemon_command=daemon, learner_command=None, preload=(), is_echoing=False)
+    assert (run_supervisor(spec), (spec.state_dir / "logs" / "daemon.log").read_text()) == (0, "")
 
 
 TRAINER, DYNAMO, WARM = "diloco_node.learner.builtin.trainer", "torch._dynamo", "diloco_node.learner.warm"
@@ -148,7 +172,7 @@ def test_what_follows_a_spike_and_when_a_learner_hangs_can_be_set(
     specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["start", "--region", "eu", "--on-spike", "rollback", "--set", "learner.hang=0s"]) == 6
-    assert (specs[0].env["DILOCO_ON_SPIKE"], specs[0].hang_s) == ("rollback", 0.0)
+    assert (specs[0].env["DILOCO_SPIKES"], specs[0].hang_s) == ("rollback", 0.0)
     assert main(["start", "--region", "eu", "--on-spike", "panic"]) == 2
     assert "learner.on_spike" in capsys.readouterr().err
 

@@ -249,8 +249,8 @@ def test_details_name_open_rounds_and_the_last_alarm() -> None:
 
 def test_alerts_are_shown_with_what_helps() -> None:
     lines = status_lines([changed(learner=None, learner_process={"state": "done", "exit_code": 0})], None)
-    assert lines[0] == "degraded: us: the learner ended at step 64 of 250"
-    at = lines.index("× A-LEARNER-ENDED: us: the learner ended at step 64 of 250")
+    assert lines[0] == "degraded: us: the learner ended at step 64, the run is at 64 of 250"
+    at = lines.index("× A-LEARNER-ENDED: us: the learner ended at step 64, the run is at 64 of 250")
     assert lines[at + 1].startswith("  -> Have the loop repeat its data")
     assert lines[at + 1].endswith("`diloco-node learner start us`")
 
@@ -264,7 +264,7 @@ def test_of_many_alerts_the_gravest_are_shown_and_the_others_counted() -> None:
 
 def test_all_regions_of_the_run_are_shown_from_one() -> None:
     facts = {"steps_of": {"eu": 60, "ap": 12}, "participation_of": {"eu": 0.98}, "leader": "eu", "role": "follower"}
-    one_way = {"applied_index": 40, "rtt_seconds": 0.09}
+    one_way = {"applied_index": 40, "rtt_seconds": 0.09, "step": 9}
     document = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 7})) | facts
     lines = status_lines([document], 80)
     assert max(map(len, lines)) <= 80
@@ -274,6 +274,8 @@ def test_all_regions_of_the_run_are_shown_from_one() -> None:
     assert lines[ap].split()[:3] == ["ap*", "down", "12"]
     assert lines[ap + 1] == "  33 ledger entries behind, Connection refused"
     assert "* as seen from us" in lines
+    dead = changed(peers=peers(eu=one_way | {"step": None})) | facts
+    assert "  90 ms away" in status_lines([dead], 80), "its learner is in no merge, whatever the ratio of its life was"
     healed = changed(peers=peers(eu=one_way | {"error": "of an earlier link"})) | facts
     assert "  90 ms away, in 98 % of the merges" in status_lines([healed], 80)
     unheard = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 0})) | facts

@@ -61,7 +61,9 @@ def halved(x):
 """
 
 
-def test_what_a_power_cut_leaves_is_thrown_away_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_power_cut_leaves_is_thrown_away_and_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """With loops that are small: ours take half a minute to compile."""
     (tmp_path / "loops.py").write_text(DOUBLED)
     folder = tmp_path / "cache"
@@ -77,7 +79,11 @@ def test_what_a_power_cut_leaves_is_thrown_away_and_made_again(tmp_path: Path, m
 
     try:
         assert hits() == [0, 0]
+        (record,) = caplog.records
+        assert record.getMessage().startswith("compiling kernels, some 15 s of processor time, once")
+        assert str(folder) in record.getMessage()
         assert hits() == [1, 1]
+        assert len(caplog.records) == 1, "what is kept is not compiled, and nothing is said"
         for pattern, size in (("*doubled*.nbi", 0), ("*halved*.nbc", 1000)):
             file, *_ = folder.rglob(pattern)
             assert file.stat().st_size > size

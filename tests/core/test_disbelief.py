@@ -187,7 +187,10 @@ def test_an_early_end_is_not_acknowledged_and_refused_after_an_election_timeout(
     beat = MessageArrived("a", AppendEntries(1, 2, end.index, end.hash, (), 2))
     assert alarms(core.handle(beat, now_ns=SETTINGS.election_timeout_ns)) == ""
     effects = core.handle(beat, now_ns=SETTINGS.election_timeout_ns + 1)
-    assert "it ends a run without a limit, and no operator's order came here" in alarms(effects)
+    assert (
+        "it ends a run without a limit, and neither an operator's order nor the votes of a majority came here"
+        in alarms(effects)
+    )
     assert core.ledger.leader == ""
 
 

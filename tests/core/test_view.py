@@ -17,4 +17,4 @@ def test_rounds_count_for_those_that_are_in_them_and_for_live_learners() -> None
     participation.count(committed_round(0, 2, [contribution("b")]))
     result = participation.view()
     assert result == (ParticipationView("a", 1, 2), ParticipationView("b", 3, 3), ParticipationView("c", 0, 0))
-    assert [line.ratio for line in result] == [0.5, 1.0, 1.0]
+    assert [line.ratio for line in result] == [0.5, 1.0, None]

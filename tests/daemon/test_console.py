@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from diloco_node.codec import kernel_cache
 from diloco_node.core.types import RunSettings
-from diloco_node.daemon.console import LINE_CHARS_MAX, PACE_S, WAIT_TOLD_S, Console, console_line
+from diloco_node.daemon.console import LINE_CHARS_MAX, PACE_S, WAIT_TOLD_S, Console, ConsoleHandler, console_line
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -19,6 +20,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "peers": [{}, {}],
         "rounds_committed": 0,
         "learner": {"step": 0, "loss": None, "tokens_per_second": None},
+        "run": {"step": 1100},
     }
     return document | changes
 
@@ -34,7 +36,7 @@ def test_a_run_from_joining_to_the_final_model(console: Console, tmp_path: Path)
     assert [console.look(status(), "", now_s=2.0 + second) for second in range(1, int(PACE_S))] == [[]] * 59
     learner = {"step": 1204, "loss": 2.3456789, "current_tokens_per_second": 12_345.6}
     assert console.look(status(learner=learner, rounds_committed=48), "", now_s=2.0 + 2 * PACE_S) == [
-        "step 1,204 of 20,000, loss 2.346, 12,346 tokens/s, 48 rounds, 24.0 a minute"
+        "run at step 1,100 of 20,000, learner at 1,204, loss 2.346, 12,346 tokens/s, 48 rounds, 24.0 a minute"
     ]
     (line,) = console.look(status(rounds_committed=50), "", now_s=2.0 + 3 * PACE_S)
     assert line.endswith("50 rounds, 2.0 a minute"), "since the line before"
@@ -72,3 +74,15 @@ def test_a_line_is_short_and_harmless(capsys: pytest.CaptureFixture[str]) -> Non
     assert line[19:].startswith("Z us: ALARM: \\x1b[31mxxx")
     assert line.endswith(" ...")
     assert len(line) <= LINE_CHARS_MAX + 40
+
+
+def test_a_module_that_knows_no_region_is_heard_at_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = ConsoleHandler("us")
+    kernel_cache.log.addHandler(handler)
+    try:
+        kernel_cache.log.warning("compiling kernels, %s", "once")
+        kernel_cache.log.info("nothing for people")
+    finally:
+        kernel_cache.log.removeHandler(handler)
+    shown = [line for line in capsys.readouterr().out.splitlines() if " us: " in line]
+    assert [line.partition(" us: ")[2] for line in shown] == ["compiling kernels, once"]

@@ -366,6 +366,10 @@ async def test_a_region_that_serves_says_nothing_of_its_former_learner(
     status = daemon.status()
     assert status["learner_process"] == {}
     assert [learner["code"] for learner in status["health"]["alerts"] if "LEARNER" in learner["code"]] == []
+    since_unix = status["health"]["since_unix"]
+    assert 0 < since_unix <= status["clock"]["unix"]
+    assert daemon.status()["health"]["since_unix"] == since_unix, "the state is the same"
+    assert "this daemon has started" in {note["text"] for note in status["notes"]}
     assert await end(daemon, running) == 0
     assert not (spec.state_dir / HISTORY_NAME).exists()
 

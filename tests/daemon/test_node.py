@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.final_model import LINGER_S
+from diloco_node.daemon.run_record import FINAL_NAME, set_final_aside
 from diloco_node.lab.demo.account_check import check_account
 from diloco_node.storage.trained import read_trained
 from tests.kit.node_kit import MANIFEST, NO_BUDGET
-from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop
+from tests.kit.node_world import SOME_IDENTITY, FakeLearner, MemoryTransport, Network, Region, VirtualLoop
 
 MS = 1_000_000
 SHM = Path("/dev/shm")
@@ -146,7 +148,7 @@ def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
         assert rounds >= 2 * STEPS // 8 - 2
         for region in world.regions.values():
             assert region.learner.step >= STEPS - 5
-            assert region.node.view().participation[0].ratio > 0.9
+            assert (region.node.view().participation[0].ratio or 0.0) > 0.9
             assert region.notes.alarms == 0, list(region.notes.last)
 
     play(scenario)
@@ -167,9 +169,30 @@ def test_a_leader_that_stops_hands_over_and_waits_for_nobody_when_it_is_alone(pl
             await leader.drain()
             waits_s.append(clock.time() - began_s)
             assert not (leader.core.is_leader and there)
+            await asyncio.sleep(0.5)  # a heartbeat's way
+            assert all(region.node.core.liveness.has_left(name) for region in there.values())
             world.network.disconnect(name)
         assert 0 < max(waits_s) < node_module.DRAIN_S / 2
         assert waits_s[-1] == 0
+
+    play(scenario)
+
+
+def test_a_learner_that_leaves_is_merged_at_once_though_nobody_else_is_due(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        leaving = world.regions["b"].learner
+        await world.until("the run is half over", lambda: leaving.step > STEPS // 2)
+        clock = asyncio.get_running_loop()
+        leaving.is_leaving, began_s, step = True, clock.time(), leaving.step
+        includes = lambda: all(position.included_step == step for position in leaving.positions)  # noqa: E731
+        await world.until("merges include all of its steps", includes, within_s=20.0)
+        # A cycle takes longer than that: nobody else was due in every fragment.
+        assert clock.time() - began_s < 8 * leaving.step_s + 2.0
+        assert world.regions["a"].node.core.liveness.has_left("b")
+        leaving.is_leaving = False
+        leaving.attach()
+        await world.until("b is back", lambda: not world.regions["a"].node.core.liveness.has_left("b"))
+        await world.finish()
 
     play(scenario)
 
@@ -288,6 +311,32 @@ def test_a_region_that_comes_when_the_others_are_gone_gets_the_end_from_those_th
         for region in regions:
             world.network.heal("c", region.name)
         await world.finish()
+
+    play(scenario)
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_keeps_its_momentum(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        await world.finish()
+        versions = world.regions["a"].node.view().versions
+        models = {name: (region.folder / FINAL_NAME).read_bytes() for name, region in world.regions.items()}
+        for region in world.regions.values():
+            await region.stop_daemon()
+        for seed, region in enumerate(world.regions.values(), start=11):
+            set_final_aside(region.folder)
+            region.settings = replace(region.settings, steps_max=STEPS + STEPS // 2)
+            region.spec = replace(region.spec, settings=region.settings)
+            region.learner = FakeLearner(region, seed, 0.05)
+            await region.start_daemon()
+            region.spawn(region.learner.live(), "learner")
+        await world.until("the run goes on", lambda: world.regions["a"].node.view().versions > versions)
+        parameters = world.regions["a"].node.parameters
+        assert all(momentum.any() for momentum in parameters.momentum)
+        await world.finish()
+        for name, region in world.regions.items():
+            assert (region.folder / "final-1.safetensors").read_bytes() == models[name]
+            assert (region.folder / FINAL_NAME).read_bytes() != models[name]
+            assert STEPS // 2 - 5 <= region.learner.step <= STEPS, "what is left of the way, not all of it"
 
     play(scenario)
 

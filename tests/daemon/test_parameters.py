@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,19 @@ async def test_the_step_moves_against_the_outer_gradient_with_nesterov_momentum(
     scale = 1 + SETTINGS.outer_momentum
     step = SETTINGS.outer_lr * scale * factors * gradient
     np.testing.assert_allclose(difference, step, rtol=0.02, atol=0.02 * np.abs(step).max())
+
+
+async def test_a_last_round_leaves_the_momentum_for_a_run_that_goes_on(pair) -> None:
+    parameters, _ = pair
+    await parameters.apply(*a_round(parameters), None)
+    momentum, before = parameters.momentum[0].copy(), await theta(parameters)
+    assert momentum.any()
+    body, bodies = a_round(parameters, version=2)
+    await parameters.apply(replace(body, is_last=True), bodies, None)
+    assert parameters.momentum[0].tobytes() == momentum.tobytes()
+    factors = np.repeat(np.array(body.factors), [piece.size for piece in MANIFEST.fragments[0].pieces])
+    step = factors * theta_of(0, 9)
+    np.testing.assert_allclose(before - await theta(parameters), step, rtol=0.02, atol=0.02 * np.abs(step).max())
 
 
 async def test_a_version_out_of_order_is_a_bug_and_changes_nothing(pair) -> None:

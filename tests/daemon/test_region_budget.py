@@ -57,14 +57,26 @@ def test_the_file_is_read_as_it_is_now(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     text = '[run]\nid = "try"\n[budget]\negress = "{}"\n[regions.eu]\naddress = "10.0.0.1:7400"\n'
     path.write_text(text.format("8Mbit/s"))
-    assert plan_of_file(path, "eu").limits == RateLimits(10**6, None)
+    assert plan_of_file(path, "eu") == (BudgetPlan(RateLimits(10**6, None)), str(path))
     path.write_text(text.format("16Mbit/s"))
-    assert plan_of_file(path, "eu").limits == RateLimits(2 * 10**6, None)
+    assert plan_of_file(path, "eu") == (BudgetPlan(RateLimits(2 * 10**6, None)), str(path))
     with pytest.raises(ConfigError, match="'us'"):
         plan_of_file(path, "us")
     path.write_text(text.format("16"))
     with pytest.raises(ConfigError, match="no unit"):
         plan_of_file(path, "eu")
+
+
+@pytest.mark.parametrize("name", ["DILOCO_BUDGET__EGRESS", "DILOCO_REGIONS__EU__EGRESS"])
+def test_who_edits_a_file_that_a_variable_beats_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nid = "try"\n[budget]\negress = "8Mbit/s"\n[regions.eu]\naddress = "10.0.0.1:7400"\n')
+    monkeypatch.setenv(name, "16Mbit/s")
+    plan, source = plan_of_file(path, "eu")
+    assert plan.limits == RateLimits(2 * 10**6, None)
+    assert source == f"{path}, which {name} in this region's environment beats"
 
 
 def test_a_plan_says_itself_in_one_line() -> None:
@@ -141,6 +153,23 @@ def test_a_budget_that_is_too_small_is_said_once_with_what_would_do() -> None:
     assert region.run(100, 4, budget(LARGE)) == ""
     assert region.notes[2].text == "the schedule is kept again"
     assert len(region.notes) == 3
+
+
+def test_a_budget_is_not_to_blame_where_the_daemon_waits_for_a_processor() -> None:
+    region, late_ns = Region(), 2 * SETTINGS.sync_every * STEP_NS // 10
+    look = region.watch.look
+    region.watch.look = lambda view, limits: look(view, limits, late_ns=late_ns)  # type: ignore[method-assign]
+    unused = budget(SMALL, SMALL) | {"share_used": 0.5}
+    assert region.run(100, 40, unused) == ""
+    assert region.notes == []
+    assert region.watch.pace() == {"steps": 64.0, "sync_every": 8, "is_late": True, "is_starved": True}
+    assert region.run(100, 40, unused | {"share_used": 0.95}) != "", "it is used up all the same"
+    assert region.watch.pace()["is_starved"] is False
+    late_ns = SETTINGS.sync_every * STEP_NS // 11
+    assert region.run(8, 40, unused) != "", "timers that are so little late cost no tenth of a cycle"
+    late_ns *= 2
+    assert region.run(100, 4, unused) == ""
+    assert region.watch.pace()["is_starved"] is False, "nothing is late"
 
 
 def test_nothing_is_said_without_a_learner_or_at_the_end() -> None:

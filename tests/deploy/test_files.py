@@ -18,7 +18,7 @@ import yaml
 
 from diloco_node import __version__
 from diloco_node.main import app
-from diloco_node.supervisor.supervisor_spec import FINAL_CODES, SupervisorSpec
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES, LEARNER_SHARE, SupervisorSpec
 from tests.kit.repository import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -26,7 +26,7 @@ UNIT = DEPLOY / "systemd" / "diloco-node@.service"
 SBATCH = DEPLOY / "slurm" / "region.sbatch"
 
 _SPEC = SupervisorSpec("us", Path(), [], None)
-STOP_S = _SPEC.learner_stop_s + _SPEC.daemon_stop_s + _SPEC.tracker_stop_s
+STOP_S = (2 - LEARNER_SHARE) * _SPEC.stop_s
 """What `start` takes at most after SIGTERM."""
 
 

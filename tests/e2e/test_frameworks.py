@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 NEEDS = {
     "hf_trainer.py": ("transformers", "accelerate"),
-    "lightning_fit.py": ("lightning",),
+    "lightning_fit.py": ("lightning", "torchdata"),
     "accelerate_loop.py": ("accelerate",),
     "fsdp_loop.py": (),
     "torchtitan_train.py": ("torchtitan",),

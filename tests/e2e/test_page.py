@@ -73,7 +73,10 @@ async def test_an_outage_appears_and_goes(tmp_path: Path) -> None:
             await tab.open(url)
             await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
             assert await tab.evaluate("document.querySelectorAll('.card').length") == 0
-            assert "1 more region may fail" in await tab.evaluate("document.getElementById('top').innerText")
+            top = await tab.evaluate("document.getElementById('top').innerText")
+            assert "1 more region may fail before merging stops" in top
+            assert "2 more learners may stop before none trains" in top
+            assert "for 2 min, since " in top
             trained = await tab.evaluate("document.querySelector('#account tr').innerText")
             assert "no data" in trained, "what others trained is not known here"
             run.has_lost = True
@@ -89,6 +92,46 @@ async def test_an_outage_appears_and_goes(tmp_path: Path) -> None:
         async with shown(run, tmp_path, port=int(url.rpartition(":")[2])):
             await tab.until("!document.querySelector('.card')")
             assert "healthy" in await tab.evaluate("document.querySelector('.pill').innerText")
+
+
+async def test_events_are_marks_on_the_curves_and_their_list_can_be_filtered(tmp_path: Path) -> None:
+    async with shown(ShownRun(), tmp_path) as url, tab_on(url, tmp_path) as tab:
+        await tab.until("document.querySelector('#loss canvas') && document.querySelector('.events li')")
+        for chart in ("loss", "speed"):
+            assert "Marks: " in await tab.evaluate(f"document.querySelector('#{chart} .chart').ariaLabel")
+            legend = await tab.evaluate(f"document.querySelector('#{chart} .legend').innerText")
+            for meaning in ("R a start of a daemon", "L a leader was elected", "P a region left or came back"):
+                assert meaning in legend
+        kinds = "[...new Set([...document.querySelectorAll('.events .kind')].map(e => e.innerText.replace('! ', '')))]"
+        everything = await tab.evaluate("document.querySelectorAll('.events li').length")
+        await tab.evaluate("document.querySelector('[data-do=kind][data-name=peer]').click()")
+        await tab.until(f"{kinds}.join() === 'peer'")
+        assert await tab.evaluate("document.querySelectorAll('.events li').length") == 2
+        assert "2 of 64" in await tab.evaluate("document.querySelector('#events .note').innerText")
+        await tab.evaluate("document.querySelector('[data-do=only-alarms]').click()")
+        await tab.until("document.querySelector('#events .empty')?.innerText === 'no alarms'")
+        for action in ("kind][data-name=peer", "only-alarms"):
+            await tab.evaluate(f"document.querySelector('[data-do={action}]').click()")
+        await tab.until(f"document.querySelectorAll('.events li').length === {everything}")
+        assert tab.errors == []
+
+
+async def test_a_finished_run_shows_no_region_as_a_failure(tmp_path: Path) -> None:
+    over = snapshot(1_200, "us-east", has_lost=True)
+    over["status"] |= {"state": "finished", "reason": "finished: enough steps", "rounds": []}
+    over["status"]["health"] |= {"state": "finished", "line": "finished: enough steps", "alerts": []}
+    ended = {"status": {"region": "eu-west", "error": "it did not end in order: there is no whole report.json"}}
+    path = tmp_path / "report.html"
+    path.write_text(page_with({"regions": [over, ended], "health": over["status"]["health"]}))
+    async with tab_on(path.as_uri(), tmp_path) as tab:
+        await tab.until("document.querySelectorAll('#regions tbody tr').length === 3")
+        states = await tab.evaluate(
+            "[...document.querySelectorAll('#regions [data-label=state]')].map(e => e.innerText)"
+        )
+        assert states == ["■ gone: the run is over", "✓ finished", "■ gone: the run is over"]
+        assert await tab.evaluate("document.querySelectorAll('#regions .bad, .card').length") == 0
+        assert await tab.evaluate("document.querySelector('.pill').innerText") == "■ finished"
+        assert tab.errors == []
 
 
 async def test_the_keyboard_is_enough(tmp_path: Path) -> None:

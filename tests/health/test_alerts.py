@@ -82,6 +82,9 @@ def standings(**by_name: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"region": name, **usual, **by_name.get(name, {})} for name in ("ap", "eu", "us")]
 
 
+LATE = {"steps": 31.2, "sync_every": 16, "is_late": True, "is_starved": False}
+
+
 CASES = [
     (
         kinds.PEER_DOWN,
@@ -161,10 +164,15 @@ CASES = [
     (
         kinds.LEARNER_ENDED,
         changed(learner=None, learner_process={"state": "done", "exit_code": 0}),
-        "the learner ended at step 64 of 250",
+        "the learner ended at step 64, the run is at 64 of 250",
         "diloco-node learner start us",
     ),
-    (kinds.LEARNER_ENDED, changed(learner={"finished": True}), "the learner ended at step 64 of 250", ""),
+    (
+        kinds.LEARNER_ENDED,
+        changed(learner={"finished": True}),
+        "the learner ended at step 64, the run is at 64 of 250",
+        "",
+    ),
     (
         kinds.LEARNER_CRASHES,
         changed(learner=None, learner_process={"state": "waiting", "exit_code": 1, "restarts": 3, "reason": ""}),
@@ -203,6 +211,7 @@ CASES = [
         "the model has batch (30 s ago)",
         "tail -n 40 /s/us/logs/learner.log",
     ),
+    (kinds.MERGES_LATE, changed(merge_pace=LATE), "merged every 31 steps, H is 16", "diloco-node why us"),
     (kinds.BUDGET_SMALL, changed(budget_warning="H = 48 would fit"), "H = 48 would fit", "diloco-node plan"),
     (kinds.DISK_REFUSED, changed(disk={"refused": "ledger: No space left"}), "No space left", "df -h /s/us"),
     (kinds.DISK_LOW, changed(disk={"free_bytes": 2e9}), "2.0 GB of 100.0 GB are free", "df -h /s/us"),
@@ -258,6 +267,114 @@ def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any
     assert health["line"].startswith(health["state"])
 
 
+EAGER = {"name": "eu", "link": "dialing", "is_alive": False, "rtt_seconds": None, "applied_index": 0, "address": "eu:1"}
+
+
+def round_row(waited_for: str = "", outcome: str = "committed") -> dict[str, Any]:
+    wait = {"region": waited_for, "phase": "gather"} if waited_for else None
+    return {"outcome": outcome, "seconds": 1.0, "phases": {"gather": 0.8}, "waited_for": wait}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({}, "no region or phase is waited for in particular"),
+        ({"round_log": [round_row("ap")] * 3 + [round_row()] * 5}, "3 of 8 rounds waited for ap in gather"),
+        ({"round_log": [round_row("ap")] + [round_row()] * 7}, "no region or phase is waited for in particular"),
+        ({"round_log": [round_row(), round_row(outcome="failed")]}, "1 ballots failed beside the last 1 rounds"),
+        (
+            {"merge_pace": LATE | {"is_starved": True}, "machine": {"late_seconds": 0.3, "cpu_pressure_percent": 97.0}},
+            "the daemon's timers fire up to 300 ms late; processes waited for a processor 97 % of the last 10 s",
+        ),
+    ],
+)
+def test_late_merges_are_one_alert_with_the_cause_that_was_measured(changes: dict[str, Any], cause: str) -> None:
+    document = changed(**({"merge_pace": LATE} | changes))
+    (alert,) = find_alerts(document)
+    assert (alert.code, alert.mark.value) == ("A-MERGES-LATE", "info")
+    assert alert.text == f"each fragment is merged every 31 steps, H is 16; measured: {cause}"
+    assert health_of(document)["state"] == "healthy"
+    for other in ({"role": "follower"}, {"state": "finishing"}, {"learner": None, "learner_process": {}}):
+        assert "A-MERGES-LATE" not in {alert.code for alert in find_alerts(document | other)}
+
+
+def test_late_merges_of_a_small_budget_or_a_starved_machine_are_told_by_those_alerts_alone() -> None:
+    (alert,) = find_alerts(changed(merge_pace=LATE, budget_warning="H = 48 would fit"))
+    assert alert.code == "A-BUDGET-SMALL"
+    starved = {
+        "merge_pace": LATE | {"is_starved": True},
+        "machine": {"late_seconds": 2.5, "cpu_pressure_percent": None},
+    }
+    (alert,) = find_alerts(changed(**starved))
+    assert alert.code == "A-STARVED"
+    assert alert.text == "the daemon's timers fire up to 2.5 s late; each fragment is merged every 31 steps, H is 16"
+
+
+def test_regions_that_only_start_are_not_down() -> None:
+    both = [EAGER, EAGER | {"name": "ap", "error": "nobody listens there (Connection refused)"}]
+    for versions in ([3, 3], [-1, -1]):
+        starting = health_of(changed(peers=both, up_seconds=60.0, versions=versions, reason="waits for votes"))
+        assert (starting["state"], starting["line"], starting["alerts"]) == (
+            "starting",
+            "starting: waits for votes",
+            [],
+        )
+    assert health_of(changed(peers=[EAGER, SOUND["peers"][1]], up_seconds=60.0))["state"] == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("up_s", "change"),
+    [
+        (121.0, {}),
+        (None, {}),
+        (60.0, {"rtt_seconds": 0.04}),
+        (60.0, {"applied_index": 7}),
+        (60.0, {"error": "its certificate is another run's"}),
+        (60.0, {"error": "no answer within 10 s"}),
+    ],
+)
+def test_a_region_that_was_there_or_is_out_of_reach_is_down_at_once(up_s: float | None, change: dict[str, Any]) -> None:
+    alerts = find_alerts(changed(peers=[EAGER | change, SOUND["peers"][1]], up_seconds=up_s))
+    assert [alert.code for alert in alerts] == ["A-LAST-MAJORITY", "A-PEER-DOWN"]
+
+
+def failed(words: str) -> dict[str, Any]:
+    return {"text": f"the learner failed: {words}", "age_seconds": 3.0, "is_failure": True}
+
+
+def crashed(last_line: str, state: str = "waiting") -> dict[str, Any]:
+    reason = f"exit code 1 after 3.2 s: {last_line}"
+    return {"learner": None, "learner_process": {"state": state, "exit_code": 1, "restarts": 1, "reason": reason}}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("RuntimeError: the loss is not a scalar", "A-LEARNER-FAILED"),
+        ("ValueError: I think the gradient norm is odd", "A-LEARNER-FAILED"),
+        ("AssertionError: step 3: the loss is nan", "A-LEARNER-FAILED"),
+        ("OutOfMemoryError: CUDA out of memory", "A-LEARNER-FAILED"),
+        ("LearnerError: step 3: the loss is nan, 3 times in a row", "A-LOSS-NAN"),
+        ("LearnerError: step 3: the gradient norm is inf", "A-LOSS-NAN"),
+    ],
+)
+def test_an_error_of_the_script_is_no_fault_of_the_loss_and_raises_one_alert(words: str, code: str) -> None:
+    assert [alert.code for alert in find_alerts(changed(learner_warning=failed(words)))] == [code]
+    exit_too = changed(learner_warning=failed(words), **crashed(f"some.module.{words}"))
+    assert [alert.code for alert in find_alerts(exit_too)] == [code], "the process ended with it"
+    several_lines = changed(learner_warning=failed(rf"{words}\nand a second line"), **crashed(words))
+    assert [alert.code for alert in find_alerts(several_lines)] == [code]
+    crash_loop = changed(learner_warning=failed(words), **crashed(words, state="stopped"))
+    assert [alert.code for alert in find_alerts(crash_loop)] == ["A-LEARNER-STOPPED"], "the graver, with the same words"
+
+
+def test_a_crash_with_other_words_is_another_cause() -> None:
+    document = changed(learner_warning=failed("ValueError: no data"), **crashed("Segmentation fault"))
+    (crash, failure) = find_alerts(document)
+    assert (crash.code, failure.code) == ("A-LEARNER-CRASHES", "A-LEARNER-FAILED")
+    assert crash.text == "the learner's process ended: exit code 1 after 3.2 s: Segmentation fault; 1 restarts"
+
+
 HELLO = Hello(PROTOCOL_VERSION, "run1", 0, "us", "ab", "cd", b"i" * 16, Lane.CONTROL, 3, settings=("H=24",))
 
 
@@ -291,6 +408,7 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         (changed(commit_age_seconds=29.0, usual_commit_seconds=1.0), kinds.NO_COMMIT),
         (changed(commit_age_seconds=41.0, peers=peers(ap=DOWN, eu=DOWN)), kinds.NO_COMMIT),
         (changed(quarantine={"eu": "for 600 s more"}, peers=peers(eu=DOWN)), kinds.PEER_DOWN),
+        (changed(peers=peers(eu=DOWN | {"has_left": True})), kinds.PEER_DOWN),
         (changed(role="follower", left_out=[{"region": "ap", "part": "member", "reason": "late"}]), kinds.LEFT_OUT),
         (changed(role="follower", standings=standings(ap={"tokens_per_step": 8192.0})), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"tokens_per_step": 8192.0, "rounds": 7})), kinds.OUTWEIGHS),
@@ -303,6 +421,7 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         "too soon",
         "no majority says it",
         "quarantine says it",
+        "it said that it leaves",
         "the leader says it",
         "the leader says it of weights too",
         "few rounds",
@@ -349,8 +468,29 @@ def test_a_sound_region_is_healthy() -> None:
         "state": "healthy",
         "line": "healthy: 3 of 3 regions, 1 more may fail, merged 2.0 s ago",
         "failure_tolerance": 1,
+        "training_tolerance": 0,
         "alerts": [],
     }
+
+
+def test_learners_that_are_gone_are_no_training() -> None:
+    with_steps = [peer | {"step": 60} for peer in SOUND["peers"]]
+    assert health_of(changed(peers=with_steps))["training_tolerance"] == 2
+    assert health_of(changed(peers=with_steps, learner={"finished": True}))["training_tolerance"] == 1
+    gone = [with_steps[0] | DOWN, with_steps[1] | {"step": None}]
+    assert health_of(changed(peers=gone))["training_tolerance"] == 0
+    assert joint_health([changed(peers=with_steps), changed(region="eu", peers=gone)])["training_tolerance"] == 0
+
+
+def test_the_health_of_several_holds_since_the_first_that_had_it() -> None:
+    documents = [changed(region=name) for name in ("ap", "eu", "us")]
+    since = [
+        document | {"health": health_of(document) | {"since_unix": 70.0 + at}} for at, document in enumerate(documents)
+    ]
+    assert joint_health(since)["since_unix"] == 70.0
+    worse = since[1] | {"health": since[1]["health"] | {"state": "degraded", "since_unix": 90.0}}
+    assert joint_health([since[0], worse])["since_unix"] == 90.0
+    assert joint_health(documents)["since_unix"] is None
 
 
 @pytest.mark.parametrize("changes", [{"inner_steps": 249}, {"inner_steps": 900, "run": {"total_steps": None}}])
@@ -365,7 +505,7 @@ def test_the_worst_alert_stands_first_and_in_the_line() -> None:
     alerts = find_alerts(document)
     assert [alert.code for alert in alerts] == ["A-LEARNER-ENDED", "A-LAST-MAJORITY", "A-PEER-DOWN"]
     health = health_of(document)
-    assert health["line"] == "degraded: us: the learner ended at step 64 of 250 (and 2 more)"
+    assert health["line"] == "degraded: us: the learner ended at step 64, the run is at 64 of 250 (and 2 more)"
     assert health["failure_tolerance"] == 0
 
 

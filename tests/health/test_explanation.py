@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from diloco_node.health import alert_kinds as kinds
 from diloco_node.health import explanation
 from diloco_node.health.critical_path import ROUNDS_SEEN, critical_path
 from diloco_node.health.explanation import region_names
@@ -145,6 +146,28 @@ def test_a_link_that_is_down_or_slower_than_whole_rounds_promises_nothing() -> N
     (link,) = topics(explain([LEADER | {"peers": [eu, ap | {"rtt_seconds": 1.0}]}]), "link")
     assert link["text"].endswith("1.0 s there and back, 4.0 s")
     assert link["saves_seconds"] is None
+
+
+def test_where_a_processor_is_starved_no_link_and_no_bandwidth_is_to_blame() -> None:
+    starved = OTHER | {"machine": {"late_seconds": 2.5, "cpu_pressure_percent": 98.0}}
+    log = [row(3.0, "ap"), row(3.0, "ap"), row(1.0)]
+    answer = explain([LEADER | {"round_log": log}, starved])
+    (machine,) = [finding for finding in answer["findings"] if finding["topic"] == "machine"]
+    assert machine["text"].startswith(
+        "ap: the daemon's timers fire up to 2.5 s late; processes waited for a processor 98 %"
+    )
+    assert machine["change"] == kinds.STARVED.hint
+    (waits,) = [finding for finding in answer["findings"] if "rounds waited for ap" in finding["text"]]
+    assert waits["change"] == kinds.STARVED.hint, "not its bandwidth"
+    (link,) = [finding for finding in answer["findings"] if finding["topic"] == "link"]
+    assert link["text"].startswith("the link that costs most is eu to us"), (
+        "ap's round trips are those of its processor"
+    )
+
+
+def test_a_loopback_link_costs_nothing_worth_a_line() -> None:
+    peers = [peer | {"rtt_seconds": 0.0004} for peer in LEADER["peers"]]
+    assert not [finding for finding in explain([LEADER | {"peers": peers}])["findings"] if finding["topic"] == "link"]
 
 
 def test_steps_that_differ_a_little_are_no_cause() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_node.errors import LearnerError
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import Done, Failed
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import region_folder
@@ -198,6 +199,76 @@ def test_ranks_that_the_trainer_does_not_bring_together_are_refused(
         trainer.train()
 
 
+class Watched(Rows):
+    """Rows that note what the learner says it does while they are read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.activities = folder, list[str]()
+
+    def look(self) -> None:
+        mark = PlaceMark.decode(request_area(self.folder / "memory.sock", PLACE_AREA, PLACE_BYTES)[:])
+        assert mark is not None
+        self.activities.append(mark.activity)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.look()
+        return super().__getitem__(index)
+
+
+def test_a_trainers_evaluations_and_saves_are_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _, _ = hf_trainer(
+        folder, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, eval_on_start=False
+    )
+    trainer.train_dataset, trainer.eval_dataset = Watched(folder), Watched(folder)
+    saves, save = Watched(folder), trainer._save
+    monkeypatch.setattr(trainer, "_save", lambda *words, **options: (saves.look(), save(*words, **options)))
+    with FakeDaemon(folder):
+        trainer.train()
+    assert set(trainer.train_dataset.activities) == {""}
+    assert set(trainer.eval_dataset.activities) == {"evaluation"}
+    assert saves.activities == ["saving"] * 2
+    trainer.evaluate()
+    saves.look()
+    assert saves.activities[-1] == "", "it has left, and announces nothing more"
+
+
+def merged_weight(daemon: FakeDaemon) -> Tensor:
+    """The embedding as the run has it."""
+    assert daemon.manifest is not None
+    values = torch.zeros(32)
+    for fragment, theta in zip(daemon.manifest.fragments, daemon.theta, strict=True):
+        for piece in fragment.pieces:
+            values[piece.value_start : piece.value_stop] = torch.from_numpy(
+                theta[piece.offset : piece.offset + piece.size]
+            )
+    return values.view(8, 4)
+
+
+def test_a_trainer_saves_the_merged_weights_in_mid_run_and_at_the_end(folder: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import TrainerCallback
+
+    trainer, _, _ = hf_trainer(folder, save_strategy="steps", save_steps=3, max_steps=ROWS)
+    own: list[Tensor] = []
+    with FakeDaemon(folder) as daemon:
+
+        class Ending(TrainerCallback):  # type: ignore[misc]
+            def on_save(self, *_: Any, **context: Any) -> None:
+                own.append(context["model"].embedding.weight.detach().clone())
+                trainer.save_model(str(folder / "asked"))
+                daemon.stop_learner("enough", (0, 0))
+
+        trainer.add_callback(Ending())
+        trainer.train()
+        trainer.save_model(str(folder / "end"))
+        merged = merged_weight(daemon)
+    assert not torch.equal(own[0], merged), "it had trained on"
+    for place in ("out/checkpoint-3", "asked", "end"):
+        assert torch.equal(load_file(folder / place / "model.safetensors")["embedding.weight"], merged), place
+    assert torch.equal(trainer.model.embedding.weight, merged), "the run's result, without own steps"
+
+
 # ---- Lightning -------------------------------------------------------------------------------------------------------
 
 
@@ -276,9 +347,46 @@ def test_lightning_that_is_started_again_has_its_moments(folder: Path) -> None:
     assert torch.equal(seen[0][1], torch.full((8, 4), 0.25))
 
 
+def test_lightning_saves_the_merged_weights_in_mid_run_and_at_the_end(folder: Path) -> None:
+    trainer, _, module = lightning_trainer(folder, max_steps=ROWS)
+    own: list[Tensor] = []
+    with FakeDaemon(folder) as daemon:
+
+        def look(_outputs: Any, _batch: Any, index: int) -> None:
+            if index == 2:
+                own.append(module.inner.embedding.weight.detach().clone())
+                trainer.save_checkpoint(folder / "mid.ckpt")
+                daemon.stop_learner("enough", (0, 0))
+
+        module.on_train_batch_end = look
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
+        trainer.save_checkpoint(folder / "end.ckpt")
+        merged = merged_weight(daemon)
+    assert not torch.equal(own[0], merged), "it had trained on"
+    for name in ("mid.ckpt", "end.ckpt"):
+        state = torch.load(folder / name, weights_only=False)["state_dict"]
+        assert torch.equal(state["inner.embedding.weight"], merged), name
+    assert torch.equal(module.inner.embedding.weight, merged)
+
+
 def test_an_exception_in_lightning_is_said(folder: Path) -> None:
     trainer, _, module = lightning_trainer(folder, max_steps=ROWS)
     with FakeDaemon(folder) as daemon:
         with pytest.raises(ValueError, match="spoiled"):
             trainer.fit(module, torch.utils.data.DataLoader(Rows(BAD_ROW), batch_size=BATCH))
         assert daemon.wait_for(Failed).reason == f"ValueError: row {BAD_ROW} is spoiled"
+
+
+def test_lightnings_evaluations_are_pauses_and_it_goes_on_after_a_save(folder: Path) -> None:
+    trainer, _, module = lightning_trainer(folder, val_check_interval=2, num_sanity_val_steps=0)
+    module.validation_step = lambda batch, _: None
+    trained, evaluated = Watched(folder), Watched(folder)
+    module.on_validation_epoch_end = lambda: trainer.save_checkpoint(folder / "now.ckpt")
+    with FakeDaemon(folder):
+        trainer.fit(
+            module,
+            torch.utils.data.DataLoader(trained, batch_size=BATCH),
+            torch.utils.data.DataLoader(evaluated, batch_size=BATCH),
+        )
+    assert set(evaluated.activities) == {"evaluation"}
+    assert trained.activities[-1] == ""

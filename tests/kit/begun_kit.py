@@ -5,15 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.types import FinishedBody, GenesisBody, LeaderBody
+from diloco_node.core.types import ExtendedBody, FinishedBody, GenesisBody, LeaderBody
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.storage.store import RegionStore
 from tests.kit.node_kit import MANIFEST
 
 
-def begin_run(folder: Path, run_id: str, regions: tuple[str, ...], *, finished: str = "") -> None:
-    """Leave manifest and ledger of a run; with a reason also its end and the final model's file."""
+def begin_run(
+    folder: Path,
+    run_id: str,
+    regions: tuple[str, ...],
+    *,
+    finished: str = "",
+    limits: tuple[int, int] = (0, 0),
+    extended: tuple[int, int] | None = None,
+) -> None:
+    """Leave manifest and ledger of a run; with a reason also its end, by these limits, and the final model's file."""
     folder.mkdir(parents=True, exist_ok=True)
     save_manifest(folder, MANIFEST)
     fragments = len(MANIFEST.fragments)
@@ -21,7 +29,8 @@ def begin_run(folder: Path, run_id: str, regions: tuple[str, ...], *, finished: 
     bodies = [
         LeaderBody(regions[0]),
         GenesisBody(run_id, MANIFEST.digest, "settings", regions, (bytes(32),) * fragments, disks),
-        *([FinishedBody((0,) * fragments, finished)] if finished else []),
+        *([FinishedBody((0,) * fragments, finished, *limits)] if finished else []),
+        *([ExtendedBody(*extended)] if extended else []),
     ]
     entries = []
     for index, body in enumerate(bodies, start=1):

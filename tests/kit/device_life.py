@@ -115,7 +115,7 @@ class Life:
     def run(self) -> Outcome:
         """All of it."""
         self.run_steps()
-        is_checked = self.fragments._revert._is_done
+        is_checked = self.fragments.revert._is_done
         self._hear()
         copies = [dict(model.named_parameters()) for model in self.models]
         parameters = b""

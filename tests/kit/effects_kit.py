@@ -75,7 +75,7 @@ class FakeLearner:
     version_area: FakeInbox = field(default_factory=FakeInbox)
     incarnation: int = 1
     asked: list[TakeSnapshot] = field(default_factory=list)
-    stopped: list[str] = field(default_factory=list)
+    stopped: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
     def take_snapshot(self, order: TakeSnapshot) -> None:
         self.asked.append(order)
@@ -88,8 +88,8 @@ class FakeLearner:
         first = blocks.span_bytes(0, start)
         return self.contribution_area[fragment][first : first + blocks.span_bytes(start, stop)]
 
-    def stop(self, reason: str) -> None:
-        self.stopped.append(reason)
+    def stop(self, reason: str, versions: tuple[int, ...]) -> None:
+        self.stopped.append((reason, versions))
 
 
 class FlakyStore:

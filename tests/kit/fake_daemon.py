@@ -69,6 +69,7 @@ class FakeDaemon:
         versions: list[int] | None = None,
         is_genesis_automatic: bool = True,
         global_step: int = 0,
+        steps_max: int = 0,
     ) -> None:
         self.folder = folder
         self.fragments = fragments
@@ -79,6 +80,7 @@ class FakeDaemon:
         self.versions = versions or [0] * fragments
         self.is_genesis_automatic = is_genesis_automatic
         self.global_step = global_step
+        self.steps_max = steps_max
         self.said: list[ToDaemon] = []
         self.attaches: list[Attach] = []
         self.detached: list[str] = []
@@ -141,6 +143,7 @@ class FakeDaemon:
                 manifest_digest=self.manifest.digest,
                 wants_initial_state=not self.theta,
                 state_dir=str(self.folder),
+                steps_max=self.steps_max,
             )
         )
         if self.theta:
@@ -190,8 +193,8 @@ class FakeDaemon:
         self._version_parts()[fragment][:] = self.theta[fragment]
         self._server.send(VersionOffered(fragment, self.versions[fragment], included_snapshot))
 
-    def stop_learner(self, reason: str = "the run is finished") -> None:
-        self.send(Stop(reason))
+    def stop_learner(self, reason: str = "the run is finished", versions: tuple[int, ...] = ()) -> None:
+        self.send(Stop(reason, versions))
 
     def wait_for(self, kind: type[T], count: int = 1) -> T:
         """The count-th message of a kind, when it has come."""

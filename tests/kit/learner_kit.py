@@ -21,6 +21,7 @@ def region_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     """A region's folder with its memory store; the environment points to it."""
     monkeypatch.setenv("DILOCO_SOCKET", str(tmp_path / "learner.sock"))
     monkeypatch.setenv("DILOCO_SUPERVISOR", str(tmp_path / "memory.sock"))
+    monkeypatch.setenv("DILOCO_STOP_S", "0.1")  # a fake daemon merges nothing by itself: nobody is to wait for it
     with MemoryStore(tmp_path / "memory.sock"):
         yield tmp_path
 

@@ -49,6 +49,7 @@ from diloco_node.wire.learner_link import (
     Attach,
     Done,
     InitialState,
+    Leaving,
     OfferApplied,
     Report,
     RunAdvanced,
@@ -262,7 +263,7 @@ class FakeLearner:
         self._orders: list[ToLearner] = []
         self.told: list[tuple[int, RunAdvanced]] = []
         self._counter: TrainedCounter | None = None
-        self.is_done = False
+        self.is_done = self.is_leaving = False
 
     def attach(self) -> None:
         fragments = len(self.theta)
@@ -304,7 +305,9 @@ class FakeLearner:
         while not self.is_done:
             await asyncio.sleep(self.step_s)
             await self.paused.wait()
-            if min(position.base_version for position in self.positions) >= 0:
+            if self.is_leaving:
+                self._say(Leaving())
+            elif min(position.base_version for position in self.positions) >= 0:
                 self._train()
             orders, self._orders = self._orders, []
             for order in orders:

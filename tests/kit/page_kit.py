@@ -32,6 +32,20 @@ def note(at: int, kind: str, text: str, *, is_alarm: bool = False, fragment: int
     }
 
 
+MARKED = {
+    5: ("leader", "us-east leads term 3"),
+    21: ("peer", f"{LOST} is gone"),
+    29: ("peer", f"{LOST} is here"),
+    41: ("learner", "incarnation 2 attached at step 40"),
+}
+"""Notes that are marks on the curves, by the second modulo 64."""
+
+
+def note_at(number: int) -> dict[str, Any]:
+    kind, text = MARKED.get(number % 64, ("waits" if number % 9 else "digest", f"note {number}"))
+    return note(number, kind, text, is_alarm=kind == "digest", fragment=number % FRAGMENTS if kind == "waits" else -1)
+
+
 def round_row(at: int, *, has_lost: bool) -> dict[str, Any]:
     """A round that ended at second `at`; each eleventh fails."""
     is_failed = at % 11 == 0
@@ -72,7 +86,9 @@ def health(at: int, *, has_lost: bool) -> dict[str, Any]:
     return {
         "state": "degraded" if has_lost else "healthy",
         "line": f"{LOST} is down; the other two go on" if has_lost else "all 3 regions merge",
+        "since_unix": UNIX + at - 125,
         "failure_tolerance": 0 if has_lost else 1,
+        "training_tolerance": 2 - has_lost,
         "alerts": [{**ALERT, "text": ALERT["text"].replace("SECONDS", f"{at} s")}, WARNING] if has_lost else [],
     }
 
@@ -156,16 +172,7 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
         "learner_process": {"state": "running"},
         "tokens": at * 512,
         "token_account": {"trained": at * 512, "carried": 1_024, "run_merged": at * 1_400, "run_discarded": 512},
-        "notes": [
-            note(
-                number,
-                "waits" if number % 9 else "digest",
-                f"note {number}",
-                is_alarm=number % 9 == 0,
-                fragment=number % FRAGMENTS,
-            )
-            for number in range(max(0, at - 64), at)
-        ],
+        "notes": [note_at(number) for number in range(max(0, at - 64), at)],
         "clock": {"unix": UNIX + at, "monotonic_ns": at * 10**9},
         "manifest_digest": "8a5a7d8703b2",
         "parameters": 133_000,
@@ -238,6 +245,7 @@ class ShownRun:
             snapshot=self.snapshot,
             not_ready_reason=lambda: "",
             finish=lambda _: None,
+            drain=lambda: None,
             set_budget=lambda _: {},
             measure=measure,
             expel=None,

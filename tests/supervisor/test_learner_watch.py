@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_node.shared_memory import PlaceMark
 from diloco_node.supervisor.learner_watch import (
     ABORT_S,
     ASLEEP_S,
@@ -128,6 +129,15 @@ def test_a_crash_loop_stops_the_learner_and_says_how_to_go_on() -> None:
     assert watch.ended(1, lived_s=3.0, now_s=203), "it has all of its tries again"
 
 
+def test_the_last_line_is_that_of_a_crash_and_of_nothing_else() -> None:
+    watch = running()
+    watch.ended(1, lived_s=3.0, now_s=3, last_line="ValueError: no data")
+    assert watch.reason == "exit code 1 after 3.0 s: ValueError: no data"
+    watch.started(b"", now_s=4)
+    watch.ended(-signal.SIGKILL, lived_s=3.0, now_s=7, last_line="step 7")
+    assert watch.reason == "ended by SIGKILL after 3.0 s", "who was killed from outside had not said why"
+
+
 def test_crashes_that_are_far_apart_are_no_loop() -> None:
     watch = running()
     for crash in range(5 * CRASHES_MAX):
@@ -199,3 +209,49 @@ def test_who_steps_within_the_limit_is_never_touched(pauses_s: list[float]) -> N
             assert watch.look(b"%d" % number, now_s=now_s) is Action.NOTHING
             now_s += 1
     assert watch.hangs == 0
+
+
+# ---- announced pauses ------------------------------------------------------------------------------------------------
+
+
+def busy(since_s: float, limit_s: float = 500.0) -> PlaceMark:
+    return PlaceMark(7, step=1, since_s=since_s, limit_s=limit_s, activity="evaluation")
+
+
+def test_an_announced_pause_is_no_hang_before_its_own_limit_and_then_it_is() -> None:
+    watch = running()
+    watch.look(b"1", now_s=1.0)
+    for at_s in range(2, 503):
+        assert watch.look(b"1", now_s=at_s, place=busy(2.0)) is Action.NOTHING
+    assert watch.look(b"1", now_s=503.0, place=busy(2.0)) is Action.ABORT
+    assert watch.reason == "hung: evaluation takes more than its limit of 500 s"
+    watch.ended(-signal.SIGABRT, lived_s=503, now_s=504)
+    watch.started(b"1", now_s=504.0, place=busy(2.0))
+    watch.look(b"2", now_s=505.0, place=busy(2.0))
+    assert watch.look(b"2", now_s=1400.0, place=busy(505.0)) is Action.NOTHING, "the next one gets twice the time"
+
+
+def test_after_a_pause_the_time_without_steps_begins_anew_and_it_counts_as_no_usual_one() -> None:
+    watch = running()
+    watch.look(b"1", now_s=1.0)
+    for at_s in range(2, 400):
+        watch.look(b"1", now_s=at_s, place=busy(2.0))
+    ended = PlaceMark(7, step=1)
+    assert [at_s for at_s in range(400, 470) if watch.look(b"1", now_s=at_s, place=ended) is Action.ABORT] == [461]
+    assert "belong into `with diloco.busy" in watch.reason
+
+
+def test_a_pause_of_the_life_before_excuses_nothing() -> None:
+    watch = LearnerWatch(HANG_S)
+    watch.started(b"0", now_s=0.0, place=busy(-50.0))
+    watch.look(b"1", now_s=1.0, place=busy(-50.0))
+    hung = [at_s for at_s in range(2, 100) if watch.look(b"1", now_s=at_s, place=busy(-50.0)) is Action.ABORT]
+    assert hung == [62]
+
+
+def test_no_pause_hangs_where_nothing_does() -> None:
+    watch = LearnerWatch(0.0)
+    watch.started(b"0", now_s=0.0)
+    watch.look(b"1", now_s=1.0)
+    for at_s in range(2, 3000, 5):
+        assert watch.look(b"1", now_s=at_s, place=busy(2.0)) is Action.NOTHING

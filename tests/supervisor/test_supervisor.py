@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -219,13 +220,13 @@ from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 place = pathlib.Path(sys.argv[1])
 sys.exit(run_supervisor(SupervisorSpec(
     region="us-east", state_dir=place, env={"PLACE": str(place)}, is_echoing=False,
-    learner_stop_s=float(sys.argv[4]), daemon_first_s=0.0,
+    stop_s=float(sys.argv[4]), daemon_first_s=0.0,
     daemon_command=[sys.executable, "-c", sys.argv[2]], learner_command=[sys.executable, "-c", sys.argv[3]])))
 """
 
 
-def start(tmp_path: Path, daemon: str, learner: str, learner_stop_s: float = 30.0) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", MAIN, str(tmp_path), daemon, learner, str(learner_stop_s)])
+def start(tmp_path: Path, daemon: str, learner: str, stop_s: float = 30.0) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", MAIN, str(tmp_path), daemon, learner, str(stop_s)])
     deadline_s = time.monotonic() + PATIENCE_S
     while not (lives(tmp_path, "daemon") and lives(tmp_path, "learner")):
         assert process.poll() is None
@@ -252,10 +253,26 @@ def test_signal_stops_learner_then_daemon_and_exits_zero(tmp_path: Path, number:
 
 def test_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     stubborn = NOTE + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('learner')\nsignal.pause()"
-    process = start(tmp_path, ordered("daemon"), stubborn, learner_stop_s=0.1)
+    process = start(tmp_path, ordered("daemon"), stubborn, stop_s=0.1)
     process.terminate()
     assert process.wait(PATIENCE_S) == 0
     assert is_gone(lives(tmp_path, "learner")[0])
+
+
+def test_the_log_says_what_a_learner_that_was_killed_has_lost(tmp_path: Path) -> None:
+    mark = (
+        "import os, pathlib, signal\nfrom diloco_node.shared_memory import *\n"
+        "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), PLACE_AREA, PLACE_BYTES)\n"
+        "area[:] = PlaceMark(os.getpid(), step=100, included_step=88, checkpoint_step=1).encode()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('learner')\nsignal.pause()"
+    )
+    process = start(tmp_path, ordered("daemon"), NOTE + mark, stop_s=0.1)
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
+    log = (tmp_path / "logs" / "supervisor.log").read_text()
+    assert (
+        "learner did not stop within 0 s: killed; lost: 99 steps since its checkpoint, 12 that no merge includes" in log
+    )
 
 
 def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
@@ -317,6 +334,42 @@ def test_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert run_supervisor(wrong) == 0
     assert "/no/such/trainer: No such file" in (tmp_path / "logs" / "learner.log").read_text()
     assert not os.path.lexists(tmp_path / "memory.sock")
+
+
+RANK = "Traceback (most recent call last):\n[rank0]: ValueError: no such expert\n"
+LAUNCHER = "\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\ntrain.py FAILED\n====\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        ("step 1\n  raise RuntimeError('x')\nRuntimeError: sizes differ\n", "RuntimeError: sizes differ"),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory\n[W] ProcessGroupNCCL.cpp: Warning\n",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (RANK + LAUNCHER, "[rank0]: ValueError: no such expert"),
+        ("ChildFailedError: \nSegmentation fault (core dumped)\n\n", "Segmentation fault (core dumped)"),
+        ("step 7 loss 2.1\n", "step 7 loss 2.1"),
+        ("", ""),
+    ],
+)
+def test_the_last_line_of_a_crash_is_that_of_its_cause(tmp_path: Path, output: str, line: str) -> None:
+    log = child.ChildLog(tmp_path / "learner.log", is_echoing=False)
+    log.write(b"x" * child.TAIL_BYTES + b"\n")
+    log.tail = b""
+    for byte in output.encode():
+        log.write(bytes([byte]))
+    assert log.last_line() == line
+    log.close()
+
+
+def test_a_crash_is_told_with_its_last_line(tmp_path: Path) -> None:
+    daemon = NOTE + "wait_for('learner', 2)\n(place / 'seen').write_text((place / 'learner.json').read_text())"
+    learner = NOTE + "if note('learner') == 1: raise RuntimeError('sizes differ')\nimport signal\nsignal.pause()"
+    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, learner), learner_stop_s=0.1)) == 0
+    reason = json.loads((tmp_path / "seen").read_text())["reason"]
+    assert re.fullmatch(r"exit code 1 after \d+\.\d s: RuntimeError: sizes differ", reason)
 
 
 def test_sighup_goes_to_the_daemon_and_nothing_ends(tmp_path: Path) -> None:
@@ -426,6 +479,18 @@ def test_a_crash_loop_stops_the_learner_and_not_its_daemon_until_it_is_asked_for
     said = (tmp_path / "logs" / "supervisor.log").read_text()
     assert f"crashed {watch.CRASHES_MAX} times in 1 min, the last time: exit code 1 after" in said
     assert "SIGUSR1: the learner is started again" in said
+
+
+def test_a_learner_whose_script_left_early_comes_back_when_it_is_asked_for(tmp_path: Path) -> None:
+    daemon = NOTE + (
+        "import signal\n"
+        "note('daemon')\n"
+        "wait_until('done')\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "wait_for('learner', 2)\n"
+    )
+    assert run_supervisor(spec(tmp_path, daemon, NOTE + "note('learner')")) == 0
+    assert (len(lives(tmp_path, "learner")), len(lives(tmp_path, "daemon"))) == (2, 1)
 
 
 def test_sigusr1_changes_nothing_while_the_learner_runs(tmp_path: Path) -> None:

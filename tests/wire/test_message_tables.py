@@ -44,10 +44,11 @@ BODIES: list[t.EntryBody] = [
     t.LeaderBody("eu"),
     ROUND,
     t.DiscardedBody("us-east", 1, 2, 10, 26, 4096, "died"),
-    t.FinishedBody((5, 6), "tokens"),
+    t.FinishedBody((5, 6), "tokens", 400, 9_000),
     t.DiskNamedBody("eu", b"d" * 16),
     t.SnapshotBody(2, 8, b"d" * 32),
     t.SummaryBody(1024, b"d" * 32),
+    t.ExtendedBody(800, 0),
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [
@@ -67,7 +68,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.StateRequested(2, 6, b"d" * 32),
     m.Refused(2, 6, "gone"),
     m.TimeoutNow(2, "eu"),
-    m.FinishRequested("enough"),
+    m.FinishRequested("enough", False),
     m.DiscardReported((BODIES[3],)),  # type: ignore[arg-type]
     k.IngressGranted(12_500_000),
     k.IngressDemand(1 << 62),

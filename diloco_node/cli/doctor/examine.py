@@ -20,7 +20,8 @@ from diloco_node.cli.doctor import machine_facts as probes
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 from diloco_node.health.finding import Finding, read_alert
 from diloco_node.health.reading import Document, number, rows, section
-from diloco_node.state_names import NODE_NAME
+from diloco_node.state_names import MEMORY_SOCKET_NAME, NODE_NAME
+from diloco_node.unix_sockets import socket_path
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -111,8 +112,21 @@ def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
     )
     heartbeat_s = patient.config.rounds.heartbeat.ns / 1e9
     yield machine.fsync_time([] if free is None else probes.fsync_seconds(folder), heartbeat_s)
+    if free is not None:  # else that is what is wrong
+        yield machine.locks(probes.lock_error(folder))
+        yield _sockets(patient.folder.resolve(), folder)
     need = None if needs is None else needs.memory
     yield machine.memory(probes.available_memory(), need, is_taken=patient.status is not None)
+
+
+def _sockets(state_dir: Path, folder: Path) -> Finding:
+    """Bind where the region's sockets will be. folder: the state folder, or the closest one above it that is there."""
+    try:
+        place = socket_path(state_dir, MEMORY_SOCKET_NAME).parent
+    except (BindError, OSError) as error:
+        return machine.sockets("", str(error), is_direct=False)
+    is_direct = place == state_dir
+    return machine.sockets(str(place), probes.bind_error(folder if is_direct else place), is_direct=is_direct)
 
 
 def examine_settings(patient: Patient) -> Iterator[Finding]:
@@ -221,10 +235,8 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Findin
     errors = []
     if command and shutil.which(command[0]) is None:
         errors.append(f"command {command[0]!r} is not found on PATH")
-    if config.run.init is not None and not probes.is_there(config.run.init):
-        errors.append(f"run.init: {config.run.init} does not exist, or this user may not see it")
     checks: tuple[Callable[[NodeConfig], None], ...] = () if command else (start.check_data, start.check_model)
-    for check in checks:
+    for check in (start.check_init, *checks):
         try:
             check(config)
         except ConfigError as error:

@@ -107,6 +107,27 @@ def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> Finding:
     return topics.FSYNC.ok(text)
 
 
+def locks(error: str) -> Finding:
+    """Judge whether the state folder's disk gives locks. `error`: why not; empty: it does."""
+    text, _, hint = error.partition(": ")
+    return topics.LOCKS.failed(text, hint) if error else topics.LOCKS.ok("files can be locked")
+
+
+def sockets(place: str, error: str, *, is_direct: bool) -> Finding:
+    """Judge the folder of the region's Unix sockets.
+
+    Args:
+        place: the folder. error: why none can be bound there; empty: it can. is_direct: it is the state folder itself,
+            and not the one in the temporary directory for state folders with a long path.
+    """
+    why = "" if is_direct else ", for the path of the state folder is too long"
+    if error:
+        other = "" if is_direct else ", or TMPDIR to one with a short path"
+        hint = f"set run.state_dir (--state-dir) to a local disk and a short path{other}"
+        return topics.SOCKETS.failed(f"no Unix socket can be bound: {error}{why}", hint)
+    return topics.SOCKETS.ok(f"Unix sockets can be bound in {place}{why}")
+
+
 def memory(available: int | None, need: int | None, *, is_taken: bool) -> Finding:
     """Judge the bytes for the daemon beside the learner's model and optimizer. is_taken: it runs, and has its part."""
     if available is not None and is_taken:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+
+from diloco_node.errors import DiskRefused
+from diloco_node.file_lock import lock_file
 
 FSYNCS: Final = 100
 FSYNC_S_MAX: Final = 2.0
@@ -111,6 +116,28 @@ def fsync_seconds(folder: Path) -> list[float]:
     except OSError:
         return times
     return times
+
+
+def lock_error(folder: Path) -> str:
+    """The reason why a file in an existing folder can't be locked; empty if it can, or if none can be written there."""
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder) as file:
+        try:
+            lock_file(file.fileno(), Path(file.name))
+        except DiskRefused as error:
+            return str(error)
+    return ""
+
+
+def bind_error(folder: Path) -> str:
+    """The reason why no Unix socket can be bound in an existing folder; empty if one can."""
+    path = folder / f"{os.getpid():x}.s"  # as short as the shortest name that the program binds
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(os.fspath(path))
+        except OSError as error:
+            return f"{path}: {error.strerror or error}"
+    path.unlink()
+    return ""
 
 
 def available_memory() -> int | None:

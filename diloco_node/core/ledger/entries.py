@@ -35,6 +35,7 @@ from diloco_node.core.types import (
     Entry,
     EntryBody,
     EntryKind,
+    ExtendedBody,
     FinishedBody,
     GenesisBody,
     LeaderBody,
@@ -60,6 +61,7 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.DISK_NAMED.value: DiskNamedBody,
     EntryKind.SNAPSHOT.value: SnapshotBody,
     EntryKind.SUMMARY.value: SummaryBody,
+    EntryKind.EXTENDED.value: ExtendedBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6

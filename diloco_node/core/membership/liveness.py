@@ -53,6 +53,7 @@ class _Peer:
     learner: LearnerStatus | None = None
     applied_index: int = 0
     budget: RateLimits = NO_LIMITS
+    is_leaving: bool = False
 
 
 class Liveness:
@@ -63,6 +64,7 @@ class Liveness:
 
     Attributes:
         stride: every so many heartbeats go to all regions, the others to the leader.
+        is_leaving: this region is about to stop.
         patience: factor on how long the others may be silent: terms came to nothing (`LedgerState.patience`).
     """
 
@@ -78,6 +80,7 @@ class Liveness:
         self._region = region
         # All regions of the run, this one too, sorted.
         self._regions = tuple(sorted(regions))
+        self.is_leaving = False
         self.patience = 1
         self.stride = min(STRIDE_MAX, -(-(len(regions) - 1) // OTHERS_AT_ONCE) or 1)
         # Regular heartbeats since the last one to all, below `stride`.
@@ -143,6 +146,7 @@ class Liveness:
         state.sequence, state.sequence_at_ns = beat.sequence, now_ns
         state.hears = tuple(name for name in self._regions if name in beat.hears)
         state.applied_index, state.budget = beat.applied_index, beat.budget
+        state.is_leaving = beat.leaving or (beat.learner is not None and beat.learner.leaving)
         self._measure_rtt(state, beat, now_ns)
         self._set_learner(peer, beat.learner, now_ns)
         state.learner = beat.learner
@@ -189,6 +193,7 @@ class Liveness:
                     applied_index,
                     digests,
                     self._own_budget,
+                    self.is_leaving,
                 )
                 self._effects.send(name, beat)
 
@@ -249,6 +254,10 @@ class Liveness:
     def applied_index(self, region: str) -> int:
         """The last ledger entry that another region reports as applied."""
         return self._peers[region].applied_index
+
+    def has_left(self, region: str) -> bool:
+        """Whether another region, or its learner, has told that it is about to stop, and has not come back since."""
+        return self._peers[region].is_leaving
 
     def rtt_ns(self, region: str) -> int:
         """Round-trip time; 0 if unknown, and to itself."""

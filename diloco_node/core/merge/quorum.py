@@ -30,10 +30,12 @@ class LearnerDue:
     Attributes:
         name: its region.
         due_at_ns: when the leader learnt that it is due; None if it is not.
+        is_leaving: its machine is about to be taken away: the round in which it is due can't wait for others.
     """
 
     name: str
     due_at_ns: int | None
+    is_leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ def decide_open(
     """
     due = sorted((learner.due_at_ns, learner.name) for learner in learners if learner.due_at_ns is not None)
     late = sorted(learner.name for learner in learners if learner.due_at_ns is None)
-    quorum = quorum_size(len(learners), settings.quorum_min)
+    leavers = sorted(learner.name for learner in learners if learner.is_leaving and learner.due_at_ns is not None)
+    quorum = 1 if leavers else quorum_size(len(learners), settings.quorum_min)
     if len(due) < quorum:
         names = f" ({_listed(sorted(name for _, name in due))})" if due else ""
         reason = f"waits for quorum: {len(due)} of {len(learners)} learners due{names}, {quorum} needed"
@@ -146,11 +149,11 @@ def decide_open(
     if rounds_in_flight >= settings.rounds_in_flight_max:
         reason = f"{rounds_in_flight} rounds in flight, at most {settings.rounds_in_flight_max} allowed"
         return OpenDecision(False, None, reason)
-    if now_ns < not_before_ns:
+    if now_ns < not_before_ns and not leavers:
         reason = f"paced: {_ms(not_before_ns - now_ns)} until the next round may open"
         return OpenDecision(False, not_before_ns, reason)
-    if not late:
-        return OpenDecision(True, None, f"all {len(due)} due")
+    if leavers or not late:
+        return OpenDecision(True, None, f"{_listed(leavers)} leaves" if leavers else f"all {len(due)} due")
     window_ns = grace_ns(timing, overlap_steps=settings.overlap_steps, gamma=settings.grace_gamma)
     closes_ns = due[quorum - 1][0] + window_ns
     if now_ns < closes_ns:

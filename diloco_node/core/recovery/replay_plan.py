@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco_node.core.ledger.summary import RunSummary
-from diloco_node.core.types import Entry, GenesisBody, RoundBody, SnapshotBody
+from diloco_node.core.types import Entry, ExtendedBody, FinishedBody, GenesisBody, RoundBody, SnapshotBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,15 @@ def find_genesis(summary: RunSummary | None, entries: Iterable[Entry]) -> Genesi
     if summary is not None:
         return summary.genesis[0]
     return next((entry.body for entry in entries if isinstance(entry.body, GenesisBody)), None)
+
+
+def find_end(summary: RunSummary | None, entries: Iterable[Entry]) -> FinishedBody | None:
+    """The end of the run; None: the ledger has none, or an extension after it."""
+    end = None if summary is None else next(iter(summary.finished), None)
+    for entry in entries:
+        if isinstance(entry.body, FinishedBody | ExtendedBody):
+            end = entry.body if isinstance(entry.body, FinishedBody) else None
+    return end
 
 
 def plan_replay(

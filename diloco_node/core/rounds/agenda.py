@@ -1,6 +1,7 @@
 """The leader's next step: open a round that is due, hold the last rounds, or close the run.
 
-A run ends with one last round per fragment, with everybody who can be reached, and then the entry that says so.
+A run ends with one last round per fragment, with everybody who can be reached, and then the entry that says so. It
+ends by its limits only when a majority of the regions has or had a learner: one alone would end it at its own pace.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import Final
 
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
+from diloco_node.core.rounds.extension import extension
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
 from diloco_node.core.rounds.progress import RunProgress, lower_median
-from diloco_node.core.types import FinishedBody, RunSettings
+from diloco_node.core.types import ExtendedBody, FinishedBody, RunSettings
 
 WAIT_NOTE_NS: Final = 2_000_000_000
 """How long nothing was opened when the reason goes into the log; status shows it at once."""
@@ -66,14 +68,14 @@ def end_reason(
     Args:
         steps: of each learner that counts (`RunProgress.learner_steps`).
         tokens: merged, mean over the fragments.
-        booked_tokens: tokens of each live learner that the ledger has booked; asked only when enough are merged.
-        reason_ordered: an operator's reason, empty if there was no request.
+        booked_tokens: tokens of each that the ledger has booked; asked only when enough are merged.
+        reason_ordered: an operator's or the scripts' reason, empty if there was no request.
     """
     if reason_ordered:
         return reason_ordered
     median = lower_median(list(steps))
     if 0 < settings.steps_max <= median:
-        return f"the median learner made {median} of {settings.steps_max} steps"
+        return f"the median learner made {settings.steps_max} of {settings.steps_max} steps"
     if 0 < settings.tokens_max <= tokens:
         shares = list(booked_tokens)
         if SHARE_MIN_PART * len(shares) * lower_median(shares) >= settings.tokens_max and shares:
@@ -94,7 +96,7 @@ class GiveUp:
     fragment: int
 
 
-Step = Opening | GiveUp | FinishedBody
+Step = Opening | GiveUp | FinishedBody | ExtendedBody
 
 
 class Agenda:
@@ -115,7 +117,7 @@ class Agenda:
         self._progress = progress
         self._resting: dict[int, int] = {}
         self._ending: Ending | None = None
-        self._is_finishing = False
+        self._is_finishing = self._is_extending = False
         self._finish_ordered = ""
 
     @property
@@ -124,7 +126,7 @@ class Agenda:
         return self._ending is not None
 
     def request_finish(self, reason: str) -> None:
-        """End the run, as an operator asks."""
+        """End the run, as an operator or the scripts of a majority ask."""
         self._finish_ordered = self._finish_ordered or reason[:REASON_CHARACTERS_MAX] or "an operator asked for the end"
 
     def on_abandon(self, fragment: int, *, now_ns: int) -> None:
@@ -153,7 +155,9 @@ class Agenda:
             return None
         if self._history.finished is not None or self._is_finishing:
             self.reason = "the run is finished"
-            return None
+            further = None if self._is_extending else extension(self._history.finished, self._settings)
+            self._is_extending |= further is not None
+            return further
         reachability = self._eligibility.reachability(now_ns=now_ns)
         if self._has_ended(reachability, now_ns):
             return self._next_last(rounds, now_ns)
@@ -169,11 +173,12 @@ class Agenda:
     def _has_ended(self, reachability: Reachability, now_ns: int) -> bool:
         if self._ending is None:
             account = self._history.account
+            names = self._progress.learners(now_ns=now_ns) if self._progress.has_quorum else []
             reason = end_reason(
                 self._settings,
-                steps=self._progress.learner_steps(now_ns=now_ns) if self._settings.steps_max else (),
+                steps=map(self._progress.steps_of, names),
                 tokens=account.merged_tokens(self._fragments),
-                booked_tokens=(account.covered_tokens(name, self._fragments) for name in reachability.learners),
+                booked_tokens=(account.covered_tokens(name, self._fragments) for name in names),
                 reason_ordered=self._finish_ordered,
             )
             if not reason:
@@ -197,7 +202,8 @@ class Agenda:
         if ending.pending or rounds:
             return None
         self._is_finishing = True
-        return FinishedBody(tuple(self._history.versions), ending.reason)
+        limits = (self._settings.steps_max, self._settings.tokens_max)
+        return FinishedBody(tuple(self._history.versions), ending.reason, *limits)
 
     def _advance_last(
         self, ending: Ending, fragment: int, rounds: Mapping[int, OpenRound], now_ns: int

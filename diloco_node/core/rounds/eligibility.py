@@ -21,6 +21,9 @@ STALLED_STEPS: Final = 8
 STALLED_NS_MIN: Final = 2_000_000_000
 """Least time before a learner counts as stalled: evaluation and checkpoints take a second or two."""
 
+LEAVING_NS: Final = 60_000_000_000
+"""A learner that leaves makes no steps. Clouds give two minutes of notice at most; half of that is for its merges."""
+
 BEHIND_NS: Final = 1_000_000_000
 """A region that has not applied a version so long after its commit is fetching it, and would hold up the round. The
 time is longer where heartbeats are rarer, and where the region usually takes longer to apply a version and report
@@ -111,7 +114,8 @@ def stall_reason(region: str, liveness: Liveness, step_times_ns: Sequence[int], 
         return "its learner has stopped"
     stepped_at_ns = liveness.stepped_at_ns(region)
     step_time_ns = believed_step_time_ns(status.step_time_ns, step_times_ns)
-    if stepped_at_ns is None or now_ns - stepped_at_ns > max(STALLED_NS_MIN, STALLED_STEPS * step_time_ns):
+    limit_ns = max(STALLED_NS_MIN, STALLED_STEPS * step_time_ns, LEAVING_NS if status.leaving else 0)
+    if stepped_at_ns is None or now_ns - stepped_at_ns > limit_ns:
         return "its learner makes no steps"
     return ""
 
@@ -209,19 +213,20 @@ class Eligibility:
         return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
 
     def reachability(self, *, now_ns: int, exclude: Collection[str] = (), probe: str = "") -> Reachability:
-        """Assess the regions, without suspended ones and without reducers that are behind; see `assess_reachability`.
+        """Assess the regions, without suspended ones and without reducers that are behind or leave.
 
         Args:
             probe: the region that is tried again, if its pause is over.
         """
         reducers = self._book.suspensions(BallotPart.REDUCER, probe=probe, now_ns=now_ns)
         behind = (name for name in self._regions if self.is_behind(name, now_ns=now_ns))
+        leavers = (name for name in self._liveness.others if self._liveness.has_left(name))
         return assess_reachability(
             self._region,
             self._regions,
             self._liveness,
             now_ns=now_ns,
-            exclude={*exclude, *reducers, *behind},
+            exclude={*exclude, *reducers, *behind, *leavers},
             left_out=self._book.suspensions(BallotPart.MEMBER, probe=probe, now_ns=now_ns),
         )
 

@@ -6,7 +6,7 @@ not. So a leader that was captured, or is broken, can put nothing into the ledge
 - Genesis comes once, and is this run's, with the id of one state folder per region. Only `LeaderBody` comes before.
 - A round takes its fragment to the next version, with members whose steps follow the token account.
 - Discarded steps follow the account, too.
-- After the end there are no more rounds.
+- After the end there are no more rounds, unless the run is extended.
 
 The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
 rounds before, and no sum of contributions is longer than they are together. It is asked of entries of the term whose
@@ -33,6 +33,7 @@ from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.merge.stripes import piece_blocks, stripes_fault
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
+from diloco_node.core.rounds.extension import extension_fault
 from diloco_node.core.types import (
     EXPELLED,
     Contribution,
@@ -40,6 +41,7 @@ from diloco_node.core.types import (
     DiskNamedBody,
     Entry,
     EntryBody,
+    ExtendedBody,
     FinishedBody,
     GenesisBody,
     LeaderBody,
@@ -83,7 +85,7 @@ class _Facts:
         recent: per fragment how long the gradients of its last rounds were.
         disks: per region the id of its folder, empty for none.
         summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
-        is_finished: the run's end is in the log.
+        end: of the run; None while it goes on.
     """
 
     versions: tuple[int, ...] = ()
@@ -91,7 +93,7 @@ class _Facts:
     recent: tuple[RecentRounds, ...] = ()
     disks: Mapping[str, bytes] = field(default_factory=dict)
     summary: int = 0
-    is_finished: bool = False
+    end: FinishedBody | None = None
 
     def after(self, body: EntryBody) -> _Facts:
         """Return the facts after one more entry."""
@@ -114,7 +116,8 @@ class _Facts:
             return replace(self, disks={**self.disks, body.region: body.disk})
         if isinstance(body, SummaryBody):
             return replace(self, summary=body.index)
-        return replace(self, is_finished=True) if isinstance(body, FinishedBody) else self
+        end = body if isinstance(body, FinishedBody) else None
+        return replace(self, end=end) if isinstance(body, FinishedBody | ExtendedBody) else self
 
 
 def _with(values: tuple[T, ...], fragment: int, value: T) -> tuple[T, ...]:
@@ -154,6 +157,7 @@ class EntryCheck:
             RoundBody: self._round_fault,
             DiscardedBody: self._discard_fault,
             FinishedBody: self._finished_fault,
+            ExtendedBody: lambda body, _: extension_fault(self._facts.end, body),
             DiskNamedBody: self._disk_fault,
             SnapshotBody: self._snapshot_fault,
             SummaryBody: self._summary_fault,
@@ -181,7 +185,7 @@ class EntryCheck:
             snapshots,
             self._recent_rounds(summary),
             named_disks(summary),
-            is_finished=bool(summary.finished),
+            end=next(iter(summary.finished), None),
         )
         self._before.clear()
         self._account.restore(summary, base.index)
@@ -211,6 +215,9 @@ class EntryCheck:
             entry: the next one, in which `fault` finds nothing.
         """
         body = entry.body
+        if isinstance(body, ExtendedBody):
+            own = ExtendedBody(self._settings.steps_max, self._settings.tokens_max)
+            return "" if body == own else f"it extends the run to {body}, this region was started with {own}"
         if not isinstance(body, RoundBody):
             return ""
         contributions = tuple(member.contribution for member in body.members)
@@ -304,7 +311,7 @@ class EntryCheck:
         return "" if 0 <= fragment < len(self._fragments) else f"there is no fragment {fragment}"
 
     def _finished_fault(self, body: FinishedBody, _: Entry) -> str:
-        if self._facts.is_finished:
+        if self._facts.end is not None:
             return "a second end"
         versions = self._facts.versions
         return "" if body.versions == versions else f"ends at versions {body.versions}, the ledger is at {versions}"
@@ -324,7 +331,7 @@ class EntryCheck:
         if fault:
             return fault
         next_version = self._facts.versions[body.fragment] + 1
-        if self._facts.is_finished:
+        if self._facts.end is not None:
             return "a round after the end"
         if body.version != next_version:
             return f"version {body.version} of fragment {body.fragment}, the next is {next_version}"

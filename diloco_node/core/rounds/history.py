@@ -14,6 +14,7 @@ from diloco_node.core.types import (
     DiscardedBody,
     DiskNamedBody,
     Entry,
+    ExtendedBody,
     FinishedBody,
     GenesisBody,
     RoundBody,
@@ -70,7 +71,7 @@ class RoundHistory:
         versions: per fragment, the last committed version; -1 before genesis.
         version_entries: per fragment, the index of the entry that committed it.
         committed_at_ns: per fragment, when this region learnt of it.
-        finished: the end of the run, once committed.
+        finished: the end of the run, once committed; None again when it is extended.
         snapshots: the states whose digests are in the ledger.
         disks: per region, the folder that the committed view names; empty for none.
         expelled: regions whose folder is `EXPELLED`.
@@ -114,6 +115,9 @@ class RoundHistory:
             self.committed_at_ns[body.fragment] = now_ns
         elif isinstance(body, FinishedBody):
             self.finished = body
+        elif isinstance(body, ExtendedBody):
+            self.finished = None
+            self._last_rounds = [-1] * len(self.versions)
         elif isinstance(body, SnapshotBody):
             self.snapshots.add(body)
         elif isinstance(body, DiskNamedBody):

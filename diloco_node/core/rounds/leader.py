@@ -29,6 +29,7 @@ from diloco_node.core.types import (
     Ballot,
     Entry,
     EntryBody,
+    ExtendedBody,
     FinishedBody,
     RoundBody,
     Stripe,
@@ -215,7 +216,7 @@ class RoundLeader:
             self._answers.take(round_, peer, message)
 
     def request_finish(self, reason: str) -> None:
-        """End the run, as an operator asks."""
+        """End the run, as an operator or the scripts of a majority ask."""
         if self._is_acting:
             self._agenda.request_finish(reason)
             self._is_stale = True
@@ -239,7 +240,7 @@ class RoundLeader:
                         self._agenda.on_abandon(step.fragment, now_ns=now_ns)
                 case GiveUp(fragment):
                     self._abandon(self.rounds[fragment], "the run ends without this round", now_ns=now_ns)
-                case FinishedBody():
+                case FinishedBody() | ExtendedBody():
                     self.proposals.append(step)
                 case _:
                     assert_never(step)

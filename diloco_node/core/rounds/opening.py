@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 from diloco_node.core.merge.quorum import LearnerDue, ReportSpread, RoundTiming, decide_open, quorum_size
 from diloco_node.core.merge.schedule import (
@@ -17,6 +19,9 @@ from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.types import LearnerStatus
 
+LEAVE_ROUNDS: Final = 2
+"""For a learner that leaves so many rounds of each fragment begin without a quorum: one, and one in its place."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opening:
@@ -26,6 +31,7 @@ class Opening:
         reason: in words.
         due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
         is_last: it is the run's last round of this fragment.
+        leavers: learners, with their incarnations, for which it is opened early.
     """
 
     fragment: int
@@ -33,6 +39,7 @@ class Opening:
     due_at_ns: tuple[int, ...] = ()
     learners: int = 0
     is_last: bool = False
+    leavers: tuple[tuple[str, int], ...] = ()
 
 
 class Opener:
@@ -53,6 +60,8 @@ class Opener:
         self._quorum_time = StepTime()
         self._sync_time = StepTime()
         self._spread = ReportSpread()
+        # By learner that leaves, and its incarnation: the rounds that were opened early for it.
+        self._leave_rounds: Counter[tuple[str, int]] = Counter()
 
     def on_status(self, region: str, status: LearnerStatus | None, *, now_ns: int) -> None:
         """Take a report (None: the learner is gone), and remember for which fragments it became due just now."""
@@ -70,6 +79,7 @@ class Opener:
     def on_open(self, opening: Opening, *, now_ns: int) -> None:
         """Take an opened round: pace the next one, learn from this one."""
         self._last_open_ns = now_ns
+        self._leave_rounds.update(opening.leavers)
         due = opening.due_at_ns
         if due:
             quorum = quorum_size(opening.learners, self._settings.quorum_min)
@@ -138,7 +148,9 @@ class Opener:
             if decision.open:
                 self.reason = ""
                 due = sorted(learner.due_at_ns for learner in learners if learner.due_at_ns is not None)
-                return Opening(fragment, decision.reason, tuple(due), len(learners))
+                leavers = [learner.name for learner in learners if learner.is_leaving and learner.due_at_ns is not None]
+                lives = tuple((name, status.incarnation) for name, status in statuses if name in leavers)
+                return Opening(fragment, decision.reason, tuple(due), len(learners), leavers=lives)
             if decision.wake_at_ns is not None:
                 self.wake_at_ns = min(self.wake_at_ns or decision.wake_at_ns, decision.wake_at_ns)
             reasons.append(f"fragment {fragment}: {decision.reason}")
@@ -158,6 +170,9 @@ class Opener:
         position = status.positions[fragment]
         if position.base_version < self._history.versions[fragment]:
             return -1
+        if status.leaving:
+            # It waits for nothing but this: its fragments go before those of others.
+            return self._settings.sync_every if status.step > position.included_step else -1
         return overdue_steps(
             fragment,
             position,
@@ -174,5 +189,8 @@ class Opener:
                 continue
             is_over = status.incarnation < eligibility.incarnation_min(name)
             is_due = not is_over and self._overdue(fragment, status) >= 0
-            learners.append(LearnerDue(name, self._due[fragment].get(name) if is_due else None))
+            is_leaving = (
+                status.leaving and self._leave_rounds[name, status.incarnation] < LEAVE_ROUNDS * self._fragments
+            )
+            learners.append(LearnerDue(name, self._due[fragment].get(name) if is_due else None, is_leaving=is_leaving))
         return learners

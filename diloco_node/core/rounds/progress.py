@@ -24,6 +24,7 @@ class RunPosition:
 
     Attributes:
         steps: of the median learner, all its incarnations together; of an even number the lower of the middle two.
+            Never goes back while the daemon lives, and never beyond `steps_max`.
         part: of the way to the run's end, 0 to 1, by whichever limit is nearer; None: nothing says where it ends.
     """
 
@@ -42,26 +43,40 @@ class RunProgress:
         self._regions, self._fragments = context.regions, len(context.fragments)
         self._settings, self._history, self._liveness = context.settings, context.history, context.liveness
         self._grew: dict[str, tuple[int, int]] = {}
+        # The largest median so far: learners that join later do not take the run back.
+        self._steps = 0
 
-    def learner_steps(self, *, now_ns: int) -> list[int]:
-        """Return the steps of each learner that is there, or was not long ago; all its incarnations together.
+    @property
+    def has_quorum(self) -> bool:
+        """Whether a majority of the regions has a learner, or had one: fewer end no run."""
+        return 2 * sum(self._has_learner(name) for name in self._regions) > len(self._regions)
+
+    def _has_learner(self, name: str) -> bool:
+        return self._liveness.learner(name) is not None or self.steps_of(name) > 0
+
+    def learners(self, *, now_ns: int) -> list[str]:
+        """Return the regions whose learner is there, or was not long ago, sorted.
 
         If only a minority makes steps, or is heard of, all learners count with their steps so far. Otherwise a region
         that was cut off would take itself for the run; so would the first region to go on after a stall of all.
         """
-        all_steps, recent = [], []
+        names, recent = [], []
         for name in self._regions:
-            steps = self.steps_of(name)
-            if steps == 0 and self._liveness.learner(name) is None:
+            if not self._has_learner(name):
                 continue  # it was never there: the run does not stand at its start for it
+            steps = self.steps_of(name)
             steps_before, grew_ns = self._grew.get(name, (-1, now_ns))
             if steps > steps_before:
                 self._grew[name] = (steps, now_ns)
                 grew_ns = now_ns
-            all_steps.append(steps)
+            names.append(name)
             if now_ns - grew_ns < ABSENT_NS:
-                recent.append(steps)
-        return recent if 2 * len(recent) > len(all_steps) else all_steps
+                recent.append(name)
+        return recent if 2 * len(recent) > len(names) else names
+
+    def learner_steps(self, *, now_ns: int) -> list[int]:
+        """Return the steps of each of `learners`, all its incarnations together."""
+        return list(map(self.steps_of, self.learners(now_ns=now_ns)))
 
     def position(self, *, now_ns: int) -> RunPosition:
         """Return where the run is now, as far as this region knows."""
@@ -71,7 +86,8 @@ class RunProgress:
             fractions.append(steps / settings.steps_max)
         if settings.tokens_max > 0:
             fractions.append(self._history.account.merged_tokens(self._fragments) / settings.tokens_max)
-        return RunPosition(steps, min(1.0, max(fractions)) if fractions else None)
+        self._steps = max(self._steps, min(steps, settings.steps_max or steps))
+        return RunPosition(self._steps, min(1.0, max(fractions)) if fractions else None)
 
     def steps_of(self, name: str) -> int:
         """Return the steps of a region's learner in all its lives.

@@ -1,8 +1,12 @@
-"""The end of a run in one region: an operator's order, whether a leader may end it, the final file, the learner's stop.
+"""The end of a run in one region: who wants it, whether a leader may end it, the final file, the learner's stop.
 
-A leader ends a run for every region, and for good. So each region looks at its own progress before it acknowledges an
-entry of the end. Where the run is not near it, an operator's order must have come here, from the region that got it:
-each region repeats its own to all others. A region that knows of neither waits for a while; others may know.
+A run ends by its limits (`agenda.end_reason`), by an operator's order, or by the scripts of a majority of all regions:
+each script that calls `finish` votes for its region. Regions repeat their orders and votes to all others. A vote lasts
+as long as it is repeated, and the next life of a learner does not vote until its script does.
+
+A leader ends a run for every region. So each region looks at its own progress before it acknowledges an entry of the
+end. Where the run is not near it, an order or the votes must have come here. A region that knows of neither waits for
+a while; others may know.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ from diloco_node.core.events import StopLearner, WriteFinal
 from diloco_node.core.messages import FinishRequested
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.context import RoundContext
+from diloco_node.core.rounds.extension import extension
 from diloco_node.core.rounds.progress import RunProgress
-from diloco_node.core.types import EntryBody, FinishedBody, RoundBody
+from diloco_node.core.types import EntryBody, ExtendedBody, FinishedBody, RoundBody
 
 NEAR_END: Final = 0.9
 """Part of the way from which on a leader may end the run: reports of another region may be some heartbeats old."""
@@ -35,54 +40,136 @@ class RunEnd:
         self, context: RoundContext, versions: Versions, progress: RunProgress, bodies: Iterable[EntryBody] = ()
     ) -> None:
         self.is_final = False
-        self._progress, self._regions = progress, context.regions
-        self._is_believed = any(map(is_end, bodies))
-        # By region, the reason that its operator gave.
-        self._orders: dict[str, str] = {}
+        self._progress, self._regions, self._settings = progress, context.regions, context.settings
+        self._is_believed = False
+        for body in bodies:
+            self._is_believed = is_end(body) or (self._is_believed and not isinstance(body, ExtendedBody))
+        # Of this region, what `ask` repeats: its operator's order, its script's vote; None: there is none.
+        self._order: FinishRequested | None = None
+        self._vote: FinishRequested | None = None
+        # The learner's incarnation that voted, or may.
+        self._incarnation = 0
+        # By region its script's reason, and when it was last heard.
+        self._votes: dict[str, tuple[str, int]] = {}
+        # Why the run is to end, once an order or enough votes came here; never taken back.
+        self._reason: str | None = None
         self._region, self._history = context.region, context.history
         self._liveness, self._effects = context.liveness, context.effects
         self._versions = versions
         self._is_writing = False
 
-    def order(self, region: str, reason: str) -> None:
-        """Remember the order of a region's operator to end the run; `ask` passes the own one on until the run ends."""
-        self._orders[region] = reason
+    def want(self, reason: str, *, is_order: bool) -> None:
+        """Remember that this region's operator, or its script, wants the end; `ask` passes it on until the run ends."""
+        request = FinishRequested(reason, is_order)
+        if is_order:
+            self._order = request
+        else:
+            self._vote = request
 
     def ask(self) -> None:
-        """Pass the own operator's order on to all regions; repeated, for a message may be lost."""
-        reason = self._orders.get(self._region)
-        if reason is not None and self._history.finished is None:
-            for name in self._regions:
-                self._effects.send(name, FinishRequested(reason))
+        """Pass the own order and vote on to all regions, this one too; repeated, for a message may be lost."""
+        for request in (self._order, self._vote):
+            if request is not None and self._history.finished is None:
+                for name in self._regions:
+                    self._effects.send(name, request)
+
+    def take(self, region: str, request: FinishRequested, *, now_ns: int) -> str | None:
+        """Take a region's order or vote. Returns the reason to end the run with; None: more votes are needed."""
+        if request.is_order:
+            self._reason = self._reason or request.reason
+            return self._reason
+        if region not in self._votes:
+            self._effects.note("finish", f"{region}'s script wants the run to end: {request.reason}")
+        self._votes[region] = (request.reason, now_ns)
+        votes = self._present_votes(now_ns)
+        if 2 * len(votes) > len(self._regions):
+            self._reason = self._reason or "; ".join(dict.fromkeys(votes.values()))
+        return self._reason
+
+    def _present_votes(self, now_ns: int) -> dict[str, str]:
+        """By region, sorted, the reasons that are still repeated."""
+        since_ns = now_ns - self._liveness.silent_ns
+        self._votes = {region: vote for region, vote in sorted(self._votes.items()) if vote[1] >= since_ns}
+        return {region: reason for region, (reason, _) in self._votes.items()}
+
+    def waiting(self, leader: str, *, now_ns: int) -> str:
+        """Return what the end waits for, in words; empty while nobody wants it and this region is not at it."""
+        if self._history.finished is not None or self._reason is not None:
+            return ""
+        if reason := self.lack(leader, now_ns=now_ns):
+            return reason
+        votes = self._present_votes(now_ns)
+        words = "; ".join(f"{region} ({reason})" for region, reason in votes.items())
+        needs = len(self._regions) // 2 + 1
+        return (
+            f"scripts of {len(votes)} regions want the end: {words}; it takes {needs}, or an operator" if votes else ""
+        )
+
+    def lack(self, leader: str, *, now_ns: int) -> str:
+        """Return why a learner that comes now would train past the end; empty if it would not.
+
+        Nobody closes the run without a leader. The others may have closed it, and be gone.
+        """
+        limit, position = self._settings.steps_max, self._progress.position(now_ns=now_ns)
+        has_made_steps = 0 < limit <= max(position.steps, self._progress.steps_of(self._region))
+        if leader or self._history.finished is not None or (not has_made_steps and (position.part or 0.0) < 1.0):
+            return ""
+        way = f"step {limit} of {limit}" if has_made_steps else f"{self._settings.tokens_max} tokens are merged"
+        return (
+            f"the run is at its end here ({way}), and no majority is there to close it: start the other regions, "
+            "finished ones with `start --serve`"
+        )
 
     def doubt(self, body: EntryBody, *, now_ns: int) -> str:
         """Return why an entry may not end the run now; empty if it may, or does not. It never does again later."""
         if self._is_believed or not is_end(body):
             return ""
         progress = self._progress.position(now_ns=now_ns).part
-        self._is_believed = bool(self._orders) or (progress is not None and progress >= NEAR_END)
+        self._is_believed = self._reason is not None or (progress is not None and progress >= NEAR_END)
         if self._is_believed:
             return ""
         way = "a run without a limit" if progress is None else f"{progress:.0%} of the run"
-        return f"it ends {way}, and no operator's order came here"
+        return f"it ends {way}, and neither an operator's order nor the votes of a majority came here"
 
     def believe(self) -> None:
         """A majority has committed the end."""
         self._is_believed = True
 
+    def on_commit(self, body: EntryBody) -> None:
+        """Begin anew when the run is extended."""
+        if isinstance(body, ExtendedBody):
+            self.is_final = self._is_writing = self._is_believed = False
+            self._order = self._vote = self._reason = None
+            self._votes.clear()
+            self._effects.note(
+                "extended", f"the run goes on: steps {body.steps_max}, tokens {body.tokens_max}; 0: no limit"
+            )
+
+    @property
+    def end(self) -> FinishedBody | None:
+        """The end of the run, once it is committed and this region was not started to extend it."""
+        finished = self._history.finished
+        return None if extension(finished, self._settings) is not None else finished
+
     def pump(self) -> None:
         """Write the final file once every fragment is at its final version, and stop the learner."""
-        end = self._history.finished
+        end = self.end
         if end is not None and not self._is_writing and tuple(self._versions.applied) == end.versions:
             self._is_writing = True
             self._effects.emit(WriteFinal(end.versions))
             self.stop_learner()
 
+    def learner_attached(self, incarnation: int) -> None:
+        """A learner is there, perhaps a new one, whose script has not voted. It stops at once at the end."""
+        if incarnation != self._incarnation:
+            self._incarnation, self._vote = incarnation, None
+        self.stop_learner()
+
     def stop_learner(self) -> None:
         """Stop the learner, if there is one and this region is at the end."""
-        end = self._history.finished
+        end = self.end
         if end is not None and self._is_writing and self._liveness.learner(self._region) is not None:
-            self._effects.emit(StopLearner(end.reason))
+            self._effects.emit(StopLearner(end.reason, end.versions))
 
     def on_final_written(self) -> None:
         """Take it that the final file is on disk."""

@@ -64,6 +64,7 @@ class AdminHandlers:
         expel: have the ledger expel a peer from the run. Raises ConfigError.
         lift_quarantine: readmit a peer that was expelled, or end its quarantine and forget its strikes; whether there
             was anything. Raises ConfigError.
+        drain: stop this region in order, as before its machine is taken away.
         start_learner: start a learner that was stopped or waits; which of both it was. Raises ConfigError.
         set_log_level: log a part's lines from a level on; the level of each part. Raises ConfigError.
     """
@@ -72,6 +73,7 @@ class AdminHandlers:
     snapshot: Callable[[float | None], Mapping[str, Any]]
     not_ready_reason: Callable[[], str]
     finish: Callable[[str], None]
+    drain: Callable[[], None]
     set_budget: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     measure: Callable[
         [Mapping[str, Any], Callable[[str], None], Callable[[dict[str, Any]], None]],
@@ -133,6 +135,7 @@ class AdminServer:
                 web.get("/metrics", self._metrics),
                 web.get("/api/v1/status", self._status),
                 web.post("/api/v1/finish", self._finish),
+                web.post("/api/v1/drain", self._drain),
                 web.post("/api/v1/budget", self._set_budget),
                 web.post("/api/v1/measure", self._measure),
                 web.post("/api/v1/quarantine/add", self._expel),
@@ -208,6 +211,10 @@ class AdminServer:
         if not isinstance(reason, str) or not 0 < len(escaped(reason).encode()) <= FINISH_REASON_BYTES_MAX:
             raise ConfigError(f"reason must be a text of 1 to {FINISH_REASON_BYTES_MAX} bytes")
         self._handlers.finish(escaped(reason))
+        return web.json_response({"accepted": True}, status=202)
+
+    async def _drain(self, _: web.Request) -> web.Response:
+        self._handlers.drain()
         return web.json_response({"accepted": True}, status=202)
 
     async def _set_budget(self, request: web.Request) -> web.Response:

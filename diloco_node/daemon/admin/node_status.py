@@ -43,7 +43,7 @@ class NodeStatus:
         if view.is_final or (silence := self.learner.silence()):
             return "" if view.is_final else silence
         if not view.leader or self.reception.waits_for_peers:
-            return view.ledger_reason
+            return self.core.end.lack(view.leader, now_ns=self.runtime.now_ns()) or view.ledger_reason
         if min(view.versions) < 0:
             return "waits for the first parameters (genesis)"
         return "" if view.learner is not None else "no learner is attached"
@@ -71,6 +71,7 @@ class NodeStatus:
             extra={
                 "pids": {"supervisor": os.getppid(), "daemon": os.getpid(), "learner": self.learner.pid},
                 "budget_warning": self.budget_watch.text,
+                "merge_pace": self.budget_watch.pace(),
                 "buffered_bytes": self.effects.stripes.table.buffered_bytes(),
                 "events": self.pump.events_total,
                 "tasks": len(asyncio.all_tasks()),

@@ -58,7 +58,7 @@ class RunFacts:
         self._refusals = refusals
         self._now_ns = now_ns
         self._part = SlidingRate(ETA_WINDOW_S)
-        self._marked_from_ns = now_ns() + int(SETTLE_S * NS_PER_S)
+        self._begun_ns = now_ns()
         self._marked = -1.0
         self._disk: dict[str, Any] = {}
         self._pressure: float | None = None
@@ -91,7 +91,7 @@ class RunFacts:
         """Remember how far the run is now."""
         now_ns = self._now_ns()
         progress = self._core.leader.progress.position(now_ns=now_ns).part
-        if now_ns < self._marked_from_ns:
+        if now_ns < self._begun_ns + int(SETTLE_S * NS_PER_S):
             return
         if progress is not None and progress > self._marked:  # what stands still has no time that is left
             self._marked = progress
@@ -101,6 +101,7 @@ class RunFacts:
         """The fields of the status document that come from here."""
         refusals, disks = dict(self._refusals()), self._core.ledger.disks
         return {
+            "up_seconds": (self._now_ns() - self._begun_ns) / NS_PER_S,
             "run": self._run(),
             "voters": [name for name in self._spec.regions if disks.disk_of(name)] if disks.has_view else None,
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},

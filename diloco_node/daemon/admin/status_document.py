@@ -203,6 +203,7 @@ def _peer(peer: PeerView, link: PeerStatus, traffic: PeerTraffic) -> dict[str, A
         "error": link.error,
         "bulk_connections": link.connections,
         "is_alive": peer.is_alive,
+        "has_left": peer.has_left,
         "rtt_seconds": peer.rtt_ns / 1e9 if peer.rtt_ns else None,
         "hears": list(peer.hears),
         "step": peer.learner.step if peer.learner is not None else None,
@@ -220,6 +221,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         return None
     seconds = (facts.last_report_ns - facts.first_report_ns) / 1e9
     tokens = status.tokens - facts.tokens_at_first_report
+    pause = learner.pause
     return {
         "incarnation": status.incarnation,
         "step": status.step,
@@ -235,8 +237,16 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         "val_loss_global_step": facts.val_loss_global_step,
         "blocked_seconds": facts.blocked_ns / 1e9,
         "report_age_seconds": (now_ns - facts.last_report_ns) / 1e9 if facts.last_report_ns else None,
+        "busy": None
+        if pause is None
+        else {
+            "activity": pause.activity,
+            "since_seconds": now_ns / 1e9 - pause.since_s,
+            "limit_seconds": pause.limit_s,
+        },
         "discounted_versions": facts.discounted_versions,
         "warnings": facts.warnings,
         "finished": status.finished,
+        "leaving": status.leaving,
         "positions": [dataclasses.asdict(position) for position in status.positions],
     }

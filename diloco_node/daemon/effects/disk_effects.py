@@ -16,7 +16,8 @@ from diloco_node.core import events as ev
 from diloco_node.core.projections import Projection
 from diloco_node.daemon.effects.drafts import Drafts
 from diloco_node.daemon.effects.fetch import Fetcher
-from diloco_node.daemon.effects.initial import InitialStates, read_initial
+from diloco_node.daemon.effects.initial import InitialStates
+from diloco_node.daemon.effects.initial_files import read_initial
 from diloco_node.daemon.effects.open_stripes import MergedPart, is_contiguous
 from diloco_node.daemon.effects.past_init import read_past_init
 from diloco_node.daemon.learner.version_area import VersionArea

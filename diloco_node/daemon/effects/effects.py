@@ -92,7 +92,7 @@ class Effects:
             case ev.CloseBallot():
                 self.stripes.close_ballot(effect)
             case ev.StopLearner():
-                self.learner.stop(effect.reason)
+                self.learner.stop(effect.reason, effect.versions)
             case ev.WriteFinal():
                 self.spawn(self.disk.write_final(), "final")
             case ev.Note():

@@ -28,7 +28,7 @@ from diloco_node.escaping import escaped
 from diloco_node.health.alerts import learner_silence
 from diloco_node.health.rate import SlidingRate
 from diloco_node.numeric import NS_PER_S, U8
-from diloco_node.shared_memory import COUNTERS_AREA
+from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark
 from diloco_node.storage.trained import AREA_BYTES
 from diloco_node.wire import learner_link
 
@@ -143,6 +143,8 @@ class LearnerProxy:
         self._contributions = np.frombuffer(self._contribution_area, np.uint8)
         # Steps and tokens as the learner counts them itself; they outlive its process.
         self.counters = memory(COUNTERS_AREA, AREA_BYTES)
+        # Where it stands and why it pauses, as it writes it.
+        self._place_area = memory(PLACE_AREA, PLACE_BYTES)
         self.version_area = VersionArea(
             np.frombuffer(self._version_area, np.float32),
             fragment_offsets(manifest),
@@ -232,6 +234,10 @@ class LearnerProxy:
                 self._on_failure(message.reason)
             case learner_link.Warned():
                 self._on_warning(message.text)
+            case learner_link.Leaving():
+                self._on_leaving()
+            case learner_link.EndWanted():
+                self._post(ev.FinishOrdered(message.reason, is_order=False))
             case learner_link.Attach():
                 raise AssertionError("an Attach is the reception's")
             case _:
@@ -349,6 +355,12 @@ class LearnerProxy:
             self._note_totals()
             self._post(ev.LearnerReported(self.status))
 
+    def _on_leaving(self) -> None:
+        """It makes no more steps, and waits for a merge of the last ones."""
+        if self.status is not None and not self.status.leaving:
+            self.status = self._newest = replace(self.status, leaving=True)
+            self._post(ev.LearnerReported(self.status))
+
     def _on_initial_state(self) -> None:
         """Theta_0 lies in the version area."""
         area = self.version_area
@@ -365,9 +377,9 @@ class LearnerProxy:
         self._requested[order.fragment] = order
         self._send(learner_link.SnapshotRequested(order.fragment, order.version, order.base_version))
 
-    def stop(self, reason: str) -> None:
-        """The run is over; a peer may have chosen the words."""
-        self._send(learner_link.Stop(escaped(reason)))
+    def stop(self, reason: str, versions: tuple[int, ...]) -> None:
+        """The run is over, at these versions; a peer may have chosen the words."""
+        self._send(learner_link.Stop(escaped(reason), versions))
 
     def has_restarted_since(self, incarnation: int) -> bool:
         """Whether another incarnation of the learner has begun, which may write over the contributions."""
@@ -406,10 +418,17 @@ class LearnerProxy:
         facts.has_failed = has_failed
         facts.last_warning, facts.last_warning_ns = escaped(text)[:WARNING_CHARS_MAX], self._now_ns()
 
+    @property
+    def pause(self) -> PlaceMark | None:
+        """The pause that the attached learner has announced; None while it makes steps."""
+        place = PlaceMark.decode(self._place_area[:])
+        is_own = self.status is not None and place is not None and place.pid == self.pid
+        return place if is_own and place is not None and place.activity else None
+
     def silence(self) -> str:
         """Why an attached learner counts as silent; empty if it does not."""
         status, last_ns = self.status, self.facts.last_report_ns
-        if status is None or status.finished or not last_ns:
+        if status is None or status.finished or not last_ns or self.pause is not None:
             return ""
         return learner_silence((self._now_ns() - last_ns) / NS_PER_S, status.step_time_ns / NS_PER_S)
 

@@ -152,6 +152,10 @@ class Reception:
                 # A folder that was lost does not know which incarnations there were; the others tell it.
                 self.waiting_attach = attach
                 return
+            lack = self._core.end.lack(self._core.ledger.leader, now_ns=self._runtime.now_ns())
+            if attach.incarnation == NEW_PROCESS and lack:
+                server.refuse(lack, is_final=False)
+                return
             try:
                 incarnation, predecessors, damaged_files = await in_thread(
                     self._runtime.threads.disk, self._read_counters, attach, self._core.incarnation_min
@@ -207,6 +211,7 @@ class Reception:
                 manifest_digest=self._manifest.digest,
                 wants_initial_state=wants_initial_state,
                 state_dir=str(self._spec.state_dir.resolve()),
+                steps_max=settings.steps_max,
             )
         )
         self._send_position(position)

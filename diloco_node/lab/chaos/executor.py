@@ -7,7 +7,7 @@ import contextlib
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,10 @@ SLOW_RUN_S: Final = 0.05
 SLOW_STOP_S: Final = 0.15
 """A slow process runs so long, and is stopped so long, in turn: a quarter of its time is left."""
 
-SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGTERM}
+SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGTERM, "notice": signal.SIGTERM}
+
+GONE_POLL_S: Final = 0.1
+"""Between two looks whether a machine that got notice has stopped by itself."""
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -33,11 +36,14 @@ class StruckFault:
     Attributes:
         at_ns: when it was carried out, on the plan's clock.
         pids: the processes that it struck; none: nobody was there.
+        stopped_ns: of a notice, how long the machine took to stop; 0 of others. kills: processes left at its end.
     """
 
     at_ns: int
     fault: PlannedFault
     pids: tuple[int, ...]
+    stopped_ns: int = 0
+    kills: int = 0
 
     @property
     def is_missed(self) -> bool:
@@ -53,6 +59,11 @@ class StruckFault:
             "seconds": self.fault.lasts_ns / NS_PER_S,
             "pids": list(self.pids),
             "missed": self.is_missed,
+            **(
+                {"stopped_after_seconds": self.stopped_ns / NS_PER_S, "killed": self.kills}
+                if self.fault.kind == "notice"
+                else {}
+            ),
         }
 
 
@@ -113,7 +124,22 @@ class FaultExecutor:
                 await self._switch(fault_file(demo.faults, fault.target.region, fault.kind), fault.lasts_ns)
             elif victims and number is None:
                 await self._hold_up(victims, fault)
+        if victims and fault.kind == "notice":
+            strike = await self._take_away(demo, strike)
         return strike
+
+    async def _take_away(self, demo: DemoFile, strike: StruckFault) -> StruckFault:
+        """Wait for the end of the notice, or until the machine has stopped; then kill what is left of it."""
+        target, end_ns = strike.fault.target, strike.at_ns + strike.fault.lasts_ns
+        survivors = await asyncio.to_thread(demo.find, target)
+        while survivors and self._now_ns() < end_ns:
+            await self._sleep(GONE_POLL_S)
+            survivors = await asyncio.to_thread(demo.find, target)
+        with hold_all(survivors) as handles:
+            kills = sum(handle.send(signal.SIGKILL) for handle in handles)
+        outcome = replace(strike, stopped_ns=self._now_ns() - strike.at_ns, kills=kills)
+        self.strikes[self.strikes.index(strike)] = outcome
+        return outcome
 
     async def _switch(self, file: Path, lasts_ns: int) -> None:
         until_ns = switch_on(file, lasts_ns)
@@ -158,6 +184,6 @@ def _struck_target(fault: PlannedFault) -> FaultTarget:
     region = fault.target.region
     if fault.kind in DAEMON_ONLY:
         return FaultTarget(region, "daemon")
-    if fault.kind == "stop" and fault.target.part == REGION:
+    if fault.kind in ("stop", "notice") and fault.target.part == REGION:
         return FaultTarget(region, "supervisor")  # it stops the other two, in order
     return fault.target

@@ -14,10 +14,11 @@ from typing import Final, TypeVar
 from diloco_node.errors import ConfigError
 from diloco_node.numeric import NS_PER_S
 
-KINDS: Final = ("kill", "stop", "pause", "partition", "slow", "disk")
-"""SIGKILL; SIGTERM; SIGSTOP and SIGCONT; links cut; a quarter of its time to run; a disk that refuses."""
+KINDS: Final = ("kill", "stop", "notice", "pause", "partition", "slow", "disk")
+"""SIGKILL; SIGTERM; the same, and SIGKILL to what is left after the time, as a spot machine is taken away; SIGSTOP and
+SIGCONT; links cut; a quarter of its time to run; a disk that refuses."""
 
-LASTING: Final = frozenset({"pause", "partition", "slow", "disk"})
+LASTING: Final = frozenset({"notice", "pause", "partition", "slow", "disk"})
 """They are over after a time; the others are over at once."""
 
 DAEMON_ONLY: Final = frozenset({"partition", "disk"})
@@ -91,9 +92,17 @@ def draw_one(rng: random.Random, odds: Mapping[T, int]) -> T:
 
 
 def storm(
-    regions: Sequence[str], *, seed: int, mtbf_ns: int, end_ns: int, victims: Sequence[str] = VICTIMS
+    regions: Sequence[str],
+    *,
+    seed: int,
+    mtbf_ns: int,
+    end_ns: int,
+    victims: Sequence[str] = VICTIMS,
+    notice_ns: int = 0,
 ) -> FaultPlan:
     """SIGKILLs at random: of each one region and one of `victims` are drawn, all alike.
+
+    With `notice_ns` whole machines are taken away instead, each with so much notice.
 
     Args:
         regions: at least one; their order does not matter. seed: everything random follows from it.
@@ -112,10 +121,12 @@ def storm(
         raise ConfigError(f"a storm has at most {FAULTS_MAX // 2:,} faults: take a longer mean time between them")
     rng = random.Random(f"storm {seed}")
     names, odds = sorted(regions), {victim: 1 for victim in VICTIMS if victim in victims}
+    kind = "notice" if notice_ns else "kill"
     faults: list[PlannedFault] = []
     at_ns = int(draw_gap(rng, mtbf_ns))
     while at_ns < end_ns and len(faults) < FAULTS_MAX:
-        faults.append(PlannedFault(at_ns, "kill", FaultTarget(rng.choice(names), draw_one(rng, odds))))
+        target = FaultTarget(rng.choice(names), REGION if notice_ns else draw_one(rng, odds))
+        faults.append(PlannedFault(at_ns, kind, target, notice_ns))
         at_ns += int(draw_gap(rng, mtbf_ns))
     return FaultPlan(tuple(faults))
 
@@ -167,5 +178,7 @@ def check_fault(fault: PlannedFault) -> None:
         )
     if fault.kind not in LASTING and fault.lasts_ns:
         raise ConfigError(f"{fault.kind} is over at once: leave its time away")
+    if fault.kind == "notice" and fault.target.part != REGION:
+        raise ConfigError(f"notice is given to a machine: name {fault.target.region}")
     if fault.kind in DAEMON_ONLY and fault.target.part not in (REGION, "daemon"):
         raise ConfigError(f"{fault.kind} strikes a daemon: name {fault.target.region} or {fault.target.region}.daemon")

@@ -261,6 +261,18 @@ def compare(training: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by
     }
 
 
+def goodput_there(
+    training: Mapping[str, Any], baseline: Mapping[str, Any], away_s: Mapping[str, float]
+) -> float | None:
+    """Goodput of the time in which learners were there; `away_s` is how long each region had none, in seconds."""
+    baseline_tokens_of = baseline["tokens_merged_of"]
+    if baseline_tokens_of is None or away_s.keys() != baseline_tokens_of.keys() or not baseline["seconds"]:
+        return None
+    there_s = {name: training["seconds"] - seconds for name, seconds in away_s.items()}
+    tokens = sum(baseline_tokens_of[name] / baseline["seconds"] * seconds for name, seconds in there_s.items())
+    return _ratio(training["tokens_merged"], tokens)
+
+
 def loss_on_the_way(training: Mapping[str, Any], tokens: int) -> float | None:
     """Return the loss that a run measured on its way, at so many merged tokens.
 
@@ -303,7 +315,7 @@ def rejoins(
 
     A region that was struck again before that is counted apart: its time is that of two deaths.
     """
-    deaths = [fault for fault in faults if fault.fault.kind in ("kill", "stop") and not fault.is_missed]
+    deaths = [fault for fault in faults if fault.fault.kind in ("kill", "stop", "notice") and not fault.is_missed]
     times_of: dict[str, list[int]] = {}
     for fault in sorted(deaths, key=lambda fault: fault.at_ns):
         times_of.setdefault(fault.fault.target.region, []).append(fault.at_ns)

@@ -44,6 +44,12 @@ def demo(
     mtbf: Annotated[
         str, typer.Option("--mtbf", metavar="TIME", help="With --chaos: mean time between two kills [default: 5s].")
     ] = "",
+    notice: Annotated[
+        str,
+        typer.Option(
+            "--notice", metavar="TIME", help="With --chaos: machines are taken away, with so much notice, such as 30s."
+        ),
+    ] = "",
     victims: Annotated[
         str,
         typer.Option(

@@ -26,6 +26,7 @@ class DemoOptions:
     budget: str = ""
     has_chaos: bool = False
     mtbf: str = ""
+    notice: str = ""
     victims: str = ""
     tape: Path | None = None
     baseline: Path | None = None

@@ -39,7 +39,9 @@ TAPE_NAME: Final = "tape.jsonl"
 PICTURE_NAME: Final = "chaos.svg"
 
 
-UNCOMPARED: Final = frozenset({"regions", "folder", "is_json", "has_chaos", "mtbf", "victims", "tape", "baseline"})
+UNCOMPARED: Final = frozenset(
+    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "tape", "baseline"}
+)
 """Options that a demo and its baseline need not share: how many regions (their names are compared), where each is kept,
 how it is shown, and what strikes it. An option that is not here is compared."""
 
@@ -129,13 +131,21 @@ class DemoStorm:
             if end_ns <= 0:
                 raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
         self._mtbf = parse_option("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
+        self._notice_ns = parse_option("--notice", options.notice, parse_duration).ns if options.notice else 0
+        if options.notice and options.victims:
+            raise ConfigError("--notice is given to whole machines: leave --victims out")
         self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
         self.plan: FaultPlan
         if options.tape is not None:
             self.plan = read_tape(options.tape, self._names).until(end_ns)
         else:
             self.plan = storm(
-                self._names, seed=options.seed, mtbf_ns=self._mtbf.ns, end_ns=end_ns, victims=self._victims
+                self._names,
+                seed=options.seed,
+                mtbf_ns=self._mtbf.ns,
+                end_ns=end_ns,
+                victims=self._victims,
+                notice_ns=self._notice_ns,
             )
         self._baseline = read_baseline(options.baseline, settings) if options.baseline is not None else None
         self._strikes: Sequence[StruckFault] = ()
@@ -169,7 +179,7 @@ class DemoStorm:
         """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
         counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in self._strikes if not fault.is_missed)
         end_ns = int(training["seconds"] * NS_PER_S)
-        lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "picture"))
+        lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "goodput_there", "picture"))
         if merges is not None:
             spans = {name: story.life(name, samples, merges, end_ns=end_ns) for name in self._names}
             title = f"{len(self._names)} regions, {sum(counts.values())} faults in {training['seconds']:.0f} s"
@@ -177,12 +187,18 @@ class DemoStorm:
             picture.write_text(draw_life(title, spans, merges, self._strikes, end_ns=end_ns))
             lives = {
                 "rejoin": story.rejoins(self._strikes, samples, merges),
-                "seconds_of": {name: _seconds_of(spans_of_region) for name, spans_of_region in spans.items()},
+                "seconds_of": (seconds_of := {name: _seconds_of(lives_of) for name, lives_of in spans.items()}),
+                "goodput_there": None
+                if self._baseline is None
+                else story.goodput_there(
+                    training, self._baseline, {name: states["dead"] for name, states in seconds_of.items()}
+                ),
                 "picture": str(picture.resolve()),
             }
         is_drawn = self._options.tape is None
         return {
             "seed": self._options.seed if is_drawn else None,
+            "notice_seconds": self._notice_ns / NS_PER_S or None,
             "mtbf_seconds": self._mtbf.ns / NS_PER_S if is_drawn else None,
             "victims": list(self._victims) if is_drawn else None,
             "tape": str(self._options.tape or self._folder / TAPE_NAME),
@@ -194,6 +210,7 @@ class DemoStorm:
                 if any(counts[kind, victim] for victim in VICTIMS)
             },
             "missed": sum(fault.is_missed for fault in self._strikes),
+            "notices": _notices(self._strikes),
             "faults": [fault.document() for fault in self._strikes],
             "baseline": str(self._options.baseline) if self._options.baseline is not None else None,
             "compared": story.compare(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
@@ -201,6 +218,14 @@ class DemoStorm:
             else None,
             **lives,
         }
+
+
+def _notices(strikes: Sequence[StruckFault]) -> dict[str, Any] | None:
+    """How machines took their notices; None where none was given."""
+    notices = [fault for fault in strikes if fault.fault.kind == "notice" and not fault.is_missed]
+    times_s = [fault.stopped_ns / NS_PER_S for fault in notices]
+    kills = sum(fault.kills > 0 for fault in notices)
+    return {"count": len(notices), "stopped_seconds_most": max(times_s), "killed": kills} if notices else None
 
 
 def _seconds_of(spans: Sequence[story.LifeSpan]) -> dict[str, float]:
@@ -218,7 +243,9 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
         f"{kind} " + ", ".join(f"{count} {victim}" for victim, count in victims.items())
         for kind, victims in chaos["struck"].items()
     )
-    source = f"seed {chaos['seed']}, a kill per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["tape"]
+    notice_s = chaos["notice_seconds"]
+    kind = f"a notice of {notice_s:g} s" if notice_s else "a kill"
+    source = f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["tape"]
     calm = f"{chaos['calm_tokens']:,} tokens" if chaos["calm_seconds"] is None else f"{chaos['calm_seconds']:.0f} s"
     lines = [
         f"storm              {source}: {strikes or 'nothing was struck'}; {chaos['missed']} met nobody; the last "
@@ -226,6 +253,11 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
         f"commits            {training['commits_per_minute']:.0f} a minute, at most "
         f"{training['longest_gap_seconds']:.1f} s between two",
     ]
+    if notices := chaos["notices"]:
+        lines.append(
+            f"notices            {notices['count']} machines stopped within {notices['stopped_seconds_most']:.1f} s; "
+            f"{notices['killed']} had to be killed"
+        )
     for victim, rejoin in (chaos["rejoin"] or {}).items():
         median, most = rejoin["seconds_median"], rejoin["seconds_most"]
         times = "-" if median is None else f"median {median:.1f} s, at most {most:.1f} s"
@@ -247,6 +279,8 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
             "goodput            unknown: run the same demo without --chaos, and give its report: --baseline FILE"
         )
     else:
+        if notice_s and chaos["goodput_there"] is not None:
+            lines[-1] += f"; {_percent(chaos['goodput_there'])} of those in the time that learners were there"
         loss = comparison["loss"]
         lines.append(
             f"goodput            {_percent(comparison['goodput'])} of the tokens a second that the undisturbed run "

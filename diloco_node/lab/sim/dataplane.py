@@ -243,7 +243,9 @@ class DataPlane:
             lr=lr,
             mu=mu,
         )
-        self.theta[body.fragment], self.momentum[body.fragment] = theta, momentum
+        self.theta[body.fragment] = theta
+        if not body.is_last:
+            self.momentum[body.fragment] = momentum
         self.versions[body.fragment] = body.version
         return True
 

@@ -318,8 +318,10 @@ class Oracle:
             lr=lr,
             mu=mu,
         )
-        self._theta[body.fragment], self._momentum[body.fragment] = theta, momentum
-        self._digests[body.fragment, body.version] = tensors.state_digest(theta, momentum)
+        self._theta[body.fragment] = theta
+        if not body.is_last:
+            self._momentum[body.fragment] = momentum
+        self._digests[body.fragment, body.version] = tensors.state_digest(theta, self._momentum[body.fragment])
 
 
 def _blocks(stripe: Stripe) -> Blocks:

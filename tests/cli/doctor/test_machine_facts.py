@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +36,24 @@ def test_fsyncs_are_timed_and_leave_nothing(tmp_path: Path) -> None:
     assert min(times) > 0
     assert list(tmp_path.iterdir()) == []
     assert probes.fsync_seconds(Path("/proc")) == []
+
+
+def test_locks_and_sockets_are_tried_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (probes.lock_error(tmp_path), probes.bind_error(tmp_path)) == ("", "")
+    assert list(tmp_path.iterdir()) == []
+    assert "No such file or directory" in probes.bind_error(tmp_path / "none")
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    assert "AF_UNIX path too long" in probes.bind_error(long)
+    assert list(long.iterdir()) == []
+    assert probes.lock_error(Path("/proc")) == "", "what can't be written is another check's"
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert "(No locks available): the file system of this folder gives no locks" in probes.lock_error(tmp_path)
+    assert list(tmp_path.iterdir()) == [long]
 
 
 def test_what_the_kernel_does_not_have_is_none() -> None:

@@ -30,6 +30,7 @@ from diloco_node.core.types import (
     Entry,
     EntryBody,
     EntryKind,
+    ExtendedBody,
     FinishedBody,
     GenesisBody,
     LeaderBody,
@@ -49,14 +50,15 @@ BODIES: list[EntryBody] = [
         7, 12, Ballot(3, 9), (Member(CONTRIBUTION, 0.1),), 0.75, (0.5, 0.125), (Stripe("eu", 0, 9),), b"\x07" * 32
     ),
     DiscardedBody("eu", 2, 7, 24, 30, 2994, "killed"),
-    FinishedBody((12, 13), "tokens"),
+    FinishedBody((12, 13), "tokens", 400, 9_000),
     DiskNamedBody("eu", b"\x09" * 16),
     SnapshotBody(7, 16, b"\x08" * 32),
     SummaryBody(1024, b"\x09" * 32),
+    ExtendedBody(800, 0),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "efe97539ca84121f0a04d9c0d2c3c99f2fe134745027d160930f16eb141adaca"
+GOLDEN_CHAIN = "c2991815e5afb1345926c4e5e6c646dcdf1b7207dac0097698901a0ba336f671"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)
@@ -85,7 +87,8 @@ stripes = st.builds(
 bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(LeaderBody, names),
     st.builds(DiskNamedBody, names, st.binary(min_size=16, max_size=16) | st.just(b"")),
-    st.builds(FinishedBody, st.lists(versions, max_size=5).map(tuple), texts),
+    st.builds(FinishedBody, st.lists(versions, max_size=5).map(tuple), texts, steps, steps),
+    st.builds(ExtendedBody, steps, steps),
     st.builds(SnapshotBody, st.integers(0, 1023), versions, st.binary(min_size=32, max_size=32)),
     st.builds(SummaryBody, st.integers(1, 2**48), st.binary(min_size=32, max_size=32)),
     st.builds(
@@ -314,8 +317,8 @@ def spelled(**changes: Any) -> bytes:
         spelled(term=2**64 - 1),
         spelled(previous=b""),
         spelled(hash=bytes(31)),
-        spelled(kind="finished", body=[[1.0], "x"]),
-        spelled(kind="finished", body=[[[]], "x"]),
+        spelled(kind="finished", body=[[1.0], "x", 0, 0]),
+        spelled(kind="finished", body=[[[]], "x", 0, 0]),
         spelled(kind="discarded", body=["a", 1, 0, 0, 1, 7, "x" * 5000]),
         spelled().replace(b"\x01\x01", b"\xcc\x01\x01", 1),  # the same integer, longer
         spelled().replace(b"\xa1a", b"\xd9\x01a", 1),  # the same string, longer

@@ -45,6 +45,23 @@ def test_every_region_tells_its_budget() -> None:
     assert [beat.budget for beat in beats if isinstance(beat, Heartbeat)] == [RateLimits(None, 9)] * 2
 
 
+def test_a_region_that_is_about_to_stop_says_so_until_it_is_back() -> None:
+    world = Neighbourhood()
+    assert not world.liveness.has_left("b")
+    world.hear("b", now_ns=13, leaving=True)
+    assert world.liveness.has_left("b")
+    world.liveness.link_changed("b", is_up=False)
+    assert world.liveness.has_left("b"), "nothing more is heard of it, as it said"
+    world.hear("b", now_ns=14)
+    assert not world.liveness.has_left("b")
+    world.hear("b", replace(status(9), leaving=True), now_ns=15)
+    assert world.liveness.has_left("b"), "its learner stops first"
+    world.liveness.is_leaving = True
+    world.liveness.beat(applied_index=0, digests=(), now_ns=16)
+    beats = [effect.message for effect in world.effects.take() if isinstance(effect, Send)]
+    assert [beat.leaving for beat in beats if isinstance(beat, Heartbeat)] == [True] * 2
+
+
 def test_lost_link_is_silence_at_once() -> None:
     world = Neighbourhood()
     world.hear("b", now_ns=13)

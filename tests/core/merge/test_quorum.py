@@ -68,6 +68,16 @@ def test_grace_is_within_its_limits(
     assert grace >= min(p99, upper)
 
 
+def test_nothing_but_rounds_in_flight_holds_up_one_that_leaves() -> None:
+    names = [LearnerDue("a", None), LearnerDue("b", 100 * MS, is_leaving=True), LearnerDue("c", None)]
+    decision = decide_open(101 * MS, names, TIMING, SETTINGS, not_before_ns=9_000 * MS)
+    assert decision == OpenDecision(True, None, "b leaves")
+    full = decide_open(101 * MS, names, TIMING, SETTINGS, rounds_in_flight=SETTINGS.rounds_in_flight_max)
+    assert not full.open
+    gone = [replace(learner, due_at_ns=None) for learner in names]
+    assert decide_open(101 * MS, gone, TIMING, SETTINGS).reason.startswith("waits for quorum: 0 of 3")
+
+
 def test_a_round_waits_for_its_quorum() -> None:
     decision = decide_open(9_000 * MS, learners(eu=None, us_east=100, us_west=None), TIMING, SETTINGS)
     assert decision == OpenDecision(False, None, "waits for quorum: 1 of 3 learners due (us_east), 2 needed")

@@ -10,6 +10,7 @@ from diloco_node.core.merge.schedule import SLOWER_MAX
 from diloco_node.core.rounds.eligibility import (
     BEHIND_NS,
     BEHIND_NS_MAX,
+    LEAVING_NS,
     STALLED_NS_MIN,
     STALLED_STEPS,
     Eligibility,
@@ -81,6 +82,25 @@ def test_learner_that_makes_no_steps_is_not_waited_for() -> None:
     world.hear("b", status(step=10), now_ns=now_ns + 1)
     result = assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns + 1)
     assert result.away == (("b", "its learner makes no steps"),)
+
+
+def test_a_learner_that_leaves_is_asked_though_it_stands_still() -> None:
+    world = Neighbourhood()
+    leaving = replace(status(step=10), leaving=True)
+    for now_ns in (1, LEAVING_NS, LEAVING_NS + 2):
+        world.hear("b", leaving, now_ns=now_ns)
+        learners = assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns).learners
+        assert ("b" in learners) == (now_ns <= LEAVING_NS), "not for ever"
+
+
+def test_a_region_that_leaves_reduces_nothing_more_while_others_can() -> None:
+    world = Neighbourhood()
+    eligibility = eligibility_of(world.liveness, HISTORY)
+    world.hear("b", status(), now_ns=1, leaving=True)
+    world.hear("c", status(), now_ns=1)
+    assert eligibility.reachability(now_ns=1).reducers == ("a", "c")
+    world.hear("b", status(), now_ns=2)
+    assert eligibility.reachability(now_ns=2).reducers == ("a", "b", "c")
 
 
 def test_stopped_learner_is_away() -> None:

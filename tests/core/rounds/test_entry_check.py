@@ -24,6 +24,7 @@ from diloco_node.core.types import (
     DiskNamedBody,
     Entry,
     EntryBody,
+    ExtendedBody,
     FinishedBody,
     GenesisBody,
     LeaderBody,
@@ -166,6 +167,21 @@ def test_nothing_but_leaders_before_genesis(body: EntryBody) -> None:
 @pytest.mark.parametrize("body", [FIRST, GENESIS, FinishedBody((0, 0), "again")])
 def test_nothing_merges_after_the_end(body: EntryBody) -> None:
     assert fault_of(body, GENESIS, FinishedBody((0, 0), "x"))
+
+
+def test_an_extension_follows_an_end_with_narrower_limits_and_opens_rounds_again() -> None:
+    end, further = FinishedBody((0, 0), "x", 400), ExtendedBody(800, 0)
+    assert fault_of(further, GENESIS) == "an extension of a run that is not over"
+    assert "no wider than (400, 0)" in fault_of(ExtendedBody(400, 0), GENESIS, end)
+    assert fault_of(further, GENESIS, end) == ""
+    assert fault_of(FIRST, GENESIS, end, further) == ""
+    assert fault_of(further, GENESIS, end, further) != ""
+    assert fault_of(FinishedBody((0, 0), "y", 800), GENESIS, end, further) == ""
+
+
+def test_only_the_limits_that_a_region_was_started_with_extend_its_run() -> None:
+    check, ledger = check_after(GENESIS, FinishedBody((0, 0), "x", 400))
+    assert "this region was started with" in check.doubt(ledger.add(ExtendedBody(10**9, 0)))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.opening import Opener, Opening
+from diloco_node.core.rounds.opening import LEAVE_ROUNDS, Opener, Opening
 from diloco_node.core.types import FragmentPosition, LearnerStatus
 from tests.kit.rounds_kit import (
     GENESIS,
@@ -140,3 +142,27 @@ def test_learner_without_any_version_is_not_counted() -> None:
     opening = desk.choose()
     assert opening is not None
     assert opening.learners == 1
+
+
+def test_rounds_open_for_a_learner_that_leaves_until_a_merge_includes_its_steps() -> None:
+    desk = Desk()
+    desk.report(status(13, f0=at(12), f1=at(12)), "ac")
+    leaving = replace(status(13, f0=at(13), f1=at(12)), leaving=True)
+    desk.report(leaving, "b")
+    opening = desk.choose()
+    assert opening is not None
+    assert (opening.fragment, opening.reason, opening.leavers) == (1, "b leaves", (("b", leaving.incarnation),))
+    desk.report(replace(leaving, positions=(at(13), at(13))), "b")
+    assert desk.choose() is None
+    assert desk.opener.reason == "no fragment is due"
+
+
+def test_one_that_leaves_for_ever_gets_two_rounds_of_each_fragment_early() -> None:
+    desk = Desk()
+    desk.report(status(13, f0=at(12), f1=at(12)), "ac")
+    desk.report(replace(status(13, f0=at(12), f1=at(12)), leaving=True), "b")
+    for _ in range(2 * LEAVE_ROUNDS):
+        opening = desk.choose()
+        assert opening is not None
+        desk.opener.on_open(opening, now_ns=desk.now_ns)
+    assert desk.choose() is None

@@ -64,9 +64,10 @@ def test_a_learner_that_is_away_counts_with_what_the_ledger_has_of_it() -> None:
     progress = progress_of(near, *rounds, settings=BY_STEPS)
     assert progress.position(now_ns=0).steps == 60
     near.hear("b", None, now_ns=1)
-    assert progress.position(now_ns=1).steps == 58
+    assert progress.learner_steps(now_ns=1) == [50, 58, 240]
     near.liveness.own_learner(None, now_ns=2)
-    assert progress.position(now_ns=2).steps == 58
+    assert progress.learner_steps(now_ns=2) == [50, 58, 240]
+    assert progress.position(now_ns=2) == RunPosition(60, 0.29), "what is shown never goes back"
 
 
 def test_a_learner_that_was_never_there_does_not_count() -> None:
@@ -109,6 +110,25 @@ def test_merged_tokens_say_how_far_it_is_where_tokens_end_it() -> None:
     assert progress_of(near, *rounds, settings=both).position(now_ns=0).part == 0.5, "the nearer limit counts"
     over = [committed_round(at, 1, [contribution("a", fragment=at, steps=(0, 5000))]) for at in range(2)]
     assert progress_of(near, *over, settings=BY_TOKENS).position(now_ns=0).part == 1.0
+
+
+def test_what_is_shown_goes_neither_back_nor_beyond_the_end() -> None:
+    near = near_with(a=141)
+    progress = progress_of(near, settings=BY_STEPS)
+    assert progress.position(now_ns=0) == RunPosition(141, 0.705)
+    near.hear("b", status(38), now_ns=1)
+    near.hear("c", status(30), now_ns=1)
+    assert progress.position(now_ns=1) == RunPosition(141, 0.19), "learners that join later do not take it back"
+    near.all_hear(status(241), now_ns=2)
+    assert progress.position(now_ns=2) == RunPosition(200, 1.0)
+
+
+def test_a_majority_of_the_regions_with_a_learner_now_or_before_is_a_quorum() -> None:
+    assert not progress_of(Neighbourhood()).has_quorum
+    assert not progress_of(near_with(a=5)).has_quorum
+    assert progress_of(near_with(a=5, c=0)).has_quorum
+    gone = [committed_round(0, 1, [contribution("b", steps=(0, 50))])]
+    assert progress_of(near_with(a=5), *gone).has_quorum
 
 
 def test_before_anybody_trains_the_run_is_at_its_start() -> None:

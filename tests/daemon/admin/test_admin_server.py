@@ -74,6 +74,7 @@ class Region:
             snapshot=lambda since: {"status": {"region": "us-east"}, "since": since},
             not_ready_reason=lambda: self.reason,
             finish=self.finished.append,
+            drain=lambda: self.finished.append("drained"),
             set_budget=self.set_budget,
             measure=self.measure,
             expel=self.expel,

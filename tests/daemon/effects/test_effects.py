@@ -506,11 +506,11 @@ async def test_an_adopted_state_is_told_and_hashed(bench: Bench) -> None:
 async def test_the_rest_goes_where_it_belongs(bench: Bench) -> None:
     message, offer = PayloadRequested(0, 1, b"d" * 32), OfferVersion(0, 0, -1)
     snapshot, note = TakeSnapshot(0, 1, 0), Note("kind", "text")
-    await bench.do(Send("b", message), offer, snapshot, StopLearner("end"), note)
+    await bench.do(Send("b", message), offer, snapshot, StopLearner("end", (4, 7)), note)
     assert bench.transport.sent == [("b", message)]
     assert bench.learner.version_area.offered == [offer]
     assert bench.learner.asked == [snapshot]
-    assert bench.learner.stopped == ["end"]
+    assert bench.learner.stopped == [("end", (4, 7))]
     assert bench.notes == [note]
 
 

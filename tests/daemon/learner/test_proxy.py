@@ -15,6 +15,7 @@ import pytest
 
 from diloco_node.core.events import (
     Event,
+    FinishOrdered,
     LearnerAttached,
     LearnerDetached,
     LearnerReported,
@@ -27,7 +28,7 @@ from diloco_node.core.events import (
 from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.learner.version_area import VersionArea
-from diloco_node.shared_memory import MemoryStore, request_area
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, MemoryStore, PlaceMark, request_area
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
     LINK_PROTOCOL,
@@ -35,8 +36,10 @@ from diloco_node.wire.learner_link import (
     VERSION_AREA,
     Attach,
     Done,
+    EndWanted,
     Failed,
     InitialState,
+    Leaving,
     OfferApplied,
     Report,
     SnapshotDenied,
@@ -326,10 +329,17 @@ def test_each_held_out_loss_keeps_the_step_of_its_own_evaluation(bench: Bench) -
     assert (facts.val_loss_global, facts.val_loss_global_step) == (2.5, 100)
 
 
+def test_a_script_that_wants_the_end_votes_for_its_region(bench: Bench) -> None:
+    bench.side.on_attach(attach(), 1, ())
+    bench.take()
+    bench.side.on_message(EndWanted("the loss is flat"))
+    assert bench.take() == [FinishOrdered("the loss is flat", is_order=False)]
+
+
 def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
     bench.side.on_attach(attach(), 1, ())
-    bench.side.stop("steps_max")
-    assert bench.said == [Stop("steps_max")]
+    bench.side.stop("steps_max", (4, 7))
+    assert bench.said == [Stop("steps_max", (4, 7))]
     bench.take()
     bench.side.on_message(Done(50, 5000, 2.25, 2.0, 7, 48))
     (event,) = bench.take()
@@ -525,3 +535,38 @@ def test_what_a_process_says_when_it_attaches_is_asked_for_sense(bench: Bench) -
         (attach(1, 0), "a new process with 1 steps"),
     ):
         assert says in bench.side.attach_fault(bad, run_id="run")
+
+
+def test_a_learner_that_leaves_is_reported_as_that_once_until_the_next_attaches(bench: Bench) -> None:
+    bench.side.on_message(Leaving())  # of nobody
+    bench.side.on_attach(attach(), 1, ())
+    bench.side.on_message(report(9, 900))
+    before = len(bench.posted)
+    bench.side.on_message(Leaving())
+    bench.side.on_message(Leaving())
+    told = [event.status for event in bench.posted[before:] if isinstance(event, LearnerReported)]
+    assert [(status.leaving, status.step) for status in told] == [(True, 9)]
+    bench.side.on_message(report(9, 900))
+    assert bench.side.status is not None
+    assert bench.side.status.leaving
+    bench.side.on_detach()
+    bench.side.on_attach(attach(), 2, ())
+    assert not bench.side.status.leaving
+
+
+def test_a_pause_is_that_of_the_process_that_is_attached(bench: Bench) -> None:
+    area = request_area(bench.memory, PLACE_AREA, PLACE_BYTES)
+    area[:] = PlaceMark(7, since_s=1.0, limit_s=60.0, activity="evaluation").encode()
+    assert bench.side.pause is None
+    bench.side.on_attach(attach(pid=7), 1, ())
+    bench.now_ns = SECOND
+    bench.side.on_message(report(1, 10))
+    assert bench.side.pause is not None
+    assert bench.side.pause.activity == "evaluation"
+    bench.now_ns = 10_000 * SECOND
+    assert bench.side.silence() == ""
+    area[:] = PlaceMark(8, since_s=1.0, limit_s=60.0, activity="evaluation").encode()
+    assert bench.side.pause is None
+    assert bench.side.silence() != ""
+    area[:] = bytes(PLACE_BYTES)
+    assert bench.side.pause is None

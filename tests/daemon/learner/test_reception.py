@@ -1,95 +1,56 @@
-"""A region whose model too few others have refuses its learner with the tensors, instead of waiting for a beginning."""
+"""Who is welcomed when: a learner that would train past the run's end waits, and is told why."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from diloco_node.core.events import Note
-from diloco_node.core.merge.fragments import TensorSpec
-from diloco_node.core.types import GenesisBody
+from diloco_node.core.types import RunSettings
+from diloco_node.daemon.learner import reception as reception_module
 from diloco_node.daemon.learner.reception import Reception
-from diloco_node.wire.learner_link import LINK_PROTOCOL, NEW_PROCESS, Attach
-from tests.kit.node_kit import MANIFEST, SETTINGS
+from diloco_node.errors import StorageError
+from diloco_node.wire.learner_link import LINK_PROTOCOL, NEW_PROCESS, NO_SNAPSHOT, UNATTACHED, Attach
+from tests.kit.node_kit import MANIFEST
 
-WORDS = "the models differ: tensor a.weight is only here, tensor a.base.weight is only there"
-
-
-class Desk:
-    """A reception, and what it has said."""
-
-    def __init__(self, *regions: str) -> None:
-        self.refusals: list[tuple[str, bool]] = []
-        self.notes: list[Note] = []
-        self.history = SimpleNamespace(genesis=None)
-        runtime: Any = SimpleNamespace(
-            spec=SimpleNamespace(regions=regions, settings=SETTINGS, run_id="run", state_dir=Path("/state/a")),
-            notes=SimpleNamespace(add=self.notes.append),
-            learner_server=SimpleNamespace(refuse=lambda reason, *, is_final: self.refusals.append((reason, is_final))),
-        )
-        core: Any = SimpleNamespace(history=self.history)
-        learner: Any = SimpleNamespace(attach_fault=lambda attach, *, run_id: "")
-        self.reception = Reception(runtime, MANIFEST, core, learner)
-
-    def begin(self) -> None:
-        self.history.genesis = GenesisBody("run", MANIFEST.digest, "", ("a",), (bytes(32),) * 2)
-
-
-def attach(tensors: tuple[TensorSpec, ...] = MANIFEST.tensors) -> Attach:
-    return Attach(LINK_PROTOCOL, 7, tensors, NEW_PROCESS, "", 0, 0, 0, (), ())
+LACK = "the run is at its end here, and no majority is there to close it"
 
 
 @pytest.mark.parametrize(
-    ("regions", "differing", "is_refused"),
-    [
-        ("ab", "b", True),
-        ("abc", "b", False),
-        ("abc", "bc", True),
-        ("abcd", "b", False),
-        ("abcd", "bc", True),
-        ("abcd", "", False),
-    ],
+    ("incarnation", "lack", "reason"),
+    [(NEW_PROCESS, LACK, LACK), (NEW_PROCESS, "", "welcomed"), (3, LACK, "welcomed")],
+    ids=["a new process waits", "before the end", "one that trains goes on"],
 )
-def test_the_learner_is_refused_while_no_majority_has_its_model(
-    regions: str, differing: str, *, is_refused: bool
+async def test_a_new_process_past_the_end_waits_for_a_majority(
+    monkeypatch: pytest.MonkeyPatch, incarnation: int, lack: str, reason: str
 ) -> None:
-    desk = Desk(*regions)
-    desk.reception.compare_models(dict.fromkeys(differing, WORDS))
-    assert bool(desk.refusals) == is_refused
-    assert bool(desk.reception.rejection_reason(attach())) == is_refused
-    if is_refused:
-        ((reason, is_final),) = desk.refusals
-        assert is_final, "trying again changes nothing"
-        assert f"{', '.join(differing)} would train another model in this run: {WORDS}." in reason
-        assert "stop the region and remove /state/a" in reason
-        assert [(note.text, note.is_alarm) for note in desk.notes] == [(reason, True)]
+    refusals: list[tuple[str, bool]] = []
+    tasks: list[Any] = []
 
+    async def read(*_: object) -> None:
+        raise StorageError("welcomed")  # the next that a welcome asks for
 
-def test_it_is_said_once_and_forgotten_when_the_others_have_the_model() -> None:
-    desk = Desk("a", "b")
-    for _ in range(3):
-        desk.reception.compare_models({"b": WORDS})
-    assert (len(desk.refusals), len(desk.notes)) == (1, 1)
-    desk.reception.compare_models({})
-    assert desk.reception.rejection_reason(attach()) == ""
-
-
-def test_a_run_that_has_begun_goes_on_whatever_others_bring() -> None:
-    desk = Desk("a", "b", "c")
-    desk.begin()
-    desk.reception.compare_models({"b": WORDS, "c": WORDS})
-    assert desk.refusals == []
-    assert desk.reception.rejection_reason(attach()) == ""
-
-
-def test_another_model_of_the_own_learner_is_named_with_the_way_on() -> None:
-    desk = Desk("a", "b", "c")
-    other = attach((*MANIFEST.tensors[1:], TensorSpec("z", (3,))))
-    reason = desk.reception.rejection_reason(other)
-    assert reason.startswith("this is not the run's model: tensor z is not in the run's model")
-    assert "stop the region and remove /state/a" in reason
-    desk.begin()
-    assert "remove" not in desk.reception.rejection_reason(other), "there is a run to lose"
+    monkeypatch.setattr(reception_module, "in_thread", read)
+    runtime: Any = SimpleNamespace(
+        spec=SimpleNamespace(settings=RunSettings(), run_id="run"),
+        notes=SimpleNamespace(add=lambda _: None),
+        spawn=lambda work, _: tasks.append(work),
+        threads=SimpleNamespace(disk=None),
+        now_ns=lambda: 0,
+        learner_server=SimpleNamespace(refuse=lambda text, *, is_final: refusals.append((text, is_final))),
+    )
+    core: Any = SimpleNamespace(
+        may_allot_incarnation=True,
+        incarnation_min=1,
+        ledger=SimpleNamespace(leader=""),
+        end=SimpleNamespace(lack=lambda _leader, *, now_ns: lack),
+    )
+    learner: Any = SimpleNamespace(attach_fault=lambda *_, **__: "")
+    fragments = len(MANIFEST.fragments)
+    positions = () if incarnation == NEW_PROCESS else (UNATTACHED,) * fragments
+    snapshots = () if incarnation == NEW_PROCESS else (NO_SNAPSHOT,) * fragments
+    attach = Attach(LINK_PROTOCOL, 1, MANIFEST.tensors, incarnation, "", 0, 0, 0, positions, snapshots)
+    Reception(runtime, MANIFEST, core, learner).on_message(attach)
+    await tasks[0]
+    assert refusals == [(reason, False)]

@@ -85,6 +85,25 @@ def test_a_region_is_stopped_by_its_supervisor(demo: MadeUpDemo) -> None:
     assert demo.ended() == {"b.supervisor": signal.SIGTERM}
 
 
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_a_machine_with_notice_is_told_and_what_is_left_at_the_end_is_killed(
+    demo: MadeUpDemo, is_stubborn: bool
+) -> None:
+    clock = iter(range(0, 1000 * NS_PER_S, NS_PER_S))
+    if is_stubborn:  # a process that stands still takes no SIGTERM
+        os.kill(demo.pid("b.supervisor"), signal.SIGSTOP)
+    struck = FaultExecutor(lambda: DemoFile.load(demo.folder), now_ns=lambda: next(clock), sleep=asyncio.sleep)
+    monkey = PlannedFault(0, "notice", FaultTarget("b"), 5 * NS_PER_S)
+    done = asyncio.run(struck.strike(monkey))
+    assert done.pids == (demo.pid("b.supervisor"),)
+    assert struck.strikes == [done]
+    demo.until_ended("b.supervisor")
+    assert demo.ended()["b.supervisor"] == (signal.SIGKILL if is_stubborn else signal.SIGTERM)
+    assert (done.kills > 0) == is_stubborn
+    assert done.document()["killed"] == done.kills
+    assert 0 < done.stopped_ns < 20 * NS_PER_S
+
+
 def test_of_a_learner_and_what_started_it_the_learner_is_struck(demo: MadeUpDemo) -> None:
     """A launcher, or a parent that forks: both carry the marks, and the child is what trains."""
     first = demo.children.pop("a.learner")

@@ -19,6 +19,7 @@ from diloco_node.lab.chaos.fault_plan import (
     LASTING,
     LASTS_S_MAX,
     PARTS,
+    REGION,
     VICTIMS,
     FaultPlan,
     FaultTarget,
@@ -145,7 +146,7 @@ def test_victims_are_names_with_commas() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_lasts_if_its_kind_does(kind: str) -> None:
-    daemon = FaultTarget("us-east", "daemon")
+    daemon = FaultTarget("us-east", REGION if kind == "notice" else "daemon")
     lasts = kind in LASTING
     check_fault(PlannedFault(0, kind, daemon, NS_PER_S if lasts else 0))
     for lasts_ns in (0, -1, int(LASTS_S_MAX + 1) * NS_PER_S) if lasts else (1, -1):
@@ -165,3 +166,15 @@ def test_unknown_kinds_and_times_are_refused() -> None:
         check_fault(PlannedFault(0, "reboot", FaultTarget("us-east")))
     with pytest.raises(ConfigError, match="must lie between"):
         check_fault(PlannedFault(-1, "kill", FaultTarget("us-east")))
+
+
+def test_a_storm_of_notices_takes_whole_machines() -> None:
+    plan = storm(REGIONS, seed=7, mtbf_ns=5 * NS_PER_S, end_ns=300 * NS_PER_S, notice_ns=30 * NS_PER_S)
+    assert {(fault.kind, fault.target.part, fault.lasts_ns) for fault in plan.faults} == {
+        ("notice", REGION, 30 * NS_PER_S)
+    }
+    assert {fault.target.region for fault in plan.faults} == set(REGIONS)
+    for fault in plan.faults:
+        check_fault(fault)
+    with pytest.raises(ConfigError, match="notice is given to a machine: name eu"):
+        check_fault(PlannedFault(0, "notice", FaultTarget("eu", "daemon"), NS_PER_S))

@@ -19,6 +19,7 @@ from diloco_node.lab.chaos.story import (
     RunSample,
     TimedMerge,
     compare,
+    goodput_there,
     life,
     longest_gap,
     longest_gap_ns,
@@ -319,3 +320,14 @@ def test_spans_fill_the_window_and_end_with_it() -> None:
     assert spans[-1].to_ns == 10 * S
     pairs = list(pairwise(spans))
     assert all(one.to_ns == other.from_ns and one.state != other.state for one, other in pairs)
+
+
+def test_goodput_of_the_time_in_which_learners_were_there() -> None:
+    baseline = {"seconds": 100.0, "tokens_merged_of": {"a": 1000, "b": 3000}}
+    training = {"seconds": 50.0, "tokens_merged": 1400}
+    # a: 10 a second for 40 s; b: 30 a second for 40 s
+    there = goodput_there(training, baseline, {"a": 10.0, "b": 10.0})
+    assert there == pytest.approx(1400 / 1600)
+    assert goodput_there(training, baseline, {"a": 0.0}) is None
+    assert goodput_there(training, baseline, {"a": 50.0, "b": 50.0}) is None
+    assert goodput_there(training, baseline | {"tokens_merged_of": None}, {}) is None

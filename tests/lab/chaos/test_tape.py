@@ -21,7 +21,8 @@ MS = NS_PER_S // 1000
 @st.composite
 def faults(draw: st.DrawFn) -> PlannedFault:
     kind = draw(st.sampled_from(KINDS))
-    part = draw(st.sampled_from(["daemon", "region"] if kind in DAEMON_ONLY else VICTIMS))
+    parts = ["daemon", "region"] if kind in DAEMON_ONLY else ["region"] if kind == "notice" else VICTIMS
+    part = draw(st.sampled_from(parts))
     lasts_ms = draw(st.integers(1, 3_600_000)) if kind in LASTING else 0
     target = FaultTarget(draw(st.sampled_from(REGIONS)), part)
     return PlannedFault(draw(st.integers(0, 86_400_000)) * MS, kind, target, lasts_ms * MS)

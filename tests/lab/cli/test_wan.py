@@ -200,6 +200,7 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
         snapshot=dict,
         not_ready_reason=str,
         finish=print,
+        drain=print,
         set_budget=lambda change: change,
         measure=None,
         expel=None,

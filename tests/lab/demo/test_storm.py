@@ -93,6 +93,8 @@ def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
         ({"mtbf": "0s"}, "above zero"),
         ({"mtbf": "1us"}, "longer mean time"),
         ({"victims": "learner,leader"}, "--victims"),
+        ({"notice": "soon"}, "--notice"),
+        ({"notice": "30s", "victims": "daemon"}, "leave --victims out"),
         ({"tape": Path("missing")}, "can't be read"),
         ({"baseline": Path("missing")}, "--baseline"),
     ],
@@ -102,7 +104,7 @@ def test_wrong_options_are_refused_before_anything_runs(changes: dict[str, Any],
         storm_of(replace(OPTIONS, **changes), tmp_path)
 
 
-UNCOMPARED = ("regions", "folder", "is_json", "has_chaos", "mtbf", "victims", "tape", "baseline")
+UNCOMPARED = ("regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "tape", "baseline")
 """Their values may differ: the names of the regions are compared, and the others change no figure without a storm."""
 
 OTHER_VALUES: dict[str, Any] = {
@@ -155,7 +157,7 @@ def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"tape": Path("x")}, {"baseline": Path("x")}, {"victims": "daemon"}, {"mtbf": "5s"}]
+    "changes", [{"tape": Path("x")}, {"baseline": Path("x")}, {"victims": "daemon"}, {"mtbf": "5s"}, {"notice": "9s"}]
 )
 def test_options_of_a_storm_want_a_storm(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="add --chaos"):
@@ -221,6 +223,28 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
     text = "\n".join(storm_lines(report))
     for part in ("kill 1 learner; pause 1 region", "1 met nobody", "goodput            75.0%", "median 6.0 s", "50.0%"):
         assert part in text, text
+
+
+def test_the_report_of_a_storm_of_notices_says_how_machines_took_them(tmp_path: Path) -> None:
+    storm = storm_of(replace(OPTIONS, notice="30s", baseline=baseline(tmp_path)), tmp_path)
+    notice = PlannedFault(10 * S, "notice", FaultTarget("a"), 30 * S)
+    storm._strikes = [
+        StruckFault(10 * S, notice, (77,), stopped_ns=3 * S),
+        StruckFault(20 * S, notice, (78,), stopped_ns=31 * S, kills=2),
+        StruckFault(25 * S, notice, ()),
+    ]
+    up, dead = RegionSample(True, True, incarnation=1), RegionSample(True, False, incarnation=1)
+    later = replace(up, tokens_merged=1500)
+    samples = [RunSample(-1, dict.fromkeys("abc", up)), RunSample(45 * S, {"a": dead, "b": later, "c": later})]
+    merges = [TimedMerge(S, {name: MergeMember(1, 1, 200.0) for name in "abc"})]
+    done = training(samples, merges, regions=NAMES, end_ns=60 * S, final=(600, 2.5))
+    chaos = storm.document(samples, merges, done)
+    assert chaos["notices"] == {"count": 2, "stopped_seconds_most": 31.0, "killed": 1}
+    assert (chaos["notice_seconds"], chaos["seconds_of"]["a"]["dead"]) == (30.0, 15.0)
+    assert chaos["goodput_there"] > chaos["compared"]["goodput"] > 0
+    text = "\n".join(storm_lines({"training": done, "chaos": chaos}))
+    for words in ("a notice of 30 s per 5 s", "2 machines stopped within 31.0 s; 1 had to be killed", "were there"):
+        assert words in text, text
 
 
 def test_runs_of_as_many_tokens_are_compared_by_their_rates_and_final_models(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.model_watch import check_not_replaced
+from diloco_node.learner.pull_back import STEPS
 from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck
 
 SEED = 499
@@ -378,6 +379,8 @@ def test_looking_ends_when_nothing_is_to_be_found_out(monkeypatch: pytest.Monkey
     one = Checked(3)
     for _ in range(LOOKS_MAX):
         one.round(-1.0)
+    for _ in range(STEPS):
+        one.check.verify()
     monkeypatch.setattr(one.tensors, "sample", lambda _: pytest.fail("looked again"))
     one.round(-1.0)
 

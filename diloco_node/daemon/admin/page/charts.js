@@ -1,7 +1,7 @@
 // Curves: loss over tokens, tokens per second over time. One line per region, told apart by colour and by dashes.
-import { h, panel } from "./dom.js";
-import { byName, store } from "./store.js";
-import { NO_DATA, clock, count, isNumber, loss } from "./text.js";
+import { h, panel, written } from "./dom.js";
+import { byName, store, unixOf } from "./store.js";
+import { NO_DATA, clock, count, isNumber, loss, tables } from "./text.js";
 
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [12, 4, 4, 4], [3, 6], [14, 3]];
 const COLOURS = 8;
@@ -12,6 +12,16 @@ const SPEED = 5;
 const HELD_OUT = 8;
 const HELD_OUT_DASH = [4, 4];
 const charts = new Map();
+const MARKS_MAX = 40;
+const TWICE_S = 3;
+
+// Notes that are marks on the curves: a letter, what it stands for, the kind of note, and how its text reads.
+const MARKS = [
+  ["R", "a start of a daemon or learner", /^(start|learner)$/, /has started|attached at step/],
+  ["L", "a leader was elected", /^leader$/, /leads term/],
+  ["P", "a region left or came back", /^peer$/, / is (gone|here)$/],
+  ["Q", "a region was shut out or left out", /^(peer|suspects)$/, /is shut out|left out for/],
+];
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 
 // A colour that comes again comes with other dashes.
@@ -56,6 +66,43 @@ function mergedLine() {
   return heldOutLine("merged model", lines.sort((a, b) => b.length - a.length)[0] || [], MERGED, "ink", "--ink", 2.5);
 }
 
+// The last marks of all regions, each once: several regions tell of one leader. [unix, letter, region].
+function marksNow() {
+  const found = byName().flatMap((region) =>
+    tables(region.status.notes).flatMap((note) => {
+      const mark = MARKS.find(([, , kind, text]) => kind.test(written(note.kind)) && text.test(written(note.text)));
+      const unix = unixOf(region.status, note);
+      return mark && isNumber(unix) ? [[unix, mark[0], region]] : [];
+    }),
+  );
+  found.sort((a, b) => a[0] - b[0]);
+  const last = {};
+  const isNew = ([unix, letter]) => !(unix - last[letter] < TWICE_S) && (last[letter] = unix);
+  return found.filter(isNew).slice(-MARKS_MAX);
+}
+
+// Where a moment lies on the axis of tokens: at the first point after it.
+const tokensAt = (region, unix) => region.rows.find((row) => row[0] >= unix && isNumber(row[TOKENS]))?.[TOKENS] ?? null;
+
+function drawMarks(plot, marks) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.strokeStyle = ctx.fillStyle = css("--quiet");
+  ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+  ctx.textAlign = "center";
+  ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+  for (const [x, letter] of marks) {
+    const at = plot.valToPos(x, "x", true);
+    if (at < bbox.left || at > bbox.left + bbox.width) continue;
+    ctx.beginPath();
+    ctx.moveTo(at, bbox.top + 13 * devicePixelRatio);
+    ctx.lineTo(at, bbox.top + bbox.height);
+    ctx.stroke();
+    ctx.fillText(letter, at, bbox.top + 10 * devicePixelRatio);
+  }
+  ctx.restore();
+}
+
 // Each x at most once and increasing, as uPlot wants it: a learner that went back to a checkpoint counts again.
 function increasing(line) {
   const [xs, ys] = [[], []];
@@ -70,33 +117,37 @@ function increasing(line) {
   return [xs, ys];
 }
 
-function draw(id, title, note, lines, axes) {
+function draw(id, title, note, lines, axes, marks) {
+  const letters = MARKS.filter(([letter]) => marks.some((one) => one[1] === letter));
   const known = lines.filter((line) => line.ys.some(isNumber));
   const what = known.map((line) => `${line.name} ${axes.y(line.ys.findLast(isNumber))}`).join(", ");
   panel(
     id,
     title,
     h("span", { class: "note" }, note),
-    h("ul", { class: "legend" }, lines.filter((line) => known.includes(line) || !line.isOptional).map((line) => legendItem(line, axes.y))),
-    h("div", { class: "chart", "data-foreign": "1", "data-key": "chart", role: "img", "aria-label": `${title}. Last: ${what || NO_DATA}` }),
+    h("ul", { class: "legend" }, lines.filter((line) => known.includes(line) || !line.isOptional).map((line) => legendItem(line, axes.y)), letters.map(([letter, meaning]) => h("li", { "data-key": `mark ${letter}` }, h("b", {}, letter), ` ${meaning}`))),
+    h("div", { class: "chart", "data-foreign": "1", "data-key": "chart", role: "img", "aria-label": `${title}. Last: ${what || NO_DATA}. Marks: ${marks.map(([, letter]) => letter).join(" ") || "none"}` }),
     known.length ? null : h("p", { class: "empty" }, NO_DATA),
   );
   const place = document.querySelector(`#${id} .chart`);
   place.classList.toggle("hidden", !known.length);
-  if (known.length) plot(id, place, known, axes);
+  if (known.length) plot(id, place, known, axes, marks);
 }
 
-function plot(id, place, lines, axes) {
+function plot(id, place, lines, axes, marks) {
   const data = uPlot.join(lines.map(increasing));
   const kind = JSON.stringify([lines.map((line) => [line.name, line.tone]), isDark.matches]);
   const size = { width: Math.max(200, place.clientWidth), height: place.clientHeight || 220 };
   let chart = charts.get(id);
   if (!chart || chart.kind !== kind || chart.place !== place) {
     chart?.plot.destroy();
-    chart = { kind, place, plot: new uPlot(options(lines, axes, size), data, place) };
+    chart = { kind, place, marks };
     charts.set(id, chart);
+    const drawn = { hooks: { draw: [(one) => drawMarks(one, charts.get(id).marks)] } };
+    chart.plot = new uPlot({ ...options(lines, axes, size), ...drawn }, data, place);
     return;
   }
+  chart.marks = marks;
   if (chart.plot.width !== size.width || chart.plot.height !== size.height) chart.plot.setSize(size);
   chart.plot.setData(data);
 }
@@ -125,6 +176,8 @@ const padded = (low, high) => {
 
 export function drawCharts() {
   const regions = byName();
-  draw("loss", "Loss over tokens", "tokens of the region's learner", [...regions.map((one, at) => lineOf(one, at, TOKENS, LOSS)), ...regions.map(ownLine), mergedLine()], { x: (value) => count(value), y: loss, tick: (value) => value.toFixed(2), range: padded });
-  draw("speed", "Tokens per second", store.isReport ? "over the run" : "over time", regions.map((one, at) => lineOf(one, at, 0, SPEED)), { x: (value, step) => (step < 60 ? clock(value) : clock(value).slice(0, 5)), y: count, tick: count, range: (low, high) => [0, padded(0, high)[1] || 1] });
+  const marks = marksNow();
+  const onTokens = marks.map(([unix, letter, region]) => [tokensAt(region, unix), letter]).filter(([x]) => x !== null);
+  draw("loss", "Loss over tokens", "tokens of the region's learner", [...regions.map((one, at) => lineOf(one, at, TOKENS, LOSS)), ...regions.map(ownLine), mergedLine()], { x: (value) => count(value), y: loss, tick: (value) => value.toFixed(2), range: padded }, onTokens);
+  draw("speed", "Tokens per second", store.isReport ? "over the run" : "over time", regions.map((one, at) => lineOf(one, at, 0, SPEED)), { x: (value, step) => (step < 60 ? clock(value) : clock(value).slice(0, 5)), y: count, tick: count, range: (low, high) => [0, padded(0, high)[1] || 1] }, marks);
 }

@@ -74,7 +74,7 @@ export function panel(id, title, note, ...children) {
   );
 }
 
-// A button that stays pressed; `data-do` names what it does (main.js).
-export function toggle(action, label, isOn) {
-  return h("button", { class: "toggle", type: "button", "data-do": action, "data-key": action, "aria-pressed": String(isOn) }, label);
+// A button that stays pressed; `data-do` names what it does (main.js), `name` to what.
+export function toggle(action, label, isOn, name) {
+  return h("button", { class: "toggle", type: "button", "data-do": action, "data-name": name, "data-key": `${action} ${name ?? ""}`, "aria-pressed": String(isOn) }, label);
 }

@@ -1,6 +1,6 @@
 // Is it healthy, and what to do: the header, the alert cards, the figures.
 import { h, patch, written } from "./dom.js";
-import { allNames, byName, now, speedOf, store } from "./store.js";
+import { allNames, byName, isRunOver, now, speedOf, store } from "./store.js";
 import { NO_DATA, classOf, clock, count, day, greatest, isNumber, known, list, loss, seconds, table, tables, whole } from "./text.js";
 
 const STATES = {
@@ -27,6 +27,7 @@ const answering = () => byName().filter((one) => one.answered !== false);
 const health = () => table(store.health || answering()[0]?.status.health);
 
 function runState() {
+  if (isRunOver() && !answering().length) return "finished";
   if (isStale() || (store.regions.size && !answering().length)) return "no answer";
   return health().state || null;
 }
@@ -38,7 +39,7 @@ function alerts() {
     found.set("stale", { severity: "critical", code: "", region: "", text, hint: "Is the daemon still running? It shows at most 16 pages at once.", command: "diloco-node status", place: "regions" });
   }
   for (const region of byName()) {
-    if (region.answered !== false) continue;
+    if (region.answered !== false || isRunOver()) continue;
     const hint = "It has ended, it hangs, or its machine is away. What stands below is the last that was known.";
     found.set(`gone ${region.name}`, { severity: "critical", code: "", region: region.name, text: `${region.name} does not answer: ${region.status.error}`, hint, command: "diloco-node status" });
   }
@@ -80,12 +81,24 @@ export function drawAlerts() {
   );
 }
 
-function tolerance(state) {
-  if (state === "finished") return ["", "quiet"];
-  const least = state === "no answer" ? null : health().failure_tolerance;
-  if (!isNumber(least)) return ["Failure tolerance: no data", "quiet"];
-  if (least <= 0) return ["No region may fail", "warn"];
-  return [`${least} more region${least > 1 ? "s" : ""} may fail`, "good"];
+// How many more regions may fail before merging stops, and how many learners before none trains.
+function tolerances(state) {
+  if (state === "finished") return [];
+  const [merging, training] = state === "no answer" ? [] : [health().failure_tolerance, health().training_tolerance];
+  return [tolerance("Failure tolerance", merging, "region", "fail", "merging stops"), tolerance("Training", training, "learner", "stop", "none trains")];
+}
+
+function tolerance(name, least, what, verb, end) {
+  if (!isNumber(least)) return [`${name}: no data`, "quiet"];
+  if (least <= 0) return [`No ${what} may ${verb}, or ${end}`, "warn"];
+  return [`${least} more ${what}${least > 1 ? "s" : ""} may ${verb} before ${end}`, "good"];
+}
+
+// Since when the state holds, where the daemon knows.
+function since(state) {
+  const unix = health().since_unix;
+  if (state !== health().state || !isNumber(unix) || !isNumber(now())) return "";
+  return `for ${seconds(Math.max(0, now() - unix))}, since ${clock(unix)}`;
 }
 
 function freshness() {
@@ -98,18 +111,18 @@ function freshness() {
 function line() {
   if (isStale()) return "The connection is lost; it is tried again by itself.";
   if (runState() === "no answer") return "No region answers.";
-  return health().line || answering()[0]?.status.reason || NO_DATA;
+  return health().line || (isRunOver() && byName().map((one) => one.status.reason).find(Boolean)) || answering()[0]?.status.reason || NO_DATA;
 }
 
 export function drawTop() {
   const state = runState();
   const [mark, tone] = STATES[state] || ["?", "calm"];
-  const [tolerates, toleranceTone] = tolerance(state);
   const run = byName().map((one) => one.status.run_id).find(Boolean);
   patch(
     document.getElementById("top"),
     h("h1", {}, h("span", { class: "brand" }, "diloco-node"), " ", h("span", { class: "run" }, run ? `run ${run}` : "")),
-    h("p", { class: "state", role: "status" }, h("span", { class: `pill ${tone}` }, h("span", { "aria-hidden": "true" }, `${mark} `), state || NO_DATA), h("span", { class: "tolerance", "data-tone": toleranceTone }, tolerates)),
+    h("p", { class: "state", role: "status" }, h("span", { class: `pill ${tone}` }, h("span", { "aria-hidden": "true" }, `${mark} `), state || NO_DATA), tolerances(state).map(([tolerates, tone]) => h("span", { class: "tolerance", "data-tone": tone }, tolerates))),
+    h("span", { class: "note" }, since(state)),
     freshness(),
     h("p", { class: "line" }, line()),
   );

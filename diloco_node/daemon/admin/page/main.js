@@ -8,7 +8,7 @@ import { drawAccount, drawBandwidth, drawEvents, drawFoot, drawRegions, drawSett
 
 const AGAIN_MS = 5000;
 const WHOLE_MS = 30000;
-const view = { region: null, onlyBad: false, allRounds: false, onlyAlarms: false, allSettings: false };
+const view = { region: null, kind: null, onlyBad: false, allRounds: false, onlyAlarms: false, allSettings: false };
 const TOGGLES = { "only-bad": "onlyBad", "all-rounds": "allRounds", "only-alarms": "onlyAlarms", "all-settings": "allSettings" };
 let isDue = false;
 let asked = -Infinity;
@@ -102,6 +102,7 @@ document.addEventListener("click", (event) => {
     jump(target);
   } else {
     if (action === "region") view.region = target.dataset.name;
+    else if (action === "kind") view.kind = view.kind === target.dataset.name ? null : target.dataset.name;
     else view[TOGGLES[action]] = !view[TOGGLES[action]];
     soon();
   }

@@ -121,6 +121,17 @@ function meanRate(region, column) {
   return rows.length > 1 && last[column] >= first[column] ? (last[column] - first[column]) / (last[0] - first[0]) : null;
 }
 
+export const isOver = (status) => status.state === "finished" || status.state === "finishing";
+
+// Daemons end one after the other when a run has finished: who answers no more then is no failure.
+export const isRunOver = () => byName().some((one) => one.status.state === "finished");
+
+// When a note was made, in seconds since 1970.
+export function unixOf(status, note) {
+  const at = table(status.clock);
+  return isNumber(at.unix) && isNumber(note.at_ns) ? at.unix - (at.monotonic_ns - note.at_ns) / 1e9 : null;
+}
+
 export const byName = () => [...store.regions.values()].sort((a, b) => (a.name < b.name ? -1 : 1));
 
 // All regions of the run: those that answer, and those that these know of.

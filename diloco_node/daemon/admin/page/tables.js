@@ -1,6 +1,6 @@
 // Regions, bandwidth, tokens, events, settings.
 import { h, panel, patch, toggle, written } from "./dom.js";
-import { allNames, asPeer, byName, now, rateOf, speedOf, store } from "./store.js";
+import { allNames, asPeer, byName, isOver, isRunOver, now, rateOf, speedOf, store, unixOf } from "./store.js";
 import { NO_DATA, bytes, classOf, clock, count, greatest, isNumber, known, loss, percent, rate, seconds, table, tables, whole } from "./text.js";
 
 const EVENTS_SHOWN = 64;
@@ -15,6 +15,8 @@ function head(...names) {
 
 // ---- regions
 
+// Participation counts rounds while there was a learner: of one that is gone it would say that all was well.
+const hasLearner = (region, peer) => (region?.answered ? region.status.learner || isOver(region.status) : peer?.is_alive && isNumber(peer.step));
 const tookPart = (name) => byName().map((one) => table(one.status.participation_of)[name]).find(isNumber);
 
 function regionRow(name, chosen) {
@@ -37,16 +39,17 @@ function regionRow(name, chosen) {
     cell("report", seconds(learner.report_age_seconds), { class: "number" }),
     cell("round trip", seconds(peer?.rtt_seconds), { class: "number" }),
     cell("entries behind", whole(region ? lag : null), { class: "number" }),
-    cell("took part", percent(status.participation ?? tookPart(name)), { class: "number" }),
+    cell("took part", percent(hasLearner(region, peer) ? status.participation ?? tookPart(name) : null), { class: "number" }),
     cell("waits for", known(why), { class: "why" }),
   );
 }
 
 function shownState(region, peer) {
+  if (isRunOver() && (region ? !region.answered : peer && !peer.is_alive)) return ["■", "good", "gone: the run is over"];
   if (region?.answered === false) return ["✕", "bad", "no answer"];
   if (region) {
     const state = known(region.status.state);
-    const role = region.status.role === "leader" ? ", leader" : "";
+    const role = region.status.role === "leader" && !isOver(region.status) ? ", leader" : "";
     return [state === "waiting" ? "!" : "✓", state === "waiting" ? "warn" : "good", `${state}${role}`];
   }
   if (peer?.is_alive) return ["✓", "good", `seen by ${peer.by}`];
@@ -145,15 +148,12 @@ export function drawAccount() {
 
 // ---- events
 
-const unixOf = (status, note) => {
-  const at = table(status.clock);
-  return isNumber(at.unix) && isNumber(note.at_ns) ? at.unix - (at.monotonic_ns - note.at_ns) / 1e9 : null;
-};
-
 export function drawEvents(region, view) {
-  const notes = tables(region?.status.notes).slice(-EVENTS_SHOWN).reverse();
-  const alarms = notes.filter((one) => one.is_alarm);
-  const rows = (view.onlyAlarms ? alarms : notes).map((one) =>
+  const all = tables(region?.status.notes).slice(-EVENTS_SHOWN).reverse();
+  const kinds = [...new Set(all.map((one) => written(one.kind)))].sort();
+  const ofKind = all.filter((one) => !kinds.includes(view.kind) || written(one.kind) === view.kind);
+  const alarms = ofKind.filter((one) => one.is_alarm);
+  const rows = (view.onlyAlarms ? alarms : ofKind).map((one) =>
     h(
       "li",
       { "data-key": `${one.at_ns} ${one.kind}`, class: one.is_alarm ? "alarm" : null },
@@ -162,12 +162,13 @@ export function drawEvents(region, view) {
       h("span", { class: "text" }, one.fragment >= 0 ? h("b", {}, `f${one.fragment} v${one.version} `) : null, known(one.text), one.count > 1 ? ` (${one.count} times)` : ""),
     ),
   );
+  const buttons = kinds.map((kind) => toggle("kind", `${kind} (${all.filter((one) => written(one.kind) === kind).length})`, kind === view.kind, kind));
   panel(
     "events",
     "Events",
-    h("span", { class: "note" }, region ? `of ${region.name}, newest first` : ""),
-    h("p", { class: "acts" }, toggle("only-alarms", `Only alarms (${alarms.length} of ${notes.length})`, view.onlyAlarms)),
-    rows.length ? h("ol", { class: "events scroll", tabindex: "0", "aria-label": "Events" }, rows) : h("p", { class: "empty" }, notes.length ? "no alarms" : NO_DATA),
+    h("span", { class: "note" }, region ? `of ${region.name}, newest first: ${rows.length} of ${all.length}` : ""),
+    h("p", { class: "acts" }, toggle("only-alarms", `Only alarms (${alarms.length} of ${ofKind.length})`, view.onlyAlarms), buttons),
+    rows.length ? h("ol", { class: "events scroll", tabindex: "0", "aria-label": "Events" }, rows) : h("p", { class: "empty" }, all.length ? "no alarms" : NO_DATA),
   );
 }
 

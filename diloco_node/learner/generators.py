@@ -1,0 +1,88 @@
+"""The random generators of a process, as a checkpoint keeps them: Python's, NumPy's, and torch's of each device.
+
+Those that a script makes for itself go into `attach(stateful=...)`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from diloco_node.errors import LearnerError
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states by name: nested values, copies. Waits for no device."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        generators = torch.cuda.default_generators
+        states |= {f"cuda{number}": generator.get_state() for number, generator in enumerate(generators)}
+    return states
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Put them back; devices that are not here are passed over.
+
+    Raises:
+        ValueError, TypeError, KeyError: they are none of `generator_states`.
+    """
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for number in range(devices):
+        if f"cuda{number}" in states:
+            torch.cuda.set_rng_state(states[f"cuda{number}"], number)
+
+
+class KeptGenerator:
+    """A generator of the script's own, as a part of `stateful`."""
+
+    def __init__(self, generator: torch.Generator | np.random.Generator | random.Random) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            return {"state": generator.get_state()}
+        if isinstance(generator, random.Random):
+            return {"state": generator.getstate()}
+        return {"state": generator.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave. Raises ValueError, TypeError: it is of another kind of generator."""
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state["state"])
+        elif isinstance(generator, random.Random):
+            generator.setstate(state["state"])
+        else:
+            generator.bit_generator.state = state["state"]
+
+
+def as_stateful(name: str, component: object) -> Any:
+    """Return a part of `stateful` as one that has `state_dict` and `load_state_dict`.
+
+    Raises:
+        LearnerError: it can't be kept.
+    """
+    if isinstance(component, torch.Generator | np.random.Generator | random.Random):
+        return KeptGenerator(component)
+    if not all(callable(getattr(component, method, None)) for method in ("state_dict", "load_state_dict")):
+        raise LearnerError(
+            f"attach(stateful={{{name!r}: ...}}): a {type(component).__name__} has no state_dict() and "
+            "load_state_dict(): give it both, or give something that has them, or a random generator"
+        )
+    return component

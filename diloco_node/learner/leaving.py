@@ -1,0 +1,92 @@
+"""The end of a run for its training script: the wish for it, and the final parameters in the model.
+
+When the run is over every rank's model holds exactly what `final.safetensors` does, without the few own steps that were
+made meanwhile: what a script saves, evaluates or goes on with after the `with` block is the result of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from diloco_node.core.bounds import REASON_BYTES
+from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.learner.ranks import Ranks
+from diloco_node.wire.learner_link import NO_SNAPSHOT, UNATTACHED, Failed, VersionOffered
+
+if TYPE_CHECKING:
+    from diloco_node.learner.boundary import StepBoundaries
+    from diloco_node.learner.daemon_session import LearnerSession
+
+FINAL_WAIT_S: Final = 60.0
+"""A daemon that has finished the run offers its last versions within moments; it may be a new one by then."""
+
+log = logging.getLogger("diloco_node.learner")
+
+
+def failure(error: BaseException) -> Failed:
+    """Return the last word of a learner that an exception ends."""
+    return Failed(f"{type(error).__name__}: {error}"[:1000])
+
+
+class EndWish:
+    """The script's wish that the run ends, on its way from any rank to the daemon.
+
+    Attributes:
+        reason: of this rank's script, until it is passed on; empty: there is none.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._is_made = False
+
+    def make(self, reason: str) -> None:
+        """Keep the first reason, cut to what a message takes. Later ones change nothing."""
+        if self._is_made:
+            log.info("the end of the run is wanted already; not again: %s", reason)
+            return
+        self._is_made = True
+        text = str(reason).encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")
+        self.reason = text.strip() or "the training script wants it"
+
+    def pass_on(self, ranks: Ranks, session: LearnerSession | None) -> None:
+        """Tell the daemon. All ranks call it."""
+        reasons = [text.decode() for text in ranks.all_bytes(self.reason.encode()) if text]
+        self.reason = ""
+        if session is not None and reasons:
+            session.want_end(reasons[0])
+
+
+def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None]) -> None:
+    """Pass the wish on, and leave the final parameters in the model if the run is over. All ranks call it.
+
+    Raises:
+        LearnerError: another rank is gone, or the daemon refuses this learner.
+    """
+    ranks, fragments, session = boundaries.ranks, boundaries.fragments, boundaries.session
+    boundaries.wish.pass_on(ranks, session)
+    versions = () if session is None else session.final_versions
+    if ranks.share_bytes(b"1" if versions else b"") != b"1":
+        return
+
+    def has_all() -> bool:
+        positions = zip(fragments.positions, versions, strict=False)
+        return all(position.base_version >= version for position, version in positions)
+
+    for _ in boundaries.settle(FINAL_WAIT_S, until=lambda: has_all() or boundaries.is_stopping()):
+        pass
+    if ranks.share_bytes(b"1" if has_all() else b"") == b"1":
+        _place_final(fragments)
+    elif session is not None:
+        warn("the run is over, but its last versions did not come here: take final.safetensors, not this model")
+
+
+def _place_final(fragments: LearnerFragments) -> None:
+    """Set the model to the global parameters, as a new process is set to them."""
+    whole = fragments.gathered(fragments.global_vectors())
+    for index, position in enumerate(fragments.positions):
+        fragments.positions[index] = UNATTACHED
+        offer = VersionOffered(index, position.base_version, NO_SNAPSHOT)
+        fragments.apply(offer, None if whole is None else whole[index])
+        fragments.positions[index] = position  # as the daemon knows it

@@ -1,0 +1,244 @@
+"""Changes of a training loop that no checkpoint has: named in one line, for a restart begins them anew in silence.
+
+- Buffers and frozen parameters of the model, such as running statistics, or a teacher that follows its student.
+- What else lives in the process: other modules whose values move, gradient scalers, schedules, and data loaders without
+  a position. They are found by their classes among all objects of the process.
+
+It looks at checkpoints number 1, 2, 4, 8 ...: the values compared are samples, and nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from diloco_node.learner.generators import KeptGenerator
+from diloco_node.learner.layouts.names import plain_name
+from diloco_node.learner.layouts.tensors import ModelTensors, local_part
+from diloco_node.learner.loss import LateLoss
+from diloco_node.learner.model_watch import sample_of, stack
+
+KINDS: Final = (nn.Module, GradScaler, LRScheduler, _BaseDataLoaderIter)
+REACH: Final = 4
+"""How deep a part of `stateful` is looked into for what it keeps: its attributes, their attributes, and so on."""
+
+ITEMS_MAX: Final = 100
+"""A longer list holds rows of data."""
+
+RUN_MODULE: Final = "diloco_node.learner.attach"
+"""Where the class is by which a schedule asks for the run's step: such a schedule has no position of its own."""
+
+
+class LoopState:
+    """See the module.
+
+    Args:
+        tensors: the model's. stateful: what a checkpoint keeps. warn: tells people.
+    """
+
+    def __init__(self, tensors: ModelTensors, stateful: Mapping[str, object], warn: Callable[[str], None]) -> None:
+        self._tensors = tensors
+        self._warn = warn
+        members = _reach(stateful.values())
+        modules = [module for item in members if isinstance(item, nn.Module) for module in item.modules()]
+        member_values = [tensor for module in modules for tensor in _values_of(module).values()]
+        # Of all that a checkpoint keeps; what it holds lives as long as the loop.
+        self._member_ids = {id(item) for item in (*members, *modules, *member_values)}
+        # What is in `stateful`, and no schedule, scaler or module, may know where the data are.
+        self._has_position = any(
+            not isinstance(_inner(component), (*KINDS, KeptGenerator)) for component in stateful.values()
+        )
+        # Names that people have been told.
+        self._told: set[str] = set()
+        self._looks = 0
+        # Samples as of attach(), by name; of other modules as of the first look at them.
+        self._first = {name: sample_of(tensor) for name, tensor in self._unmerged().items()}
+        self._modules: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+        self._others()
+        # How many values changed, by name, and their sum, which may be on its way from a device.
+        self._changes: dict[str, Tensor] = {}
+        self._change_sum = LateLoss()
+
+    def look(self) -> None:
+        """A checkpoint is written: warn of what changes and is not in it."""
+        self._looks += 1
+        objects: list[str] = []
+        if self._looks & (self._looks - 1) == 0:
+            self._compare()
+            objects = [*self._objects()]
+        if self._new(objects):
+            gc.collect()  # an object that nobody has any more is not of the loop
+            objects = [*self._objects()]
+        changes = [name for name, count in self._changes.items() if int(count)] if self._change_sum.fresh() else []
+        if names := self._new((*changes, *objects)):
+            self._told |= set(names)
+            self._warn(
+                f"no checkpoint keeps {_summary(names)}: a restart begins with what the script makes. To keep an "
+                "object, attach(stateful={name: object}); to merge buffers, attach(buffers=[pattern])"
+            )
+
+    def _new(self, names: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys(names) if name not in self._told]
+
+    def _compare(self) -> None:
+        pairs = [
+            (f"{_kind(tensor)} {name!r}", sample_of(tensor), self._first[name])
+            for name, tensor in self._unmerged().items()
+            if name in self._first
+        ]
+        for module, values in self._others():
+            label, first = f"a {type(module).__name__} outside of what attach() was given", self._modules[module]
+            pairs += [(label, sample_of(tensor), first[name]) for name, tensor in values.items()]
+        self._changes = {}
+        for label, new, old in pairs:
+            if new.shape != old.shape or new.device != old.device:
+                continue
+            count = ((new != old) & ~(new.isnan() & old.isnan())).sum()
+            self._changes[label] = (
+                self._changes[label] + count.to(self._changes[label].device) if label in self._changes else count
+            )
+        if self._changes:
+            self._change_sum.offer(stack(self._changes.values()).sum())
+
+    def _unmerged(self) -> dict[str, Tensor]:
+        """Buffers and parameters of the model that are in no merge and no checkpoint, but in its `state_dict()`."""
+        names, followed = self._tensors.names, self._tensors.followed
+        transient = {
+            plain_name(f"{prefix}.{name}".lstrip("."))
+            for prefix, module in self._tensors.model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+        present = {
+            name: tensor
+            for name, tensor in self._tensors.present().items()
+            if name not in transient and name not in followed and tensor not in names and _is_plain(tensor)
+        }
+        by_id = {id(tensor): name for name, tensor in reversed(present.items()) if id(tensor) not in self._member_ids}
+        return {name: present[name] for name in reversed(by_id.values())}
+
+    def _others(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+        """Find modules that have values of their own outside of the model, and samples from when they were seen first.
+
+        A module stands for those inside of it.
+        """
+        model = self._tensors.model
+        own = {id(module) for module in model.modules()} | self._member_ids
+        own |= {id(tensor) for tensor in _values_of(model).values()}
+        outside = [module for module in _living(nn.Module) if id(module) not in own]
+        inner = {id(child) for module in outside for child in module.__dict__.get("_modules", {}).values()}
+        pairs = []
+        for module in outside:
+            values = {} if id(module) in inner else _values_of(module)
+            if values := {name: tensor for name, tensor in values.items() if id(tensor) not in own}:
+                first = self._modules.setdefault(module, {})
+                first |= {name: sample_of(tensor) for name, tensor in values.items() if name not in first}
+                pairs.append((module, values))
+        return pairs
+
+    def _objects(self) -> Iterator[str]:
+        """Name scalers, schedules and positions of data that are alive and not kept."""
+        members = {id(member) for item in _living(LRScheduler) for member in getattr(item, "_schedulers", ())}
+        for item in _living(KINDS[1:]):
+            if id(item) in self._member_ids or id(item) in members:
+                continue
+            if isinstance(item, GradScaler):
+                if item.is_enabled():
+                    yield f"a {type(item).__name__}"
+            elif isinstance(item, LRScheduler):
+                if not any(map(_asks_run, getattr(item, "lr_lambdas", ()))):
+                    yield f"the position of a {type(item).__name__}"
+            elif not self._has_position and _is_under_way(item):
+                yield "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
+
+
+def _living(kinds: Any) -> list[Any]:
+    """All objects of these classes. By their type alone: `isinstance` would wake what only looks like one."""
+    return [item for item in gc.get_objects() if issubclass(type(item), kinds)]
+
+
+def _reach(components: Iterable[object]) -> list[Any]:
+    """Return the components, and what is in their attributes."""
+    members: dict[int, Any] = {}
+    edge = list(components)
+    for _ in range(REACH):
+        members |= {id(item): item for item in edge}
+        inner: list[Any] = []
+        for item in edge:
+            if isinstance(item, list | tuple | dict):
+                inner += (item.values() if isinstance(item, dict) else item) if len(item) <= ITEMS_MAX else ()
+            elif not isinstance(item, Tensor | type):
+                inner += getattr(item, "__dict__", {}).values()
+        edge = [item for item in inner if id(item) not in members and not inspect.ismodule(item)]
+    return list(members.values())
+
+
+def _inner(component: object) -> object:
+    """A schedule below a wrapper of Accelerate."""
+    return getattr(component, "scheduler", component)
+
+
+def _values_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; those of a module that a library left half made are none."""
+    try:
+        pairs = [*module.named_parameters(), *module.named_buffers()]
+        return {name: tensor for name, tensor in pairs if _is_plain(tensor)}
+    except (AttributeError, RuntimeError, ValueError):
+        return {}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it has values to compare: no quantised, sparse or absent ones."""
+    if type(tensor.data) not in (Tensor, nn.Parameter) and not hasattr(tensor, "to_local"):
+        return False
+    values = local_part(tensor)
+    return bool(values.layout == torch.strided and not values.is_meta and values.numel() and not values.is_complex())
+
+
+def _kind(tensor: Tensor) -> str:
+    return "frozen parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+
+
+def _is_under_way(iterator: Any) -> bool:
+    """Whether a data loader has given a batch, and not all."""
+    count = getattr(iterator, "_num_yielded", 0)
+    try:
+        return 0 < count < len(iterator)
+    except TypeError:
+        return bool(count)
+
+
+def _asks_run(function: Any) -> bool:
+    """Whether a function reads where the run is."""
+    while isinstance(function, partial):
+        function = function.func
+    values = [getattr(function, "__self__", None)]
+    try:
+        variables = inspect.getclosurevars(function)
+        values += [*variables.nonlocals.values(), *variables.globals.values()]
+    except TypeError:
+        pass
+    return any(
+        type(value).__module__ == RUN_MODULE or type(getattr(value, "diloco", None)).__module__ == RUN_MODULE
+        for value in values
+    )
+
+
+def _summary(names: list[str]) -> str:
+    """The first few of each kind, and how many there are of a kind."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition(" '")[0], []).append(name)
+    return "; ".join(
+        group[0] if len(group) == 1 else f"{len(group)} {kind}s, such as {group[0].partition(' ')[2]}"
+        for kind, group in groups.items()
+    )

@@ -1,0 +1,66 @@
+"""Pauses that a loop announces: an evaluation, a save. The supervisor waits for their end, and `status` shows them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final, Protocol
+
+from diloco_node.errors import LearnerError
+from diloco_node.learner.daemon_session import LearnerSession
+
+BUSY_MAX_S: Final = 3600.0
+"""A longer pause counts as a hang: a device that is stuck in an evaluation must not keep its region for ever."""
+
+
+@contextmanager
+def announce_pause(
+    session: LearnerSession | None, activity: str, limit_s: float, *, before: Callable[[], None]
+) -> Iterator[None]:
+    """Announce a pause for the time of the block; in one inside another, the inner one counts.
+
+    Args:
+        session: with the daemon; None: nobody to tell. activity: for people. limit_s: the longest that it may take.
+        before: called on the way in.
+
+    Raises:
+        LearnerError: the limit is no time.
+    """
+    if not 0.0 < limit_s < math.inf:
+        raise LearnerError(f"busy({activity!r}, at_most_s={limit_s!r}): give the seconds after which it hangs")
+    before()
+    if session is None:
+        yield
+        return
+    outer = session.place
+    session.pause(activity, since_s=time.monotonic(), limit_s=limit_s)
+    try:
+        yield
+    finally:
+        session.pause(outer.activity, since_s=outer.since_s, limit_s=outer.limit_s)
+
+
+class _Busy(Protocol):
+    def busy(self, activity: str) -> AbstractContextManager[None]: ...
+
+
+class CallbackPause:
+    """The pauses of a trainer that tells its callbacks when something begins, and when it ends."""
+
+    def __init__(self) -> None:
+        self._block: AbstractContextManager[None] | None = None
+
+    def begin(self, diloco: _Busy | None, activity: str) -> None:
+        """Announce a pause; the one before is over."""
+        self.end()
+        if diloco is not None:
+            self._block = diloco.busy(activity)
+            self._block.__enter__()
+
+    def end(self) -> None:
+        """End the pause, if there is one."""
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(None, None, None)

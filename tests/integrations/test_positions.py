@@ -1,0 +1,257 @@
+"""Which rows a trainer reads in each of several lives: a learner that is killed goes on where its checkpoint was.
+
+Every row has a number, and the model notes those that it is trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import region_folder
+
+pytestmark = [
+    pytest.mark.e2e,  # importing the libraries takes longer than the tests
+    pytest.mark.filterwarnings("default"),  # theirs
+]
+
+ROWS, BATCH = 42, 4
+LAST_STEP = 3
+"""Steps of a life, the last of which no checkpoint has: as if it were killed."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([index])}
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """In another order in each epoch, as those of Hugging Face."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch))
+        return iter([{"input_ids": number.view(1)} for number in order])
+
+
+class Noting(nn.Module):
+    """Notes the numbers of the rows that it is trained on.
+
+    Attributes:
+        rows: of each call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(ROWS, 4)
+        self.rows: list[list[int]] = []
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        self.rows.append(input_ids.flatten().tolist())
+        return {"loss": (self.embedding(input_ids) - 1).square().mean()}
+
+
+def kill(diloco: Any) -> None:
+    """End as a killed process does, after a checkpoint."""
+    diloco._close(None)
+
+
+def hf_life(
+    folder: Path, steps: int, *, dataset: Any = None, **arguments: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Train, with a checkpoint at each step but the last. Returns rows by batch: before the last and in it."""
+    import transformers
+
+    from diloco_node.integrations.hf import DilocoCallback
+
+    class Killer(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            # Within the optimizer's step, as the learner's own.
+            callback.diloco._checkpoints._saved_at_s = -1e9 if callback.diloco.steps < steps - 1 else 1e18
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            callback.diloco._checkpoints.wait()
+            ends.append(len(model.rows))
+            if callback.diloco.steps == steps:
+                kill(callback.diloco)
+                control.should_training_stop = True
+
+    callback = DilocoCallback()
+    model = Noting()
+    ends: list[int] = []
+    settings = transformers.TrainingArguments(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=BATCH,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+        max_steps=10_000,
+        **arguments,
+    )
+    transformers.Trainer(
+        model=model, args=settings, train_dataset=dataset or Numbers(), callbacks=[callback, Killer()]
+    ).train()
+    return model.rows[: ends[-2]], model.rows[ends[-2] :]
+
+
+@pytest.mark.parametrize(("micro_batches", "make"), [(1, Numbers), (2, Numbers), (1, Stream)])
+def test_a_trainer_that_is_killed_reads_each_row_once_an_epoch(
+    folder: Path, micro_batches: int, make: Callable[[], Any]
+) -> None:
+    lives = []
+    for _ in range(6):
+        with FakeDaemon(folder):
+            lives.append(hf_life(folder, LAST_STEP, dataset=make(), gradient_accumulation_steps=micro_batches))
+    for (_, lost), (early, late) in itertools.pairwise(lives):
+        assert (early + late)[: len(lost)] == lost, "the step that no checkpoint had, once more"
+    batches = [batch for early, _ in lives for batch in early]
+    whole_epochs = [batches[start : start + 11] for start in range(0, len(batches) - 10, 11)]
+    assert whole_epochs
+    for epoch in whole_epochs:
+        assert sorted(itertools.chain(*epoch)) == list(range(ROWS))
+    assert len(set(map(str, whole_epochs))) == len(whole_epochs), "each epoch has an order of its own"
+
+
+def test_a_trainer_whose_data_have_no_position_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    with FakeDaemon(folder), caplog.at_level(logging.WARNING):
+        hf_life(folder, 2, train_sampling_strategy="group_by_length", length_column_name="input_ids")
+    assert "begins its data anew: the position in the data can't be kept" in caplog.text
+
+
+def accelerate_life(folder: Path, steps: int) -> list[list[int]]:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    from diloco_node.integrations.prepared_loader import PreparedLoader
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    model = Noting()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    data = PreparedLoader(loader)
+    with FakeDaemon(folder):
+        diloco = diloco_node.attach(model, optimizer, stateful={"data": data})
+        for batch in data:
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step(tokens=BATCH)
+            if diloco.steps < steps:
+                diloco.checkpoint()
+            else:
+                break
+        kill(diloco)
+    return model.rows
+
+
+def test_a_loop_with_accelerate_that_is_killed_reads_each_row_once_an_epoch(folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    lives = [accelerate_life(folder, LAST_STEP + 1) for _ in range(5)]
+    for life, later in itertools.pairwise(lives):
+        assert later[0] == life[-1]
+    batches = [batch for life in lives[:-1] for batch in life[:-1]] + lives[-1]
+    assert sorted(itertools.chain(*batches[:11])) == list(range(ROWS))
+    assert len(batches) > 11
+    assert not set(map(str, batches[11:])) & set(map(str, batches[:5]))
+
+
+def test_a_loader_whose_order_is_drawn_anew_is_refused() -> None:
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+
+    from diloco_node.integrations.prepared_loader import PreparedLoader
+
+    loader = torch.utils.data.DataLoader(Numbers(), shuffle=True)
+    with pytest.raises(LearnerError, match="was not prepared"):
+        PreparedLoader(loader)
+    with pytest.raises(LearnerError, match=r"RandomSampler draws another order.*use_seedable_sampler=True"):
+        PreparedLoader(Accelerator(cpu=True).prepare(loader))
+
+
+def lightning_life(folder: Path, steps: int, loader: Any) -> tuple[list[list[int]], int]:
+    """Returns rows, and the epoch that the schedule is in."""
+    import lightning.pytorch as lightning
+
+    from diloco_node.integrations.lightning import LightningDiloco
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Noting()
+
+        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+            return self.inner(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters())
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if callback.diloco.steps < steps:
+                callback.diloco.checkpoint()
+            else:
+                kill(callback.diloco)
+                self.trainer.should_stop = True
+
+    callback = LightningDiloco()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[callback],
+        max_epochs=-1,
+    )
+    module = Module()
+    with FakeDaemon(folder):
+        trainer.fit(module, loader)
+    return module.inner.rows, trainer.lr_scheduler_configs[0].scheduler.last_epoch
+
+
+def test_lightning_that_is_killed_goes_on_with_a_loader_that_has_a_position(folder: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    lives = [lightning_life(folder, LAST_STEP + 1, StatefulDataLoader(Numbers(), batch_size=BATCH)) for _ in range(3)]
+    rows = [life for life, _ in lives]
+    for life, later in itertools.pairwise(rows):
+        assert later[0] == life[-1]
+    batches = [batch for life in rows[:-1] for batch in life[:-1]] + rows[-1]
+    assert list(itertools.chain(*batches)) == list(range(BATCH * len(batches)))
+    assert [at for _, at in lives] == [4, 7, 10], "the schedule, too"
+
+
+def test_lightning_says_what_has_no_position(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("lightning.pytorch")
+    with caplog.at_level(logging.WARNING):
+        lightning_life(folder, 2, torch.utils.data.DataLoader(Numbers(), batch_size=BATCH))
+    assert "begins its data anew: a DataLoader has no position" in caplog.text

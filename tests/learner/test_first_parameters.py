@@ -1,0 +1,77 @@
+"""Whose parameters a run begins with: told before the first step, with both norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import diloco_node
+from diloco_node.wire.learner_link import Warned
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import region_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+def net(seed: int = 0, scale: float = 1.0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= scale
+    return model
+
+
+def norm(model: nn.Module) -> float:
+    return float(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm())
+
+
+def first_of(folder: Path, model: nn.Module) -> list[np.ndarray]:
+    """Theta_0 of a run whose first learner has this model."""
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model):
+        assert not [message for message in daemon.said if isinstance(message, Warned)], "its own are the run's"
+        return [theta.copy() for theta in daemon.theta]
+
+
+def warnings_of(folder: Path, model: nn.Module, theta: list[np.ndarray], version: int = 0) -> list[str]:
+    with FakeDaemon(folder, theta=theta, versions=[version, version]) as daemon:
+        diloco_node.attach(model, checkpoint_every_s=0).close()
+        return [message.text for message in daemon.said if isinstance(message, Warned)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: net(7),  # another seed
+        lambda: net(0, scale=4.0),  # trained weights: in the run there are random ones
+        lambda: net(0, scale=0.0),
+        lambda: net(7).to(torch.bfloat16),
+    ],
+)
+def test_a_region_whose_script_begins_elsewhere_is_told_both_norms(
+    folder: Path, other: Callable[[], nn.Module]
+) -> None:
+    run, own = net(), other()
+    run_norm, own_norm = norm(run), norm(own)
+    (text,) = warnings_of(folder, own, first_of(folder, run))
+    assert f"their norm is {run_norm:.3g}"[:-1] in text
+    assert f"here it was {own_norm:.3g}"[:-1] in text
+    assert "run.init" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_parameters_are_no_news(folder: Path, dtype: torch.dtype) -> None:
+    theta = first_of(folder, net())
+    assert warnings_of(folder, net().to(dtype), theta) == []
+
+
+def test_a_run_that_is_further_is_no_news(folder: Path) -> None:
+    assert warnings_of(folder, net(7), first_of(folder, net()), version=3) == []

@@ -1,0 +1,212 @@
+"""`Diloco.finish`, and the parameters that are in the model after the `with` block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import diloco_node
+from diloco_node.core.bounds import REASON_BYTES
+from diloco_node.core.types import Codec
+from diloco_node.errors import LearnerError
+from diloco_node.learner import leaving
+from diloco_node.learner.attach import Diloco
+from diloco_node.wire.learner_link import Done, EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
+from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
+from tests.kit.learner_kit import Toy, region_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+def model_values(toy: Toy, daemon: FakeDaemon) -> list[np.ndarray]:
+    """Per fragment what the model holds."""
+    assert daemon.manifest is not None
+    values = {name: parameter.detach().numpy().ravel() for name, parameter in toy.model.named_parameters()}
+    return [
+        np.concatenate([values[piece.name][piece.value_start : piece.value_stop] for piece in fragment.pieces])
+        for fragment in daemon.manifest.fragments
+    ]
+
+
+def steps_until_stop(toy: Toy, diloco: Diloco) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not diloco.should_stop:
+        assert time.monotonic() < deadline_s
+        toy.step(diloco)
+        time.sleep(0.001)
+
+
+# ---- the result ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stop_first", [False, True])
+def test_the_model_holds_the_final_parameters_without_own_steps(folder: Path, is_stop_first: bool) -> None:
+    """The daemon's stop may overtake its last versions, whose copies take a moment."""
+    toy = Toy()
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            for _ in range(3):
+                toy.step(diloco)
+            daemon.want(0)
+            toy.steps_until(diloco, daemon, SnapshotReady, 1)
+            if is_stop_first:
+                daemon.stop_learner(versions=(2, 1))
+                steps_until_stop(toy, diloco)
+            daemon.commit(0, daemon.theta[0] + 1, 1)
+            daemon.commit(0, daemon.theta[0] + 1, -1)
+            daemon.commit(1, daemon.theta[1] - 1, -1)
+            if not is_stop_first:
+                toy.steps_until(diloco, daemon, OfferApplied, 2 + 3)
+                daemon.stop_learner(versions=(2, 1))
+                steps_until_stop(toy, diloco)
+                assert not np.array_equal(model_values(toy, daemon)[0], daemon.theta[0]), "own steps are in it"
+        for values, theta in zip(model_values(toy, daemon), daemon.theta, strict=True):
+            assert values.tobytes() == theta.tobytes()
+        assert daemon.wait_for(Done).step == diloco.steps
+
+
+def test_a_learner_that_comes_after_the_end_takes_the_result_and_leaves(folder: Path) -> None:
+    toy, first = Toy(), Toy(seed=5)
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(first.model):
+            pass
+        theta = [np.full_like(part, 0.125) for part in daemon.theta]
+    with FakeDaemon(folder, theta=theta, versions=[4, 4]) as daemon:
+        attached = in_background(lambda: diloco_node.attach(toy.model, toy.optimizer))
+        daemon.wait_attached()
+        daemon.stop_learner(versions=(4, 4))
+        with attached.result(PATIENCE_S) as diloco:
+            steps_until_stop(toy, diloco)
+        assert [values.tobytes() for values in model_values(toy, daemon)] == [part.tobytes() for part in theta]
+
+
+def test_a_model_in_another_type_holds_the_rounded_result(folder: Path) -> None:
+    toy = Toy()
+    toy.model.to(torch.bfloat16)
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            daemon.commit(0, daemon.theta[0] + np.float32(0.1), -1)
+            daemon.stop_learner(versions=(1, 0))
+            steps_until_stop(toy, diloco)
+        values = torch.cat([parameter.detach().float().ravel() for parameter in toy.model.parameters()])
+        result = torch.from_numpy(np.concatenate(daemon.theta)).to(torch.bfloat16).float()
+        assert sorted(values.tolist()) == sorted(result.tolist())
+
+
+def test_versions_that_do_not_come_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "FINAL_WAIT_S", 0.05)
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            daemon.stop_learner(versions=(7, 7))
+            steps_until_stop(toy, diloco)
+            before = toy.flat()
+        assert toy.flat() == before
+        assert "its last versions did not come here: take final.safetensors" in daemon.wait_for(Warned).text
+
+
+def test_a_run_that_goes_on_leaves_the_own_parameters(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            before = toy.flat()
+        assert toy.flat() == before
+        assert daemon.wait_for(Done).step == 1
+
+
+# ---- the wish --------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_says_once_why_the_run_should_end_and_trains_until_it_does(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        diloco.finish("the loss is flat")
+        diloco.finish("again")
+        toy.step(diloco)
+        assert daemon.wait_for(EndWanted).reason == "the loss is flat"
+        assert not diloco.should_stop, "the others may want to go on"
+        daemon.stop_learner("the loss is flat", (0, 0))
+        steps_until_stop(toy, diloco)
+        assert diloco.stop_reason == "the loss is flat"
+        assert sum(isinstance(message, EndWanted) for message in daemon.said) == 1
+
+
+def test_each_daemon_is_told(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as first:
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        diloco.finish("enough")
+        toy.step(diloco)
+        first.wait_for(EndWanted)
+        theta = first.theta
+    with diloco, FakeDaemon(folder, theta=theta) as second:
+        second.wait_attached()
+        toy.steps_until(diloco, second, EndWanted, 1)
+        assert second.wait_for(EndWanted).reason == "enough"
+
+
+def test_a_wish_just_before_leaving_is_told_too(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            diloco.finish("the data is used up")
+        daemon.wait_for(Done)
+        assert daemon.wait_for(EndWanted).reason == "the data is used up"
+    with pytest.raises(LearnerError, match=r"finish\(\) after the end of the `with` block"):
+        diloco.finish("too late")
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("", "the training script wants it"),
+        ("  ", "the training script wants it"),
+        ("ä" * 4000, "ä" * (REASON_BYTES // 2)),
+        ("half \ud800 a letter", "half ? a letter"),
+        (0.25, "0.25"),
+    ],
+    ids=range(5),
+)
+def test_any_reason_is_told_as_far_as_it_goes(folder: Path, reason: str, told: str) -> None:
+    with FakeDaemon(folder) as daemon, diloco_node.attach(Toy().model) as diloco:
+        diloco.finish(reason)
+        diloco.step(tokens=1)
+        assert daemon.wait_for(EndWanted).reason == told
+
+
+def test_without_a_daemon_it_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DILOCO_SOCKET", raising=False)
+    with pytest.warns(UserWarning, match="training alone"):
+        diloco = diloco_node.attach(Toy().model)
+    with diloco:
+        diloco.finish("enough")
+        diloco.finish("more than enough")
+        assert (diloco.should_stop, diloco.stop_reason) == (True, "enough")
+
+
+# ---- the run's step --------------------------------------------------------------------------------------------------
+
+
+def test_the_runs_step_goes_neither_back_nor_beyond_the_runs_end(folder: Path) -> None:
+    toy, steps = Toy(), []
+    daemon = FakeDaemon(folder, global_step=30, steps_max=40)
+    with daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        for told in (30, 35, 12, 39, 400):
+            daemon.send(RunAdvanced(told, min(1.0, told / 40)))
+            for _ in range(6):
+                toy.step(diloco)
+                time.sleep(0.002)
+                steps.append(diloco.global_step)
+        assert steps == sorted(steps)
+        assert (steps[0] >= 30, max(steps)) == (True, 40)
+        assert diloco.steps == 30, "its own"

@@ -1,0 +1,293 @@
+"""What a restart brings back of a training loop, and what it names that it does not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.wire.learner_link import Warned
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import region_folder
+
+SCHEDULE = torch.optim.lr_scheduler.StepLR
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+class Student(nn.Module):
+    """A model with a teacher inside, running statistics, and a cache that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 2)
+        self.teacher = copy.deepcopy(self.layer).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("cache", torch.zeros(6), persistent=False)
+        self.register_buffer("still", torch.zeros(6))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.cache += 1
+        return (self.layer(rows) - self.teacher(rows)).square().mean() + self.layer(rows).square().mean()
+
+
+class Loop(logging.Handler):
+    """A loop under a daemon that writes checkpoints when asked to."""
+
+    def __init__(self, folder: Path, model: nn.Module, **options: Any) -> None:
+        super().__init__(logging.WARNING)
+        self.model = model
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        self.daemon = FakeDaemon(folder)
+        self._warnings: list[str] = []
+        self._options = options
+
+    def __enter__(self) -> Loop:
+        self.daemon.__enter__()
+        self._log = logging.getLogger("diloco_node.learner")
+        self._log.addHandler(self)
+        self.diloco = diloco_node.attach(self.model, self.optimizer, **self._options)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.diloco.close()
+        self._log.removeHandler(self)
+        self.daemon.__exit__()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 6)).backward()
+        self.optimizer.step()
+        self.diloco.step(tokens=4)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warnings.append(record.getMessage())
+
+    def checkpoint(self) -> list[str]:
+        """Write one; return all that the learner has warned of."""
+        self.diloco.checkpoint()
+        return list(self._warnings)
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 2), Mean())
+
+
+class Mean(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.square().mean()
+
+
+# ---- random generators -----------------------------------------------------------------------------------------------
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), np.random.randn(), float(torch.rand(()))]
+
+
+def test_pythons_numpys_and_torchs_generators_go_on(folder: Path) -> None:
+    np.random.randn()
+    with Loop(folder, plain()) as loop:
+        loop.step()
+        loop.diloco.checkpoint()
+        expected = [draw(), draw()]
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        loop.diloco.close = lambda: loop.diloco._close(None)  # type: ignore[method-assign] # as if it were killed
+    with Loop(folder, plain()):
+        assert [draw(), draw()] == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "value_of"),
+    [
+        (lambda: torch.Generator().manual_seed(5), lambda own: float(torch.rand((), generator=own))),
+        (lambda: np.random.default_rng(5), lambda own: own.random()),
+        (lambda: random.Random(5), lambda own: own.random()),
+    ],
+)
+def test_a_generator_of_the_scripts_own_goes_on_when_it_is_given(
+    folder: Path, make: Callable[[], Any], value_of: Callable[[Any], float]
+) -> None:
+    own = make()
+    with Loop(folder, plain(), stateful={"draw": own}) as loop:
+        value_of(own)
+        loop.step()
+    expected = value_of(own)
+    own = make()
+    with Loop(folder, plain(), stateful={"draw": own}):
+        assert value_of(own) == expected
+
+
+def test_what_can_not_be_kept_is_refused_at_attach(folder: Path) -> None:
+    with pytest.raises(LearnerError, match=r"'rows'.*a list has no state_dict\(\)"):
+        diloco_node.attach(plain(), stateful={"rows": [1, 2]})  # type: ignore[dict-item]
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def move_teacher_by_data(model: Student) -> None:
+    model.teacher.weight.data.mul_(0.9).add_(model.layer.weight.data, alpha=0.1)
+
+
+def move_teacher_in_place(model: Student) -> None:
+    with torch.no_grad():
+        model.teacher.weight.lerp_(model.layer.weight, 0.1)
+
+
+def replace_buffer(model: Student) -> None:
+    model.mean = model.mean + 1
+
+
+@pytest.mark.parametrize(
+    ("move", "text"),
+    [
+        (move_teacher_by_data, "frozen parameter 'teacher.weight'"),
+        (move_teacher_in_place, "frozen parameter 'teacher.weight'"),
+        (replace_buffer, "buffer 'mean'"),
+    ],
+)
+def test_frozen_parameters_and_buffers_that_move_are_named_once(
+    folder: Path, move: Callable[[Student], None], text: str
+) -> None:
+    model = Student()
+    with Loop(folder, model) as loop:
+        for _ in range(3):
+            loop.step()
+            move(model)
+            warnings = loop.checkpoint()
+        assert len(warnings) == 1
+        assert warnings[0].startswith(f"no checkpoint keeps {text}: a restart begins")
+        assert loop.daemon.wait_for(Warned).text == warnings[0]
+
+
+def test_what_begins_to_move_later_is_named_then(folder: Path) -> None:
+    model = Student()
+    with Loop(folder, model) as loop:
+        loop.step()
+        assert loop.checkpoint() == []
+        move_teacher_by_data(model)
+        replace_buffer(model)
+        (warning,) = loop.checkpoint()
+        assert "buffer 'mean'" in warning
+        assert "frozen parameter 'teacher.weight'" in warning
+
+
+def test_a_teacher_that_is_given_comes_back_and_is_not_named(folder: Path) -> None:
+    model = Student()
+    with Loop(folder, model, stateful={"teacher": model.teacher}) as loop:
+        loop.step()
+        move_teacher_by_data(model)
+        assert loop.checkpoint() == []
+        expected = model.teacher.weight.clone()
+    model = Student()
+    assert not torch.equal(model.teacher.weight, expected)
+    with Loop(folder, model, stateful={"teacher": model.teacher}):
+        assert torch.equal(model.teacher.weight, expected)
+
+
+def test_buffers_that_are_merged_are_not_named(folder: Path) -> None:
+    model = Student()
+    with Loop(folder, model, buffers=["mean"]) as loop:
+        loop.step()
+        model.mean += 1
+        assert loop.checkpoint() == []
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
+
+def teacher_beside(loop: Loop) -> tuple[Any, Callable[[], None]]:
+    teacher = copy.deepcopy(loop.model).requires_grad_(False)
+
+    def follow() -> None:
+        for mine, other in zip(teacher.parameters(), loop.model.parameters(), strict=True):
+            mine.data.lerp_(other.data, 0.5)
+
+    return teacher, follow
+
+
+def averaged(loop: Loop) -> tuple[Any, Callable[[], None]]:
+    model = torch.optim.swa_utils.AveragedModel(loop.model)
+    return model, lambda: model.update_parameters(loop.model)
+
+
+def scaler(_: Loop) -> tuple[Any, Callable[[], None]]:
+    return torch.amp.GradScaler("cpu"), lambda: None
+
+
+def schedule(loop: Loop) -> tuple[Any, Callable[[], None]]:
+    return SCHEDULE(loop.optimizer, 3), lambda: None
+
+
+def data(_: Loop) -> tuple[Any, Callable[[], None]]:
+    batches = iter(torch.utils.data.DataLoader(list(range(40))))
+    return batches, lambda: next(batches)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (teacher_beside, "a Sequential outside of what attach() was given"),
+        (averaged, "a AveragedModel outside"),
+        (scaler, "a GradScaler"),
+        (schedule, "the position of a StepLR"),
+        (data, "the position of a DataLoader"),
+    ],
+)
+def test_what_lives_in_the_loop_is_named(
+    folder: Path, make: Callable[[Loop], tuple[Any, Callable[[], None]]], text: str
+) -> None:
+    with Loop(folder, plain()) as loop:
+        thing, move = make(loop)
+        for _ in range(4):
+            loop.step()
+            move()
+            warnings = loop.checkpoint()
+        assert thing is not None
+        assert len(warnings) == 1
+        assert text in warnings[0]
+
+
+def test_what_is_given_is_not_named(folder: Path) -> None:
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    several = torch.optim.lr_scheduler.SequentialLR(optimizer, [SCHEDULE(optimizer, 3), SCHEDULE(optimizer, 5)], [9])
+    given = {"scaler": torch.amp.GradScaler("cpu"), "schedule": several}
+    with Loop(folder, model, stateful=given) as loop:
+        loop.step()
+        assert loop.checkpoint() == []
+
+
+def test_nothing_is_named_that_needs_no_place(folder: Path) -> None:
+    """A schedule that asks the run, a scaler that is off, a loader that is done, a module that stays, and garbage."""
+    with Loop(folder, plain()) as loop:
+        diloco = loop.diloco
+        asking = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda _: 1.0 / (1 + diloco.global_step))
+        off, loader = torch.amp.GradScaler("cpu", enabled=False), torch.utils.data.DataLoader([1.0, 2.0])
+        judge, batches = nn.Linear(3, 3), iter(loader)
+        list(batches)
+        SCHEDULE(loop.optimizer, 3)
+        for _ in range(3):
+            loop.step()
+            assert loop.checkpoint() == []
+        assert asking
+        assert off
+        assert judge

@@ -1,0 +1,178 @@
+"""Announced pauses, and the last boundaries of a learner that was told to stop, under a fake daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.learner.attach import Diloco
+from diloco_node.learner.pauses import BUSY_MAX_S, CallbackPause
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
+from diloco_node.wire.learner_link import Done, Leaving, OfferApplied, Report, SnapshotReady
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import Toy, region_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+def place(folder: Path) -> PlaceMark:
+    mark = PlaceMark.decode(request_area(folder / "memory.sock", PLACE_AREA, PLACE_BYTES)[:])
+    assert mark is not None
+    return mark
+
+
+# ---- pauses ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pause_is_there_for_as_long_as_it_lasts_and_the_inner_one_counts(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        before_s = time.monotonic()
+        with diloco.busy("evaluation"):
+            mark = place(folder)
+            assert (mark.pid, mark.activity, mark.limit_s) == (os.getpid(), "evaluation", BUSY_MAX_S)
+            assert before_s <= mark.since_s <= time.monotonic()
+            with contextlib.suppress(ZeroDivisionError), diloco.busy("saving", at_most_s=7.0):
+                assert (place(folder).activity, place(folder).limit_s) == ("saving", 7.0)
+                raise ZeroDivisionError
+            assert place(folder) == mark
+        assert place(folder).activity == ""
+        toy.step(diloco)
+        assert (place(folder).step, place(folder).activity) == (2, "")
+
+
+def test_a_pause_begins_with_a_checkpoint_of_the_step_before_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco_node.learner.checkpointing.PAUSE_COST_PART", float("inf"))
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, checkpoint_every_s=3600.0) as diloco:
+        for _ in range(3):
+            toy.step(diloco)
+        diloco.checkpoint()
+        for _ in range(4):
+            toy.step(diloco)
+        assert place(folder).checkpoint_step == 3
+        with diloco.busy("evaluation"):
+            diloco._checkpoints.wait()
+        names = sorted(path.name for path in (folder / "learner" / "checkpoints").glob("*.safetensors"))
+        assert names[-1] == "learner-00000001-000000000007.safetensors"
+
+
+def test_a_name_of_any_length_fits(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco, diloco.busy("ä" * 1000):
+        assert place(folder).activity.startswith("ä" * 20)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_no_time_is_refused(limit_s: float) -> None:
+    toy = Toy()
+    with pytest.warns(UserWarning, match="training alone"):
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+    with (
+        pytest.raises(LearnerError, match="give the seconds after which it hangs"),
+        diloco.busy("x", at_most_s=limit_s),
+    ):
+        pass
+    with diloco.busy("evaluation"):  # alone there is nobody to tell
+        toy.step(diloco)
+
+
+def test_a_trainers_pauses_end_with_its_next_word(folder: Path) -> None:
+    toy, pause = Toy(), CallbackPause()
+    pause.begin(None, "evaluation")  # before training
+    pause.end()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        for activity in ("evaluation", "saving"):
+            pause.begin(diloco, activity)
+            assert place(folder).activity == activity
+        pause.end()
+        pause.end()
+        assert place(folder).activity == ""
+
+
+@pytest.mark.parametrize("raw", [None, b"", bytes(PLACE_BYTES), b"\xff" * PLACE_BYTES, bytes(PLACE_BYTES - 1)])
+def test_what_no_learner_wrote_is_no_place(raw: bytes | None) -> None:
+    assert PlaceMark.decode(raw) is None
+
+
+def test_a_place_comes_back_as_it_was_and_says_what_is_lost() -> None:
+    mark = PlaceMark(7, step=30, included_step=21, checkpoint_step=12, since_s=3.5, limit_s=60.0, activity="saving")
+    assert PlaceMark.decode(mark.encode()) == mark
+    assert mark.loss == "lost: 18 steps since its checkpoint, 9 that no merge includes"
+    assert PlaceMark(7, step=30).loss == "lost: 30 steps since its checkpoint, 30 that no merge includes"
+
+
+# ---- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def asked_to_stop(diloco: Diloco, toy: Toy) -> None:
+    diloco._terminate.is_set = True
+    toy.step(diloco)
+    assert diloco.should_stop
+
+
+def merges(daemon: FakeDaemon) -> None:
+    """What a leader does when it hears that a learner leaves: a merge of each fragment."""
+    daemon.wait_for(Leaving)
+    for fragment in range(daemon.fragments):
+        daemon.want(fragment)
+        ready = daemon.wait_for(SnapshotReady, 1 + fragment)
+        daemon.commit(fragment, daemon.theta[fragment], ready.contribution.snapshot)
+
+
+def test_the_last_steps_are_merged_before_the_learner_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_STOP_S", "100")
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        leader = threading.Thread(target=merges, args=(daemon,))
+        leader.start()
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            for _ in range(3):
+                toy.step(diloco)
+            asked_to_stop(diloco, toy)
+        leader.join()
+        assert max(message.step for message in daemon.said if isinstance(message, Report)) == 4
+        applied = {message.fragment: message.position for message in daemon.said if isinstance(message, OfferApplied)}
+        assert [applied[fragment].included_step for fragment in range(2)] == [4, 4]
+        assert not [message for message in daemon.said if isinstance(message, Done)], "the next process goes on"
+        mark = place(folder)
+        assert (mark.step, mark.included_step, mark.checkpoint_step) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(("stop_s", "patience_s"), [("100", 0.2), ("0.25", 100.0)])
+def test_a_learner_goes_where_nobody_merges(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stop_s: str, patience_s: float
+) -> None:
+    monkeypatch.setenv("DILOCO_STOP_S", stop_s)
+    monkeypatch.setattr("diloco_node.learner.boundary.LEAVE_PATIENCE_S", patience_s)
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            asked_to_stop(diloco, toy)
+            began_s = time.monotonic()
+        assert time.monotonic() - began_s < 60
+        daemon.wait_for(Leaving)
+
+
+def test_a_learner_of_a_run_that_is_over_does_not_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_STOP_S", "10000")
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            daemon.stop_learner()
+            while not diloco.should_stop:
+                toy.step(diloco)
+        daemon.wait_for(Done)
+        assert not [message for message in daemon.said if isinstance(message, Leaving)]
