@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.spec import NodeSpec
@@ -150,7 +152,7 @@ def test_first_parameters_are_never_taken_silently_for_those_of_a_run_that_has_b
     tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As of somebody who wants to go back, and names a version of the very run."""
-    (tmp_path / "first.safetensors").write_bytes(b"")
+    save_file({"a": np.ones(3, np.float32)}, tmp_path / "first.safetensors")
     assert start("--init", "first.safetensors") == 0
     begin_run(tmp_path / "state" / "us-west", "new", REGIONS)
     assert start("--init", "first.safetensors") == 0, "as it began"
