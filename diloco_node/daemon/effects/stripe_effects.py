@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -244,14 +245,15 @@ class StripeEffects:
                 stripe = next(cut for cut in stripes if window.block_start < cut.block_stop)
                 pairs.append(project(down, _slice(down, stripe.encoded, stripe.block_start, window), window))
             row = []
-            for window in order.windows if own is not None else ():
-                encoded = self.learner.contribution_bytes(fragment, window.block_start, window.block_stop)
-                row.append(project(up, encoded, window)[0])
+            # A learner that died, or was restarted, may have written over the bytes.
+            with contextlib.suppress(PayloadCorrupt):
+                for window in order.windows if own is not None else ():
+                    encoded = self.learner.contribution_bytes(fragment, window.block_start, window.block_stop)
+                    row.append(project(up, encoded, window)[0])
             sums, errors = (tuple(column) for column in zip(*pairs, strict=True))
-            return Projection(sums, errors, tuple(row))
+            return Projection(sums, errors, tuple(row) if len(row) == len(sums) else ())
 
         projection = await in_thread(self.pool, work)
-        # A restarted learner may have written over the bytes meanwhile.
         is_overwritten = own is not None and self.learner.has_restarted_since(own.incarnation)
         return replace(projection, contribution=()) if is_overwritten else projection
 

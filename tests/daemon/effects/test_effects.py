@@ -12,6 +12,7 @@ import pytest
 
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.codec.kernels import squared_norms
+from diloco_node.codec.projection import project
 from diloco_node.core.events import (
     AdoptState,
     ApplyVersion,
@@ -41,6 +42,7 @@ from diloco_node.core.events import (
     WriteFinal,
 )
 from diloco_node.core.messages import ContributionStripe, PayloadRequested
+from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Window
 from diloco_node.core.types import Ballot
 from diloco_node.daemon.effects import disk_effects
 from diloco_node.errors import DilocoError, LedgerLost, StorageError
@@ -413,6 +415,64 @@ async def test_stripes_of_another_digest_are_not_stored(bench: Bench) -> None:
     await bench.receive_payload()
     assert await bench.do(StorePayload(BALLOT, 0, 1, b"x" * 32, bench.stripes())) == [PayloadNotStored(BALLOT, 0, 1)]
     assert bench.notes[-1].is_alarm
+
+
+def windows_of(bench: Bench) -> tuple[Window, ...]:
+    """A window in each stripe of the payload."""
+    stripes = bench.stripes()
+    pieces = [bench.parameters.blocks[0].piece_of(stripe.block_stop - 1) for stripe in stripes]
+    return tuple(
+        Window(stripe.reducer, piece, stripe.block_stop - 1, stripe.block_stop, bytes([piece]) * 8)
+        for stripe, piece in zip(stripes, pieces, strict=True)
+    )
+
+
+async def test_an_audited_payload_is_projected_with_the_own_contribution(bench: Bench) -> None:
+    digest, windows, own = await bench.receive_payload(), windows_of(bench), bench.own()
+    order = StorePayload(BALLOT, 0, 1, digest, bench.stripes(), windows, own)
+    (event,) = await bench.do(order)
+    assert isinstance(event, PayloadStored)
+    assert event.projection is not None
+    down, up = bench.parameters.blocks[0], bench.learner.blocks[0]
+    payload = np.frombuffer(b"".join(bench.merged_bytes(stripe) for stripe in bench.stripes()), np.uint8)
+    for place, window in enumerate(windows):
+        cut = window.block_start, window.block_stop
+        assert (event.projection.sums[place], event.projection.errors[place]) == project(
+            down, payload[down.byte_slice(*cut)], window
+        )
+        body = bench.learner.contribution_area[0][up.byte_slice(*cut)]
+        assert event.projection.contribution[place] == project(up, body, window)[0]
+
+
+@pytest.mark.parametrize("is_restarted", [True, False])
+async def test_an_own_contribution_that_was_written_over_is_not_projected(bench: Bench, is_restarted: bool) -> None:
+    digest, own = await bench.receive_payload(), bench.own()
+    if is_restarted:
+        bench.learner.incarnation = 2
+    else:
+        bench.learner.contribution_area[0][:] = 0xFF
+    (event,) = await bench.do(StorePayload(BALLOT, 0, 1, digest, bench.stripes(), windows_of(bench), own))
+    assert isinstance(event, PayloadStored)
+    assert event.projection is not None
+    assert len(event.projection.sums) == 2
+    assert event.projection.contribution == ()
+
+
+async def test_contributions_that_were_reduced_here_are_projected(bench: Bench) -> None:
+    stripes = bench.stripes(reducers=("a", "a"))
+    await bench.do(bench.send_order(stripes=stripes))
+    bench.posted.clear()
+    (event,) = await bench.do(ProjectContributions(0, 1, (bench.own(),), stripes, windows_of(bench)))
+    up = bench.learner.blocks[0]
+    row = tuple(
+        project(up, bench.learner.contribution_area[0][up.byte_slice(window.block_start, window.block_stop)], window)[0]
+        for window in windows_of(bench)
+    )
+    assert event == ContributionsProjected(0, 1, windows_of(bench), (row,))
+    bench.posted.clear()
+    missing = replace(bench.own(), snapshot=99)
+    (event,) = await bench.do(ProjectContributions(0, 1, (bench.own(), missing), stripes, windows_of(bench)))
+    assert event == ContributionsProjected(0, 1, windows_of(bench), ())
 
 
 # ---- versions --------------------------------------------------------------------------------------------------------
