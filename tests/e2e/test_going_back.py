@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -52,7 +53,7 @@ async def test_a_new_run_begins_at_an_earlier_version_of_an_archive_that_still_t
     finally:
         await first.clear()
         await second.clear()
-    files, past, parameters = read_past([init], version=VERSION)
+    files, past, parameters = await asyncio.to_thread(read_past, [init], version=VERSION)
     assert min(past.versions) == VERSION
     begun = RunFiles.read(second.folder / second.names[1])
     assert begun.genesis.manifest_digest != files.genesis.manifest_digest, "it is cut in another way"
