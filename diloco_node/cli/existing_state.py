@@ -22,7 +22,8 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
         A line when the run is finished here, and not to go on, else ""; a line for each change with this start.
 
     Raises:
-        ConfigError: the folder is of another run, or a setting differs that can't change in a run.
+        ConfigError: the folder is of another run, or a setting differs that can't change in a run. No run has begun,
+            and the earlier version that it is to begin with can't be had.
     """
     from diloco_node.core.rounds.extension import extension
     from diloco_node.daemon.run_record import is_complete, read_run_record
@@ -30,6 +31,10 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
     folder = config.state_dir(region)
     record = read_run_record(folder)
     if record is None:
+        if config.run.init is not None:
+            from diloco_node.daemon.past_run import check_past_init
+
+            check_past_init(config.run.init)
         return "", []
     record.check(folder, run_id=config.run.id, regions=config.regions)
     lines = _changes(config, folder / node_file)
@@ -59,9 +64,16 @@ def _changes(config: NodeConfig, node_file: Path) -> list[str]:
     from diloco_node.daemon.spec import NodeSpec
 
     try:
-        before = dict(line.split("=", 1) for line in NodeSpec.load(node_file).shared_settings)
+        spec = NodeSpec.load(node_file)
+        before = dict(line.split("=", 1) for line in spec.shared_settings)
     except (ConfigError, ValueError):
         return []
+    init = config.run.init
+    if init is not None and (spec.init is None or init.resolve() != spec.init.resolve()):
+        raise ConfigError(
+            f"run.init is {init} ({config.origin('run.init')}), but run {config.run.id} has begun, and its last start "
+            f"had {spec.init or 'none'}: leave it out, or begin a new run with another run.id and run.state_dir"
+        )
     lines = []
     for key, now in config.shared_settings().items():
         then = before.get(key, now)

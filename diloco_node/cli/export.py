@@ -56,22 +56,35 @@ def export(
         ),
     ] = None,
     dtype: Annotated[ExportType, typer.Option("--dtype", help="Type of the tensors.")] = ExportType.FLOAT32,
+    version: Annotated[
+        int | None,
+        typer.Option("--version", metavar="N", min=0, help="As the run was when all fragments had N merges."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="The newest version up to this step of the run.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export in OUT.")] = False,
 ) -> None:
-    """Write the merged model as a folder for `from_pretrained`: final, or in mid-run the newest one on disk.
+    """Write the merged model as a folder for `from_pretrained`: final, newest on disk, or an earlier version.
 
     Nothing in the region's folder is changed, and a daemon may run on it.
     """
-    from diloco_node.daemon.export_source import read_merged, region_folder
+    from diloco_node.daemon.export_source import read_merged, read_merged_past
+    from diloco_node.daemon.run_files import region_folders
     from diloco_node.integrations.adapter_export import has_adapters, save_adapter
     from diloco_node.integrations.hf_export import save_model
     from diloco_node.storage.new_folder import new_folder
 
     _check_out(out, is_forced=force)
-    folder = region_folder(run_folder(place, None))
-    model = read_merged(folder)
+    if version is not None and step is not None:
+        raise ConfigError("--version and --step both name an earlier model: give one of them")
+    source_folder = run_folder(place, None)
+    if version is None and step is None:
+        model = read_merged(region_folders(source_folder)[0])
+    else:
+        model = read_merged_past(source_folder, version=version, step=step)
     is_adapter = has_adapters(model.tensors)
-    document, source = ({}, None) if is_adapter else _model_source(folder, model.manifest, config, base)
+    document, source = ({}, None) if is_adapter else _model_source(model.folder, model.manifest, config, base)
     weights = source if source is not None and (base is not None or has_weights(source)) else None
     with new_folder(out, is_forced=force) as fresh:
         if is_adapter:
@@ -159,6 +172,8 @@ def as_document(model: MergedModel, result: SavedModel) -> dict[str, Any]:
         "run_id": model.run_id,
         "region": model.region,
         "is_final": model.is_final,
+        "version": None if model.past is None else model.past.number,
+        "step": None if model.past is None else model.past.step,
         "versions": list(model.versions),
         "tokens": model.tokens,
         "manifest_digest": model.manifest.digest,
@@ -171,6 +186,8 @@ def report_line(report: Mapping[str, Any], out: Path) -> str:
     """For people: the contents of the folder."""
     versions = report["versions"]
     state = "finished" if report["is_final"] else "in mid-run"
+    if report["version"] is not None:
+        state = f"version {report['version']}, step {report['step']:,}"
     span = f", versions {min(versions)} to {max(versions)}" if versions else ""
     tokens = "" if report["tokens"] is None else f", {report['tokens']:,} tokens"
     unmerged_text = f", {len(report['kept'])} tensors that are not merged" if report["kept"] else ""

@@ -75,7 +75,7 @@ def as_document(report: ReplayReport) -> dict[str, Any]:
 
 def report_lines(report: ReplayReport) -> list[str]:
     """Describe the result for people: late beginnings, differences, and the sum of it."""
-    from diloco_node.daemon.state_replay import ARCHIVE_HINT
+    from diloco_node.daemon.run_files import ARCHIVE_HINT
 
     late = [fragment for fragment in report.plan if fragment.start]
     lines = []

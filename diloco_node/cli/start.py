@@ -187,9 +187,11 @@ def check_model(config: NodeConfig) -> None:
 
 def check_init(config: NodeConfig) -> None:
     """Refuse first parameters that can't be read. Raises ConfigError."""
+    from diloco_node.daemon.run_record import past_of
+
     path = config.run.init
-    if path is None:
-        return
+    if path is None or past_of(path) is not None:
+        return  # an earlier version is looked for where no run has begun: `existing_state`
     if not os.path.exists(path):  # noqa: PTH110 (False where this user may not look)
         raise ConfigError(
             f"run.init: {path} ({config.origin('run.init')}) does not exist, or this user may not see it; names of the "

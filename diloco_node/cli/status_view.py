@@ -30,8 +30,9 @@ def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list
 
 
 def summary_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
-    """Show the health and the run."""
-    return [*wrap_text(text(joint_health(documents), "line"), width), *wrap_text(run_line(documents), width)]
+    """Show the health, the run and its held-out losses."""
+    lines = (text(joint_health(documents), "line"), run_line(documents), held_out_line(documents))
+    return [row for line in lines for row in wrap_text(line, width)]
 
 
 def trouble_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
@@ -54,6 +55,19 @@ def run_line(documents: Sequence[dict[str, Any]]) -> str:
     if left_s:
         facts.append(f"{duration(left_s)} left")
     return ", ".join(facts)
+
+
+def held_out_line(documents: Sequence[dict[str, Any]]) -> str:
+    """Show each region's last evaluations with their steps; empty while no region has made one."""
+    facts = []
+    for document in documents:
+        learner = section(document, "learner")
+        for key, model in (("val_loss", "own"), ("val_loss_global", "merged")):
+            loss, step = number(learner, key), number(learner, f"{key}_step")
+            if loss is not None:
+                place = "" if step is None else f" at step {step:,.0f}"
+                facts.append(f"{text(document, 'region')} {model} {loss:.3f}{place}")
+    return f"held-out loss: {', '.join(facts)}" if facts else ""
 
 
 def _of(run: Any, key: str, total_key: str) -> str:

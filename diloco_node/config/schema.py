@@ -72,7 +72,7 @@ class RunSection(Section):
     certs_dir: Path = setting(Path("certs"), "folder that `certs init` made", "certificates lie elsewhere")
     init: Path | None = setting(
         None,
-        "the first parameters: a safetensors file, or a model's folder or index",
+        "the first parameters: a safetensors file, a model's folder or index, or FOLDER@N: an earlier run's version N",
         "you go on from a model; regions start with other seeds",
         changes="new run",
     )
@@ -418,7 +418,9 @@ class RegionSection(Section):
         changes="running",
         examples=["2Gbit/s"],
     )
-    payload_archive: bool = setting(False, "keeps all payloads and the whole ledger, without end", "you want `replay`")
+    payload_archive: bool = setting(
+        False, "keeps all payloads and the whole ledger, without end", "you want `replay`, or earlier versions back"
+    )
 
 
 class Tree(BaseSettings):

@@ -1,4 +1,4 @@
-"""The merged model in a region's folder: the final one, or each fragment's newest state on disk.
+"""The merged model in a region's folder: the final one, each fragment's newest state on disk, or an earlier version.
 
 Reading only, so a daemon may run on the folder. In mid-run the fragments are of different versions, as they are in the
 run itself: a fragment is on disk every `checkpoint_versions` versions.
@@ -11,18 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.recovery.past_versions import PastVersion
 from diloco_node.core.recovery.replay_plan import find_end
 from diloco_node.core.types import Entry, RoundBody
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
+from diloco_node.daemon.parameters import join_fragments
+from diloco_node.daemon.run_files import region_folders
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.errors import ConfigError, StorageError
+from diloco_node.daemon.state_replay import read_past
+from diloco_node.errors import StorageError
 from diloco_node.numeric import F32
 from diloco_node.state_names import NODE_NAME
 from diloco_node.storage.durable import DamagedFile
@@ -41,7 +44,8 @@ class MergedModel:
         tensors: by name, float32, shaped; trainable ones only, tied ones once.
         versions: per fragment; empty: the run is over, and the ledger can't be read.
         tokens: merged up to these versions, the mean over the fragments; None: the ledger does not say.
-        is_final: the run is over.
+        is_final: the run is over, and this is its end.
+        past: the version that was asked for by number or step; None: none was.
     """
 
     folder: Path
@@ -52,33 +56,7 @@ class MergedModel:
     versions: tuple[int, ...]
     tokens: int | None
     is_final: bool
-
-
-def region_folder(place: Path) -> Path:
-    """The state folder that a path means: itself, or of a run's folder the region that is furthest.
-
-    Raises:
-        ConfigError: there is none. StorageError: a manifest can't be read.
-    """
-    if (place / MANIFEST_NAME).is_file():
-        return place
-    folders = [
-        path.parent for path in sorted((*place.glob(f"*/{MANIFEST_NAME}"), *place.glob(f"state/*/{MANIFEST_NAME}")))
-    ]
-    if not folders:
-        raise ConfigError(
-            f"{place}: no {MANIFEST_NAME} there or one folder below; give a region's state folder, as state/us-east, "
-            "or the folder of all regions. A region has it when its learner has attached for the first time"
-        )
-    return max(folders, key=lambda folder: ((folder / FINAL_NAME).is_file(), _progress(folder)))
-
-
-def _progress(folder: Path) -> int:
-    """Versions on disk, over all fragments."""
-    manifest = load_manifest(folder)
-    assert manifest is not None
-    store = RegionStore(folder, is_read_only=True)
-    return sum(max(store.state_versions(fragment.index), default=-1) for fragment in manifest.fragments)
+    past: PastVersion | None = None
 
 
 def read_merged(folder: Path) -> MergedModel:
@@ -103,6 +81,22 @@ def read_merged(folder: Path) -> MergedModel:
         tensors = _assemble(manifest, [theta for _, theta in states])
     tokens = _tokens(*ledger, versions) if ledger and versions else None
     return MergedModel(folder, spec.run_id, spec.region, manifest, tensors, versions, tokens, is_final)
+
+
+def read_merged_past(place: Path, *, version: int | None, step: int | None) -> MergedModel:
+    """Read the model as it was at a version of the run, or at the newest one up to a step.
+
+    Args:
+        place: as for `region_folders`; the first region that has all it needs is taken.
+
+    Raises:
+        ConfigError, StorageError: as `state_replay.read_past`.
+    """
+    files, past, parameters = read_past(region_folders(place), version=version, step=step)
+    spec, tensors = files.spec, parameters.full_tensors()
+    return MergedModel(
+        files.folder, spec.run_id, spec.region, files.manifest, tensors, past.versions, past.tokens, False, past
+    )
 
 
 def _newest(folder: Path, fragment: int) -> tuple[int, F32]:
@@ -132,13 +126,10 @@ def _final(folder: Path, manifest: Manifest) -> dict[str, F32]:
 
 
 def _assemble(manifest: Manifest, thetas: Sequence[F32]) -> dict[str, F32]:
-    flat = [np.empty(spec.size, np.float32) for spec in manifest.tensors]
     for fragment, theta in zip(manifest.fragments, thetas, strict=True):
         if len(theta) != fragment.size:
             raise StorageError(f"fragment {fragment.index} has {len(theta)} values on disk, expected {fragment.size}")
-        for piece in fragment.pieces:
-            flat[piece.tensor][piece.value_start : piece.value_stop] = theta[piece.offset : piece.offset + piece.size]
-    return {spec.name: values.reshape(spec.shape) for spec, values in zip(manifest.tensors, flat, strict=True)}
+    return join_fragments(manifest, thetas)
 
 
 def _ledger(folder: Path, fragments: int) -> tuple[RunSummary | None, tuple[Entry, ...]] | None:

@@ -36,6 +36,7 @@ from diloco_node.storage.trained import read_trained, save_trained
 from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire.tensor_listing import pack_tensors
 
 DRAIN_S: Final = 5.0
 """A stopping leader waits so long for another region to take over."""
@@ -114,6 +115,7 @@ class Node:
             budget=spec.budget,
             on_superseded=runtime.end,
             settings=spec.shared_settings,
+            model=pack_tensors(manifest.tensors),
             messages_per_s=messages_per_s(
                 len(spec.regions),
                 rounds_in_flight=spec.settings.rounds_in_flight_max,
@@ -227,6 +229,7 @@ class Node:
         while True:
             await asyncio.sleep(BUDGET_POLL_S)
             self._post_limits()
+            self.reception.compare_models(self.transport.other_models)
             self._facts.mark()
             await in_thread(self._runtime.threads.background, self._facts.look)
             look = partial(self._budget_watch.look, late_ns=self.core.liveness.late_ns)
@@ -261,6 +264,8 @@ class Node:
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """See TransportHandler."""
+        if is_up:
+            self.transport.other_models.pop(peer, None)
         self.effects.link_changed(peer, is_up=is_up)
 
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import accumulate
 from typing import Final
@@ -171,14 +171,35 @@ class Parameters:
 
     def full_tensors(self) -> dict[str, F32]:
         """The whole model by tensor name, float32, shaped; a copy. Call it when no round is open."""
-        tensors = [np.empty(int(np.prod(spec.shape)), np.float32) for spec in self.manifest.tensors]
-        for fragment in self.manifest.fragments:
-            for piece in fragment.pieces:
-                values = self.theta[fragment.index][piece.offset : piece.offset + piece.size]
-                tensors[piece.tensor][piece.value_start : piece.value_stop] = values
-        return {
-            spec.name: values.reshape(spec.shape) for spec, values in zip(self.manifest.tensors, tensors, strict=True)
-        }
+        return join_fragments(self.manifest, self.theta)
+
+
+def join_fragments(manifest: Manifest, vectors: Sequence[F32]) -> dict[str, F32]:
+    """Tensors by name, float32, shaped; a copy.
+
+    Args:
+        vectors: per fragment its values, shape (n,), float32.
+    """
+    tensors = [np.empty(spec.size, np.float32) for spec in manifest.tensors]
+    for fragment, vector in zip(manifest.fragments, vectors, strict=True):
+        for piece in fragment.pieces:
+            values = vector[piece.offset : piece.offset + piece.size]
+            tensors[piece.tensor][piece.value_start : piece.value_stop] = values
+    return {spec.name: values.reshape(spec.shape) for spec, values in zip(manifest.tensors, tensors, strict=True)}
+
+
+def split_tensors(manifest: Manifest, tensors: Mapping[str, F32]) -> list[F32]:
+    """Per fragment its values, shape (n,), float32; a copy.
+
+    Args:
+        tensors: all tensors of the manifest by name, float32, shaped.
+    """
+    vectors = [np.empty(fragment.size, np.float32) for fragment in manifest.fragments]
+    for fragment, vector in zip(manifest.fragments, vectors, strict=True):
+        for piece in fragment.pieces:
+            values = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
+            vector[piece.offset : piece.offset + piece.size] = values
+    return vectors
 
 
 def fragment_offsets(manifest: Manifest) -> Sequence[int]:

@@ -27,18 +27,32 @@ FILE_BYTES_MAX: Final = 4 * 2**20
 PERIOD_S_MAX: Final = 1e6
 """Limit on the period that a file may claim: POINTS_MAX of them are 32 years."""
 
-COLUMNS: Final = ("unix", "step", "tokens", "loss", "loss_merged", "tokens_per_second", "bytes_out", "bytes_in")
+COLUMNS: Final = (
+    "unix",
+    "step",
+    "tokens",
+    "loss",
+    "loss_merged",
+    "tokens_per_second",
+    "bytes_out",
+    "bytes_in",
+    "val_loss",
+)
 """Columns of a point: seconds since 1970, the learner's steps and tokens since the run began, loss of its training,
-held-out loss of the merged model, tokens per second, bytes on the wire since this daemon started."""
+held-out loss of the merged model, tokens per second, bytes on the wire since this daemon started, held-out loss of this
+region's own parameters."""
 
-MORE_COLUMNS: Final = ("val_loss", "step_seconds", "rounds", "tokens_merged", "participation")
-"""Held-out loss of this region's own parameters, seconds of a step, rounds committed and tokens merged of the run, part
-of the rounds that included this region. In the file, and not on the page."""
+MORE_COLUMNS: Final = ("step_seconds", "rounds", "tokens_merged", "participation")
+"""Seconds of a step, rounds committed and tokens merged of the run, part of the rounds that included this region. In
+the file, and not on the page."""
 
 ALL_COLUMNS: Final = COLUMNS + MORE_COLUMNS
 
-MEANS: Final = frozenset({"loss", "loss_merged", "tokens_per_second", "val_loss", "step_seconds"})
+MEANS: Final = frozenset({"loss", "tokens_per_second", "step_seconds"})
 """Columns that are averaged when two points become one; of the others the later value stays."""
+
+EVALUATIONS: Final = frozenset({"loss_merged", "val_loss"})
+"""Columns that stand in all points from an evaluation to the next. A daemon that restarts knows none for a while."""
 
 Point = list[float | None]
 """Values in the order of ALL_COLUMNS."""
@@ -77,7 +91,7 @@ def halve(points: Sequence[Point]) -> list[Point]:
 
 def _join(first: Point, second: Point) -> Point:
     return [
-        _mean(before, after) if name in MEANS else after
+        _mean(before, after) if name in MEANS else before if after is None and name in EVALUATIONS else after
         for name, before, after in zip(ALL_COLUMNS, first, second, strict=True)
     ]
 

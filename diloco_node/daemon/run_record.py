@@ -16,6 +16,7 @@ from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import ConfigError, DilocoError, StorageError
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.ledger_reader import LedgerReader
 
 FINAL_NAME: Final = "final.safetensors"
@@ -88,6 +89,28 @@ def read_run_record(state_dir: Path) -> RunRecord | None:
         return run_record(reader.base, reader.entries, len(manifest.fragments))
     except DilocoError:
         return None
+
+
+def past_of(init: Path) -> tuple[Path, int] | None:
+    """The folder and the version that `run.init` names; None: it is no `FOLDER@N`.
+
+    Raises:
+        ConfigError: a state folder without a version, or with something else behind the @.
+    """
+    if init.exists():
+        if init.is_dir() and (init / LEDGER_NAME).exists():
+            raise ConfigError(
+                f"run.init: {init} is a region's state folder: add a version, as in {init}@120, or give the "
+                f"{FINAL_NAME} in it"
+            )
+        return None
+    name, _, number = init.name.rpartition("@")
+    folder = init.with_name(name) if name else init
+    if name and number.isascii() and number.isdigit():
+        return folder, int(number)
+    if name and folder.is_dir():
+        raise ConfigError(f"run.init: {init}: the number of a version comes after the @, as in {folder}@120")
+    return None
 
 
 def is_complete(state_dir: Path, record: RunRecord | None) -> bool:

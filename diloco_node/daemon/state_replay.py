@@ -12,23 +12,18 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
-from diloco_node.core.ledger.summary import decode_summary
-from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.recovery.replay_plan import FragmentReplay, find_end, find_genesis, plan_replay
+from diloco_node.core.recovery.past_versions import PastVersion
+from diloco_node.core.recovery.replay_plan import FragmentReplay, plan_replay
 from diloco_node.core.types import Entry, RoundBody
 from diloco_node.daemon.effects.open_stripes import cut_payload
-from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
+from diloco_node.daemon.past_run import find_past
+from diloco_node.daemon.run_files import ARCHIVE_HINT, RunFiles
 from diloco_node.daemon.run_record import FINAL_NAME
-from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import StorageError
-from diloco_node.state_names import NODE_NAME
-from diloco_node.storage.ledger_reader import read_whole_ledger
-from diloco_node.storage.store import RegionStore
 
-ARCHIVE_HINT: Final = (
-    "payload_archive = true in [regions.NAME] keeps all that this region gets, from the first version on"
-)
+TRIES: Final = 3
+"""A daemon may remove a file after it was listed; newer ones are there then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +70,11 @@ class Replay:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        spec = NodeSpec.load(folder / NODE_NAME)
-        manifest = load_manifest(folder)
-        if manifest is None:
-            raise StorageError(f"{folder} has no manifest.json: the region never learnt its model")
-        self._manifest: Manifest = manifest
-        self._settings = spec.settings
-        fragments = len(manifest.fragments)
-        self._store = RegionStore(folder, is_read_only=True)
-        # Before the payloads: those of the rounds that a running daemon adds meanwhile are not looked for.
-        base, entries = read_whole_ledger(folder, fragments)
-        payloads = self._store.load(fragments).payloads
-        summary = decode_summary(base.summary, fragments=fragments) if base.index else None
-        genesis = find_genesis(summary, entries)
-        if genesis is None:
-            raise StorageError(f"{folder}: the ledger has no genesis yet, so there is nothing to compute again")
-        # Of the settings only codec_down counts here, which `start` lets nobody change in a run.
-        here, ledger_digest = manifest.digest, genesis.manifest_digest
-        if here != ledger_digest:
-            raise StorageError(
-                f"{folder}: manifest.json has digest {here[:16]}, the run began with {ledger_digest[:16]}"
-            )
-        self._is_finished = find_end(summary, entries) is not None
-        states = [self._store.state_versions(fragment) for fragment in range(fragments)]
-        if not self._is_finished:
+        self._files = files = RunFiles.read(folder)
+        entries, states, payloads = files.entries, files.states, files.payloads
+        if not files.is_finished:
             entries = _without_tail(entries, states, payloads)
-        plan = plan_replay(genesis, summary, entries, states, payloads)
+        plan = plan_replay(files.genesis, files.summary, entries, states, payloads)
         self.plan = _with_ends_of_holes(plan, entries, states, payloads)
         lacking = [fragment.lack for fragment in self.plan if fragment.start < 0]
         if lacking:
@@ -122,40 +95,12 @@ class Replay:
         Raises:
             StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
         """
-        return asyncio.run(self._run(on_round))
-
-    async def _run(self, on_round: Callable[[], None]) -> ReplayReport:
-        with ThreadPoolExecutor(OUTER_THREADS) as pool:
-            parameters = Parameters(self._manifest, self._settings, self._store, pool)
-            checks = []
-            for fragment in self.plan:
-                await parameters.adopt(fragment.fragment, fragment.start)
-                checks += await self._check(parameters, fragment)
-                for body in fragment.rounds:
-                    await self._step(parameters, body)
-                    on_round()
-                    checks += await self._check(parameters, fragment)
-        return ReplayReport(self.plan, tuple(checks), self._compare_final(parameters))
-
-    async def _step(self, parameters: Parameters, body: RoundBody) -> None:
-        try:
-            payload = self._store.read_payload(body.fragment, body.version, body.payload_digest)
-        except StorageError as error:
-            raise StorageError(
-                f"{error}. If a daemon runs here it may have removed the file meanwhile: replay again; {ARCHIVE_HINT}"
-            ) from error
-        await parameters.apply(body, cut_payload(payload, parameters.blocks[body.fragment], body.stripes), None)
-
-    async def _check(self, parameters: Parameters, fragment: FragmentReplay) -> list[DigestCheck]:
-        ledger_digest = fragment.digests.get(parameters.versions[fragment.fragment])
-        if ledger_digest is None:
-            return []
-        version, own_digest = await parameters.digest(fragment.fragment)
-        return [DigestCheck(fragment.fragment, version, ledger_digest, own_digest)]
+        parameters, checks = compute(self._files, self.plan, on_round)
+        return ReplayReport(self.plan, checks, self._compare_final(parameters))
 
     def _compare_final(self, parameters: Parameters) -> bool | None:
-        path = self._folder / FINAL_NAME
-        if not self._is_finished or not path.exists():
+        path = self._files.folder / FINAL_NAME
+        if not self._files.is_finished or not path.exists():
             return None
         tensors = parameters.full_tensors()
         try:
@@ -166,6 +111,91 @@ class Replay:
                 return all(file.get_tensor(name).tobytes() == values.tobytes() for name, values in tensors.items())
         except (OSError, SafetensorError) as error:
             raise StorageError(f"{path} can't be read: {error}") from error
+
+
+def compute(
+    files: RunFiles, plan: Sequence[FragmentReplay], on_round: Callable[[], None]
+) -> tuple[Parameters, tuple[DigestCheck, ...]]:
+    """Take the outer steps of a plan.
+
+    Args:
+        on_round: called after each one.
+
+    Returns:
+        Parameters and momentum after them, and the digests that the ledger names on the way beside those computed.
+
+    Raises:
+        StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
+    """
+    return asyncio.run(_compute(files, plan, on_round))
+
+
+async def _compute(
+    files: RunFiles, plan: Sequence[FragmentReplay], on_round: Callable[[], None]
+) -> tuple[Parameters, tuple[DigestCheck, ...]]:
+    with ThreadPoolExecutor(OUTER_THREADS) as pool:
+        parameters = Parameters(files.manifest, files.spec.settings, files.store, pool)
+        checks = []
+        for fragment in plan:
+            await parameters.adopt(fragment.fragment, fragment.start)
+            checks += await _check(parameters, fragment)
+            for body in fragment.rounds:
+                await _step(files, parameters, body)
+                on_round()
+                checks += await _check(parameters, fragment)
+    return parameters, tuple(checks)
+
+
+async def _step(files: RunFiles, parameters: Parameters, body: RoundBody) -> None:
+    try:
+        payload = files.store.read_payload(body.fragment, body.version, body.payload_digest)
+    except StorageError as error:
+        raise StorageError(
+            f"{error}. If a daemon runs here it may have removed the file meanwhile: try again; {ARCHIVE_HINT}"
+        ) from error
+    await parameters.apply(body, cut_payload(payload, parameters.blocks[body.fragment], body.stripes), None)
+
+
+async def _check(parameters: Parameters, fragment: FragmentReplay) -> list[DigestCheck]:
+    ledger_digest = fragment.digests.get(parameters.versions[fragment.fragment])
+    if ledger_digest is None:
+        return []
+    version, own_digest = await parameters.digest(fragment.fragment)
+    return [DigestCheck(fragment.fragment, version, ledger_digest, own_digest)]
+
+
+def read_past(
+    folders: Sequence[Path], *, version: int | None = None, step: int | None = None
+) -> tuple[RunFiles, PastVersion, Parameters]:
+    """Compute parameters and momentum of an earlier version.
+
+    Args:
+        folders, version, step: as for `past_run.find_past`.
+
+    Returns:
+        The folder that they come from, the version, and both.
+
+    Raises:
+        ConfigError: the version can't be had. StorageError: a file is damaged, or gives other bytes than the ledger
+            names.
+    """
+    tries = TRIES
+    while True:
+        run, past = find_past(folders, version=version, step=step)
+        try:
+            parameters, checks = compute(run.files, run.plan(past), lambda: None)
+            break
+        except StorageError:
+            files, tries = RunFiles.read(run.files.folder), tries - 1
+            if not tries or (files.states, files.payloads) == (run.files.states, run.files.payloads):
+                raise  # no daemon has changed anything: it would fail again
+    for check in checks:
+        if not check.agrees:
+            raise StorageError(
+                f"{run.files.folder}: fragment {check.fragment} version {check.version} differs from what the ledger "
+                "names: take another region's folder, and look at this disk"
+            )
+    return run.files, past, parameters
 
 
 def _without_tail(

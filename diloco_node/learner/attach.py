@@ -43,7 +43,7 @@ from diloco_node.learner.layouts.shard_map import agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.leaving import EndWish, end_on_final, failure
 from diloco_node.learner.local_fragments import LearnerFragments
-from diloco_node.learner.loss import finite
+from diloco_node.learner.loss import HeldOutLoss, HeldOutLosses
 from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.model_state import merged_saves, model_state
 from diloco_node.learner.model_watch import ModelWatch, attach_warnings
@@ -168,9 +168,8 @@ class Diloco:
         # When the last report was sent, by the clock of `step`.
         self._reported_ns = 0
         self._losses = LossWatch(is_rolling_back=os.environ.get(ON_SPIKE_VARIABLE) == "rollback")
-        # As the loop measured them last; None before, and if they were not finite.
-        self._val_loss: float | None = None
-        self._val_loss_global: float | None = None
+        # As the loop measured them last.
+        self._held_out = HeldOutLosses()
         # On rank 0 of a region with a daemon; None on the others.
         self._session: LearnerSession | None = None
         # Both on every rank of a run from `_join` on; None alone.
@@ -292,9 +291,8 @@ class Diloco:
                 loss=self._losses.loss.newest(),
                 step_time_ns=session.timer.average_ns,
                 blocked_ns=self._blocked_ns,
-                val_loss=self._val_loss,
-                val_loss_global=self._val_loss_global,
                 global_step=self.global_step,
+                **self._held_out.fields,
             )
         )
 
@@ -307,11 +305,10 @@ class Diloco:
         save = self._checkpoints.save_before_pause
         return announce_pause(session, activity, at_most_s, before=lambda: self._save(save))
 
-    def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
-        """Held-out losses were measured, of the own and of the global parameters; shown by `status`."""
-        self._val_loss = finite(val_loss)
-        self._val_loss_global = finite(val_loss_global)
-        if self._session is not None and self.steps:
+    def evaluated(self, *, val_loss: HeldOutLoss = None, val_loss_global: HeldOutLoss = None) -> None:
+        """Tell held-out losses, of the own and of the global parameters; waits for tensors. Raises LearnerError."""
+        self._held_out = HeldOutLosses.at(self.global_step, val_loss, val_loss_global, warn=self._warn)
+        if self._session is not None and self.steps and not self._is_closed:
             self._report(self._session)
 
     def global_state_dict(self) -> dict[str, Tensor]:
@@ -406,7 +403,7 @@ class Diloco:
             is_interrupted = (self._terminate.is_set or self.should_stop) and session.stop_reason is None
             counts = session.fragments.step, session.fragments.tokens
             if not is_interrupted:
-                last = Done(*counts, self._val_loss, self._val_loss_global, self._blocked_ns)
+                last = Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields)
         self._close(last)
 
     def _close(self, last: Done | Failed | None) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from diloco_node.learner.layouts.names import plain_name
+from diloco_node.learner.layouts.names import plain_name, replicas_in
 
 NAMED_MAX: Final = 3
 
@@ -19,13 +19,13 @@ def batch_norm_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
     Args:
         merged_names: names of the tensors that the run merges.
     """
-    name_set = set(merged_names)
+    name_set, replicas = set(merged_names), replicas_in(model)
     layers = [
-        plain_name(name)
+        plain_name(name, replicas)
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm)
         and module.running_mean is not None
-        and plain_name(f"{name}.running_mean") not in name_set
+        and plain_name(f"{name}.running_mean", replicas) not in name_set
     ]
     if not layers:
         return ""

@@ -1,8 +1,10 @@
-"""The losses that a loop tells: read without waiting for the device, and only finite ones passed on."""
+"""The losses that a loop tells: those of steps without waiting for the device. Only finite ones are passed on."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class LateLoss:
         if loss is None:
             return
         if isinstance(loss, Tensor):
-            loss = self._value(loss)
+            loss = _scalar(loss, f"step({self._name}=...)")
         if not isinstance(loss, Tensor) or not has_streams(loss.device):
             self._take(float(loss))
         elif self._event is None:
@@ -47,16 +49,6 @@ class LateLoss:
             self._host.copy_(loss, non_blocking=True)
             # The copy is in the stream of the loss's device, which need not be the current one.
             self._event = record_event(loss.device)
-
-    def _value(self, loss: Tensor) -> Tensor:
-        """The loss as one detached value. A DTensor is not gathered: not all ranks may tell theirs."""
-        if is_sharded(loss) and not all(place.is_replicate() for place in loss.placements):  # type: ignore[attr-defined]
-            raise LearnerError(
-                f"step({self._name}=...) is a DTensor of which each rank has a part, {loss.placements}: "  # type: ignore[attr-defined]
-                f"give {self._name}.full_tensor(), called on all ranks"
-            )
-        plain = local_part(loss)
-        return plain.float().mean() if plain.dim() else plain
 
     def newest(self) -> float | None:
         """The last one that is here; None before there is one, or if it is not finite."""
@@ -73,6 +65,74 @@ class LateLoss:
 
     def _take(self, value: float) -> None:
         self._unread, self._newest = value, finite(value)
+
+
+HeldOutLoss = Tensor | float | None
+"""A loss as an evaluation gives it; of several values the mean counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLosses:
+    """The last evaluation.
+
+    Attributes:
+        val_loss: of the region's own parameters, val_loss_global: of the global ones. None: not measured, not finite.
+        val_step: step of the run at which they were measured; None: never.
+    """
+
+    val_loss: float | None = None
+    val_loss_global: float | None = None
+    val_step: int | None = None
+
+    @classmethod
+    def at(
+        cls, step: int, val_loss: HeldOutLoss, val_loss_global: HeldOutLoss, *, warn: Callable[[str], None]
+    ) -> HeldOutLosses:
+        """Read the losses of an evaluation at this step; waits for their devices.
+
+        Args:
+            warn: told of losses that are not finite, which are left out.
+
+        Raises:
+            LearnerError: one is no number, or this rank has only a part of it.
+        """
+        values = {
+            name: _number(loss, name)
+            for name, loss in (("val_loss", val_loss), ("val_loss_global", val_loss_global))
+            if loss is not None
+        }
+        for name, value in values.items():
+            if finite(value) is None:
+                warn(f"evaluated({name}={value}) at step {step}: not finite, so the last one that was is still shown")
+        return cls(finite(values.get("val_loss")), finite(values.get("val_loss_global")), step)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As fields of a message."""
+        return asdict(self)
+
+
+def _number(loss: Tensor | float, name: str) -> float:
+    try:
+        return float(_scalar(loss, f"evaluated({name}=...)") if isinstance(loss, Tensor) else loss)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LearnerError(f"evaluated({name}={loss!r:.80}) is no number: give a float or a tensor") from error
+
+
+def _scalar(loss: Tensor, call: str) -> Tensor:
+    """The loss as one detached value. A DTensor is not gathered: not all ranks may tell theirs.
+
+    Raises:
+        LearnerError: this rank has only a part of it.
+    """
+    if is_sharded(loss) and not all(place.is_replicate() for place in loss.placements):  # type: ignore[attr-defined]
+        argument = call.removesuffix(")").partition("(")[2].partition("=")[0]
+        raise LearnerError(
+            f"{call} is a DTensor of which each rank has a part, {loss.placements}: "  # type: ignore[attr-defined]
+            f"give {argument}.full_tensor(), called on all ranks"
+        )
+    plain = local_part(loss)
+    return plain.float().mean() if plain.dim() else plain
 
 
 def finite(value: float | None) -> float | None:

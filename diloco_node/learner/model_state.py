@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from diloco_node.errors import LearnerError
-from diloco_node.learner.layouts.names import plain_name
+from diloco_node.learner.layouts.names import plain_name, replicas_in
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.ranks import Ranks
@@ -57,6 +57,7 @@ def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragmen
             log.warning("checkpoints of the trainer hold this region's own weights; `export` writes the merged ones")
         yield
         return
+    replicas = replicas_in(module)
     is_asking = not ranks.is_first  # rank 0 alone has the merged parameters
 
     def replace(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
@@ -69,7 +70,7 @@ def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragmen
         finally:
             is_asking = False
         for name in state:
-            values = merged.get(plain_name(name.removeprefix(prefix)))
+            values = merged.get(plain_name(name.removeprefix(prefix), replicas))
             if values is not None:
                 state[name] = values
 

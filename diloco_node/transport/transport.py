@@ -57,6 +57,7 @@ from diloco_node.wire.envelope import (
     Hello,
     Lane,
     LinkRole,
+    ModelsDiffer,
     check_hello,
     decode_hello,
     encode_control,
@@ -96,7 +97,8 @@ class GrpcTransport:
         superseded: called once, when most of the peers are linked with a newer process that has our certificate.
         role: of this process; the others must have the same.
         messages_per_s: what one peer may send of one kind of message (`intake.messages_per_s`).
-        settings: what the digest is of, "name=value" each: so a peer whose settings differ is told which.
+        settings: what the digest is of, "name=value" each: so a peer whose settings differ is told which. model: the
+            same for the tensors, of `wire.tensor_listing`.
 
     Raises:
         ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate is
@@ -125,6 +127,7 @@ class GrpcTransport:
         role: LinkRole = LinkRole.TRAINING,
         messages_per_s: int = MESSAGES_PER_S,
         settings: tuple[str, ...] = (),
+        model: bytes = b"",
     ) -> None:
         if connections is not None and not 1 <= connections <= TRANSFER_CONNECTIONS_MAX:
             raise ConfigError(f"{connections} bulk connections: 1 to {TRANSFER_CONNECTIONS_MAX}")
@@ -144,6 +147,7 @@ class GrpcTransport:
             0,
             role=role,
             settings=settings,
+            model=model,
         )
         self._identity = identity
         # What to bind; `_port` is the port that was bound, 0 before.
@@ -189,6 +193,8 @@ class GrpcTransport:
         self._urgent = 0
         self._quiet = asyncio.Event()
         self.rejections: Counter[tuple[str, str]] = Counter()
+        # By peer how its model differs; its handler forgets it when a link comes up.
+        self.other_models: dict[str, str] = {}
         """Return the number of refusals by (peer, reason)."""
 
     @property
@@ -305,6 +311,8 @@ class GrpcTransport:
 
     def reject(self, peer: str, error: PeerError) -> None:
         """Count what a peer did wrong, and log it at most once per `REJECTION_LOG_S` for each peer and reason."""
+        if isinstance(error, ModelsDiffer) and peer in self.links:
+            self.other_models[peer] = str(error)
         key = (peer, _reason(error))
         if key not in self.rejections and len(self.rejections) >= REJECTIONS_MAX:
             return

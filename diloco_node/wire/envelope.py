@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -30,6 +30,7 @@ from diloco_node.escaping import escaped
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
 from diloco_node.wire.message_tables import CONTROL, HEADERS, PROTOCOL_VERSION, ControlMessage, TransferHeader
+from diloco_node.wire.tensor_listing import LISTING_BYTES_MAX, tensor_difference
 
 TRANSFER_CONNECTIONS_MAX: Final = 8
 """Over so many a transfer may go: a link for a measurement may have more than one of a run."""
@@ -98,6 +99,7 @@ class Hello:
         connection: of the bulk lane, which of its connections: 0 is the first, others join a session that is up.
         role: must be equal on both sides.
         settings: what the digest is of, for people: "rounds.sync_every=24" and so on. Nothing follows from it.
+        model: the tensors that the manifest's digest is of, for people (`tensor_listing`).
     """
 
     protocol_version: int
@@ -112,6 +114,11 @@ class Hello:
     connection: int = 0
     role: LinkRole = LinkRole.TRAINING
     settings: tuple[str, ...] = ()
+    model: bytes = b""
+
+
+class ModelsDiffer(PeerIncompatible):
+    """The peer is of this run, and trains another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,9 @@ class TransferAbort:
 
 BulkFrame = TransferBegin | TransferChunk | TransferEnd | TransferAbort
 
-_HELLO: Final[Schema[Hello]] = Schema({1: Hello}, bounds=BOUNDS, limits=Limits(message_bytes_max=4096))
+_HELLO: Final[Schema[Hello]] = Schema(
+    {1: Hello}, bounds=BOUNDS, limits=Limits(message_bytes_max=4096 + LISTING_BYTES_MAX)
+)
 
 
 _OTHER_ROLE: Final = {
@@ -217,7 +226,7 @@ def check_hello(ours: Hello, peer: Hello, *, certificate_region: str) -> None:
 
     Raises:
         ProtocolViolation: the message names another region than the certificate.
-        PeerIncompatible: names every field that differs, with both values.
+        PeerIncompatible: names every field that differs, with both values. ModelsDiffer: only the model does.
     """
     if peer.region != certificate_region:
         raise ProtocolViolation(
@@ -226,7 +235,9 @@ def check_hello(ours: Hello, peer: Hello, *, certificate_region: str) -> None:
     if peer.protocol_version == ours.protocol_version and peer.role is not ours.role:
         raise PeerIncompatible(_OTHER_ROLE[peer.role].format(region=peer.region))
     if different := _differences(ours, peer):
-        raise PeerIncompatible("; ".join(different))
+        is_of_the_run = replace(peer, manifest_digest=ours.manifest_digest)
+        kind = PeerIncompatible if _differences(ours, is_of_the_run) else ModelsDiffer
+        raise kind("; ".join(different))
     if peer.lane is not ours.lane:
         raise ProtocolViolation(f"a hello for the {peer.lane} lane on the {ours.lane} stream")
     if peer.connection != ours.connection:
@@ -239,8 +250,9 @@ def _differences(ours: Hello, peer: Hello) -> list[str]:
         here, there = getattr(ours, name), getattr(peer, name)
         if here == there:
             continue
-        settings_text = settings_difference(ours.settings, peer.settings) if name == "settings_digest" else ""
-        differences.append(settings_text or f"{name}: ours {_plain(here)}, theirs {_plain(there)}")
+        words = settings_difference(ours.settings, peer.settings) if name == "settings_digest" else ""
+        words = tensor_difference(ours.model, peer.model) if name == "manifest_digest" else words
+        differences.append(words or f"{name}: ours {_plain(here)}, theirs {_plain(there)}")
     return differences
 
 

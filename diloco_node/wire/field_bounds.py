@@ -14,6 +14,7 @@ from diloco_node.core.bounds import (
     STEP_MAX,
 )
 from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole
+from diloco_node.wire.tensor_listing import LISTING_BYTES_MAX
 
 COUNT_MAX: Final = 2**63 - 1
 """Bound of numbers that were drawn at random, and of a kernel's counters."""
@@ -46,6 +47,7 @@ BOUNDS: Final[dict[str, Bound]] = {
     "dial": INDEX,
     "connection": Whole(0, 7),
     "settings": Items(SETTINGS, Text(SETTING_BYTES)),
+    "model": Octets((), LISTING_BYTES_MAX),
     "IngressGranted.bytes_per_s": Whole(0, RATE_FREE_MAX),
     "IngressDemand.bytes_per_s": Whole(0, RATE_FREE_MAX),
     # Measuring
@@ -72,6 +74,7 @@ BOUNDS: Final[dict[str, Bound]] = {
     "loss": NUMBER,
     "val_loss": NUMBER,
     "val_loss_global": NUMBER,
+    "val_step": Whole(0, STEP_MAX),
     "carry_factor": Real(0.0, 1.0),
     "carried_steps": Whole(0, STEP_MAX),
     "global_step": Whole(0, STEP_MAX),

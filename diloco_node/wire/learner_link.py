@@ -105,7 +105,8 @@ class Report:
         step, tokens: since the start of this incarnation.
         loss: of a step not long ago (read without waiting for the device); None when unknown or not finite.
         step_time_ns: moving average. blocked_ns: time that the loop has spent in `step()`, altogether.
-        val_loss, val_loss_global: newest held-out loss of the own and of the global parameters.
+        val_loss, val_loss_global: held-out loss of the own and of the global parameters, in the last evaluation.
+        val_step: step of the run at which that was; None: there was none.
         global_step: step on the schedule that all learners share, as this learner knows it.
     """
 
@@ -117,6 +118,7 @@ class Report:
     val_loss: float | None
     val_loss_global: float | None
     global_step: int
+    val_step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +160,14 @@ class InitialState:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The learner has stopped stepping for good. Losses are None when they were not measured."""
+    """The learner has stopped stepping for good. The last evaluation is as in `Report`."""
 
     step: int
     tokens: int
     val_loss: float | None
     val_loss_global: float | None
     blocked_ns: int
+    val_step: int | None
 
 
 @dataclass(frozen=True, slots=True)

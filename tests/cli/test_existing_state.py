@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.spec import NodeSpec
@@ -144,6 +146,38 @@ def test_a_setting_that_may_change_is_named_with_both_values(
     assert start("--set", "rounds.sync_every=16") == 0
     assert capsys.readouterr().err == ""
     assert len(specs) == 3
+
+
+def test_first_parameters_are_never_taken_silently_for_those_of_a_run_that_has_begun(
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of somebody who wants to go back, and names a version of the very run."""
+    save_file({"a": np.ones(3, np.float32)}, tmp_path / "first.safetensors")
+    assert start("--init", "first.safetensors") == 0
+    begin_run(tmp_path / "state" / "us-west", "new", REGIONS)
+    assert start("--init", "first.safetensors") == 0, "as it began"
+    assert start() == 0
+    for init in ("state/us-west@3", "other.safetensors"):
+        assert start("--init", init) == 2
+        error = capsys.readouterr().err
+        assert f"run.init is {init} (--init), but run new has begun, and its last start had none" in error
+        assert "begin a new run with another run.id" in error
+    assert len(specs) == 3
+
+
+def test_a_version_that_cannot_be_had_stops_the_start(
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_run(tmp_path / "old" / "us-west", "old", REGIONS)
+    for init, text in (
+        ("old/us-west@7", "run.init: "),
+        ("gone@7", "no manifest.json there"),
+        ("old/us-west", "is a region's state folder: add a version"),
+        ("old/us-west@x", "the number of a version comes after the @"),
+    ):
+        assert start("--init", init) == 2
+        assert text in capsys.readouterr().err
+    assert specs == []
 
 
 @pytest.mark.parametrize("change", ["rounds.fragments=12", "rounds.codec_up=int8", "rounds.summary_entries=64"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import shutil
@@ -14,64 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_node.core.types import FinishedBody, Recovered, RoundBody, RunSettings, SnapshotBody
-from diloco_node.daemon import node as node_module
+from diloco_node.core.types import FinishedBody, Recovered, RoundBody, SnapshotBody
 from diloco_node.daemon.final_model import write_final
-from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.main import main
-from diloco_node.state_names import LEDGER_NAME, NODE_NAME
+from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.ledger_files import LEDGER_END_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import read_header, write_state
+from tests.kit.archived_run import train
 from tests.kit.node_kit import MANIFEST
-from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop
-
-NAMES = ("a", "b", "c")
-SETTINGS = RunSettings(
-    fragments=2,
-    sync_every=6,
-    steps_max=90,
-    heartbeat_ns=50_000_000,
-    election_timeout_ns=400_000_000,
-    checkpoint_versions=3,
-    payload_versions=2,
-    summary_entries=12,
-)
-
-
-def train(folder: Path) -> None:
-    """A run of three regions, the first of which keeps everything."""
-
-    async def run() -> None:
-        MemoryTransport.network = Network()
-        regions = [
-            Region(name, NAMES, folder / name, SETTINGS, seed, is_archive=name == "a")
-            for seed, name in enumerate(NAMES, start=1)
-        ]
-        for region in regions:
-            await region.start()
-        async with asyncio.timeout(300):
-            while not all(region.has_finished for region in regions):
-                assert [region.errors for region in regions] == [[], [], []]
-                await asyncio.sleep(0.05)
-        for region in regions:
-            save_manifest(region.folder, MANIFEST)
-            region.spec.save(region.folder / NODE_NAME)
-            await region.stop()
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(run())
 
 
 @pytest.fixture(scope="module")
 def trained() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="dl-"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_module, "GrpcTransport", MemoryTransport)
-        patch.setattr(node_module, "load_identity", lambda *_, **__: SOME_IDENTITY)
-        train(folder)
+    train(folder)
     yield folder
     shutil.rmtree(folder)
 

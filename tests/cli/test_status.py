@@ -12,7 +12,7 @@ from hypothesis import given
 from diloco_node.cli import status as status_cmd
 from diloco_node.cli.admin_client import Target, ask, ask_all
 from diloco_node.cli.places import find_targets, targets_in
-from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, run_line, status_lines
+from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, held_out_line, run_line, status_lines
 from diloco_node.cli.watch import Board
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
@@ -290,6 +290,12 @@ def test_the_run_has_its_name_its_end_and_the_time_that_is_left() -> None:
     behind = run | {"step": 9, "tokens": 7}
     assert run_line([{"run": behind}, {"run": run}, {"run": behind}]).startswith("run try: step 64 "), "who knows most"
     assert run_line([{"run_id": "try"}, {}]) == "run try"
+    assert held_out_line([{"region": "a", "learner": {"loss": 1.0}}, {"region": "b", "error": "down"}]) == ""
+    own, merged = {"val_loss": 3.21, "val_loss_step": 1400}, {"val_loss_global": 3.1, "val_loss_global_step": 1200}
+    documents = [{"region": "a", "learner": own | merged}, {"region": "b", "learner": merged}, {"region": "c"}]
+    assert held_out_line(documents) == (
+        "held-out loss: a own 3.210 at step 1,400, a merged 3.100 at step 1,200, b merged 3.100 at step 1,200"
+    )
     assert run_line([]) == ""
 
 

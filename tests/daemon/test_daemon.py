@@ -459,7 +459,7 @@ async def test_an_attach_waits_for_the_disk_and_the_loop_does_not(
     third = await Learner.attach(spec)  # a newer process: the second is refused, with its number allotted
     answer = await second.hear()
     assert isinstance(answer, Refuse)
-    third.say(Report(5, 50, None, 1, 0, None, None, 5))
+    third.say(Report(5, 50, None, 1, 0, None, None, 5, None))
     await eventually(lambda: daemon.notes.last[-1]["text"] == "Report before its welcome: ignored")
     assert daemon.status()["learner"] is None
     gate.set()
@@ -603,7 +603,7 @@ async def test_what_the_learner_warns_of_is_an_alarm_and_counted(spec: NodeSpec,
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
     await learner.hear()
-    learner.say(Report(41, 4100, 50.0, 10**8, 0, None, None, 41))
+    learner.say(Report(41, 4100, 50.0, 10**8, 0, None, None, 41, None))
     learner.say(Warned("step 41: the loss is 50\x1b[2J, far above its range of late"))
     await eventually(lambda: any("the loss is 50" in note["text"] for note in daemon.notes.last))
     [note] = [note for note in daemon.notes.last if "the loss is 50" in note["text"]]

@@ -161,12 +161,15 @@ def test_halving_keeps_the_end_and_the_bounds_of_every_column(points: list) -> N
             assert min(before) - 1e-6 <= value <= max(before) + 1e-6
 
 
-def test_rates_and_losses_are_averaged_and_of_counters_the_later_stays() -> None:
+def test_rates_and_losses_are_averaged_and_of_counters_and_evaluations_the_later_stays() -> None:
     first, second = ([float(at), *(10.0 * at for _ in ALL_COLUMNS[1:])] for at in (1, 3))
     (value,) = halve([first, second])
     means = {name for name, value in zip(ALL_COLUMNS, value, strict=True) if value == 20.0}
-    assert means == {"loss", "loss_merged", "tokens_per_second", "val_loss", "step_seconds"}
+    assert means == {"loss", "tokens_per_second", "step_seconds"}
     assert {value for name, value in zip(ALL_COLUMNS, value, strict=True) if name not in means} == {3.0, 30.0}
+    (value,) = halve([first, [3.0, *(None for _ in ALL_COLUMNS[1:])]])
+    kept_columns = {name for name, value in zip(ALL_COLUMNS, value, strict=True) if value == 10.0}
+    assert kept_columns == means | {"loss_merged", "val_loss"}, "a daemon that restarts knows no evaluation for a while"
 
 
 def test_only_what_a_viewer_has_not_seen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

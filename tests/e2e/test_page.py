@@ -273,15 +273,16 @@ async def test_curves_and_rates_outlive_a_learner_and_a_clock(tmp_path: Path) ->
         full = {
             "columns": list(COLUMNS),
             "period_s": 2,
-            "rows": [[UNIX + one] * 3 + [one % 2] * 5 for one in range(1_024)],
+            "rows": [[UNIX + one] * 3 + [one % 2] * 6 for one in range(1_024)],
         }
         halved = f"""import("/page/store.js").then(({{ begin, store }}) => {{
             begin({{ regions: [{{ status: {{ region: "x" }}, history: {json.dumps(full)} }}] }});
             const {{ rows, period }} = store.regions.get("x");
             return [rows.length, period, rows[0], rows.at(-1)];
         }})"""
-        means, first, last = [0.5, 0.5, 0.5], [UNIX + 1] * 3, [UNIX + 1_023] * 3
-        assert await tab.evaluate(halved) == [512, 4, [*first, *means, 1, 1], [*last, *means, 1, 1]]
+        # Losses of steps and speeds are averaged; evaluations and counters are the later ones.
+        values, first, last = [0.5, 1, 0.5, 1, 1, 1], [UNIX + 1] * 3, [UNIX + 1_023] * 3
+        assert await tab.evaluate(halved) == [512, 4, [*first, *values], [*last, *values]]
         last, now, counters, at = await tab.evaluate(script)
         assert last == [1_300, 1_300 * 512], "of the run, as in the history"
         assert (now, counters, at) == (UNIX + 1_301 - 3_600, 1, UNIX + 1_301 - 3_600)
@@ -291,7 +292,10 @@ async def test_a_report_opens_from_the_disk_and_loads_nothing(tmp_path: Path) ->
     page = tmp_path / "report.html"
     page.write_text(page_with({"regions": [snapshot(7_200, name, has_lost=True) for name in NAMES]}))
     async with tab_on(page.as_uri(), tmp_path, width=400, scheme="dark") as tab:
-        await tab.until("document.querySelectorAll('#loss .legend li svg').length === 4")
+        await tab.until("document.querySelectorAll('#loss .legend li svg').length === 7")
+        lines = "[...document.querySelectorAll('#loss .legend li')].filter(e => e.innerText.includes('held out'))"
+        dashes = f"{lines}.map(e => e.querySelector('line').getAttribute('stroke-dasharray'))"
+        assert await tab.evaluate(dashes) == ["4 4"] * 4, "one of each region, and the merged model's"
         assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
         assert f"{3 * 7_200 * 512:,}" in await tab.evaluate("document.querySelector('#account tr').innerText")
         assert "186 kB/s" in await tab.evaluate("document.getElementById('bandwidth').innerText"), "its mean"

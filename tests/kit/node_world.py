@@ -216,6 +216,8 @@ class MemoryTransport:
     def quarantine_reason(self, peer: str) -> str:
         return ""
 
+    other_models: dict[str, str] = {}  # noqa: RUF012 - nobody writes it
+
     def reject(self, peer: str, error: PeerError) -> None:
         raise AssertionError(f"{self.region} strikes {peer}, which is honest: {error}")
 
@@ -311,7 +313,7 @@ class FakeLearner:
             for order in orders:
                 self._carry_out(order)
             if self.incarnation and not self.is_done:
-                self._say(Report(self.step, self.tokens, 1.0, int(self.step_s * 1e9), 0, None, None, self.step))
+                self._say(Report(self.step, self.tokens, 1.0, int(self.step_s * 1e9), 0, None, None, self.step, None))
 
     def _train(self) -> None:
         self.step += 1
@@ -333,7 +335,7 @@ class FakeLearner:
                 self.is_done = True
                 if self._counter is not None:
                     self._counter.close()
-                self._say(Done(self.step, self.tokens, None, None, 0))
+                self._say(Done(self.step, self.tokens, None, None, 0, None))
 
     def _snapshot(self, request: SnapshotRequested) -> SnapshotReady | SnapshotDenied:
         fragment, position = request.fragment, self.positions[request.fragment]
@@ -421,6 +423,7 @@ class Region:
         seed: int,
         *,
         is_archive: bool = False,
+        init: Path | None = None,
     ) -> None:
         self.name = name
         self.folder = folder
@@ -444,6 +447,7 @@ class Region:
             settings_digest="settings",
             seed=seed,
             payload_archive=is_archive,
+            init=init,
         )
         self.notes = NoteBook(name, _now_ns)
         self.errors: list[BaseException] = []

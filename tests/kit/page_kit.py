@@ -130,7 +130,8 @@ def learner_row(at: int, offset: float) -> dict[str, Any]:
         "current_tokens_per_second": 4_500.0 + 100 * offset + at % 7 * 10,
         "tokens_per_second": 4_400.0,
         "loss": 6.0 / (1 + at / 300) + offset + (at % 5) / 50,
-        "val_loss_global": 6.0 / (1 + at / 300) - 0.1,
+        "val_loss": 6.0 / (1 + at // 64 * 64 / 300) + offset,
+        "val_loss_global": 6.0 / (1 + at // 64 * 64 / 300) - 0.1,
         "report_age_seconds": 0.2,
     }
 
@@ -193,7 +194,7 @@ def history(until: int, region: str = "us-east", *, period: int = 8) -> dict[str
     for at in range(0, until, period):
         learner = learner_row(at, NAMES.index(region) / 5)
         keys = ("step", "tokens", "loss", "val_loss_global", "current_tokens_per_second")
-        rows.append([UNIX + at, *(learner[key] for key in keys), at * 186_000, at * 190_000])
+        rows.append([UNIX + at, *(learner[key] for key in keys), at * 186_000, at * 190_000, learner["val_loss"]])
     return {"columns": list(COLUMNS), "period_s": float(period), "rows": rows}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +32,7 @@ from diloco_node.wire.learner_link import (
     Refuse,
     Report,
     SnapshotReady,
+    Warned,
 )
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
 from tests.kit.learner_kit import Toy, region_folder, session_of
@@ -267,7 +270,31 @@ def test_stop_ends_the_loop_and_done_is_said(folder: Path) -> None:
             diloco.evaluated(val_loss=1.25, val_loss_global=1.0)
         done = daemon.wait_for(Done)
         assert (done.step, done.tokens) == (diloco.steps, 7 * diloco.steps)
-        assert (done.val_loss, done.val_loss_global) == (1.25, 1.0)
+        assert (done.val_loss, done.val_loss_global, done.val_step) == (1.25, 1.0, diloco.global_step)
+
+
+def test_an_evaluation_is_told_at_once_with_its_step_and_what_is_not_finite_is_a_warning(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        diloco.evaluated(val_loss=torch.tensor([2.0, 3.0], requires_grad=True), val_loss_global=np.float32(1.5))
+        evaluation = (2.5, 1.5, diloco.global_step)
+
+        def evaluations() -> set[tuple[float | None, float | None, int | None]]:
+            reports = [message for message in daemon.said if isinstance(message, Report)]
+            return {(report.val_loss, report.val_loss_global, report.val_step) for report in reports}
+
+        until(lambda: evaluation in evaluations())
+        for _ in range(3):
+            toy.step(diloco)
+        diloco.evaluated(val_loss_global=math.nan)
+        until(lambda: (None, None, diloco.global_step) in evaluations())
+        text = f"evaluated(val_loss_global=nan) at step {diloco.global_step}: not finite, so the last one that was is"
+        until(lambda: any(isinstance(message, Warned) and text in message.text for message in daemon.said))
+        for wrong in ("low", [1.0, 2.0], 10**400):
+            with pytest.raises(LearnerError, match=r"evaluated\(val_loss=.*is no number: give a float or a tensor"):
+                diloco.evaluated(val_loss=wrong)  # type: ignore[arg-type]
+    diloco.evaluated(val_loss=1.0)
 
 
 def test_exception_in_the_loop_is_told(folder: Path) -> None:

@@ -41,7 +41,7 @@ WELCOME = Welcome(
 
 
 def report(step: int) -> Report:
-    return Report(step, step, None, 1, 1, None, None, step)
+    return Report(step, step, None, 1, 1, None, None, step, None)
 
 
 class Daemon:

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
+from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.messages import Message, Payload, PayloadRequested, RequestVoteReply, State
 from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost, ProtocolViolation
 from diloco_node.lab.demo.region_processes import free_ports
@@ -27,6 +28,7 @@ from diloco_node.transport.quarantine import STRIKES
 from diloco_node.transport.streams import dial
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
+from diloco_node.wire.tensor_listing import pack_tensors
 from tests.kit.ports import free_port
 from tests.kit.transport_kit import (
     DEADLINE_S,
@@ -469,6 +471,20 @@ async def test_a_mismatch_is_named_field_by_field_on_both_sides(
     assert what in await status_of(b, "a", what), "it can't dial, and says so all the same"
     assert a.rejections["b", "incompatible"] >= 1
     assert at_a.changes == at_b.changes == []
+
+
+async def test_regions_whose_models_differ_name_the_tensors_on_both_sides(mesh: Mesh) -> None:
+    there, here = (pack_tensors([TensorSpec(name, (3, 4))]) for name in ("up.weight", "up.base.weight"))
+    b, _ = await mesh.start("b", {"a": None}, model=there)
+    a, at_a = await mesh.start("a", {"b": address(b)}, manifest_digest="other", model=here)
+    text = "the models differ: tensor up.base.weight is only here, tensor up.weight is only there"
+    assert text in await status_of(a, "b", text)
+    await eventually(lambda: b.other_models)
+    assert b.other_models == {
+        "a": "the models differ: tensor up.weight is only here, tensor up.base.weight is only there"
+    }
+    assert a.other_models == {"b": text}
+    assert at_a.changes == []
 
 
 async def test_a_run_with_another_id_is_refused_by_name(mesh: Mesh) -> None:

@@ -60,21 +60,31 @@ def plan_replay(
         states: per fragment the versions on disk.
         payloads: (fragment, version, digest) on disk.
     """
-    rounds: list[dict[int, RoundBody]] = [{} for _ in states]
-    digests = [{0: digest} for digest in genesis.fragment_digests]
-    snapshots = [] if summary is None else list(summary.snapshots)
-    for entry in entries:
-        if isinstance(entry.body, RoundBody):
-            rounds[entry.body.fragment][entry.body.version] = entry.body
-        elif isinstance(entry.body, SnapshotBody):
-            snapshots.append(entry.body)
-    for snapshot in snapshots:
-        digests[snapshot.fragment][snapshot.version] = snapshot.digest
+    rounds, digests = rounds_of(entries, len(states)), digests_of(genesis, summary, entries)
     last = [0] * len(states) if summary is None else list(summary.versions)
     return [
         _plan_fragment(fragment, max([last[fragment], *rounds[fragment]]), rounds[fragment], digests[fragment], on_disk)
         for fragment, on_disk in enumerate(_on_disk(states, payloads))
     ]
+
+
+def rounds_of(entries: Iterable[Entry], fragments: int) -> list[dict[int, RoundBody]]:
+    """Per fragment the rounds in the entries, by version."""
+    rounds: list[dict[int, RoundBody]] = [{} for _ in range(fragments)]
+    for entry in entries:
+        if isinstance(entry.body, RoundBody):
+            rounds[entry.body.fragment][entry.body.version] = entry.body
+    return rounds
+
+
+def digests_of(genesis: GenesisBody, summary: RunSummary | None, entries: Iterable[Entry]) -> list[dict[int, bytes]]:
+    """Per fragment the digests that the ledger names, by version."""
+    digests = [{0: digest} for digest in genesis.fragment_digests]
+    snapshots = [] if summary is None else list(summary.snapshots)
+    snapshots += [entry.body for entry in entries if isinstance(entry.body, SnapshotBody)]
+    for snapshot in snapshots:
+        digests[snapshot.fragment][snapshot.version] = snapshot.digest
+    return digests
 
 
 def _on_disk(

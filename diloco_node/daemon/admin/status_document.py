@@ -232,7 +232,9 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         "current_tokens_per_second": facts.tokens.per_second(now_ns=now_ns),
         "loss": facts.loss_last,
         "val_loss": facts.val_loss,
+        "val_loss_step": facts.val_loss_step,
         "val_loss_global": facts.val_loss_global,
+        "val_loss_global_step": facts.val_loss_global_step,
         "blocked_seconds": facts.blocked_ns / 1e9,
         "report_age_seconds": (now_ns - facts.last_report_ns) / 1e9 if facts.last_report_ns else None,
         "busy": None

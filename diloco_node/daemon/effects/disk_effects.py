@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.initial_files import read_initial
 from diloco_node.daemon.effects.open_stripes import MergedPart, is_contiguous
+from diloco_node.daemon.effects.past_init import read_past_init
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.work import in_thread
@@ -40,7 +41,7 @@ class DiskEffects:
     """Writes what must survive the process, and tries again while the disk refuses.
 
     Args:
-        init: a file with Theta_0; None: it is the learner's.
+        init: a file with Theta_0, or FOLDER@N; None: it is the learner's.
         write_final_file: makes the final model durable, by tensor name; raises StorageError.
         save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
         files: threads for everything but the ledger. disk: one thread, for the ledger.
@@ -122,13 +123,17 @@ class DiskEffects:
             if version_area.generation != generation:
                 return
             manifest = self.parameters.manifest
-            init_tensors = None
+            momentum: Sequence[F32 | None] = [None] * len(manifest.fragments)
+            thetas = [version_area.place(fragment) for fragment in range(len(manifest.fragments))]
             if self.init is not None:
-                init_tensors = await in_thread(self.files, read_initial, self.init, manifest)
+                past = await in_thread(self.files, read_past_init, self.init, manifest)
+                if past is not None:
+                    thetas, momentum = past
+                else:
+                    thetas = await in_thread(self.files, read_initial, self.init, manifest)
             digests = []
-            for fragment in range(len(manifest.fragments)):
-                theta = version_area.place(fragment) if init_tensors is None else init_tensors[fragment]
-                write = partial(self.initial.store_own, fragment, theta)
+            for fragment, theta in enumerate(thetas):
+                write = partial(self.initial.store_own, fragment, theta, momentum[fragment])
                 digests.append(await self._until_written("Theta_0", self.files, write))
             if version_area.generation != generation:
                 return  # it may have been written over while it was read; the next learner lays down its own

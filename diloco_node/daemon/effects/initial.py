@@ -23,11 +23,11 @@ class InitialStates:
         self._locks = [threading.Lock() for _ in range(fragments)]
         self._fetched: dict[int, bytes] = {}
 
-    def store_own(self, fragment: int, theta: F32) -> bytes:
+    def store_own(self, fragment: int, theta: F32, momentum: F32 | None = None) -> bytes:
         """Write this region's Theta_0 of a fragment, unless a fetched one is there.
 
         Args:
-            theta: shape (n,), float32; not changed.
+            theta, momentum: shape (n,), float32; not changed. Without a momentum it is zero.
 
         Returns:
             The digest of what is on disk now.
@@ -38,7 +38,7 @@ class InitialStates:
         with self._locks[fragment]:
             if fragment in self._fetched:
                 return self._fetched[fragment]
-            momentum = np.zeros_like(theta)
+            momentum = np.zeros_like(theta) if momentum is None else momentum
             digest = fragment_digest(theta, momentum)
             self._store.store_state(fragment, 0, theta, momentum, digest)
             return digest

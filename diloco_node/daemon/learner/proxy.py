@@ -44,6 +44,7 @@ class LearnerFacts:
     Attributes:
         loss_first, loss_last: the first and the newest loss that was reported.
         val_loss: held-out loss of the learner's own parameters, val_loss_global: of the global ones.
+        val_loss_step, val_loss_global_step: steps of the run at which they were measured; None: never.
         blocked_ns: time the training loops of all learners so far spent inside `step()`.
         attached_step: of its incarnation, where the present process began, or was when this daemon came.
         first_report_ns, last_report_ns: monotonic, of the present learner, for tokens per second.
@@ -58,6 +59,8 @@ class LearnerFacts:
     loss_last: float | None = None
     val_loss: float | None = None
     val_loss_global: float | None = None
+    val_loss_step: int | None = None
+    val_loss_global_step: int | None = None
     blocked_ns: int = 0
     attached_step: int = 0
     first_report_ns: int = 0
@@ -275,9 +278,9 @@ class LearnerProxy:
 
     def _note_figures(self, message: learner_link.Report | learner_link.Done) -> None:
         if message.val_loss is not None:
-            self.facts.val_loss = message.val_loss
+            self.facts.val_loss, self.facts.val_loss_step = message.val_loss, message.val_step
         if message.val_loss_global is not None:
-            self.facts.val_loss_global = message.val_loss_global
+            self.facts.val_loss_global, self.facts.val_loss_global_step = message.val_loss_global, message.val_step
         self.facts.blocked_ns = self._blocked_before_ns + message.blocked_ns
 
     def _on_snapshot_ready(self, message: learner_link.SnapshotReady) -> None:

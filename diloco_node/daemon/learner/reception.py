@@ -7,6 +7,7 @@ nothing that it says counts.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Final
 
 from diloco_node.core.bounds import STEP_MAX
@@ -56,6 +57,8 @@ class Reception:
         self.waiting_attach: Attach | None = None
         self._sent_position = RunPosition(0, None)
         self._sent_position_ns = 0
+        # Why the run can't begin with this region's model; empty as far as is known.
+        self._model_fault = ""
 
     @property
     def known_incarnation(self) -> int:
@@ -71,13 +74,40 @@ class Reception:
         """Why a process with this model can't be this region's learner; empty if it can."""
         difference = describe_difference(self._manifest, merge_rules(attach.tensors, self._spec.settings.merge))
         if difference:
-            return f"this is not the run's model: {difference}"
+            return f"this is not the run's model: {difference}{self._way_on()}"
+        if self._model_fault:
+            return self._model_fault
         try:
             by_fragment = attach.in_fragments(len(self._manifest.fragments))
         except ProtocolViolation as error:
             return str(error)
         fault = self._learner.attach_fault(by_fragment, run_id=self._spec.run_id)
         return f"what it says of itself can't be: {fault}" if fault else ""
+
+    def compare_models(self, differences: Mapping[str, str]) -> None:
+        """Refuse the learner while so few regions have its model that the run can't begin here.
+
+        Args:
+            differences: by region that has another model, how it differs.
+        """
+        regions, before = len(self._spec.regions), self._model_fault
+        is_possible = self._core.history.genesis is not None or 2 * (regions - len(differences)) > regions
+        self._model_fault = ""
+        if not is_possible:
+            self._model_fault = (
+                f"{', '.join(sorted(differences))} would train another model in this run: "
+                f"{differences[min(differences)]}. Have all scripts build the same one{self._way_on()}"
+            )
+        if self._model_fault and self._model_fault != before:
+            self._note(Note("learner", self._model_fault, is_alarm=True))
+            self._runtime.learner_server.refuse(self._model_fault, is_final=True)
+
+    def _way_on(self) -> str:
+        """The way to begin with another model, in words; empty once a run has begun here."""
+        if self._core.history.genesis is not None:
+            return ""
+        folder = self._spec.state_dir
+        return f". No run has begun here yet: to begin with another model, stop the region and remove {folder}"
 
     def on_message(self, message: ToDaemon) -> None:
         """Take a message of the learner: the welcome begins with Attach, everything later is the proxy's."""

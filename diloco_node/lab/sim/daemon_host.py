@@ -400,10 +400,10 @@ class DaemonHost(Host):
             case ev.LearnerReported(status=status) if status.incarnation == learner_link.NEW_PROCESS:
                 return
             case ev.LearnerReported(status=status) if status.finished:
-                self.say(learner_link.Done(status.step, status.tokens, None, None, 0))
+                self.say(learner_link.Done(status.step, status.tokens, None, None, 0, None))
             case ev.LearnerReported(status=status):
                 step = status.step
-                self.say(learner_link.Report(step, status.tokens, None, status.step_time_ns, 0, None, None, step))
+                self.say(learner_link.Report(step, status.tokens, None, status.step_time_ns, 0, None, None, step, None))
             case ev.SnapshotTaken():
                 self.say(learner_link.SnapshotReady(event.contribution))
             case ev.SnapshotRefused():

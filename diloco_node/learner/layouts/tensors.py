@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from diloco_node.core.merge.fragments import Manifest, TensorSpec
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
-from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name, unwrap
+from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name, replicas_in, unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, Slab, whole_box
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,8 +127,8 @@ class ModelTensors:
         self.reshard()
         _check_kind("the model", *self.model.modules())  # FSDP1's parameters may look like plain ones
         self._names_of = names_of(self.model)
-        masters, merge = by_plain_name(masters or {}), by_plain_name(merge or {})
-        untied = [plain_name(name) for name in untied]
+        masters, merge = by_plain_name(masters or {}, self.model), by_plain_name(merge or {}, self.model)
+        untied = list(by_plain_name(dict.fromkeys(untied), self.model))
         self._tracked: dict[str, _Tracked] = {}
         self.boxes: dict[str, list[Box]] = {}
         self.marks: dict[str, str] = {}
@@ -330,7 +330,7 @@ class ModelTensors:
     def _host_state(self, left_out: Collection[str], *, is_kept: bool) -> dict[str, Tensor]:
         """One tensor at a time: a device that trains has no room for the whole model, even for a moment."""
         state: dict[str, Tensor] = {}
-        for name, value in by_plain_name(self.model.state_dict()).items():
+        for name, value in by_plain_name(self.model.state_dict(), self.model).items():
             if name in left_out:
                 continue
             whole = value.detach()
@@ -359,7 +359,7 @@ class ModelTensors:
                 continue
             parameter, names = names_of[name]
             state.update(dict.fromkeys(names, value.to(parameter.dtype)))
-        own_names = [name for name in by_plain_name(self.model.state_dict()) if name in state]
+        own_names = [name for name in by_plain_name(self.model.state_dict(), self.model) if name in state]
         return {name: state[name] for name in dict.fromkeys((*own_names, *state))}
 
     def device(self, slab: Slab) -> torch.device:
@@ -405,7 +405,8 @@ def _buffers(model: nn.Module, patterns: Sequence[str]) -> tuple[dict[str, Tenso
     matches: dict[str, Tensor] = {}
     unknown: dict[str, str] = {}
     for pattern in patterns:
-        fitting = {name: buffer for name, buffer in buffers_of(model).items() if fnmatchcase(name, plain_name(pattern))}
+        name_pattern = plain_name(pattern, replicas_in(model))
+        fitting = {name: buffer for name, buffer in buffers_of(model).items() if fnmatchcase(name, name_pattern)}
         if not fitting:
             all_names = list(buffers_of(model))[:5]
             unknown[f"buffers {pattern}"] = f"buffers: {pattern!r} fits no buffer of the model; it has {all_names}"

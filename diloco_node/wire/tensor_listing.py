@@ -1,0 +1,54 @@
+"""The tensors of a model in a hello: regions whose models differ name the tensors. Only words follow from it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Final
+
+from diloco_node.core.merge.fragments import TensorSpec
+from diloco_node.escaping import escaped
+
+LISTING_BYTES_MAX: Final = 60_000
+"""Some thousands of tensors, whose names are much alike; of more the regions only say that they differ."""
+
+_TEXT_BYTES_MAX: Final = 4 << 20
+_NAME_SHOWN: Final = 200
+
+
+def pack_tensors(tensors: Sequence[TensorSpec]) -> bytes:
+    """Name, shape and merge rule of all tensors, compressed; empty if that is over LISTING_BYTES_MAX."""
+    rows = [[spec.name, list(spec.shape), spec.merge.value] for spec in tensors]
+    listing = zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 9)
+    return listing if len(listing) <= LISTING_BYTES_MAX else b""
+
+
+def tensor_difference(own_listing: bytes, peer_listing: bytes) -> str:
+    """Name the first tensor on each side that the other has not, or has in another shape; empty if that is not known.
+
+    Args:
+        own_listing, peer_listing: of `pack_tensors`. The peer's may be anything, and is escaped.
+    """
+    here, there = _unpack(own_listing), _unpack(peer_listing)
+    if not here or not there:
+        return ""
+    sides = (("here", here.keys() - there.keys()), ("there", there.keys() - here.keys()))
+    words = [f"tensor {_word(min(names))} is only {place}" for place, names in sides if names]
+    if not words:
+        name = min((name for name in here if here[name] != there[name]), default="")
+        words = [f"tensor {_word(name)} is {_word(here[name])} here, {_word(there[name])} there"] if name else []
+    return f"the models differ: {', '.join(words)}" if words else ""
+
+
+def _unpack(listing: bytes) -> dict[str, str]:
+    """Shape and rule of each tensor, in words; empty if it is no listing."""
+    try:
+        text = zlib.decompressobj().decompress(listing, _TEXT_BYTES_MAX)
+        return {str(name): f"{shape} ({rule})" for name, shape, rule in json.loads(text)}
+    except (ValueError, TypeError, RecursionError, zlib.error):
+        return {}
+
+
+def _word(text: str) -> str:
+    return escaped(text[:_NAME_SHOWN])
