@@ -56,7 +56,7 @@ class PeerView:
     hears: tuple[str, ...]
     learner: LearnerStatus | None
     applied_index: int
-    has_left: bool
+    has_left: bool = False
 
 
 @dataclass(frozen=True, slots=True)

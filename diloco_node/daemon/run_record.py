@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Final
 
-from diloco_node.atomic_file import sync_folder
 from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
@@ -97,8 +97,9 @@ def past_of(init: Path) -> tuple[Path, int] | None:
     Raises:
         ConfigError: a state folder without a version, or with something else behind the @.
     """
-    if init.exists():
-        if init.is_dir() and (init / LEDGER_NAME).exists():
+    # A file that this user may not read is there; its reader says so.
+    if os.path.lexists(init) or not os.access(init.parent, os.X_OK):
+        if os.path.lexists(init / LEDGER_NAME):
             raise ConfigError(
                 f"run.init: {init} is a region's state folder: add a version, as in {init}@120, or give the "
                 f"{FINAL_NAME} in it"
@@ -130,8 +131,8 @@ def set_final_aside(state_dir: Path) -> None:
     final = state_dir / FINAL_NAME
     try:
         if final.exists():
+            # Without a sync: the next final model is put in its place with one, and a folder keeps its order.
             final.rename(next(path for path in paths if not path.exists()))
-            sync_folder(state_dir)
     except OSError as error:
         raise StorageError(f"{final} can't be renamed: {error}") from error
 

@@ -71,6 +71,7 @@ class Region:
             lift_quarantine=None,
             start_learner=None,
             set_log_level=None,
+            drain=None,
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=self.folder)
 

@@ -75,6 +75,7 @@ def learner_of(status: LearnerStatus | None, **facts: Any) -> Any:
         shown_status=status,
         version_area=SimpleNamespace(offered_at_ns=[(1, 3, 7)]),
         steps_total=150,
+        pause=None,
         tokens_total=15_000,
     )
 
