@@ -35,6 +35,7 @@ class Threads:
 
         class One:
             size = self.size
+            is_first = rank == 0
 
             def all_bytes(self, data: bytes) -> list[bytes]:
                 return all_bytes(data)
