@@ -196,6 +196,8 @@ def on_engine() -> dict[str, Any]:
 
 
 @pytest.mark.system
+# Four regions and an engine leave nothing of two cores for other tests.
+@pytest.mark.alone
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif(
     os.environ.get("DILOCO_CI_DOCKER") != "1",

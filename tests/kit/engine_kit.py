@@ -41,8 +41,7 @@ SKIPPED = 77
 """The exit code for what this machine can't do."""
 
 NAMESPACES = (
-    # Four regions share the processors with whatever else is busy here.
-    *("nice", "-n", "-5", "setpriv", "--pdeathsig", "KILL"),
+    *("setpriv", "--pdeathsig", "KILL"),
     *("unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"),
 )
 """Before a command: all that it starts and sets up ends with it, and it ends with the process that waits for it."""
