@@ -108,7 +108,11 @@ def hf_trainer(folder: Path, *, bad: int = -1, **arguments: Any) -> tuple[Any, A
         **{"save_strategy": "no", "max_steps": 4} | arguments,
     )
     trainer = transformers.Trainer(
-        model=Language(), args=settings, train_dataset=Rows(bad), callbacks=[callback, seen.callback]
+        model=Language(),
+        args=settings,
+        train_dataset=Rows(bad),
+        eval_dataset=Rows(),
+        callbacks=[callback, seen.callback],
     )
     return trainer, callback, seen
 
@@ -379,7 +383,7 @@ def test_an_exception_in_lightning_is_said(folder: Path) -> None:
 
 def test_lightnings_evaluations_are_pauses_and_it_goes_on_after_a_save(folder: Path) -> None:
     trainer, _, module = lightning_trainer(folder, val_check_interval=2, num_sanity_val_steps=0)
-    module.validation_step = lambda batch, _: None
+    module.validation_step = lambda *_: None
     trained, evaluated = Watched(folder), Watched(folder)
     module.on_validation_epoch_end = lambda: trainer.save_checkpoint(folder / "now.ckpt")
     with FakeDaemon(folder):
