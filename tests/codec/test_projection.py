@@ -130,6 +130,13 @@ def test_nothing_is_said_while_a_member_has_told_nothing() -> None:
     assert wrong_reducers(windows, projection, COEFFICIENTS, [*rows[:2], ()]) == {}
 
 
+def test_what_the_encoder_flushes_to_zero_is_no_deviation() -> None:
+    windows = draw_windows(AUDITED, STRIPES, piece_blocks())
+    zeros = (0.0,) * len(windows)
+    rows = [(2.0**-101,) * len(windows)] * 3
+    assert wrong_reducers(windows, Projection(zeros, zeros), COEFFICIENTS, rows) == {}
+
+
 def test_projections_may_differ_by_the_order_of_their_sums_alone() -> None:
     window = Window("a", 0, 0, 4, b"seed")
     contribution = Contribution("a", 1, 0, 1, 0, 0, 4, 28, (4.0, 1.0, 1.0))

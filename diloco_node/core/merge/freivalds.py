@@ -2,7 +2,8 @@
 
 A sum is linear: for signs r, `<r, sum>` is the sum of `c[m] * <r, delta_m>`. The signs, and the few blocks in which
 they are taken, follow from the payload's digest, so no reducer knows them before its stripe is fixed. Each member tells
-its XX
+its own projections, and everybody has the payload. A payload that is not the sum differs by as much as it is wrong,
+times a number that is normally distributed (R. Freivalds, 1977).
 
 A part of the payloads is audited, and nobody knows before which. `trimmed` is no sum: it has no audit.
 """
@@ -15,6 +16,7 @@ from itertools import accumulate
 from math import sqrt
 from typing import Final
 
+from diloco_node.core.merge.numbers import NORM_FLOOR
 from diloco_node.core.projections import Projection, Window
 from diloco_node.core.types import Contribution, Stripe
 
@@ -30,6 +32,9 @@ WINDOW_BLOCKS: Final = 16
 DEVIATION_MAX: Final = 16.0
 """Square of the deviation from the sum, by the square of what encoding may change at most, in the mean over a reducer's
 windows. Honest ones have 0.3, with error feedback 0.7; beyond 16 is one of 10^7 with two windows."""
+
+FLUSHED: Final = WINDOW_BLOCKS**2 * NORM_FLOOR
+"""Square of what the encoder may flush to zero in a window."""
 
 PROJECTION_ERROR: Final = 1e-6
 """Two regions may differ by so much of a contribution's length in its projection: they add up in another order."""
@@ -90,10 +95,8 @@ def wrong_reducers(
         parts = [row[place] * factors[window.piece] for row, factors in zip(rows, coefficients, strict=True)]
         square = (projection.sums[place] - sum(parts)) ** 2
         # Float32 sums of parts that cancel each other lose bits that the encoding of the sum does not show.
-        error = projection.errors[place] + (PROJECTION_ERROR * sum(map(abs, parts))) ** 2
-        squares.setdefault(window.reducer, []).append(
-            square / error if error else float(square > 0.0) * 2 * DEVIATION_MAX
-        )
+        error = projection.errors[place] + (PROJECTION_ERROR * sum(map(abs, parts))) ** 2 + FLUSHED
+        squares.setdefault(window.reducer, []).append(square / error)
     means = {reducer: sum(values) / len(values) for reducer, values in squares.items()}
     return {
         reducer: f"its merged stripe is not the sum of the contributions: it deviates by {sqrt(mean):.3g} times what "
