@@ -51,6 +51,9 @@ LEADS_BACK: Final = 0.5
 VERSIONS_MAX: Final = 64
 """After so many versions nothing more is looked at."""
 
+TRIALS_MAX: Final = 2
+"""Versions that are looked at together: each costs some twenty kernels of a device in each step."""
+
 _NUMBERS: Final = 3
 
 
@@ -104,7 +107,7 @@ class PullBackCheck:
     def begin(self, local: LocalFragment, before: Tensor, after: Tensor) -> None:
         """A version was applied: samples of the parameters before and after."""
         self._finish(local.index)
-        if not self.is_done:
+        if not self.is_done and len(self._trials) < TRIALS_MAX:
             self._versions += 1
             self._trials[local.index] = _VersionTrial(local, after - before, after)
 
