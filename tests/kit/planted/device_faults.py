@@ -166,7 +166,7 @@ DEVICE_FAULTS: Final = {
     ),
     "samples-on-the-host": DeviceFault(
         REVERT,
-        "_Trial(local, before, self._tensors.sample(local))",
-        "_Trial(local, before.cpu(), self._tensors.sample(local))",
+        "_Trial(local, before, after)",
+        "_Trial(local, before.cpu(), after)",
     ),
 }
