@@ -143,7 +143,7 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def wrap_text(text: str, width: int | None, *, first: str = "") -> list[str]:
-    """Wrap a paragraph to lines of at most `width` characters, all but the first one indented.
+    """Wrap a paragraph to lines of at most `width` characters, or of a longer word; all but the first one indented.
 
     Args:
         text: no line comes back where it is empty. width: None: one line, however long. first: indents the first line.
@@ -151,6 +151,12 @@ def wrap_text(text: str, width: int | None, *, first: str = "") -> list[str]:
     paragraph = " ".join(text.split())
     if width is None:
         return [first + paragraph] if paragraph else []
+    # A path stays whole, however long: it is there to be copied.
     return textwrap.wrap(
-        paragraph, max(width, WRAP_MIN), initial_indent=first, subsequent_indent=INDENT, break_on_hyphens=False
+        paragraph,
+        max(width, WRAP_MIN),
+        initial_indent=first,
+        subsequent_indent=INDENT,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
