@@ -128,6 +128,7 @@ def test_nothing_is_said_while_a_member_has_told_nothing() -> None:
     rows = [(0.0,) * len(windows)] * 3
     assert wrong_reducers(windows, projection, COEFFICIENTS, rows).keys() == {"a", "b", "c"}
     assert wrong_reducers(windows, projection, COEFFICIENTS, [*rows[:2], ()]) == {}
+    assert wrong_reducers(windows, projection, COEFFICIENTS, ()) == {}, "a leader may leave all of them away"
 
 
 def test_what_the_encoder_flushes_to_zero_is_no_deviation() -> None:

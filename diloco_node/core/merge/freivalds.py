@@ -86,9 +86,9 @@ def wrong_reducers(
         coefficients: per member, per piece. rows: per member, per window, the projection of its contribution.
 
     Returns:
-        Nothing while the row of a member is empty.
+        Nothing while the row of a member is empty, or there are no rows.
     """
-    if not windows or any(len(row) != len(windows) for row in rows):
+    if not windows or len(rows) != len(coefficients) or any(len(row) != len(windows) for row in rows):
         return {}
     squares: dict[str, list[float]] = {}
     for place, window in enumerate(windows):
