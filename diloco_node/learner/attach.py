@@ -217,7 +217,7 @@ class Diloco:
         return tuple(position.base_version for position in self._session.fragments.positions)
 
     def step(self, *, tokens: int, loss: Tensor | float | None = None, grad_norm: Tensor | float | None = None) -> None:
-        """Mark a step boundary: one inner step (one `optimizer.step()`) was made. Waits for nobody before the run's end.
+        """Mark a step boundary: one inner step (one `optimizer.step()`) was made. Waits for nobody, but past the end.
 
         With gradient accumulation call it once per optimizer step, with the tokens of all micro-batches.
 
@@ -323,7 +323,9 @@ class Diloco:
         Raises:
             LearnerError: on another rank, or not called by all that have to.
         """
-        return model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors)
+        state = model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors)
+        self._checkpoints.give(state)
+        return state
 
     def own_state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
