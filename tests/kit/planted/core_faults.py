@@ -164,8 +164,8 @@ def _halve_share(core: Any) -> None:
     merges = view.rounds(core)._merges
     body_of = merges.body
 
-    def body_wrong(round_: Any) -> Any:
-        body = body_of(round_)
+    def body_wrong(round_: Any, projections: Any) -> Any:
+        body = body_of(round_, projections)
         return replace(body, share=body.share / 2)
 
     merges.body = body_wrong  # type: ignore[method-assign]
