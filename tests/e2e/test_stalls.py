@@ -36,7 +36,7 @@ class Run(Cluster):
     """Three regions, and their rounds per step where nothing is wrong. What lies in `faults` can make a disk slow."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder / "run", 3)
+        super().__init__(folder / "run", 3, has_fork_servers=True)
         self.usual = 0.0
         self.faults = folder / "faults"
         self.faults.mkdir()

@@ -46,12 +46,15 @@ class Cluster:
     Args:
         folder: of the run; made by `prepare`.
         changes: texts of run.toml, each with what stands there instead.
+        has_fork_servers: whether learners that are started again are forks of a process that has imported torch.
 
     Attributes:
         lost: of each region, the folders that were taken from it, oldest first.
     """
 
-    def __init__(self, folder: Path, count: int, *, changes: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, count: int, *, changes: Mapping[str, str] | None = None, has_fork_servers: bool = False
+    ) -> None:
         self.folder = folder
         self.demo = Demo(DemoOptions(regions=count, seconds=60.0, folder=folder, is_json=True), folder)
         self.demo.prepare()
@@ -60,7 +63,7 @@ class Cluster:
         for old, new in (changes or {}).items():
             assert old in text, f"run.toml has no {old!r}"
             text = text.replace(old, new)
-        self.config.write_text(text)
+        self.config.write_text(text if has_fork_servers else f"{text}\n[learner]\npreload = []\n")
         self.names = list(self.demo.names)
         self.regions = {region.name: region for region in self.demo.regions}
         self.lost: dict[str, list[Path]] = {name: [] for name in self.names}
