@@ -50,7 +50,10 @@ class Cluster:
 
     Attributes:
         lost: of each region, the folders that were taken from it, oldest first.
+        has_kernels: whether this process has seen them compiled; they stay on the disk.
     """
+
+    has_kernels = False
 
     def __init__(
         self, folder: Path, count: int, *, changes: Mapping[str, str] | None = None, has_fork_servers: bool = False
@@ -70,8 +73,10 @@ class Cluster:
 
     async def start(self, *names: str) -> None:
         """Start some regions, or all of them."""
-        with LiveView("", is_quiet=True) as view:
-            await self.demo.compile(view)
+        if not Cluster.has_kernels:
+            with LiveView("", is_quiet=True) as view:
+                await self.demo.compile(view)
+            Cluster.has_kernels = True
         for name in names or self.names:
             self.regions[name].status = {}  # what a life before has said
             await self.regions[name].start(self.config)
