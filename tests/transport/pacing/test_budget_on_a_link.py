@@ -442,7 +442,7 @@ def measure(options: Options, namespace: str = "") -> Found:
 def test_the_interface_never_counts_more_than_the_budget_and_comes_near_it() -> None:
     """100 Mbit/s out by our own bucket and in by grants, without segmentation offload.
 
-    From the first byte on at most what was saved up and one piece are ahead of the budget: 0.2 s of it. That is
+    From the first byte on at most what was saved up and one piece are ahead of the budget: 2 % of ten seconds. That is
     so at every moment, however late everybody is. In windows that begin later a reader that stood still may take at
     once what waited for it in the kernel. How much there is in windows, and how near to the budget, is for
     `benchmarks/budget.py` to tell; here the best second of a few runs is nearly all of it, or of what two sides
@@ -453,7 +453,7 @@ def test_the_interface_never_counts_more_than_the_budget_and_comes_near_it() -> 
     could = {way: min(RATE, free.most_per_s(way, 1.0)) for way in ways}
     most = dict.fromkeys(ways, 0.0)
     for _ in range(ATTEMPTS):
-        found = measure(Options(egress_a=RATE, ingress_a=RATE, seconds=5.0, settle_s=0.0))
+        found = measure(Options(egress_a=RATE, ingress_a=RATE, seconds=10.0, settle_s=0.0))
         for way in ways:
             assert found.ahead_s(way, RATE) <= 0.2, way
             most[way] = max(most[way], found.most_per_s(way, 1.0))
