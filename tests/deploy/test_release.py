@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.kit.commands import NO_FORK_SERVER
+from tests.kit.commands import NO_FORK_SERVER, SMALL_MODEL
 from tests.kit.repository import ROOT
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -96,7 +96,7 @@ def test_the_wheel_runs_where_nothing_else_is_installed(dist: Path, tmp_path: Pa
             link_files(needed, site)
     run(*pip, "check", cwd=tmp_path)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DILOCO_"))}
-    env |= NO_FORK_SERVER
+    env |= NO_FORK_SERVER | SMALL_MODEL
     node = str(programs / "diloco-node")
     assert "start" in run(node, "--help", cwd=tmp_path, env=env)
     where = run(

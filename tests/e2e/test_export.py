@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from typer.testing import CliRunner
 
-from diloco_node.lab.demo.demo_run import EVALUATION
 from diloco_node.main import app
 from tests.kit.cluster_kit import Cluster
 from tests.kit.commands import COMMAND
@@ -56,7 +55,7 @@ async def test_ranks_evaluate_and_exports_load_and_give_the_merged_models_logits
     write_hf_folder(tmp_path / "model")
     write_jsonl(tmp_path / "rows.jsonl", rows_of(20_000))
     changes = {"layers = 2\n": f"layers = 2\n{MODEL}", "sync_every = 16": "sync_every = 8"}
-    changes |= {"paths = []": 'paths = ["../rows.jsonl"]', EVALUATION: "eval_windows = 8\n"}
+    changes |= {"paths = []": 'paths = ["../rows.jsonl"]'}
     cluster = Cluster(tmp_path / "run", 2, changes=changes)
     ranks = dict(zip(cluster.names, (2, 1), strict=True))
     cluster.regions[cluster.names[0]].settings += ("model.ranks=2",)
@@ -75,7 +74,7 @@ async def test_ranks_evaluate_and_exports_load_and_give_the_merged_models_logits
         )
         for name, count in ranks.items():
             learner = now[name]["learner"]
-            assert learner["tokens"] == learner["step"] * 2 * count * 8 * 64, "each rank has batches of its own"
+            assert learner["tokens"] == learner["step"] * 2 * count * 2 * 64, "each rank has batches of its own"
             assert learner["incarnation"] == before[name]["learner"]["incarnation"], "no evaluation was its end"
         await cluster.end()
         cluster.check_equal()

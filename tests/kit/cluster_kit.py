@@ -20,10 +20,13 @@ from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.lab.demo.account_check import AccountReport, check_account
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_report import build_report, learner_status, longest_ledger, read_region_report
-from diloco_node.lab.demo.demo_run import Demo
+from diloco_node.lab.demo.demo_run import EVALUATION, Demo
 from diloco_node.lab.demo.live import LiveView
 from diloco_node.lab.demo.region_processes import order_finish
 from diloco_node.storage.trained import read_trained
+
+SMALL = {"dim = 64": "dim = 16", "heads = 4": "heads = 2", "batch = 8": "batch = 2", EVALUATION: "eval_windows = 8\n"}
+"""A step takes a quarter of a demo's: nobody asks here how well a model learns."""
 
 WAIT_S = 300.0
 Statuses = dict[str, dict[str, Any]]
@@ -41,7 +44,7 @@ PACE_SHARE = 0.6
 
 
 class Cluster:
-    """Several regions, each a `diloco-node start` with daemon and learner.
+    """Several regions, each a `diloco-node start` with daemon and learner; the model is a small one.
 
     Args:
         folder: of the run; made by `prepare`.
@@ -65,6 +68,8 @@ class Cluster:
         text = self.config.read_text()
         for old, new in (changes or {}).items():
             assert old in text, f"run.toml has no {old!r}"
+            text = text.replace(old, new)
+        for old, new in SMALL.items():
             text = text.replace(old, new)
         self.config.write_text(text if has_fork_servers else f"{text}\n[learner]\npreload = []\n")
         self.names = list(self.demo.names)

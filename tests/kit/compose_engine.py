@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.kit.commands import NO_FORK_SERVER
+from tests.kit.commands import NO_FORK_SERVER, SMALL_MODEL
 from tests.kit.engine_kit import (
     Skipped,
     await_that,
@@ -36,7 +36,7 @@ NAMES = ("us-central", "us-east", "us-south", "us-west")
 PORTS = {"us-east": 7411, "us-central": 7412, "us-south": 7413, "us-west": 7414}
 ADDRESS = "10.211.77.14"
 SETTINGS = {"DILOCO_RUN__STEPS": "0", "DILOCO_MODEL__SCHEDULE_STEPS": "600", "DILOCO_MODEL__EVAL_WINDOWS": "8"}
-SETTINGS |= NO_FORK_SERVER
+SETTINGS |= NO_FORK_SERVER | SMALL_MODEL
 """No end of its own: the test ends it."""
 HEALTH_INTERVAL = "3s"
 """The image's own check, but more often: it is waited for."""
