@@ -172,7 +172,9 @@ def proposes(small: Small, name: str, change: Change) -> list[EntryBody]:
 def refused(small: Small, liar: str) -> set[str]:
     """The regions that say that they follow the liar no more."""
     words = f"ignored entries from {liar}, and follows it no more"
-    return {name for name, note in small.notes if note.is_alarm and words in note.text}
+    names = {name for name, note in small.notes if note.is_alarm and words in note.text}
+    assert names == {name for name in small.hosts if liar in dict(small.view(name).wrong_leaders)}
+    return names
 
 
 LIES: dict[str, Change] = {
