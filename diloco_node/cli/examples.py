@@ -28,7 +28,6 @@ EXAMPLES: Final = {
     "ledger": "diloco-node ledger us-east --follow --from 1000",
     "replay": "diloco-node replay us-east --json",
     "export": "diloco-node export us-east exported",
-    "log-level": "diloco-node log-level rounds warning us-east",
     "budget show": "diloco-node budget show us-east",
     "budget set": "diloco-node budget set us-east --egress 2Gbit/s --ingress none",
     "quarantine add": "diloco-node quarantine add us-west us-east",

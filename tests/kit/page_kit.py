@@ -251,7 +251,6 @@ class ShownRun:
             expel=None,
             lift_quarantine=lambda _: False,
             start_learner=lambda: "waiting",
-            set_log_level=lambda *_: {},
         )
 
 

@@ -70,7 +70,6 @@ class Region:
             expel=None,
             lift_quarantine=None,
             start_learner=None,
-            set_log_level=None,
             drain=None,
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=self.folder)
