@@ -48,10 +48,7 @@ EXAMPLES: Final = {
     "chaos tape": "diloco-node chaos tape --chips 2400000",
     "measure serve": "diloco-node measure serve --region us-west",
     "measure latency": "diloco-node measure latency us-west --load",
-    "measure bandwidth": (
-        "diloco-node measure bandwidth us-west\n"
-        "diloco-node measure bandwidth us-west --reverse --connections 4 --seconds 10"
-    ),
+    "measure bandwidth": "diloco-node measure bandwidth us-west --reverse --seconds 10",
     "measure mesh": "diloco-node measure mesh --out mesh.json\ndiloco-node plan --mesh mesh.json",
 }
 

@@ -92,7 +92,6 @@ HEADER_EXAMPLES: list[TransferHeader] = [
     m.Payload(2, 6, b"d" * 32),
     m.State(2, 6, b"d" * 32),
     g.Probe(3),
-    g.CompressibleProbe(3),
 ]
 
 
@@ -115,7 +114,7 @@ def test_rounds_go_before_recovery_and_measurements_go_last() -> None:
     assert lanes == {
         "ROUNDS": {m.ContributionStripe, m.MergedStripe},
         "RECOVERY": {m.Payload, m.State},
-        "MEASUREMENT": {g.Probe, g.CompressibleProbe},
+        "MEASUREMENT": {g.Probe},
     }
     assert [lane.name for lane in sorted(BudgetLane)] == ["CONTROL", "ROUNDS", "RECOVERY", "MEASUREMENT"]
 
