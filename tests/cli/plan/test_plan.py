@@ -104,8 +104,6 @@ def test_the_named_target_as_json() -> None:
     assert flows[0]["limit_bytes_per_second"] == 250_000_000
     assert document["round"]["wire_bytes_total"] == pytest.approx(4 * document["round"]["wire_bytes_per_region"])
     assert document["round"]["fits_overlap"] is False
-    assert document["data_parallel"]["bytes_per_second"]["0.5"] == pytest.approx(80e9 * 1.5 / 1.65 / 8)
-    assert document["data_parallel"]["utilisation_here"] == pytest.approx(1 / (1 + 60 - 0.65))
     assert document["storage"]["daemon_bytes"] == 40 * 10**9
 
 
