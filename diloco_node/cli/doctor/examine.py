@@ -199,7 +199,8 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
                 yield from _answer_findings(peer, addresses[peer], answer, patient.config)
             if mtu is not None:
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent_bytes=SENT_BYTES)
-        yield from link_findings(patient, peer, results[peer].hosts if peer in results else frozenset())
+        entries = rows(patient.status or {}, "peers")
+        yield from (network.peer_link(entry) for entry in entries if entry.get("name") == peer)
 
 
 def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[Finding]:
@@ -214,17 +215,6 @@ def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeCo
         yield membership.settings_equal(peer, config.settings_digest(), answer.hello.settings_digest, difference)
     if answer.clock_ahead_s is not None:
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
-
-
-def link_findings(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[Finding]:
-    """Report the link as our own daemon has it, where one runs."""
-    from diloco_node.cli.doctor.peer_probes import inbound_hosts
-
-    for entry in rows(patient.status or {}, "peers"):
-        if entry.get("name") == peer:
-            hosts = inbound_hosts(patient.config.listen(patient.region)[1])
-            is_inbound = None if hosts is None else bool(hosts & peer_hosts)
-            yield network.peer_link(entry, is_inbound=is_inbound)
 
 
 def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Finding]:

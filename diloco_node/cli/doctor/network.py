@@ -56,17 +56,11 @@ def peer_version(peer: str, their_version: int, ours: int) -> Finding:
     return topics.VERSION.ok(f"{peer} speaks protocol {their_version}, as we do")
 
 
-def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
-    """Judge the link as our own daemon has it.
-
-    Args:
-        peer: an entry of the status document's `peers`. is_inbound: a connection of that peer to our port is there;
-            None: the kernel does not say.
-    """
+def peer_link(peer: Mapping[str, Any]) -> Finding:
+    """Judge the link as our own daemon has it, in an entry of the status document's `peers`."""
     name, link, address = str(peer.get("name")), str(peer.get("link")), peer.get("address")
     if link == "up":
-        inbound = "it dials us" if is_inbound or not address else "we dial it; whether it can dial us is not seen"
-        return topics.LINK.ok(f"the link to {name} is up: {inbound}")
+        return topics.LINK.ok(f"the link to {name} is up")
     error = str(peer.get("error") or "no reason yet")
     hint = f"either side must be able to dial the other: run diloco-node doctor in {name} as well"
     where = f" ({address})" if address else ", which must dial us,"
