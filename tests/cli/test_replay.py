@@ -128,7 +128,7 @@ def test_what_is_missing_is_named_with_what_to_do(copied: Path, capsys: pytest.C
     assert "payload_archive = true" in error
 
 
-def test_a_hole_is_named_with_its_end_and_it_begins_behind_it(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hole_is_named_and_it_begins_behind_it(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remove_payloads(copied, 0, (4, 5, 6, 8))
     code, document = replayed(copied, capsys)
     assert (code, document["agrees"], document["final_agrees"]) == (0, True, True)
