@@ -375,7 +375,7 @@ class LedgerCore(LedgerState):
         if not fault and (fork := fork_in(request, self._log, committed_index=self._fixed_index)):
             self._part_from(peer, *fork, request.sequence, now_ns)
             return
-        if fault or (fault := self._entry_gate.fault(request, committed_index=committed_index)):
+        if fault or (fault := self._entry_gate.fault(request, peer=peer, committed_index=committed_index)):
             self._distrust(peer, fault, now_ns)
             return
         if self.leader != peer:
