@@ -17,7 +17,7 @@ from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_tables import CONTROL, HEADERS, MESSAGES
 
 S = NS_PER_S
-ASKED = g.MeasurementRequested(3, True, False, S, 5 * S, 10**9)
+ASKED = g.MeasurementRequested(3, True, S, 5 * S, 10**9)
 LINK = g.LinkTestRequested(3, "eu", S, 0, 5 * S, 10**9)
 KINDS = typing.get_args(g.MeasureMessage)
 

@@ -74,7 +74,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     k.IngressDemand(1 << 62),
     g.EchoRequest(7),
     g.EchoReply(7, 1000, -1),
-    g.MeasurementRequested(1 << 61, True, False, 1_000_000_000, 5_000_000_000, 1 << 32),
+    g.MeasurementRequested(1 << 61, True, 1_000_000_000, 5_000_000_000, 1 << 32),
     g.MeasurementReady(3),
     g.MeasurementDeclined(3, "busy"),
     g.MeasurementReceived(3, 10, 9, 8, 11, 4_000_000_000, 500, 1000),
