@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,9 @@ def run_of(folder: Path, **status: Any) -> dict[str, Finding]:
     return {finding.code: finding for finding in examine.examine_run(patient(folder, document | status))}
 
 
-def test_the_pace_is_that_of_the_slowest_link_at_the_step_time_that_was_measured(tmp_path: Path) -> None:
-    peers = [{"name": PEER, "rtt_seconds": 0.2}, {"name": "x", "rtt_seconds": 0.1}, {"name": "y", "rtt_seconds": None}]
-    findings = run_of(tmp_path, learner={"step_seconds": 1.0}, peers=peers)
+def test_the_daemon_and_its_alerts_are_reported(tmp_path: Path) -> None:
+    findings = run_of(tmp_path, health={"alerts": [3, {"code": "A-X", "severity": "critical"}]})
     assert findings["daemon"].text == f"{OWN} is leader: all is well"
-    assert findings["pace"].mark == "ok"
-    assert findings["pace"].text.endswith("s of 24.0 s, at 200 ms and 1 s a step")
-    slow = run_of(tmp_path, learner={"step_seconds": 0.001}, peers=peers)["pace"]
-    assert (slow.mark, bool(slow.hint)) == ("warning", True)
-
-
-@pytest.mark.parametrize("learner", [None, "x", [], {}, *({"step_seconds": x} for x in (0, -1, "x", 1e300, math.nan))])
-def test_without_a_step_time_that_can_be_there_is_no_pace(tmp_path: Path, learner: Any) -> None:
-    findings = run_of(
-        tmp_path, learner=learner, peers="x", health={"alerts": [3, {"code": "A-X", "severity": "critical"}]}
-    )
-    assert "pace" not in findings
     assert findings["alert"].mark == "failed"
 
 

@@ -79,13 +79,6 @@ def day(number: int) -> dt.datetime:
             "1500 bytes do not reach eu: 16000",
         ),
         (network.path_mtu("eu", 1420, is_through=True, sent_bytes=16000), Mark.OK, "a tunnel on the way"),
-        (
-            network.pace(2.4, 2.5, 0.04, 0.1, ""),
-            Mark.WARNING,
-            "a cycle needs 2.5 s of 2.4 s, at 40 ms and 0.1 s a step",
-        ),
-        (network.pace(2.4, 2.3, 0.04, 0.1, ""), Mark.OK, "2.3 s of 2.4 s"),
-        (network.pace(2.4, 2.3, 0.04, 0.1, "the schedule can't be kept"), Mark.WARNING, "the schedule can't be kept"),
         (network.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu answers here"),
         (membership.key_mode("k", 0o100640), Mark.WARNING, "k can be read by others (mode 640)"),
         (membership.key_mode("k", 0o100400), Mark.OK, "for its owner only"),
