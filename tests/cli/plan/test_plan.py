@@ -364,15 +364,12 @@ def test_a_mesh_that_lacks_pairs_is_planned_with_and_said(tmp_path: Path) -> Non
     rates = full_mesh("eu", "us-east", "us-west", rate=10**8)
     rates = {pair: rate for pair, rate in rates.items() if "us-west" not in pair}
     path = write_mesh(tmp_path / "mesh.json", rates)
-    lack = {"from": "eu", "to": "us-west", "error": "us-west has\nno address"}
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"regions": ["eu", "us-east", "us-west"], "failures": [lack]})
-    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"regions": ["eu", "us-east", "us-west"]}))
     document = plan_json("-n", "1B", "--mesh", str(path))
     limits = {(flow["region"], flow["kind"]): flow["limit_bytes_per_second"] for flow in document["flows"]}
     assert limits["us-west", "egress"] is None
     assert limits["eu", "egress"] == int(10**8 * 1.06)
-    expected = "4 of 6 pairs were not measured, the first eu to us-west: us-west has no address"
+    expected = "4 of 6 pairs were not measured, the first eu to us-west"
     assert document["inputs"]["origins"]["mesh"] == expected
     assert expected in " ".join(plan_text("-n", "1B", "--mesh", str(path)).split())
 
@@ -401,12 +398,6 @@ def test_a_large_mesh_shows_its_busiest_lines(tmp_path: Path) -> None:
         (lambda mesh: mesh.update({"regions": "ab"}), "no list of names"),
         (lambda mesh: mesh.update({"pairs": 3}), "pairs is no list of objects; it must be"),
         (lambda mesh: mesh["pairs"].append("a to b"), "pairs is no list of objects"),
-        (
-            lambda mesh: mesh.update(
-                {"failures": ["?", {**mesh["pairs"].pop(), "error": "a has\nno link to b"}], "pairs": []}
-            ),
-            "no pair was measured: a has no link to b",
-        ),
     ],
 )
 def test_a_bad_mesh_says_what_is_wrong(
