@@ -329,10 +329,10 @@ class Daemon:
             "clock": clock,
         }
 
-    def _snapshot(self, since_unix: float | None) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         return {
             "status": self.status(),
-            "history": self._history.document(since_unix),
+            "history": self._history.document(),
             "settings": escaped_document(self.spec.settings_shown),
         }
 

@@ -44,7 +44,7 @@ class Region:
         self._thread = threading.Thread(target=self._loop.run_forever)
         handlers = AdminHandlers(
             status=lambda: self.status,
-            snapshot=lambda _: {},
+            snapshot=dict,
             not_ready_reason=str,
             finish=self.finished.append,
             drain=lambda: self.finished.append("drained"),

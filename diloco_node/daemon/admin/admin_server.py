@@ -53,8 +53,7 @@ class AdminHandlers:
 
     Attributes:
         status: the status document, ready for JSON.
-        snapshot: what the page begins with: the status, the history after a time in seconds since 1970 (None: all of
-            it), and the settings with their origins.
+        snapshot: what the page begins with: the status, the history, and the settings with their origins.
         not_ready_reason: "" when the region trains (or has finished), else why not.
         finish: ask the run to end after one last round per fragment; the argument is the reason. Raises ConfigError.
         set_budget: change the bandwidth budget (`changed_plan`); returns the new one. Raises ConfigError.
@@ -69,7 +68,7 @@ class AdminHandlers:
     """
 
     status: Callable[[], Mapping[str, Any]]
-    snapshot: Callable[[float | None], Mapping[str, Any]]
+    snapshot: Callable[[], Mapping[str, Any]]
     not_ready_reason: Callable[[], str]
     finish: Callable[[str], None]
     drain: Callable[[], None]
@@ -194,10 +193,10 @@ class AdminServer:
         return web.json_response(dict(self._handlers.status()))
 
     async def _snapshot(self, request: web.Request) -> web.Response:
-        return web.json_response(dict(self._handlers.snapshot(None)))
+        return web.json_response(dict(self._handlers.snapshot()))
 
-    async def _region_snapshot(self, since_unix: float | None) -> dict[str, Any]:
-        return {"regions": [dict(self._handlers.snapshot(since_unix))]}
+    async def _region_snapshot(self) -> dict[str, Any]:
+        return {"regions": [dict(self._handlers.snapshot())]}
 
     async def _region_status(self) -> dict[str, Any]:
         return {"regions": [dict(self._handlers.status())]}

@@ -66,7 +66,7 @@ class Region:
     def handlers(self) -> AdminHandlers:
         return AdminHandlers(
             status=lambda: {"region": "us-east", "step": 3},
-            snapshot=lambda since: {"status": {"region": "us-east"}, "since": since},
+            snapshot=lambda: {"status": {"region": "us-east"}},
             not_ready_reason=lambda: self.reason,
             finish=self.finished.append,
             drain=lambda: self.finished.append("drained"),
