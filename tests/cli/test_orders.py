@@ -39,6 +39,7 @@ class Region:
         self.plan = BudgetPlan()
         self.finished: list[str] = []
         self.expelled: list[str] = []
+        self.revoked: list[tuple[str, str]] = []
         self.status: dict[str, Any] = {}
         self.levels = PartLevels()
         self._folder = folder
@@ -53,6 +54,7 @@ class Region:
             set_budget=self._set,
             measure=None,  # type: ignore[arg-type]
             expel=self._expel,
+            revoke=self._revoke,
             lift_quarantine=self._lift,
             start_learner=lambda: "stopped",
             set_log_level=self._set_level,
@@ -67,6 +69,12 @@ class Region:
         if peer != "us":
             raise ConfigError(f"{peer} leads: stop it first")
         self.expelled.append(peer)
+
+    def _revoke(self, region: str, pem: str) -> str:
+        if region != "us":
+            raise ConfigError(f"{region} has shown eu no certificate since this daemon began")
+        self.revoked.append((region, pem))
+        return "ab12"
 
     def _lift(self, peer: str) -> bool:
         if peer not in ("asia", "us"):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_node.core import events as ev
 from diloco_node.core.ledger.disks import expulsion_fault
+from diloco_node.core.orders import EntryOrdered
 from diloco_node.core.types import EXPELLED, DiskNamedBody, RoundBody
 from tests.kit.small_world import Small
 
@@ -21,7 +21,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def order(small: Small, region: str, *, is_lifted: bool = False) -> str:
     """Give the order to the leader; why it can't be carried out."""
     host = small.hosts[small.leader()]
-    expulsion = ev.ExpulsionOrdered(region, is_lifted)
+    expulsion = EntryOrdered(DiskNamedBody(region, b"" if is_lifted else EXPELLED), is_cut_off=not is_lifted)
     fault = host.core.replacement.order_fault(expulsion, host.core.liveness, now_ns=small.world.now_ns)
     host.post(expulsion)
     return fault
@@ -71,7 +71,7 @@ def test_nobody_is_expelled_without_whom_no_majority_is_left(patch: pytest.Monke
     assert f"{small.leader()} leads: stop it first" in order(small, small.leader())
     small.go(5)
     assert [body.region for body in small.bodies() if isinstance(body, DiskNamedBody)] == [first]
-    follower, expulsion = small.hosts[second].core, ev.ExpulsionOrdered(third, False)
+    follower, expulsion = small.hosts[second].core, EntryOrdered(DiskNamedBody(third, EXPELLED), is_cut_off=True)
     fault = follower.replacement.order_fault(expulsion, follower.liveness, now_ns=small.world.now_ns)
     assert fault.endswith(f"give the order to {small.leader()}")
 

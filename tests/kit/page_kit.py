@@ -249,6 +249,7 @@ class ShownRun:
             set_budget=lambda _: {},
             measure=measure,
             expel=None,
+            revoke=None,
             lift_quarantine=lambda _: False,
             start_learner=lambda: "waiting",
             set_log_level=lambda *_: {},

@@ -156,7 +156,7 @@ def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding],
     key = folder / "node.key"
     findings = [
         membership.certificate(f"{identity.region} of run {identity.run_id}", ""),
-        membership.certificate_expiry(identity.not_after, now),
+        membership.certificate_expiry(identity.certificate.not_after, now),
         membership.key_mode(str(key), key.stat().st_mode),
     ]
     return findings, identity

@@ -13,10 +13,14 @@ from diloco_node.health.finding import Finding
 DIGEST_CHARACTERS: Final = 16
 SETTINGS_SHOWN_MAX: Final = 8
 
-COPY_HINT: Final = "copy the region's whole folder from where diloco-node certs init made it"
+COPY_HINT: Final = "copy the region's whole folder from where diloco-node certs made it"
+RENEW_HINT: Final = (
+    "give diloco-node certs renew REGION where ca.key is; copy the region's folder here, and send SIGHUP to its "
+    "diloco-node start"
+)
 _CERTIFICATE_HINTS: Final = (
-    (" expired on ", "make new ones for all regions (diloco-node certs init --out NEW), unless this clock is wrong"),
-    (" is valid from ", "install and start chrony here, and where diloco-node certs init ran"),
+    (" expired on ", f"{RENEW_HINT}, unless this clock is wrong"),
+    (" is valid from ", "install and start chrony here, and where diloco-node certs ran"),
     ("can't be read", "give the folder to the user who runs the region (chown), its key with mode 600"),
 )
 
@@ -66,8 +70,7 @@ def certificate_expiry(not_after: dt.datetime, now: dt.datetime) -> Finding:
     days = (not_after - now).days
     text = f"valid until {not_after:%Y-%m-%d}, {days} days more"
     if days < CERTIFICATE_DAYS:
-        hint = "make new ones for all regions (diloco-node certs init --out NEW), and start all regions again with them"
-        return topics.EXPIRY.warning(text, hint)
+        return topics.EXPIRY.warning(text, RENEW_HINT)
     return topics.EXPIRY.ok(text)
 
 

@@ -202,6 +202,13 @@ def _peer(peer: PeerView, link: PeerStatus, traffic: PeerTraffic) -> dict[str, A
         "address": link.address,
         "error": link.error,
         "bulk_connections": link.connections,
+        "certificate": None
+        if link.certificate is None
+        else {
+            "fingerprint": link.certificate.fingerprint.hex(),
+            "expires_unix": link.certificate.not_after.timestamp(),
+            "has_newest_of_ours": link.is_renewed,
+        },
         "is_alive": peer.is_alive,
         "has_left": peer.has_left,
         "rtt_seconds": peer.rtt_ns / 1e9 if peer.rtt_ns else None,

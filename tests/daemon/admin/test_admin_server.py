@@ -38,6 +38,10 @@ class Region:
             raise ConfigError(f"{peer!r} is none of this region's peers")
         self.asked.append({"expel": peer})
 
+    def revoke(self, region: str, pem: str) -> str:
+        self.asked.append({"revoke": region, "pem": pem})
+        return "ab12"
+
     def lift_quarantine(self, peer: str) -> bool:
         if peer not in ("b", "c"):
             raise ConfigError(f"{peer!r} is none of this region's peers")
@@ -78,6 +82,7 @@ class Region:
             set_budget=self.set_budget,
             measure=self.measure,
             expel=self.expel,
+            revoke=self.revoke,
             lift_quarantine=self.lift_quarantine,
             start_learner=self.start_learner,
             set_log_level=self.set_log_level,

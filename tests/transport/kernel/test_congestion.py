@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from diloco_node.transport import streams
+from diloco_node.transport.credentials import CHALLENGE_KEY, prove
 from diloco_node.transport.kernel import congestion
 from diloco_node.transport.kernel.congestion import (
     CongestionControls,
@@ -88,10 +89,12 @@ async def test_an_accepting_side_that_does_not_tell_has_its_link_all_the_same(me
     async def serve(lane: e.Lane, context: Any) -> None:
         stream = streams.AcceptedStream(context, peer="a")
         hello = e.decode_hello(await stream.read())
+        await stream.send_metadata(prove(identity, "a", stream.peer_metadata(CHALLENGE_KEY)))
         await stream.write(hello_of("b", lane, dial=hello.dial))
         await asyncio.Event().wait()
 
-    server, port = streams.make_server(mesh.identity("b"), "127.0.0.1:0", serve, handshake_s=DEADLINE_S)
+    identity = mesh.identity("b")
+    server, port = streams.make_server(lambda: identity, "127.0.0.1:0", serve, handshake_s=DEADLINE_S)
     await server.start()
     a, at_a = await mesh.start("a", {"b": f"127.0.0.1:{port}"})
     await at_a.until(lambda: at_a.is_up.get("b"))
