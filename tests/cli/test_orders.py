@@ -137,6 +137,21 @@ def test_a_region_is_expelled_or_the_refusal_says_why(region: Region, capsys: py
     assert "eu refuses: asia leads: stop it first" in capsys.readouterr().err
 
 
+def test_a_certificate_is_revoked_or_the_refusal_says_why(
+    region: Region, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certs", "revoke", "us", "state/eu"]) == 0
+    assert "eu revokes certificate ab12 of us when a majority agrees" in capsys.readouterr().out
+    (tmp_path / "old.pem").write_text("-----BEGIN")
+    assert main(["certs", "revoke", "us", "--certificate", "old.pem"]) == 0
+    assert region.revoked == [("us", ""), ("us", "-----BEGIN")]
+    capsys.readouterr()
+    assert main(["certs", "revoke", "asia"]) == 2
+    assert "eu refuses: asia has shown eu no certificate" in capsys.readouterr().err
+    assert main(["certs", "revoke", "us", "--certificate", "absent.pem"]) == 2
+    assert "absent.pem is no certificate that can be read" in capsys.readouterr().err
+
+
 def test_a_run_is_ended_with_a_reason(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["finish"]) == 0
     assert "eu asks the leader to end the run" in capsys.readouterr().out

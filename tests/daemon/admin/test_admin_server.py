@@ -287,6 +287,17 @@ async def test_lifting_a_quarantine_needs_the_token_and_a_peer_that_there_is(sit
         assert text in (await answer.json())["error"]
 
 
+async def test_revoking_needs_the_token_and_texts(site, tmp_path: Path) -> None:
+    region, _, session = site
+    path = "/api/v1/certificates/revoke"
+    assert (await session.post(path, json={"peer": "b"})).status == 401
+    answer = await session.post(path, json={"peer": "b"}, headers=token(tmp_path))
+    assert (answer.status, await answer.json()) == (202, {"revokes": "ab12"})
+    for body in ({"peer": "b", "certificate": 3}, {"certificate": "x"}, {}):
+        assert (await session.post(path, json=body, headers=token(tmp_path))).status == 400
+    assert region.asked == [{"revoke": "b", "pem": ""}]
+
+
 async def test_expelling_needs_the_token_and_a_peer_that_there_is(site, tmp_path: Path) -> None:
     region, _, session = site
     assert (await session.post("/api/v1/quarantine/add", json={"peer": "b"})).status == 401
