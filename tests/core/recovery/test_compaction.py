@@ -27,6 +27,7 @@ from diloco_node.core.types import (
     FinishedBody,
     LeaderBody,
     LedgerBase,
+    RevokedBody,
     SnapshotBody,
     SummaryBody,
 )
