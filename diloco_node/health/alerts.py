@@ -361,6 +361,8 @@ def _machine(document: Document) -> Iterator[Finding]:
         yield _make(kinds.STARVED, document, _starvation(document) + late * (pace.get("is_starved") is True))
     certificate = section(document, "certificate")
     days, fault = number(certificate, "days_left"), text(certificate, "fault")
-    if fault or (days is not None and days < CERTIFICATE_DAYS):
-        line = fault or (f"the certificate ends in {days:.0f} days" if days > 0 else "the certificate has ended")
+    if fault:
+        yield _make(kinds.CERTIFICATE_ENDS, document, fault)
+    elif days is not None and days < CERTIFICATE_DAYS:
+        line = f"the certificate ends in {days:.0f} days" if days > 0 else "the certificate has ended"
         yield _make(kinds.CERTIFICATE_ENDS, document, line)

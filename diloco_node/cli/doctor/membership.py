@@ -57,8 +57,15 @@ def settings_equal(peer: str, ours: str, peer_digest: str, difference: str) -> F
     return topics.EQUAL.failed(text, hint)
 
 
-def certificate(name: str, error: str) -> Finding:
-    """Judge whether it will be accepted. `error`: why not, with the remedy behind a colon; empty when it will."""
+def certificate(name: str, error: str, *, is_taken: bool = True) -> Finding:
+    """Judge whether it will be accepted, and is what the daemon uses, if there is one.
+
+    Args:
+        error: why it will not be accepted, with the remedy behind a colon; empty when it will.
+    """
+    if not error and not is_taken:
+        text = f"{name}: its daemon goes on with the certificate before"
+        return topics.CERTIFICATE.warning(text, "send SIGHUP to diloco-node start here")
     if not error:
         return topics.CERTIFICATE.ok(f"{name}, signed by the run's authority")
     hint = next((hint for phrase, hint in _CERTIFICATE_HINTS if phrase in error), COPY_HINT)
