@@ -342,8 +342,8 @@ class Node:
             note(Note("peer", f"SIGHUP: no other certificate in {spec.identity_dir}: {spec.region} has {news}"))
             return
         note(Note("peer", f"SIGHUP: {spec.region} has {news}, trusts {len(identity.authorities)} authorities"))
-        for peer, error in (await self.transport.renew(identity)).items():
-            note(Note("peer", f"the link to {peer} goes on with the certificate before: {error}", is_alarm=True))
+        for peer, reason in (await self.transport.renew(identity)).items():
+            note(Note("peer", f"the link to {peer} goes on with the certificate before: {reason}", is_alarm=True))
 
     def _order(self, order: EntryOrdered) -> None:
         if fault := self.core.replacement.order_fault(order, self.core.liveness, now_ns=self._runtime.now_ns()):

@@ -41,7 +41,8 @@ from diloco_node.transport.inbound import TransportHandler
 from diloco_node.transport.intake import MESSAGES_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
-from diloco_node.transport.link import PeerLink, PeerStatus
+from diloco_node.transport.link import PeerLink
+from diloco_node.transport.link_status import PeerStatus
 from diloco_node.transport.listener import Listener
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.peer_session import LinkEnvironment, LinkTimes

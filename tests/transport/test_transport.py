@@ -22,7 +22,7 @@ from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost, 
 from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.transport import bundle, inbound, outbound, streams
 from diloco_node.transport.authority import init_run
-from diloco_node.transport.link import LinkState
+from diloco_node.transport.link_status import LinkState
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.quarantine import STRIKES
 from diloco_node.transport.streams import dial

@@ -21,7 +21,7 @@ from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.escaping import escaped, escaped_document
 from diloco_node.storage.durable import replace_file
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
-from diloco_node.transport.link import PeerStatus
+from diloco_node.transport.link_status import PeerStatus
 from diloco_node.transport.transport import GrpcTransport
 
 NOTES_SHOWN_MAX: Final = 64
