@@ -178,7 +178,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "RunSummary.joined": Items(REGIONS),
     "RunSummary.disks": Items(REGIONS, Octets((0, DISK_BYTES))),
     "RunSummary.replaced": Items(REGIONS, INDEX),
-    "RunSummary.revoked": Items(REVOKED, HASH),
+    "RunSummary.revocations": Items(REVOKED, HASH),
     "Covered.steps": Items(FRAGMENTS, STEP),
     "Covered.tokens": Items(FRAGMENTS, TOKENS),
     "Closed.steps": SUM,

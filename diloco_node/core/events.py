@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.messages import Message
-from diloco_node.core.orders import EntryOrdered
+from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
 from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
 

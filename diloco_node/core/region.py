@@ -24,7 +24,7 @@ from diloco_node.core.membership.replacement import DiskReplacement, incarnation
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
 from diloco_node.core.objections import Objections
-from diloco_node.core.orders import EntryOrdered
+from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.projections import ContributionsProjected
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience

@@ -12,7 +12,7 @@ from diloco_node.core import events as ev
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message
-from diloco_node.core.orders import EntryOrdered
+from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import EXPELLED, NO_LIMITS, DiskNamedBody, RateLimits, Recovered, RevokedBody
 from diloco_node.core.view import RegionView
@@ -215,7 +215,7 @@ class Node:
     def _post(self, event: ev.Event) -> None:
         self._pump.post(event)
         self.transport.expel(self.core.history.expelled)
-        self.transport.credentials.revoked = self.core.history.revoked
+        self.transport.credentials.revocations = self.core.history.revocations
         self.reception.core_changed()
         if isinstance(event, ev.FinalWritten) and not self._is_lingering:
             self._is_lingering = True

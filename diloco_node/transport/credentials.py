@@ -37,13 +37,13 @@ class Credentials:
 
     Attributes:
         identity: ours; new connections are made with it.
-        revoked: fingerprints that the ledger revokes. Links by them are closed within `CERTIFICATES_POLL_S`.
+        revocations: fingerprints that the ledger revokes. Links by them are closed within `CERTIFICATES_POLL_S`.
         shown: the certificate that each peer showed last.
     """
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self.revoked: frozenset[bytes] = frozenset()
+        self.revocations: frozenset[bytes] = frozenset()
         self.shown: dict[str, Certificate] = {}
 
     def document(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Credentials:
     def fault(self, certificate: Certificate) -> str:
         """Say why no link may go on with a certificate, ours or a peer's; empty if one may."""
         name = f"the certificate {fingerprint_text(certificate)} of {certificate.region}"
-        if certificate.fingerprint in self.revoked:
+        if certificate.fingerprint in self.revocations:
             return f"{name} is revoked: give the region another one with diloco-node certs renew {certificate.region}"
         if wall_clock() > certificate.not_after:
             return f"{name} ended on {certificate.not_after:%Y-%m-%d %H:%M} UTC: renew it with diloco-node certs renew"

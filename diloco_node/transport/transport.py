@@ -47,14 +47,7 @@ from diloco_node.transport.listener import Listener
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.peer_session import LinkEnvironment, LinkTimes
 from diloco_node.transport.quarantine import Quarantine
-from diloco_node.transport.streams import (
-    AcceptedStream,
-    Caller,
-    DuplicateInstance,
-    RedundantDial,
-    caller,
-    refuse,
-)
+from diloco_node.transport.streams import AcceptedStream, Caller, DuplicateInstance, RedundantDial, caller, refuse
 from diloco_node.wire.envelope import (
     TRANSFER_CONNECTIONS_MAX,
     Hello,

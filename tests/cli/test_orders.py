@@ -39,7 +39,7 @@ class Region:
         self.plan = BudgetPlan()
         self.finished: list[str] = []
         self.expelled: list[str] = []
-        self.revoked: list[tuple[str, str]] = []
+        self.revocations: list[tuple[str, str]] = []
         self.status: dict[str, Any] = {}
         self.levels = PartLevels()
         self._folder = folder
@@ -73,7 +73,7 @@ class Region:
     def _revoke(self, region: str, pem: str) -> str:
         if region != "us":
             raise ConfigError(f"{region} has shown eu no certificate since this daemon began")
-        self.revoked.append((region, pem))
+        self.revocations.append((region, pem))
         return "ab12"
 
     def _lift(self, peer: str) -> bool:
@@ -144,7 +144,7 @@ def test_a_certificate_is_revoked_or_the_refusal_says_why(
     assert "eu revokes certificate ab12 of us when a majority agrees" in capsys.readouterr().out
     (tmp_path / "old.pem").write_text("-----BEGIN")
     assert main(["certs", "revoke", "us", "--certificate", "old.pem"]) == 0
-    assert region.revoked == [("us", ""), ("us", "-----BEGIN")]
+    assert region.revocations == [("us", ""), ("us", "-----BEGIN")]
     capsys.readouterr()
     assert main(["certs", "revoke", "asia"]) == 2
     assert "eu refuses: asia has shown eu no certificate" in capsys.readouterr().err

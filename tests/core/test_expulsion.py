@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from diloco_node.core.ledger.disks import expulsion_fault
-from diloco_node.core.orders import EntryOrdered
+from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import EXPELLED, DiskNamedBody, RevokedBody, RoundBody
 from tests.kit.small_world import Small
 
@@ -109,7 +109,7 @@ def test_a_revoked_certificate_is_known_everywhere_and_only_once(patch: pytest.M
     assert revoke(small, first, b"1" * 32, is_cut_off=True) == ""
     assert "not committed yet: try again" in revoke(small, second, b"2" * 32)
     small.go(5)
-    assert all(host.core.history.revoked == {b"1" * 32} for host in small.hosts.values())
+    assert all(host.core.history.revocations == {b"1" * 32} for host in small.hosts.values())
     assert "is revoked already" in revoke(small, first, b"1" * 32)
     assert "leads with this certificate: give" in revoke(small, leader, b"3" * 32, is_cut_off=True)
     assert revoke(small, leader, b"3" * 32) == "", "an older one of the leader's own"

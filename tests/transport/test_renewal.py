@@ -124,9 +124,9 @@ async def test_links_with_an_authority_that_is_dropped_are_closed(mesh: Mesh) ->
 
 async def test_a_revoked_certificate_has_no_link_and_another_one_of_the_region_has(mesh: Mesh) -> None:
     transports, handlers = await trio(mesh)
-    revoked = frozenset({mesh.identity("b").certificate.fingerprint})
+    revocations = frozenset({mesh.identity("b").certificate.fingerprint})
     for name in "ac":
-        transports[name].credentials.revoked = revoked
+        transports[name].credentials.revocations = revocations
     for name in "ac":
         await handlers[name].until(lambda name=name: not handlers[name].is_up["b"])
     await eventually(lambda: "is revoked" in transports["a"].peer_status()["b"].error)
@@ -160,7 +160,7 @@ async def test_a_stolen_key_is_refused_where_it_is_dialed_too(mesh: Mesh) -> Non
     """The thief listens at b's address, with b's revoked certificate, and accepts whoever dials."""
     thief, _ = await mesh.start("b", {"a": None})
     a, at_a = await mesh.start("a", {"b": address(thief)})
-    a.credentials.revoked = frozenset({mesh.identity("b").certificate.fingerprint})
+    a.credentials.revocations = frozenset({mesh.identity("b").certificate.fingerprint})
     await eventually(lambda: "is revoked" in a.peer_status()["b"].error)
     assert not at_a.is_up.get("b")
 

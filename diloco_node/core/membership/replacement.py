@@ -14,7 +14,7 @@ from diloco_node.core.events import Effect
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.orders import EntryOrdered
+from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import EXPELLED, DiskNamedBody, RevokedBody
 
@@ -84,11 +84,13 @@ class DiskReplacement:
         return ""
 
     def _revocation_fault(self, order: EntryOrdered) -> str:
-        body, revoked = order.body, self._history.revoked
-        if isinstance(body, RevokedBody) and body.certificate in revoked:
+        body, revocations = order.body, self._history.revocations
+        if isinstance(body, RevokedBody) and body.certificate in revocations:
             return f"this certificate of {body.region} is revoked already"
-        if len(revoked) >= REVOKED:
-            return f"{len(revoked)} certificates are revoked: make another authority with diloco-node certs renew --ca"
+        if len(revocations) >= REVOKED:
+            return (
+                f"{len(revocations)} certificates are revoked: make another authority with diloco-node certs renew --ca"
+            )
         if body.region == self._ledger.leader and order.is_cut_off:
             return f"{body.region} leads with this certificate{_renewal(body.region)}"
         return ""

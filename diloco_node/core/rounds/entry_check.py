@@ -86,7 +86,7 @@ class _Facts:
         versions: per fragment the last one; empty before genesis.
         snapshots: per fragment the version of the newest snapshot, 0 if there is none.
         recent: per fragment how long the gradients of its last rounds were.
-        disks: per region the id of its folder, empty for none. revoked: certificates.
+        disks: per region the id of its folder, empty for none. revocations: certificates.
         summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
         end: of the run; None while it goes on.
     """
@@ -97,7 +97,7 @@ class _Facts:
     disks: Mapping[str, bytes] = field(default_factory=dict)
     summary: int = 0
     end: FinishedBody | None = None
-    revoked: frozenset[bytes] = frozenset()
+    revocations: frozenset[bytes] = frozenset()
 
     def after(self, body: EntryBody) -> _Facts:
         """Return the facts after one more entry."""
@@ -121,9 +121,9 @@ class _Facts:
         if isinstance(body, SummaryBody):
             return replace(self, summary=body.index)
         end = body if isinstance(body, FinishedBody) else None
-        revoked = {body.certificate} if isinstance(body, RevokedBody) else frozenset()
+        revocations = {body.certificate} if isinstance(body, RevokedBody) else frozenset()
         is_end = isinstance(body, FinishedBody | ExtendedBody)
-        return replace(self, end=end if is_end else self.end, revoked=self.revoked | revoked)
+        return replace(self, end=end if is_end else self.end, revocations=self.revocations | revocations)
 
 
 def _with(values: tuple[T, ...], fragment: int, value: T) -> tuple[T, ...]:
@@ -193,7 +193,7 @@ class EntryCheck:
             self._recent_rounds(summary),
             named_disks(summary),
             end=next(iter(summary.finished), None),
-            revoked=frozenset(summary.revoked),
+            revocations=frozenset(summary.revocations),
         )
         self._before.clear()
         self._account.restore(summary, base.index)
@@ -300,7 +300,7 @@ class EntryCheck:
         return self._region_fault(body.region)
 
     def _revoked_fault(self, body: RevokedBody, _: Entry) -> str:
-        if len(self._facts.revoked | {body.certificate}) > REVOKED:
+        if len(self._facts.revocations | {body.certificate}) > REVOKED:
             return f"{REVOKED} certificates are revoked already"
         return self._region_fault(body.region)
 

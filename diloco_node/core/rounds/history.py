@@ -75,7 +75,7 @@ class RoundHistory:
         finished: the end of the run, once committed; None again when it is extended.
         snapshots: the states whose digests are in the ledger.
         disks: per region, the folder that the committed view names; empty for none.
-        expelled: regions whose folder is `EXPELLED`. revoked: certificates, by SHA-256.
+        expelled: regions whose folder is `EXPELLED`. revocations: certificates, by SHA-256.
         replaced: per region, how often another folder was named in place of one that was lost.
         rounds_committed: over all fragments. rounds_included: per learner.
         recent: per fragment, its last rounds: how long an outer gradient usually is.
@@ -96,7 +96,7 @@ class RoundHistory:
         self.disks: dict[str, bytes] = {}
         self.replaced: dict[str, int] = {}
         self.expelled: frozenset[str] = frozenset()
-        self.revoked: frozenset[bytes] = frozenset()
+        self.revocations: frozenset[bytes] = frozenset()
         self._last_rounds = [-1] * fragments
 
     def apply(self, entry: Entry, *, now_ns: int) -> None:
@@ -127,7 +127,7 @@ class RoundHistory:
             self._find_expelled()
             self.replaced[body.region] = self.replaced.get(body.region, 0) + (body.disk not in (b"", EXPELLED))
         elif isinstance(body, RevokedBody):
-            self.revoked |= {body.certificate}
+            self.revocations |= {body.certificate}
 
     def _find_expelled(self) -> None:
         self.expelled = frozenset(region for region, disk in self.disks.items() if disk == EXPELLED)
@@ -155,7 +155,7 @@ class RoundHistory:
             joined=tuple(Joined(learner, rounds) for learner, rounds in sorted(self.rounds_included.items())),
             disks=() if self.genesis is None else tuple(self.disks.get(name, b"") for name in self.genesis.regions),
             replaced=() if self.genesis is None else tuple(self.replaced.get(name, 0) for name in self.genesis.regions),
-            revoked=tuple(sorted(self.revoked)),
+            revocations=tuple(sorted(self.revocations)),
         )
 
     def restore(self, summary: RunSummary, index: int, *, now_ns: int) -> None:
@@ -171,7 +171,7 @@ class RoundHistory:
         self._last_rounds = list(summary.last_rounds)
         self.rounds_committed = summary.rounds_committed
         self.rounds_included = {line.learner: line.rounds for line in summary.joined}
-        self.revoked = frozenset(summary.revoked)
+        self.revocations = frozenset(summary.revocations)
         self.disks = named_disks(summary)
         self._find_expelled()
         self.replaced = dict(zip(self.disks, summary.replaced, strict=False))

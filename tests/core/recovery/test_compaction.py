@@ -95,7 +95,7 @@ def test_revoked_certificates_are_summed_up(cut: int) -> None:
     restored.restore(decode_summary(summed(entries[:cut])[1], fragments=2), cut, now_ns=0)
     for entry in entries[cut:]:
         restored.apply(entry, now_ns=0)
-    assert restored.revoked == whole.revoked == {b"1" * 32, b"2" * 32}
+    assert restored.revocations == whole.revocations == {b"1" * 32, b"2" * 32}
     assert encode_summary(restored.sum_up()) == expected
 
 

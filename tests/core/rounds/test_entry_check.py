@@ -164,10 +164,10 @@ def test_what_can_not_follow_a_round(body: EntryBody, says: str) -> None:
 
 
 def test_a_leader_can_not_fill_the_ledger_with_revoked_certificates() -> None:
-    revoked = [RevokedBody("b", number.to_bytes(32, "big")) for number in range(REVOKED)]
-    assert fault_of(RevokedBody("b", b"x" * 32), GENESIS, *revoked[1:]) == ""
-    assert "are revoked already" in fault_of(RevokedBody("b", b"x" * 32), GENESIS, *revoked)
-    assert fault_of(revoked[0], GENESIS, *revoked) == "", "once more is nothing more"
+    revocations = [RevokedBody("b", number.to_bytes(32, "big")) for number in range(REVOKED)]
+    assert fault_of(RevokedBody("b", b"x" * 32), GENESIS, *revocations[1:]) == ""
+    assert "are revoked already" in fault_of(RevokedBody("b", b"x" * 32), GENESIS, *revocations)
+    assert fault_of(revocations[0], GENESIS, *revocations) == "", "once more is nothing more"
 
 
 @pytest.mark.parametrize("body", [FIRST, DISCARD, FinishedBody((0, 0), "x")])
