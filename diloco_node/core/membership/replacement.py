@@ -89,7 +89,7 @@ class DiskReplacement:
             return f"this certificate of {body.region} is revoked already"
         if len(revocations) >= REVOKED:
             return (
-                f"{len(revocations)} certificates are revoked: make another authority with diloco-node certs renew --ca"
+                f"{len(revocations)} certificates are revoked: make another authority, diloco-node certs renew --ca"
             )
         if body.region == self._ledger.leader and order.is_cut_off:
             return f"{body.region} leads with this certificate{_renewal(body.region)}"
