@@ -350,13 +350,12 @@ class SendMerged:
 
 @dataclass(frozen=True, slots=True)
 class StorePayload:
-    """Write the merged stripes of the ballot, in block order, to disk; fsync; answer PayloadStored.
-
-    Or PayloadNotStored, if they are no longer there.
+    """Write the ballot's merged stripes to disk, in block order; fsync; answer PayloadStored, or PayloadNotStored.
 
     Attributes:
         stripes: the ballot's, so that each is taken from its reducer.
         windows: where the payload, and the own contribution, are projected on the way.
+        before: digest of the version before, whose rounding error feedback adds; empty: not known here.
     """
 
     ballot: Ballot
@@ -366,6 +365,7 @@ class StorePayload:
     stripes: tuple[Stripe, ...]
     windows: tuple[Window, ...] = ()
     contribution: Contribution | None = None
+    before: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class Projection:
 
     Attributes:
         sums: per window, the projection of the decoded payload.
-        errors: per window, square of what encoding may change in it at most, as a length.
+        errors: per window, square of what encoding may change in it at most, as a length; with error feedback that of
+            the version before is in it. Infinite if that is not known here.
         contribution: per window, the projection of the own contribution; empty if it is not here any more.
     """
 

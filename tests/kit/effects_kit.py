@@ -186,6 +186,7 @@ class Bench:
             post=self.posted.append,
             note=self.notes.append,
             reject=self.transport.reject,
+            read_payload=flaky.read_payload,
         )
         versions = VersionEffects(
             checkpoint_versions=SETTINGS.checkpoint_versions,

@@ -6,13 +6,13 @@ step with the log, whatever is truncated and sent again, and remembers who sent 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.messages import AppendEntries
-from diloco_node.core.types import Entry, EntryBody, LedgerBase
+from diloco_node.core.types import Entry, EntryBody, LeaderBody, LedgerBase
 from diloco_node.errors import ProtocolViolation, StorageError
 
 
@@ -49,15 +49,13 @@ class Meaning(Protocol):
         ...
 
 
-def _first_fault(meaning: Meaning, entries: Sequence[Entry], *, term: int = 0) -> str:
-    """Return the first fault of the entries, and take those before.
-
-    Args:
-        term: entries of this one are by who sends them, and are doubted, too.
-    """
+def _first_fault(
+    meaning: Meaning, entries: Sequence[Entry], *, is_doubtful: Callable[[Entry], bool] = lambda _: False
+) -> str:
+    """Return the first fault of the entries, and take those before."""
     before = meaning.index
     for entry in entries:
-        fault = meaning.fault(entry) or (meaning.doubt(entry) if entry.term == term else "")
+        fault = meaning.fault(entry) or (meaning.doubt(entry) if is_doubtful(entry) else "")
         if fault:
             # The log keeps what it has: the next question begins there again.
             meaning.back_to(before)
@@ -91,14 +89,18 @@ class EntryGate:
         log: read only. meaning: None: every entry is welcome.
 
     Attributes:
-        refused: per peer, how many of its messages held an entry that can't be.
+        refused: per peer, how many of its messages held an entry that can't be. faults: the last of them, in words.
     """
 
     def __init__(self, log: ReplicaLog, meaning: Meaning | None) -> None:
         self.refused: dict[str, int] = {}
+        self.faults: dict[str, str] = {}
         self._log = log
         self._meaning = meaning
         self._distrusted: set[str] = set()
+        # By term, as the log names them.
+        self._leaders: dict[int, str] = {}
+        self._learn(log.entries)
 
     @property
     def reason(self) -> str:
@@ -106,20 +108,28 @@ class EntryGate:
         counts = [f"{peer} ({count} times)" for peer, count in sorted(self.refused.items())]
         return f"; refused entries of {', '.join(counts)}" if counts else ""
 
-    def fault(self, request: AppendEntries, *, committed_index: int) -> str:
+    def fault(self, request: AppendEntries, *, peer: str, committed_index: int) -> str:
         """Return why an entry of the message can't be; empty if all can.
 
         It is also empty if the previous entry does not match: then none is taken. Entries in the log are not asked
-        again.
+        again. The sender answers for all that it made: the entries of this term, and of older terms that it led those
+        that are not committed. Others may have been committed under other settings.
 
         Args:
             request: its entries follow each other and the previous one.
+            peer: its sender.
             committed_index: entries up to here are never truncated.
         """
         if self._meaning is None or not self._log.has(request.previous_index, request.previous_hash):
             return ""
         new = [entry for entry in request.entries if not self._log.has(entry.index, entry.hash)]
-        return self._fault_after(new, committed_index, request.term) if new else ""
+        self._learn(new)
+
+        def is_doubtful(entry: Entry) -> bool:
+            is_own = self._leaders.get(entry.term, peer) == peer
+            return entry.term == request.term or (is_own and entry.index > request.commit_index)
+
+        return self._fault_after(new, committed_index, is_doubtful) if new else ""
 
     def sealed(self, body: EntryBody, *, term: int, committed_index: int) -> Entry | str:
         """The next entry of a leader's log; or why it can't be one."""
@@ -128,7 +138,7 @@ class EntryGate:
             entry = seal(index, term, self._log.hash_at(index - 1), body)
         except ValueError as error:
             return str(error)
-        return self._fault_after([entry], committed_index, term) or entry
+        return self._fault_after([entry], committed_index, lambda _: True) or entry
 
     def begin(self, base: LedgerBase) -> None:
         """Begin with a base, as the log does."""
@@ -136,9 +146,13 @@ class EntryGate:
             self._meaning.begin(base)
 
     def distrust(self, peer: str) -> None:
-        """Follow a peer no more, and give it no vote: it sent an entry that can't be."""
-        self.refused[peer] = self.refused.get(peer, 0) + 1
+        """Follow a peer no more, and give it no vote."""
         self._distrusted.add(peer)
+
+    def refuse(self, peer: str, fault: str) -> None:
+        """Distrust a peer that sent an entry that can't be, for this reason."""
+        self.refused[peer], self.faults[peer] = self.refused.get(peer, 0) + 1, fault
+        self.distrust(peer)
 
     def trusts(self, peer: str) -> bool:
         """Whether a peer may lead."""
@@ -148,7 +162,13 @@ class EntryGate:
         """Trust a peer again: another process may run there now."""
         self._distrusted.discard(peer)
 
-    def _fault_after(self, entries: Sequence[Entry], committed_index: int, term: int) -> str:
+    def _learn(self, entries: Iterable[Entry]) -> None:
+        """Remember who led which term. A term's first leader stays: a later claim is not its own."""
+        for entry in entries:
+            if isinstance(entry.body, LeaderBody):
+                self._leaders.setdefault(entry.term, entry.body.leader)
+
+    def _fault_after(self, entries: Sequence[Entry], committed_index: int, is_doubtful: Callable[[Entry], bool]) -> str:
         """Bring the check to where the log is before these entries, and ask."""
         meaning, index = self._meaning, entries[0].index - 1
         if meaning is None:
@@ -158,4 +178,4 @@ class EntryGate:
         while meaning.index < index:
             meaning.take(self._log.entry(meaning.index + 1))
         meaning.settle(min(committed_index, index))
-        return _first_fault(meaning, entries, term=term)
+        return _first_fault(meaning, entries, is_doubtful=is_doubtful)

@@ -375,7 +375,7 @@ class LedgerCore(LedgerState):
         if not fault and (fork := fork_in(request, self._log, committed_index=self._fixed_index)):
             self._part_from(peer, *fork, request.sequence, now_ns)
             return
-        if fault or (fault := self._entry_gate.fault(request, committed_index=committed_index)):
+        if fault or (fault := self._entry_gate.fault(request, peer=peer, committed_index=committed_index)):
             self._distrust(peer, fault, now_ns)
             return
         if self.leader != peer:
@@ -401,7 +401,7 @@ class LedgerCore(LedgerState):
 
     def _distrust(self, peer: str, fault: str, now_ns: int) -> None:
         self._note(f"ignored entries from {peer}, and follows it no more: {fault}", is_alarm=True)
-        self._entry_gate.distrust(peer)  # without contact to a leader it asks for votes, and grants pre-votes
+        self._entry_gate.refuse(peer, fault)  # without contact to a leader it asks for votes, and grants pre-votes
         self._become_follower("", now_ns)
 
     def _may_follow(self, peer: str) -> bool:

@@ -29,9 +29,9 @@ WINDOWS: Final = 16
 WINDOW_BLOCKS: Final = 16
 """Blocks of a window: 4,096 values, 0.1 ms to decode."""
 
-DEVIATION_MAX: Final = 16.0
+DEVIATION_MAX: Final = 8.0
 """Square of the deviation from the sum, by the square of what encoding may change at most, in the mean over a reducer's
-windows. Honest ones have 0.3, with error feedback 0.7; beyond 16 is one of 10^7 with two windows."""
+windows. Honest ones have a third at most; beyond 8 is one of 10^10 with two windows."""
 
 FLUSHED: Final = WINDOW_BLOCKS**2 * NORM_FLOOR
 """Square of what the encoder may flush to zero in a window."""

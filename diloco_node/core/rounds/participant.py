@@ -403,8 +403,9 @@ class RoundParticipant:
             fragment, stripes = ballot.announcement.fragment, ballot.announcement.stripes
             windows = self._windows(fragment, ballot.digest, stripes)
             own = round_.contribution if ballot.has_contributed else None
+            before = self._versions.committed_digest(fragment, round_.version - 1)
             self._effects.emit(
-                StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes, windows, own)
+                StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes, windows, own, before)
             )
 
     def _windows(self, fragment: int, digest: bytes, stripes: tuple[Stripe, ...]) -> tuple[Window, ...]:

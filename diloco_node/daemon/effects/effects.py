@@ -207,6 +207,7 @@ def build_effects(
         post=post,
         note=note,
         reject=transport.reject,
+        read_payload=store.read_payload,
     )
     versions = VersionEffects(
         checkpoint_versions=settings.checkpoint_versions,

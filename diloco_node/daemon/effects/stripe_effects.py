@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Final
 
 from diloco_node.codec.blocks import FragmentBlocks
@@ -24,7 +25,7 @@ from diloco_node.daemon.effects.sending import Sending
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import PayloadCorrupt, PeerError
+from diloco_node.errors import PayloadCorrupt, PeerError, StorageError
 from diloco_node.numeric import U8
 
 REDUCTIONS_MAX: Final = max(1, (os.cpu_count() or 1) // 2)
@@ -52,6 +53,7 @@ class StripeEffects:
         region: our name. keeps_residual: with error feedback. is_trimmed: `[rounds] merge` is `trimmed`.
         learner: has the own contribution's bytes. table: where stripes are kept. drafts: where merged ones are written.
         reject: counts what a peer did that no honest one does, as a strike.
+        read_payload: of a fragment and version, with this digest, on disk; StorageError if it is not there.
 
     Attributes:
         cosines: per learner, of its last contributions that were reduced here with the mean of the others.
@@ -69,6 +71,7 @@ class StripeEffects:
     post: Callable[[ev.Event], None]
     note: Callable[[ev.Note], None]
     reject: Callable[[str, PeerError], None]
+    read_payload: Callable[[int, int, bytes], U8]
     cosines: dict[str, deque[float]] = field(default_factory=dict, init=False)
     _struck: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, init=False)
     """By region and fragment: incarnation and snapshot of the last contribution that was a strike."""
@@ -233,6 +236,9 @@ class StripeEffects:
     async def project_payload(self, order: ev.StorePayload, stripes: list[MergedPart]) -> Projection:
         """Project an audited payload, and the own contribution to it.
 
+        With error feedback it may differ from the sum by what its encoding and that of the version before lost. If
+        that payload is not here it may differ by anything.
+
         Args:
             stripes: of the payload, in memory, in block order: a whole fragment.
         """
@@ -241,9 +247,17 @@ class StripeEffects:
 
         def work() -> Projection:
             pairs = []
+            before: U8 | None = None
+            has_residual = self.keeps_residual and order.version > 1
+            if has_residual:
+                with contextlib.suppress(StorageError):
+                    before = self.read_payload(fragment, order.version - 1, order.before)
             for window in order.windows:
                 stripe = next(cut for cut in stripes if window.block_start < cut.block_stop)
-                pairs.append(project(down, _slice(down, stripe.encoded, stripe.block_start, window), window))
+                value, error = project(down, _slice(down, stripe.encoded, stripe.block_start, window), window)
+                if before is not None:
+                    error += project(down, _slice(down, before, 0, window), window)[1]
+                pairs.append((value, inf if has_residual and before is None else error))
             row = []
             # A learner that died, or was restarted, may have written over the bytes.
             with contextlib.suppress(PayloadCorrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from diloco_node.core import events as ev
@@ -72,6 +73,13 @@ class FakeEffects:
         plane, settings = self._host.plane, self._host.setup.settings
         pairs = plane.project(effect.windows, effect.fragment, payload.data, settings.codec_down)
         sums, errors = (tuple(column) for column in zip(*pairs, strict=True))
+        if settings.error_feedback and effect.version > 1:
+            before = self._host.disk.payloads.get((effect.fragment, effect.version - 1, effect.before))
+            errors_before = [inf] * len(errors)
+            if before is not None:
+                pairs = plane.project(effect.windows, effect.fragment, before.data, settings.codec_down)
+                errors_before = [error for _, error in pairs]
+            errors = tuple(map(sum, zip(errors, errors_before, strict=True)))
         snapshot = self._host.contribution_area.get(effect.fragment)
         if snapshot is None or snapshot.contribution != effect.contribution:
             return Projection(sums, errors)

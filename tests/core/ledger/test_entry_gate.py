@@ -84,13 +84,36 @@ def test_a_message_with_nonsense_in_it_leaves_the_log_as_it_was() -> None:
     assert (core.last_index, core.leader) == (0, "")
 
 
-@pytest.mark.parametrize(("term", "says"), [(1, "entry 2: a wrong number"), (2, "")])
-def test_only_entries_of_the_senders_own_term_are_doubted(term: int, says: str) -> None:
+@pytest.mark.parametrize(
+    ("term", "author", "commit", "says"),
+    [
+        (1, "b", 0, "entry 2: a wrong number"),
+        (1, "b", 3, "entry 2: a wrong number"),
+        (1, "c", 0, "entry 2: a wrong number"),
+        (2, "b", 0, "entry 2: a wrong number"),
+        (2, "b", 1, "entry 2: a wrong number"),
+        (2, "b", 2, ""),
+        (2, "c", 0, ""),
+        (2, "", 0, "entry 2: a wrong number"),
+    ],
+)
+def test_a_sender_answers_for_the_entries_that_it_made(term: int, author: str, commit: int, says: str) -> None:
     core = a_core(term=term, meaning=Counting())
-    log = chain(1, 1, 1, bodies=lambda index, _: DOUBTFUL if index == 2 else LeaderBody("b"))
-    effects = arrive(core, "b", append_entries(log, 1, 3, term=term))
+    log = chain(
+        1, 1, 1, bodies=lambda index, _: DOUBTFUL if index == 2 else LeaderBody(author) if author else a_discard(0)
+    )
+    effects = arrive(core, "b", append_entries(log, 1, 3, term=term, commit=commit))
     assert says in " ".join(alarms(effects))
     assert (core.last_index, core.leader) == ((0, "") if says else (3, "b"))
+
+
+def test_whoever_led_the_terms_on_the_disk_answers_for_them() -> None:
+    for author, says in (("b", "entry 3: a wrong number"), ("c", "")):
+        log = chain(1, 1, 1, bodies=lambda index, _, author=author: DOUBTFUL if index == 3 else LeaderBody(author))
+        core = a_core(entries=log[:2], term=2, meaning=Counting())
+        effects = arrive(core, "b", append_entries(log, 3, 3, term=2, commit=2))
+        assert says in " ".join(alarms(effects))
+        assert core.last_index == (2 if says else 3)
 
 
 def test_a_leader_doubts_its_own_entries_and_those_on_disk_are_not_doubted() -> None:

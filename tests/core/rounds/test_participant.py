@@ -94,7 +94,9 @@ class Place:
         self.participant.learner_changed(status(10))
 
     def commit(self, body: EntryBody) -> None:
-        self.history.apply(self.ledger.add(body), now_ns=0)
+        entry = self.ledger.add(body)
+        self.history.apply(entry, now_ns=0)
+        self.versions.on_commit(entry)
         if isinstance(body, RoundBody):
             self.participant.on_commit(body)
 
@@ -135,10 +137,11 @@ class Place:
         self.participant.stripe_reduced(ReductionDone(ballot, 1, (1.0,), ((1.0,), (2.0,), (3.0,)), b"m" * 32))
         return self.go()
 
-    def merged(self, indexes: Iterable[int], ballot: Ballot = FIRST) -> list[Effect]:
+    def merged(self, indexes: Iterable[int], ballot: Ballot = FIRST, version: int = 1) -> list[Effect]:
         for index in indexes:
             cut = STRIPES[index] if index < len(STRIPES) else STRIPES[0]
-            self.participant.merged_arrived(MergedStripeArrived(ballot, index, 0, 1, bytes([index]) * 32, cut, (1.0,)))
+            digest = bytes([index]) * 32
+            self.participant.merged_arrived(MergedStripeArrived(ballot, index, 0, version, digest, cut, (1.0,)))
         return self.go()
 
 
@@ -526,6 +529,15 @@ def test_merged_stripes_that_overtake_their_ballot_are_remembered() -> None:
     place = Place()
     assert place.merged([0, 1, 2]) == []
     assert place.open(replace(OPENED, members=("a", "c"))) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
+
+
+def test_the_payload_before_is_named_for_the_rounding_that_error_feedback_adds() -> None:
+    place, before = Place(), committed_round(0, 1, [])
+    place.apply(before)
+    place.open(replace(OPENED, version=2, members=("a", "c")))
+    (order,) = place.merged([0, 1, 2], version=2)
+    assert isinstance(order, StorePayload)
+    assert (order.version, order.before) == (2, before.payload_digest)
 
 
 def test_equal_payload_of_a_later_ballot_is_not_stored_twice() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from diloco_node.core.messages import ContributionStripe, PayloadRequested
 from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Window
 from diloco_node.core.types import Ballot
 from diloco_node.daemon.effects import disk_effects
+from diloco_node.daemon.effects.open_stripes import MergedPart
 from diloco_node.errors import DilocoError, LedgerLost, StorageError
 from tests.kit.effects_kit import BALLOT, Bench, arrived, contribution_body, contribution_header
 from tests.kit.node_kit import MANIFEST, HeldExecutor, contribution_of, make_parameters, settle, theta_of
@@ -442,6 +444,26 @@ async def test_an_audited_payload_is_projected_with_the_own_contribution(bench: 
         )
         body = bench.learner.contribution_area[0][up.byte_slice(*cut)]
         assert event.projection.contribution[place] == project(up, body, window)[0]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+async def test_with_error_feedback_a_payload_may_differ_by_what_the_version_before_lost(
+    bench: Bench, is_here: bool
+) -> None:
+    bench.stripe_effects.keeps_residual = True
+    digest, windows, stripes = await bench.receive_payload(), windows_of(bench), bench.stripes()
+    bodies = [np.frombuffer(bench.merged_bytes(stripe), np.uint8) for stripe in stripes]
+    if is_here:
+        bench.store.store_payload(0, 1, digest, [memoryview(body) for body in bodies])
+    parts = [
+        MergedPart(body, stripe_digest(body), stripe.block_start, stripe.block_stop, stripe.reducer)
+        for body, stripe in zip(bodies, stripes, strict=True)
+    ]
+    first = await bench.stripe_effects.project_payload(StorePayload(BALLOT, 0, 1, digest, stripes, windows), parts)
+    order = StorePayload(BALLOT, 0, 2, digest, stripes, windows, before=digest)
+    second = await bench.stripe_effects.project_payload(order, parts)
+    assert second.sums == first.sums
+    assert second.errors == tuple(2 * error if is_here else inf for error in first.errors)
 
 
 @pytest.mark.parametrize("is_restarted", [True, False])

@@ -59,7 +59,9 @@ def _forget_unapplied(core: Any) -> None:
         forget(fragment)
         oldest = core.history.snapshots.oldest(fragment)
         if oldest is not None and fragment not in versions._healing:
-            versions._payloads = {key for key in versions._payloads if key[0] != fragment or key[1] > oldest.version}
+            forgotten = [key for key in versions._payloads if key[0] == fragment and key[1] <= oldest.version]
+            for key in forgotten:
+                del versions._payloads[key]
 
     versions._forget = forget_more
 
@@ -96,7 +98,7 @@ def _believe_half(core: Any) -> None:
         observers = len(judge._regions) - 1
         blames = [evidence._disputed(round_, reducer, observers - 1) for reducer in round_.reducers]
         proved = [blame for blame in blames if blame is not None and observers > 1]
-        judge._blame_all(round_, proved, now_ns=now_ns)
+        judge.blame_all(round_, proved, now_ns=now_ns)
         return "; ".join(blame.reason for blame in proved)
 
     judge.judge_digests = judge_half
