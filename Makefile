@@ -12,7 +12,7 @@ PARALLEL := --dist loadfile --no-loadscope-reorder --numprocesses
 # Bytecode is kept, also where the environment forbids it: pytest rewrites 38,000 lines of tests.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: demo test-fast test test-all test-system check bench format clean
+.PHONY: demo test-fast test test-all test-rest test-system check bench format clean
 
 demo: $(PROGRAM)
 	$(BIN)/diloco-node demo $(DEMO_ARGS)
@@ -31,8 +31,11 @@ test-device: $(STAMP)
 	$(PYTEST) $(PARALLEL) 2 -p tests.kit.fakecuda.plugin -m 'not e2e and not seeds and not system' $(PYTEST_ARGS) \
 	  tests/learner/layouts/test_device.py tests/learner/test_local_fragments.py tests/kit/test_fakecuda.py
 
-# Every test: first all that may run beside others, then what wants the machine for itself, from the files that say so.
-test-all: $(STAMP) test-device
+test-all: test-device test-rest
+
+# Every other test: first all that may run beside others, then what wants the machine for itself, from the files that
+# say so.
+test-rest: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not alone' --hypothesis-profile thorough $(PYTEST_ARGS)
 	$(PYTEST) -m alone $(PYTEST_ARGS) $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
@@ -41,8 +44,8 @@ test-all: $(STAMP) test-device
 test-system: $(STAMP)
 	$(PYTEST) -m system $(PYTEST_ARGS)
 
-test-all test-system: export DILOCO_CI_DOCKER ?= 1
-test-all test-system: export DILOCO_CI_UML ?= 1
+test-rest test-system: export DILOCO_CI_DOCKER ?= 1
+test-rest test-system: export DILOCO_CI_UML ?= 1
 
 # mypy takes as long as the rest together: `make --jobs 2 check` does both at once, as .ci/run does.
 .PHONY: style types

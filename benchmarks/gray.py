@@ -118,7 +118,7 @@ def longest_gap_s(samples: Sequence[Sample], from_s: float, to_s: float) -> floa
 
 @dataclass
 class GrayRun:
-    """Four regions, one of them the victim, and what was seen of the others."""
+    """Four regions, one of them the victim, and what was seen of the others. `command`: of their learners."""
 
     folder: Path
     arm: str
@@ -128,10 +128,12 @@ class GrayRun:
     reasons: Counter[str] = field(default_factory=Counter)
     victim: str = ""
     relays: Relays | None = None
+    count: int = REGIONS
+    command: tuple[str, ...] = ()
 
     async def prepare(self) -> None:
         """Certificates, run.toml, relays or namespaces."""
-        names = sorted(NAMES[:REGIONS])
+        names = sorted(NAMES[: self.count])
         init_run(self.folder / "certs", RUN, names)
         (self.folder / "faults").mkdir()
         text = RUN_TOML.format(step_ms=self.options.step_ms, sync_every=self.options.sync_every)
@@ -156,7 +158,7 @@ class GrayRun:
         for name, region in self.regions.items():
             faults = str(self.folder / "faults")
             region.env = {FAULTS_VARIABLE: faults, BULK_VARIABLE: json.dumps(dialed.get(name, {}))}
-            await region.start(self.folder / "run.toml")
+            await region.start(self.folder / "run.toml", self.command)
         await self._until("all train", lambda: all(_trains(one.status) for one in self.regions.values()))
         await self._until("rounds", lambda: min(_rounds(one.status) for one in self.regions.values()) >= 8)
         leader = next(one.status["leader"] for one in self.regions.values() if one.status.get("leader"))
@@ -334,10 +336,10 @@ def network(names: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def prepared(folder: Path, arm: str, options: argparse.Namespace) -> AsyncIterator[GrayRun]:
+async def prepared(folder: Path, arm: str, options: argparse.Namespace, **more: Any) -> AsyncIterator[GrayRun]:
     """A run that trains; it is stopped in the end."""
-    run = GrayRun(folder, arm, options)
-    with network(sorted(NAMES[:REGIONS])) if arm == "mtu" else contextlib.nullcontext():
+    run = GrayRun(folder, arm, options, **more)
+    with network(sorted(NAMES[: run.count])) if arm == "mtu" else contextlib.nullcontext():
         try:
             await run.prepare()
             await run.start()

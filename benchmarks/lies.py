@@ -1,11 +1,16 @@
-"""Wrong sums on four real regions: when the liar is named, and what the others' model is worth in the end.
+"""One or two regions that lie: when they are named, what the others' model is worth, and how many rounds still commit.
 
-    python benchmarks/lies.py [--arms honest,without,sum_flipped] [--seconds 120] [--json]
+    python benchmarks/lies.py [--arms "honest;without;sum_flipped"] [--regions 5 --liars 2] [--seconds 120] [--json]
 
-Each arm is a run of its own: four daemons and learners on this machine, which train the built-in model. In `honest`
-nobody lies, in `without` the same region does not train; in the others its reducer lies from the eighth round on, in
-consistent words (`gray_region`). `named` is the number of rounds from then until the leader leaves it out, or a region
-says that it follows it no more. `loss` is the held-out loss of the others at the last step that all arms reached.
+Each arm is a run of its own: daemons and learners on this machine, which train the built-in model. In `honest` nobody
+lies, in `without` the same regions do not train. In the others they lie from the eighth round on (`gray_region`), in
+consistent words: as reducers (`sum_...`), as learners (`tokens_...`, `flipped`, `against_x5`) or while they lead
+(`factors`, `share`, `weights`, `early_end`). With `old_folder` a region's state folder is replaced by an older copy.
+
+`named` is the number of rounds from then until another region's status names the liar: it is left out, followed no
+more, or in an alert. `loss` is the held-out loss of the others at the last step that all arms reached, beside
+`without`. `rounds` are for each inner step of the others, beside `honest`. `others` are honest regions that were left
+out for something that was proved.
 """
 
 from __future__ import annotations
@@ -15,97 +20,162 @@ import asyncio
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gray import GrayRun, prepared
-from gray_region import SUMS
+from gray import PROGRAM, REGIONS, GrayRun, prepared
+from gray_region import LEADER_FAULTS, SUMS
 
-ARMS = ("honest", "without", *SUMS)
+from diloco_node.health.alerts import find_alerts
+
+LEARNERS = ("tokens_x2", "tokens_x8", "tokens_x64", "flipped", "tokens_x2,flipped", "tokens_x8,flipped")
+ARMS = ("honest", "without", *SUMS, *LEARNERS, "tokens_x64,flipped", "against_x5", *LEADER_FAULTS, "old_folder")
 POLL_S = 0.5
+COPY_PART = 0.25
+"""A folder is copied after so much of an arm, and put back after twice as much."""
+
+ACCUSING = frozenset({"A-OUTWEIGHS", "A-TOO-LONG", "A-AGAINST", "A-LEDGER-FORKS", "A-LEADER-WRONG", "A-QUARANTINE"})
+LOSSES = 6
+"""The loss at a step is the median of so many evaluations before it, of all honest learners."""
+
+
+@dataclass
+class Watch:
+    """What the honest regions show while the others lie."""
+
+    run: GrayRun
+    liars: frozenset[str]
+    losses: dict[tuple[int, str], float] = field(default_factory=dict)
+    named: tuple[int, str] | None = None
+    wronged: set[str] = field(default_factory=set)
+
+    async def poll(self, first_round: int) -> None:
+        """Read all statuses."""
+        await self.run._poll()
+        for name, region in self.run.regions.items():
+            if name in self.liars:
+                continue
+            learner = region.status.get("learner") or {}
+            if learner.get("val_loss_global") is not None:
+                self.losses[learner["val_loss_global_step"], name] = learner["val_loss_global"]
+            for accused, reason in _accusations(region.status):
+                if accused in self.liars and self.named is None:
+                    self.named = self.run.samples[-1].rounds - first_round, reason
+                elif accused not in self.liars and accused in self.run.regions:
+                    self.wronged.add(f"{accused}: {reason}")
+
+
+def _accusations(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(region, reason) of each that a status says something bad of, a slow link or machine aside."""
+    for row in status.get("left_out") or ():
+        if "deadline" not in row["reason"] and "late" not in row["reason"]:
+            yield row["region"], str(row["reason"])
+    for alert in find_alerts(status):
+        if alert.code in ACCUSING:
+            yield alert.regions[0], f"{alert.code}: {alert.text}"
 
 
 async def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One arm: its losses by step, and when the liar was named."""
-    folder = Path(tempfile.mkdtemp(prefix=f"lies-{arm}-"))
+    """One arm: its losses by step, its rounds, and when the liars were named."""
+    folder = Path(tempfile.mkdtemp(prefix=f"lies-{arm.replace(',', '-')}-"))
+    options.leader = arm in LEADER_FAULTS
+    command = (sys.executable, PROGRAM, "learn")
     try:
-        async with prepared(folder, arm, options) as run:
-            return await _watch(run, arm, options.seconds)
+        async with prepared(folder, arm, options, count=options.regions, command=command) as run:
+            return await _watch(run, arm, options)
     finally:
         shutil.rmtree(folder)
 
 
-async def _watch(run: GrayRun, arm: str, seconds: float) -> dict[str, Any]:
-    first = run.samples[-1].rounds
+async def _watch(run: GrayRun, arm: str, options: argparse.Namespace) -> dict[str, Any]:
+    others = [name for name in sorted(run.regions) if name != run.victim]
+    liars = [run.victim, *others[: options.liars - 1]]
+    watch = Watch(run, frozenset(liars))
+    before = run.samples[-1]
     if arm == "without":
-        await run.regions[run.victim].stop()
-        run.regions.pop(run.victim)
-    elif arm != "honest":
-        run.set_fault(on=True)
-    losses: dict[int, float] = {}
-    named: tuple[int, str] | None = None
+        for name in liars:
+            await run.regions.pop(name).stop()
+    elif arm not in ("honest", "old_folder"):
+        for name in liars:
+            (run.folder / "faults" / name).write_text(arm)
+    copies = iter((COPY_PART, 2 * COPY_PART) if arm == "old_folder" else ())
+    copy_at = next(copies, None)
     started_s = time.monotonic()
-    while time.monotonic() - started_s < seconds:
-        await run._poll()
-        for name, region in run.regions.items():
-            learner = region.status.get("learner") or {}
-            if name != run.victim and learner.get("val_loss_global") is not None:
-                losses[learner["step"]] = learner["val_loss_global"]
-        reason = _accusation(run)
-        if named is None and reason:
-            named = (run.samples[-1].rounds - first, reason)
+    while (spent_s := time.monotonic() - started_s) < options.seconds:
+        if copy_at is not None and spent_s > copy_at * options.seconds:
+            await _swap_folder(run, is_copied=copy_at == COPY_PART)
+            copy_at = next(copies, None)
+        await watch.poll(before.rounds)
         await asyncio.sleep(POLL_S)
+    after = run.samples[-1]
     return {
-        "victim": run.victim,
-        "rounds": run.samples[-1].rounds - first,
-        "named_after": named[0] if named else None,
-        "reason": named[1] if named else "",
-        "losses": sorted(losses.items()),
+        "liars": liars,
+        "rounds": after.rounds - before.rounds,
+        "steps": after.steps - before.steps,
+        "named_after": watch.named[0] if watch.named else None,
+        "reason": watch.named[1] if watch.named else "",
+        "wronged": sorted(watch.wronged),
+        "losses": [(step, loss) for (step, _), loss in sorted(watch.losses.items())],
     }
 
 
-def _accusation(run: GrayRun) -> str:
-    for name, region in run.regions.items():
-        for line in region.status.get("left_out") or ():
-            if name != run.victim and line["region"] == run.victim:
-                return str(line["reason"])
-    return ""
+async def _swap_folder(run: GrayRun, *, is_copied: bool) -> None:
+    """Stop the victim; copy its state folder, or put the copy in its place; start it again."""
+    region = run.regions.pop(run.victim)
+    await region.stop()
+    copy = run.folder / "older"
+    if is_copied:
+        shutil.copytree(region.state_dir, copy, symlinks=True)
+    else:
+        shutil.rmtree(region.state_dir)
+        shutil.move(copy, region.state_dir)
+    await region.start(run.folder / "run.toml", run.command)
+    run.regions[run.victim] = region
 
 
 def loss_at(step: int, losses: list[tuple[int, float]]) -> float:
-    """The mean of the last three losses up to a step: each is of another region's learner."""
-    values = [loss for at, loss in losses if at <= step][-3:]
-    return sum(values) / len(values)
+    """The median of the last losses up to a step: each is of a region's learner."""
+    return statistics.median([loss for at, loss in losses if at <= step][-LOSSES:])
 
 
 def lines(arms: dict[str, dict[str, Any]]) -> list[str]:
     """The table for people."""
     step = min(arm["losses"][-1][0] for arm in arms.values())
-    table = [f"{'arm':<12} {'rounds':>7} {'named':>6} {'loss':>7}  at step {step}"]
+    losses = {name: loss_at(step, arm["losses"]) for name, arm in arms.items()}
+    rates = {name: arm["rounds"] / max(1.0, arm["steps"]) for name, arm in arms.items()}
+    table = [f"{'arm':<19} {'named':>6} {'loss':>7} {'more':>7} {'rounds':>7}  others  reason, at step {step}"]
     for name, arm in arms.items():
         named = "-" if arm["named_after"] is None else str(arm["named_after"])
-        loss = loss_at(step, arm["losses"])
-        table.append(f"{name:<12} {arm['rounds']:>7} {named:>6} {loss:>7.4f}  {arm['reason'][:110]}")
+        more = f"{losses[name] / losses['without'] - 1:+.1%}" if "without" in losses else "-"
+        rounds = f"{rates[name] / rates['honest']:.0%}" if rates.get("honest") else f"{arm['rounds']}"
+        table.append(
+            f"{name:<19} {named:>6} {losses[name]:>7.4f} {more:>7} {rounds:>7}  {len(arm['wronged']):>6}  "
+            f"{arm['reason'][:90]}"
+        )
     return table
 
 
 def main() -> int:
     """Run the arms, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", default=",".join(ARMS), help="which, with commas")
+    parser.add_argument("--arms", default=";".join(ARMS), help="which, with semicolons")
     parser.add_argument("--seconds", type=float, default=120.0, help="of each arm, from the first lie on")
+    parser.add_argument("--regions", type=int, default=REGIONS)
+    parser.add_argument("--liars", type=int, default=1, help="regions that lie the same way")
     parser.add_argument("--step-ms", type=int, default=60)
     parser.add_argument("--sync-every", type=int, default=16)
-    parser.add_argument("--leader", action="store_true", help="the leader lies")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     arms: dict[str, dict[str, Any]] = {}
-    for arm in options.arms.split(","):
+    for arm in options.arms.split(";"):
         if arm not in ARMS:
-            parser.error(f"there is no arm {arm!r}: {', '.join(ARMS)}")
+            parser.error(f"there is no arm {arm!r}: {'; '.join(ARMS)}")
         arms[arm] = asyncio.run(measure(arm, options))
         sys.stderr.write(f"{arm}: named after {arms[arm]['named_after']} of {arms[arm]['rounds']} rounds\n")
     print(json.dumps({"cpus": os.cpu_count(), "arms": arms}) if options.json else "\n".join(lines(arms)))

@@ -43,6 +43,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     pytest compiles those of the tests itself, for half a minute.
     """
     if not session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput"):
+        gc.disable()  # until all is collected: nothing of it is garbage
         return
     program = "from diloco_node.codec.kernels import warm_up; warm_up()"
     kernels = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
@@ -64,9 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The modules and tests stay: the garbage collector need not walk over a gigabyte of them again and again."""
-    gc.collect()
+    """The modules and tests stay: the garbage collector need not walk over a gigabyte of them, not even once."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

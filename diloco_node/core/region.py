@@ -491,6 +491,7 @@ class RegionCore:
             tokens_merged=history.account.merged_tokens(len(fragments)),
             digest_differences=self._upkeep.digests.differences,
             contradictions=tuple(ledger.contradictions.values()),
+            wrong_leaders=tuple(sorted(ledger.wrong_leaders.items())),
             is_ending=self.leader.is_ending,
             finished="" if self.end.end is None else self.end.end.reason,
             is_final=self.end.is_final,

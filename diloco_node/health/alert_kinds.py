@@ -214,6 +214,13 @@ LEDGER_FORKS: Final = AlertKind(
     "Stop the region with the copy, empty its folder, and start it. Nothing here was dropped.",
     "diloco-node ledger {state}",
 )
+LEADER_WRONG: Final = AlertKind(
+    "A-LEADER-WRONG",
+    Mark.WARNING,
+    "A region led with entries that its ledger does not allow. None was taken, and others lead since.",
+    "Compare its version and its machine's memory with the others'. If nothing explains it, expel it.",
+    "diloco-node quarantine add {region} {own}",
+)
 SETTINGS_DIFFER: Final = AlertKind(
     "A-SETTINGS-DIFFER",
     Mark.WARNING,

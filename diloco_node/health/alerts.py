@@ -197,6 +197,9 @@ def _rounds(document: Document) -> Iterator[Finding]:
         yield _make(kinds.DIGEST_DIFFERS, document, line)
     for contradiction in document.get("ledger_contradictions") or ():
         yield _make(kinds.LEDGER_FORKS, document, str(contradiction))
+    for entry in rows(document, "wrong_leaders"):
+        line = f"entries of {text(entry, 'region')} were refused while it led: {text(entry, 'reason')}"
+        yield _make(kinds.LEADER_WRONG, document, line, region=text(entry, "region"))
     if text(document, "budget_warning"):
         yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
     elif document.get("role") == "leader" and (line := _lateness(document)):

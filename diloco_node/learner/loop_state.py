@@ -13,7 +13,8 @@ import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final
+from itertools import compress
+from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,7 +65,9 @@ class LoopState:
         # Samples as of attach(), by name; of other modules as of the first look at them.
         self._first = {name: sample_of(tensor) for name, tensor in self._unmerged().items()}
         self._modules: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
-        self._others()
+        self._others(_living(nn.Module))
+        # Samples of the state that the loop was given last: a module that holds it is there to evaluate.
+        self._given: dict[str, Tensor] = {}
         # How many values changed, by name, and their sum, which may be on its way from a device.
         self._changes: dict[str, Tensor] = {}
         self._change_sum = LateLoss()
@@ -74,11 +77,13 @@ class LoopState:
         self._looks += 1
         objects: list[str] = []
         if self._looks & (self._looks - 1) == 0:
-            self._compare()
-            objects = [*self._objects()]
+            living = _living(*KINDS)
+            self._compare(living)
+            objects = [*self._objects(living)]
+            del living
         if self._new(objects):
             gc.collect()  # an object that nobody has any more is not of the loop
-            objects = [*self._objects()]
+            objects = [*self._objects(_living(*KINDS))]
         changes = [name for name, count in self._changes.items() if int(count)] if self._change_sum.fresh() else []
         if names := self._new((*changes, *objects)):
             self._told |= set(names)
@@ -87,28 +92,44 @@ class LoopState:
                 "object, attach(stateful={name: object}); to merge buffers, attach(buffers=[pattern])"
             )
 
+    def give(self, state: Mapping[str, Tensor]) -> None:
+        """Note what `global_state_dict()` has returned."""
+        self._given = {name: sample_of(tensor) for name, tensor in state.items() if _is_plain(tensor)}
+
     def _new(self, names: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name not in self._told]
 
-    def _compare(self) -> None:
-        pairs = [
-            (f"{_kind(tensor)} {name!r}", sample_of(tensor), self._first[name])
+    def _compare(self, living: Iterable[object]) -> None:
+        pairs: list[tuple[str, Tensor, Tensor, Tensor | int]] = [
+            (f"{_kind(tensor)} {name!r}", sample_of(tensor), self._first[name], 1)
             for name, tensor in self._unmerged().items()
             if name in self._first
         ]
-        for module, values in self._others():
+        for module, values in self._others(living):
             label, first = f"a {type(module).__name__} outside of what attach() was given", self._modules[module]
-            pairs += [(label, sample_of(tensor), first[name]) for name, tensor in values.items()]
+            distance = self._distance(values)
+            pairs += [(label, sample_of(tensor), first[name], distance) for name, tensor in values.items()]
         self._changes = {}
-        for label, new, old in pairs:
+        for label, new, old, distance in pairs:
             if new.shape != old.shape or new.device != old.device:
                 continue
-            count = ((new != old) & ~(new.isnan() & old.isnan())).sum()
+            count = ((new != old) & ~(new.isnan() & old.isnan())).sum() * distance
             self._changes[label] = (
                 self._changes[label] + count.to(self._changes[label].device) if label in self._changes else count
             )
         if self._changes:
             self._change_sum.offer(stack(self._changes.values()).sum())
+
+    def _distance(self, values: Mapping[str, Tensor]) -> Tensor | int:
+        """Count the values in which a module differs from the state that was given; 1 if it is another model."""
+        counts = []
+        for name, tensor in values.items():
+            given = self._given.get(plain_name(name))
+            sample = sample_of(tensor)
+            if given is None or given.shape != sample.shape:
+                return 1
+            counts.append((sample != given.to(tensor.dtype).to(sample, non_blocking=True)).sum())
+        return stack(counts).sum()
 
     def _unmerged(self) -> dict[str, Tensor]:
         """Buffers and parameters of the model that are in no merge and no checkpoint, but in its `state_dict()`."""
@@ -126,7 +147,7 @@ class LoopState:
         by_id = {id(tensor): name for name, tensor in reversed(present.items()) if id(tensor) not in self._member_ids}
         return {name: present[name] for name in reversed(by_id.values())}
 
-    def _others(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    def _others(self, living: Iterable[object]) -> list[tuple[nn.Module, dict[str, Tensor]]]:
         """Find modules that have values of their own outside of the model, and samples from when they were seen first.
 
         A module stands for those inside of it.
@@ -134,7 +155,8 @@ class LoopState:
         model = self._tensors.model
         own = {id(module) for module in model.modules()} | self._member_ids
         own |= {id(tensor) for tensor in _values_of(model).values()}
-        outside = [module for module in _living(nn.Module) if id(module) not in own]
+        modules = [item for item in living if issubclass(type(item), nn.Module)]
+        outside = [cast("nn.Module", module) for module in modules if id(module) not in own]
         inner = {id(child) for module in outside for child in module.__dict__.get("_modules", {}).values()}
         pairs = []
         for module in outside:
@@ -145,10 +167,11 @@ class LoopState:
                 pairs.append((module, values))
         return pairs
 
-    def _objects(self) -> Iterator[str]:
+    def _objects(self, living: Iterable[object]) -> Iterator[str]:
         """Name scalers, schedules and positions of data that are alive and not kept."""
-        members = {id(member) for item in _living(LRScheduler) for member in getattr(item, "_schedulers", ())}
-        for item in _living(KINDS[1:]):
+        others = [item for item in living if not issubclass(type(item), nn.Module)]
+        members = {id(member) for item in others for member in getattr(item, "_schedulers", ())}
+        for item in others:
             if id(item) in self._member_ids or id(item) in members:
                 continue
             if isinstance(item, GradScaler):
@@ -161,9 +184,20 @@ class LoopState:
                 yield "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
 
 
-def _living(kinds: Any) -> list[Any]:
-    """All objects of these classes. By their type alone: `isinstance` would wake what only looks like one."""
-    return [item for item in gc.get_objects() if issubclass(type(item), kinds)]
+def _living(*kinds: type) -> list[Any]:
+    """All objects of these classes. By their type alone: `isinstance` would wake what only looks like one.
+
+    A process has some 300,000 objects, and the loop waits for this. So the classes are listed first, and no line of
+    Python runs for each object. Classes are compared by address: one with a metaclass of its own may lack a hash.
+    """
+    edge, classes = list(kinds), dict[int, type]()
+    while edge:
+        kind = edge.pop()
+        if id(kind) not in classes:
+            classes[id(kind)] = kind
+            edge += type.__subclasses__(kind)
+    objects = gc.get_objects()
+    return list(compress(objects, map(classes.__contains__, map(id, map(type, objects)))))
 
 
 def _reach(components: Iterable[object]) -> list[Any]:

@@ -79,12 +79,6 @@ def crawl(small: Small, name: str) -> Restore:
     return restore
 
 
-def contributes_nothing(small: Small, name: str) -> Restore:
-    silent = said(small, name, lambda effect: None if isinstance(effect, msg.Contributed | msg.Declined) else effect)
-    idle = undone(small, name, ev.SendContribution)
-    return lambda: (silent(), idle())[0]
-
-
 def tells_wrong_digests(message: msg.Message) -> msg.Message:
     return replace(message, digest=b"x" * 32) if isinstance(message, msg.ReductionReported) else message
 
@@ -105,9 +99,7 @@ def renames(message: msg.Message) -> msg.Message:
 
 GRAY: dict[str, Callable[[Small, str], Restore]] = {
     "merged stripes dropped": lambda small, name: undone(small, name, ev.SendMerged),
-    "never reduces": lambda small, name: undone(small, name, ev.ReduceStripe),
     "headers and no stripes": lambda small, name: undone(small, name, ev.SendContribution),
-    "contributes nothing": contributes_nothing,
     "bulk cut outwards": lambda small, name: bulk_cut(small, name, is_out=True, is_in=False),
     "bulk cut inwards": lambda small, name: bulk_cut(small, name, is_out=False, is_in=True),
     "bulk crawls": crawl,
@@ -141,9 +133,7 @@ def patch() -> object:
         yield context
 
 
-CASES = [(kind, False) for kind in GRAY] + [
-    (kind, True) for kind in ("merged stripes dropped", "bulk cut outwards", "bulk cut inwards")
-]
+CASES = [*((kind, False) for kind in GRAY), ("bulk cut outwards", True)]
 
 ALWAYS = ("bulk cut inwards", False)
 """A case takes some ten seconds of a core. In the fast tier a word is false where a reducer lies about norms, below."""

@@ -14,7 +14,7 @@ from diloco_node.lab.chaos.tape import read_tape
 from diloco_node.lab.demo.demo_report import check_folder, learner_status, read_region_report
 from diloco_node.lab.demo.storm import CALM_S
 from diloco_node.numeric import NS_PER_S
-from tests.kit.commands import COMMAND
+from tests.kit.commands import COMMAND, SMALL_MODEL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -25,7 +25,7 @@ ORDERS = (("partition", "--for", "2s"), ("pause", "--for", "1s"), ("slow", "--fo
 async def run(*words: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *COMMAND, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **SMALL_MODEL, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     try:
         out, errors = await process.communicate()

@@ -24,11 +24,11 @@ from diloco_node.daemon.run_history import COLUMNS
 from diloco_node.errors import INTERRUPTED_CODE
 from diloco_node.lab.chaos.demo_processes import DemoFile, is_alive
 from diloco_node.lab.demo.demo_report import check_folder, learner_status, longest_ledger, read_region_report
-from tests.kit.commands import COMMAND
+from tests.kit.commands import COMMAND, NO_FORK_SERVER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-SECONDS = 60
+SECONDS = 40
 REGIONS = 4
 
 
@@ -58,6 +58,7 @@ class DemoRun:
             text=True,
             timeout=1200,
             check=False,
+            env=os.environ | NO_FORK_SERVER,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         self.report = json.loads(done.stdout)
@@ -76,7 +77,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
 
 def test_a_demo_that_is_interrupted_says_where_it_lies_and_leaves_no_process(tmp_path: Path) -> None:
     words = ("demo", "--regions", "2", "--seconds", "600", "--folder", str(tmp_path / "run"))
-    with subprocess.Popen([*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as demo:
+    with subprocess.Popen(
+        [*COMMAND, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | NO_FORK_SERVER,
+    ) as demo:
         try:
             while not (started := [*tmp_path.glob("run/*/supervisor.lock")]) and demo.poll() is None:
                 time.sleep(0.02)

@@ -102,8 +102,8 @@ REWRITTEN = frozenset(
 """Written by every start, for people only, or a hint: no run needs what is lost with them, so nothing need be kept."""
 
 TOGETHER = (
-    {"learner/checkpoints/learner-N-N.safetensors", "payloads/fN-vN-N.bin"},
-    {"learner/trained-N", "state/fN-vN.bin"},
+    {"manifest.json", "learner/checkpoints/learner-N-N.safetensors", "payloads/fN-vN-N.bin"},
+    {"disk.id", "learner/trained-N", "state/fN-vN.bin"},
 )
 """Kinds that are damaged at once: what one is found to be keeps nobody from reading the other."""
 

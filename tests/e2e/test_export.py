@@ -1,4 +1,4 @@
-"""A model of Hugging Face's trains in two regions, and is exported in mid-run and at the end."""
+"""A model of Hugging Face's trains in two regions, one of two ranks; it is evaluated, and exported twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kit.hf_kit import write_hf_folder
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 MODEL = """hf = "../model"
-hf_args = { gradient_accumulation_steps = 2, bf16 = true, learning_rate = 1e-3, eval_steps = 10 }
+hf_args = { gradient_accumulation_steps = 2, bf16 = true, learning_rate = 1e-3, eval_steps = 5 }
 """
 
 
@@ -47,23 +47,35 @@ async def exported(place: Path, out: Path) -> dict[str, Any]:
     return checked(said.decode(), process.returncode, out)
 
 
-async def test_exports_load_and_give_the_merged_models_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_evaluate_and_exports_load_and_give_the_merged_models_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     write_hf_folder(tmp_path / "model")
-    write_jsonl(tmp_path / "rows.jsonl", rows_of(2000))
+    write_jsonl(tmp_path / "rows.jsonl", rows_of(20_000))
     changes = {"layers = 2\n": f"layers = 2\n{MODEL}", "sync_every = 16": "sync_every = 8"}
     changes |= {"paths = []": 'paths = ["../rows.jsonl"]'}
     cluster = Cluster(tmp_path / "run", 2, changes=changes)
+    ranks = dict(zip(cluster.names, (2, 1), strict=True))
+    cluster.regions[cluster.names[0]].settings += ("model.ranks=2",)
     try:
         await cluster.start()
-        await cluster.until_trains()
+        before = await cluster.until_trains()
         await cluster.until_commits(4 * 9, why="so that each fragment is on disk again")
         middle = exported_here(cluster.folder, tmp_path / "middle")
         assert not middle["is_final"]
         assert max(middle["versions"]) >= 8
         assert middle["tokens"] > 0
         await cluster.until_commits(4)
+        now = await cluster.until(
+            "all have evaluated the merged model",
+            lambda now: all(region["learner"] and region["learner"]["val_loss_global"] for region in now.values()),
+        )
+        for name, count in ranks.items():
+            learner = now[name]["learner"]
+            assert learner["tokens"] == learner["step"] * 2 * count * 2 * 64, "each rank has batches of its own"
+            assert learner["incarnation"] == before[name]["learner"]["incarnation"], "no evaluation was its end"
         await cluster.end()
         cluster.check_equal()
         assert cluster.account().faults == ()

@@ -15,7 +15,7 @@ from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_report import build_report
 from diloco_node.lab.demo.demo_run import Demo
 from diloco_node.lab.demo.region_processes import RegionProcess, order_finish
-from tests.kit.commands import COMMAND
+from tests.kit.commands import COMMAND, NO_FORK_SERVER, SMALL_MODEL
 from tests.kit.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
@@ -89,6 +89,8 @@ async def test_links_are_measured_while_the_run_trains(tmp_path: Path, monkeypat
     folder = tmp_path / "run"
     demo = Demo(DemoOptions(regions=2, seconds=120.0, folder=folder, is_json=True), folder)
     demo.prepare()
+    for region in demo.regions:
+        region.env = NO_FORK_SERVER | SMALL_MODEL
     with (folder / "run.toml").open("a") as file:
         file.write(f'\n[budget]\negress = "{BUDGET_BYTES_PER_S // 10**6}MB/s"\n')
     here = ("--region", "us-east", "--json")

@@ -16,8 +16,8 @@ from tests.kit.cluster_kit import Cluster, Statuses, all_train, brief
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
 MORE_ROUNDS = {"sync_every = 16": "sync_every = 8"}
-STEPS = 100
-"""Over so many inner steps rounds are counted: some fifty of them."""
+STEPS = 64
+"""Over so many inner steps rounds are counted: some thirty of them."""
 
 WINDOWS = 5
 """So many times they are counted afterwards: what is wrong has so long to be found out and left out."""

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from diloco_node.cli.admin_client import Target
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.daemon.admin.page_files import page_with
 from diloco_node.daemon.run_history import COLUMNS
-from tests.kit.browser import Tab, chromium, needs_chromium
+from tests.kit.browser import Browser, Tab, chromium, needs_chromium
 from tests.kit.page_kit import HOSTILE, LOST, NAMES, UNIX, ShownRun, shown, snapshot, status
 from tests.kit.repository import ROOT
 from tests.kit.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, needs_chromium]
+pytestmark = [pytest.mark.e2e, needs_chromium, pytest.mark.asyncio(loop_scope="module")]
 
 AXE = ROOT / "tests/kit/axe.min.js"
 LOOKS = [(width, scheme) for width in (400, 1280, 1920) for scheme in ("dark", "light")]
@@ -38,19 +38,30 @@ async def overflow(tab: Tab) -> int:
     return int(await tab.evaluate("document.documentElement.scrollWidth - innerWidth"))
 
 
-@contextlib.asynccontextmanager
-async def tab_on(url: str, folder: Path, **look: Any) -> AsyncIterator[Tab]:
-    async with chromium(folder) as browser:
-        tab = await browser.tab()
-        await tab.look(**({"width": 1280} | look))
-        await tab.open(url)
-        yield tab
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
+    """One for all tests; each has a profile of its own in it."""
+    async with chromium(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
-async def test_it_looks_right_in_six_ways(tmp_path: Path) -> None:
+@pytest_asyncio.fixture(loop_scope="module")
+async def tab(browser: Browser) -> AsyncIterator[Tab]:
+    tab = await browser.tab()
+    yield tab
+    await tab.close()
+
+
+async def open_wide(tab: Tab, url: str, **look: Any) -> None:
+    await tab.look(**({"width": 1280} | look))
+    await tab.open(url)
+
+
+async def test_it_looks_right_in_six_ways(tab: Tab, tmp_path: Path) -> None:
     run = ShownRun()
     run.has_lost = True
-    async with shown(run, tmp_path) as url, tab_on(url, tmp_path) as tab:
+    async with shown(run, tmp_path) as url:
+        await open_wide(tab, url)
         await tab.until("document.querySelectorAll('.card').length === 2")
         for width, scheme in LOOKS:
             await tab.look(width=width, scheme=scheme)
@@ -65,37 +76,36 @@ async def test_it_looks_right_in_six_ways(tmp_path: Path) -> None:
         assert {one[: len(url)] for one in tab.loaded} == {url}, "nothing comes from elsewhere"
 
 
-async def test_an_outage_appears_and_goes(tmp_path: Path) -> None:
+async def test_an_outage_appears_and_goes(tab: Tab, tmp_path: Path) -> None:
     run = ShownRun()
-    async with chromium(tmp_path) as browser:
-        tab = await browser.tab()
-        async with shown(run, tmp_path) as url:
-            await tab.open(url)
-            await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
-            assert await tab.evaluate("document.querySelectorAll('.card').length") == 0
-            top = await tab.evaluate("document.getElementById('top').innerText")
-            assert "1 more region may fail before merging stops" in top
-            assert "2 more learners may stop before none trains" in top
-            assert "for 2 min, since " in top
-            trained = await tab.evaluate("document.querySelector('#account tr').innerText")
-            assert "no data" in trained, "what others trained is not known here"
-            run.has_lost = True
-            await tab.until("document.querySelector('.card.bad')")
-            card = await tab.evaluate("document.querySelector('.card.bad').innerText")
-            for part in ("severe", LOST, "A-PEER-DOWN", "connection refused", "diloco-node doctor", "Copy"):
-                assert part in card
-            assert "No region may fail" in await tab.evaluate("document.getElementById('top').innerText")
-            run.has_lost = False
-            await tab.until("!document.querySelector('.card')")
-        # The daemon itself is gone, and comes back.
-        await tab.until("document.querySelector('.card.bad')?.innerText.includes('Nothing has come for')")
-        async with shown(run, tmp_path, port=int(url.rpartition(":")[2])):
-            await tab.until("!document.querySelector('.card')")
-            assert "healthy" in await tab.evaluate("document.querySelector('.pill').innerText")
+    async with shown(run, tmp_path) as url:
+        await tab.open(url)
+        await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
+        assert await tab.evaluate("document.querySelectorAll('.card').length") == 0
+        top = await tab.evaluate("document.getElementById('top').innerText")
+        assert "1 more region may fail before merging stops" in top
+        assert "2 more learners may stop before none trains" in top
+        assert "for 2 min, since " in top
+        trained = await tab.evaluate("document.querySelector('#account tr').innerText")
+        assert "no data" in trained, "what others trained is not known here"
+        run.has_lost = True
+        await tab.until("document.querySelector('.card.bad')")
+        card = await tab.evaluate("document.querySelector('.card.bad').innerText")
+        for part in ("severe", LOST, "A-PEER-DOWN", "connection refused", "diloco-node doctor", "Copy"):
+            assert part in card
+        assert "No region may fail" in await tab.evaluate("document.getElementById('top').innerText")
+        run.has_lost = False
+        await tab.until("!document.querySelector('.card')")
+    # The daemon itself is gone, and comes back.
+    await tab.until("document.querySelector('.card.bad')?.innerText.includes('Nothing has come for')")
+    async with shown(run, tmp_path, port=int(url.rpartition(":")[2])):
+        await tab.until("!document.querySelector('.card')")
+        assert "healthy" in await tab.evaluate("document.querySelector('.pill').innerText")
 
 
-async def test_events_are_marks_on_the_curves_and_their_list_can_be_filtered(tmp_path: Path) -> None:
-    async with shown(ShownRun(), tmp_path) as url, tab_on(url, tmp_path) as tab:
+async def test_events_are_marks_on_the_curves_and_their_list_can_be_filtered(tab: Tab, tmp_path: Path) -> None:
+    async with shown(ShownRun(), tmp_path) as url:
+        await open_wide(tab, url)
         await tab.until("document.querySelector('#loss canvas') && document.querySelector('.events li')")
         for chart in ("loss", "speed"):
             assert "Marks: " in await tab.evaluate(f"document.querySelector('#{chart} .chart').ariaLabel")
@@ -116,28 +126,27 @@ async def test_events_are_marks_on_the_curves_and_their_list_can_be_filtered(tmp
         assert tab.errors == []
 
 
-async def test_a_finished_run_shows_no_region_as_a_failure(tmp_path: Path) -> None:
+async def test_a_finished_run_shows_no_region_as_a_failure(tab: Tab, tmp_path: Path) -> None:
     over = snapshot(1_200, "us-east", has_lost=True)
     over["status"] |= {"state": "finished", "reason": "finished: enough steps", "rounds": []}
     over["status"]["health"] |= {"state": "finished", "line": "finished: enough steps", "alerts": []}
     ended = {"status": {"region": "eu-west", "error": "it did not end in order: there is no whole report.json"}}
     path = tmp_path / "report.html"
     path.write_text(page_with({"regions": [over, ended], "health": over["status"]["health"]}))
-    async with tab_on(path.as_uri(), tmp_path) as tab:
-        await tab.until("document.querySelectorAll('#regions tbody tr').length === 3")
-        states = await tab.evaluate(
-            "[...document.querySelectorAll('#regions [data-label=state]')].map(e => e.innerText)"
-        )
-        assert states == ["■ gone: the run is over", "✓ finished", "■ gone: the run is over"]
-        assert await tab.evaluate("document.querySelectorAll('#regions .bad, .card').length") == 0
-        assert await tab.evaluate("document.querySelector('.pill').innerText") == "■ finished"
-        assert tab.errors == []
+    await open_wide(tab, path.as_uri())
+    await tab.until("document.querySelectorAll('#regions tbody tr').length === 3")
+    states = await tab.evaluate("[...document.querySelectorAll('#regions [data-label=state]')].map(e => e.innerText)")
+    assert states == ["■ gone: the run is over", "✓ finished", "■ gone: the run is over"]
+    assert await tab.evaluate("document.querySelectorAll('#regions .bad, .card').length") == 0
+    assert await tab.evaluate("document.querySelector('.pill').innerText") == "■ finished"
+    assert tab.errors == []
 
 
-async def test_the_keyboard_is_enough(tmp_path: Path) -> None:
+async def test_the_keyboard_is_enough(tab: Tab, tmp_path: Path) -> None:
     run = ShownRun()
     run.has_lost = True
-    async with shown(run, tmp_path) as url, tab_on(url, tmp_path, is_calm=True) as tab:
+    async with shown(run, tmp_path) as url:
+        await open_wide(tab, url, is_calm=True)
         await tab.until("document.querySelector('.card')")
         await tab.press(*TAB_KEY)
         assert await tab.evaluate("document.activeElement.innerText") == "To the content"
@@ -159,8 +168,9 @@ async def test_the_keyboard_is_enough(tmp_path: Path) -> None:
         assert tab.errors == []
 
 
-async def test_ten_thousand_events_leave_the_page_as_large_as_it_was(tmp_path: Path) -> None:
-    async with shown(ShownRun(), tmp_path) as url, tab_on(url, tmp_path) as tab:
+async def test_ten_thousand_events_leave_the_page_as_large_as_it_was(tab: Tab, tmp_path: Path) -> None:
+    async with shown(ShownRun(), tmp_path) as url:
+        await open_wide(tab, url)
         await tab.until("document.querySelectorAll('.events li').length === 64")
         await tab.evaluate("document.querySelector('[data-do=all-rounds]').click()")
         await tab.until("document.querySelectorAll('.rounds tbody tr').length === 128")
@@ -228,38 +238,37 @@ SPOILED = """(async () => {
 })()"""
 
 
-async def test_what_a_document_holds_breaks_no_part_and_is_no_element(tmp_path: Path) -> None:
+async def test_what_a_document_holds_breaks_no_part_and_is_no_element(tab: Tab, tmp_path: Path) -> None:
     document = snapshot(150, has_lost=True)
     document["history"]["rows"] = document["history"]["rows"][:3]
     facts = document["status"]
     facts |= {"notes": facts["notes"][-2:], "round_log": facts["round_log"][-2:], "offers": [[0, 3, 10**9]]}
     facts |= {"learner_process": {"state": "running", "reason": "r"}, "budget_warning": "w"}
-    async with chromium(tmp_path) as browser:
-        tab = await browser.tab()
-        async with shown(ShownRun(), tmp_path) as url:
-            await tab.open(url)
-            await tab.until("document.querySelector('.pill')")
-            fields, found = await tab.evaluate(SPOILED.replace("DOCUMENT", json.dumps(document)))
-            assert fields > 150
-            assert found == []
-        # The run is gone, and the page knows: no status of it comes after ours and is drawn instead.
-        await tab.evaluate("import('/page/store.js').then(m => { window.store = m.store; })")
-        await tab.until("!store.isOpen")
-        # What stops even the making of a text stops one part.
-        spoiled = status(1_300) | {"round_log": [], "reason": "still drawn"}
-        spoiled["health"] |= {"state": {"toString": 0}}
-        received = f"import('/page/main.js').then(m => m.receive('status', {{regions: [{json.dumps(spoiled)}]}}))"
-        # It stays fresh: of a page that has heard nothing for a while that part is drawn without this field.
-        await tab.evaluate(f"{received}.then(() => {{ store.heard = Infinity; }})")
-        await tab.until("document.getElementById('regions').innerText.includes('still drawn')")
+    async with shown(ShownRun(), tmp_path) as url:
+        await tab.open(url)
+        await tab.until("document.querySelector('.pill')")
+        fields, found = await tab.evaluate(SPOILED.replace("DOCUMENT", json.dumps(document)))
+        assert fields > 150
+        assert found == []
+    # The run is gone, and the page knows: no status of it comes after ours and is drawn instead.
+    await tab.evaluate("import('/page/store.js').then(m => { window.store = m.store; })")
+    await tab.until("!store.isOpen")
+    # What stops even the making of a text stops one part.
+    spoiled = status(1_300) | {"round_log": [], "reason": "still drawn"}
+    spoiled["health"] |= {"state": {"toString": 0}}
+    received = f"import('/page/main.js').then(m => m.receive('status', {{regions: [{json.dumps(spoiled)}]}}))"
+    # It stays fresh: of a page that has heard nothing for a while that part is drawn without this field.
+    await tab.evaluate(f"{received}.then(() => {{ store.heard = Infinity; }})")
+    await tab.until("document.getElementById('regions').innerText.includes('still drawn')")
 
 
-async def test_curves_and_rates_outlive_a_learner_and_a_clock(tmp_path: Path) -> None:
+async def test_curves_and_rates_outlive_a_learner_and_a_clock(tab: Tab, tmp_path: Path) -> None:
     restarted = status(1_300) | {"inner_steps": 1_300}
     restarted["learner"] |= {"step": 3, "tokens": 1_536}
     late = status(1_301)
     late["clock"]["unix"] -= 3_600
-    async with shown(ShownRun(), tmp_path) as url, tab_on(url, tmp_path) as tab:
+    async with shown(ShownRun(), tmp_path) as url:
+        await open_wide(tab, url)
         await tab.until("document.querySelectorAll('.events li').length === 64")
         script = f"""(async () => {{
             const {{ receive }} = await import("/page/main.js");
@@ -288,51 +297,48 @@ async def test_curves_and_rates_outlive_a_learner_and_a_clock(tmp_path: Path) ->
         assert (now, counters, at) == (UNIX + 1_301 - 3_600, 1, UNIX + 1_301 - 3_600)
 
 
-async def test_a_report_opens_from_the_disk_and_loads_nothing(tmp_path: Path) -> None:
+async def test_a_report_opens_from_the_disk_and_loads_nothing(tab: Tab, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(page_with({"regions": [snapshot(7_200, name, has_lost=True) for name in NAMES]}))
-    async with tab_on(page.as_uri(), tmp_path, width=400, scheme="dark") as tab:
-        await tab.until("document.querySelectorAll('#loss .legend li svg').length === 7")
-        lines = "[...document.querySelectorAll('#loss .legend li')].filter(e => e.innerText.includes('held out'))"
-        dashes = f"{lines}.map(e => e.querySelector('line').getAttribute('stroke-dasharray'))"
-        assert await tab.evaluate(dashes) == ["4 4"] * 4, "one of each region, and the merged model's"
-        assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
-        assert f"{3 * 7_200 * 512:,}" in await tab.evaluate("document.querySelector('#account tr').innerText")
-        assert "186 kB/s" in await tab.evaluate("document.getElementById('bandwidth').innerText"), "its mean"
-        assert "behind" in await tab.evaluate("document.querySelector('#fragments svg').getAttribute('aria-label')")
-        assert await overflow(tab) <= 0
-        assert await violations(tab) == []
-        assert tab.errors == []
-        assert tab.loaded == [page.as_uri()]
+    await open_wide(tab, page.as_uri(), width=400, scheme="dark")
+    await tab.until("document.querySelectorAll('#loss .legend li svg').length === 7")
+    lines = "[...document.querySelectorAll('#loss .legend li')].filter(e => e.innerText.includes('held out'))"
+    dashes = f"{lines}.map(e => e.querySelector('line').getAttribute('stroke-dasharray'))"
+    assert await tab.evaluate(dashes) == ["4 4"] * 4, "one of each region, and the merged model's"
+    assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
+    assert f"{3 * 7_200 * 512:,}" in await tab.evaluate("document.querySelector('#account tr').innerText")
+    assert "186 kB/s" in await tab.evaluate("document.getElementById('bandwidth').innerText"), "its mean"
+    assert "behind" in await tab.evaluate("document.querySelector('#fragments svg').getAttribute('aria-label')")
+    assert await overflow(tab) <= 0
+    assert await violations(tab) == []
+    assert tab.errors == []
+    assert tab.loaded == [page.as_uri()]
 
 
-async def test_what_is_not_known_is_never_zero(tmp_path: Path) -> None:
+async def test_what_is_not_known_is_never_zero(tab: Tab, tmp_path: Path) -> None:
     document = {"region": "eu", "run_id": "new", "state": "starting", "reason": "waits for the learner"}
     page = tmp_path / "report.html"
     page.write_text(page_with({"regions": [{"status": document}]}))
-    async with tab_on(page.as_uri(), tmp_path) as tab:
-        await tab.until("document.querySelector('#figures dd')")
-        figures = dict(
-            await tab.evaluate(
-                "[...document.querySelectorAll('.figure')].map(e => [...e.children].map(c => c.innerText))"
-            )
-        )
-        for name in ("step", "tokens merged", "tokens/s", "merged loss", "rounds merged", "time left", "leader"):
-            assert figures[name] == "no data"
-        for panel in ("loss", "speed", "fragments", "rounds", "bandwidth", "events", "settings"):
-            assert "no data" in await tab.evaluate(f"document.getElementById('{panel}').innerText")
-        assert "Failure tolerance: no data" in await tab.evaluate("document.getElementById('top').innerText")
-        assert tab.errors == []
+    await open_wide(tab, page.as_uri())
+    await tab.until("document.querySelector('#figures dd')")
+    figures = dict(
+        await tab.evaluate("[...document.querySelectorAll('.figure')].map(e => [...e.children].map(c => c.innerText))")
+    )
+    for name in ("step", "tokens merged", "tokens/s", "merged loss", "rounds merged", "time left", "leader"):
+        assert figures[name] == "no data"
+    for panel in ("loss", "speed", "fragments", "rounds", "bandwidth", "events", "settings"):
+        assert "no data" in await tab.evaluate(f"document.getElementById('{panel}').innerText")
+    assert "Failure tolerance: no data" in await tab.evaluate("document.getElementById('top').innerText")
+    assert tab.errors == []
 
 
-async def test_a_region_that_answers_late_has_its_name_its_history_and_its_settings(tmp_path: Path) -> None:
+async def test_a_region_that_answers_late_has_its_name_its_history_and_its_settings(tab: Tab, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
     async with shown(ShownRun(), tmp_path / "b") as url:
         late = int(url.rpartition(":")[2])
-    async with shown(ShownRun(), tmp_path / "a") as first, chromium(tmp_path) as browser:
+    async with shown(ShownRun(), tmp_path / "a") as first:
         targets = [Target(f"port {port}", port) for port in (int(first.rpartition(":")[2]), late)]
-        tab = await browser.tab()
         async with dashboard_server(MergedRegions(lambda: targets), 0) as url:
             await tab.open(url)
             await tab.until(f"document.querySelector('.card.bad')?.innerText.includes('port {late} does not answer')")
@@ -351,7 +357,7 @@ async def test_a_region_that_answers_late_has_its_name_its_history_and_its_setti
         assert tab.errors == []
 
 
-async def test_a_dashboard_shows_a_region_that_goes_and_comes_back(tmp_path: Path) -> None:
+async def test_a_dashboard_shows_a_region_that_goes_and_comes_back(tab: Tab, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
     async with shown(ShownRun(), tmp_path / "a") as first, shown(ShownRun(), tmp_path / "b") as second:
@@ -363,8 +369,7 @@ async def test_a_dashboard_shows_a_region_that_goes_and_comes_back(tmp_path: Pat
             return super().status() | {"role": "leader", "leader": "eu-west"}
 
     east, west = ShownRun(), OldLeader(region="eu-west")
-    async with dashboard_server(regions, 0) as url, chromium(tmp_path) as browser:
-        tab = await browser.tab()
+    async with dashboard_server(regions, 0) as url:
         async with shown(east, tmp_path / "a", port=ports[0]):
             async with shown(west, tmp_path / "b", port=ports[1]):
                 await tab.open(url)

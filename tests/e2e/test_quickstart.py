@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.commands import NO_FORK_SERVER
 from tests.kit.repository import ROOT
 
 pytestmark = [
@@ -48,7 +49,7 @@ def test_three_namespaces_by_init_alone(tmp_path: Path) -> None:
     script = tmp_path / "page.sh"
     script.write_text(f"mkdir -p /run/netns\nmount -t tmpfs tmpfs /run/netns\n{page_commands()}\necho the end\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-    env |= {"PATH": f"{programs(tmp_path / 'bin')}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env |= NO_FORK_SERVER | {"PATH": f"{programs(tmp_path / 'bin')}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [*APART, "sh", "-e", str(script)],
         cwd=tmp_path,

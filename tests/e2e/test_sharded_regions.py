@@ -1,6 +1,6 @@
-"""A region of two hosts beside one with a single process, and the built-in trainer on several ranks.
+"""A region of two hosts beside one with a single process.
 
-The FSDP2 example on one host is in tests/e2e/test_frameworks.py.
+The FSDP2 example on one host is in tests/e2e/test_frameworks.py, the recipe on two ranks in tests/e2e/test_export.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from diloco_node.lab.demo.demo_run import EVALUATION
 from tests.kit.cluster_kit import Cluster, all_train
-from tests.kit.data_kit import rows_of, write_jsonl
-from tests.kit.hf_kit import write_hf_folder
 from tests.kit.ports import free_port
 from tests.kit.repository import ROOT
 
@@ -94,32 +91,3 @@ async def test_a_region_of_two_hosts_survives_the_loss_of_the_second(tmp_path: P
     finally:
         await cluster.clear()
         await second.lose()
-
-
-async def test_the_recipe_trains_a_model_of_hugging_face_on_two_ranks_and_evaluates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    write_hf_folder(tmp_path / "model")
-    write_jsonl(tmp_path / "rows.jsonl", rows_of(20_000))
-    model = 'layers = 2\nhf = "../model"\nranks = 2\nhf_args = { eval_steps = 5 }\n'
-    changes = {"layers = 2\n": model, EVALUATION: "eval_windows = 8\n", "paths = []": 'paths = ["../rows.jsonl"]'}
-    cluster = Cluster(tmp_path / "run", 2, changes=changes)
-    try:
-        await cluster.start()
-        before = await cluster.until_trains()
-        await cluster.until_commits(4)
-        now = await cluster.until(
-            "all have evaluated the merged model",
-            lambda now: all(region["learner"] and region["learner"]["val_loss_global"] for region in now.values()),
-        )
-        for name in cluster.names:
-            learner = now[name]["learner"]
-            assert learner["tokens"] == learner["step"] * 2 * 8 * 64, "two ranks, each with a batch of its own"
-            assert learner["incarnation"] == before[name]["learner"]["incarnation"], "no evaluation was its end"
-        await cluster.end()
-        cluster.check_equal()
-        assert cluster.account().faults == ()
-    finally:
-        await cluster.clear()

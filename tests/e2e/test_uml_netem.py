@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit import uml_kernel
-from tests.kit.commands import COMMAND
+from tests.kit.commands import COMMAND, NO_FORK_SERVER, SMALL_MODEL
 from tests.kit.engine_kit import Skipped
 from tests.kit.repository import ROOT, module_command
 from tests.kit.uml_guest import main as measure_in_guest
@@ -196,7 +196,8 @@ for jump in '+1 hour' '-2 hours' '+1 hour'; do sleep 6; date -s "$jump"; done) &
 def test_two_regions_train_over_the_kernel_s_netem_while_their_clock_jumps_and_end_equal(tmp_path: Path) -> None:
     (tmp_path / "two.toml").write_text(TWO)
     history = tmp_path / "run" / "us-east" / "history.jsonl"
-    demo = f"{shlex.join(COMMAND)} demo --wan '{tmp_path}/two.toml' --seconds 25"
+    light = " ".join(f"{name}={value}" for name, value in (NO_FORK_SERVER | SMALL_MODEL).items())
+    demo = f"{light} {shlex.join(COMMAND)} demo --wan '{tmp_path}/two.toml' --seconds 25"
     command = f"{JUMPS.format(history=history)}{demo} --folder '{tmp_path}/run' --json > '{tmp_path}/report.json'"
     log = boot(tmp_path, command, memory="4G")
     assert "guest ended with 0" in log, log[-4000:]

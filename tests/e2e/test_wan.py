@@ -10,7 +10,7 @@ import pytest
 
 from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.namespaces import namespaces_of
-from tests.kit.commands import COMMAND
+from tests.kit.commands import COMMAND, NO_FORK_SERVER, SMALL_MODEL
 
 pytestmark = [
     pytest.mark.system,
@@ -43,6 +43,7 @@ def run_demo(file: Path, folder: Path, seconds: int) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | NO_FORK_SERVER | SMALL_MODEL,
     ) as process:
         try:
             out, err = process.communicate(timeout=seconds + 600)

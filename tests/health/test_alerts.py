@@ -231,6 +231,12 @@ CASES = [
         "eu and us both lead",
         "diloco-node ledger /s/us",
     ),
+    (
+        kinds.LEADER_WRONG,
+        changed(wrong_leaders=[{"region": "eu", "reason": "entry 11: its factor 0 is 0"}]),
+        "entries of eu were refused while it led: entry 11: its factor 0 is 0",
+        "diloco-node quarantine add eu us",
+    ),
     (kinds.DIGEST_DIFFERS, changed(digest_differences=2), "2 digests differed", "diloco-node replay /s/us"),
     (
         kinds.SETTINGS_DIFFER,

@@ -17,6 +17,7 @@ from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, reques
 from diloco_node.wire.learner_link import Done, Failed
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import region_folder
+from tests.kit.lightning_kit import quiet_trainer
 
 pytestmark = [
     pytest.mark.e2e,  # importing the libraries takes longer than the tests
@@ -292,17 +293,7 @@ def lightning_trainer(folder: Path, **arguments: Any) -> tuple[Any, Any, Any]:
             return torch.optim.AdamW(self.parameters(), lr=0.1)
 
     callback = LightningDiloco()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[callback],
-        **{"max_steps": 4, "max_epochs": -1} | arguments,
-    )
-    return trainer, callback, Module()
+    return quiet_trainer(folder, callback, **{"max_steps": 4} | arguments), callback, Module()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

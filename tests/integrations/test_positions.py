@@ -19,6 +19,7 @@ import diloco_node
 from diloco_node.errors import LearnerError
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import region_folder
+from tests.kit.lightning_kit import quiet_trainer
 
 pytestmark = [
     pytest.mark.e2e,  # importing the libraries takes longer than the tests
@@ -223,16 +224,7 @@ def lightning_life(folder: Path, steps: int, loader: Any) -> tuple[list[list[int
                 self.trainer.should_stop = True
 
     callback = LightningDiloco()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[callback],
-        max_epochs=-1,
-    )
+    trainer = quiet_trainer(folder, callback)
     module = Module()
     with FakeDaemon(folder):
         trainer.fit(module, loader)

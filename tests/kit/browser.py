@@ -41,15 +41,20 @@ class Tab:
         loaded: the address of each request.
     """
 
-    def __init__(self, browser: Browser, session: str) -> None:
+    def __init__(self, browser: Browser, session: str, profile: str) -> None:
         self._browser = browser
         self._session = session
+        self._profile = profile
         self.errors: list[str] = []
         self.loaded: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command of the protocol."""
         return await self._browser.call(method, session=self._session, **params)
+
+    async def close(self) -> None:
+        """Close the page, and forget its profile."""
+        await self._browser.call("Target.disposeBrowserContext", browserContextId=self._profile)
 
     async def look(self, *, width: int, height: int = 900, scheme: str = "light", is_calm: bool = False) -> None:
         """The size of the window, the colours and the motion that the reader wants."""
@@ -123,10 +128,11 @@ class Browser:
             return await self._waiting[number]
 
     async def tab(self) -> Tab:
-        """A new page."""
-        target = await self.call("Target.createTarget", url="about:blank")
+        """A new page, with a profile of its own."""
+        profile = (await self.call("Target.createBrowserContext"))["browserContextId"]
+        target = await self.call("Target.createTarget", url="about:blank", browserContextId=profile)
         session = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        tab = self._tabs[session["sessionId"]] = Tab(self, session["sessionId"])
+        tab = self._tabs[session["sessionId"]] = Tab(self, session["sessionId"], profile)
         for domain in ("Page", "Runtime", "Log", "Network"):
             await tab.call(f"{domain}.enable")
         return tab

@@ -20,10 +20,13 @@ from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.lab.demo.account_check import AccountReport, check_account
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_report import build_report, learner_status, longest_ledger, read_region_report
-from diloco_node.lab.demo.demo_run import Demo
+from diloco_node.lab.demo.demo_run import EVALUATION, Demo
 from diloco_node.lab.demo.live import LiveView
 from diloco_node.lab.demo.region_processes import order_finish
 from diloco_node.storage.trained import read_trained
+
+SMALL = {"dim = 64": "dim = 16", "heads = 4": "heads = 2", "batch = 8": "batch = 2", EVALUATION: "eval_windows = 8\n"}
+"""A step takes a quarter of a demo's: nobody asks here how well a model learns."""
 
 WAIT_S = 300.0
 Statuses = dict[str, dict[str, Any]]
@@ -41,17 +44,23 @@ PACE_SHARE = 0.6
 
 
 class Cluster:
-    """Several regions, each a `diloco-node start` with daemon and learner.
+    """Several regions, each a `diloco-node start` with daemon and learner; the model is a small one.
 
     Args:
         folder: of the run; made by `prepare`.
         changes: texts of run.toml, each with what stands there instead.
+        has_fork_servers: whether learners that are started again are forks of a process that has imported torch.
 
     Attributes:
         lost: of each region, the folders that were taken from it, oldest first.
+        has_kernels: whether this process has seen them compiled; they stay on the disk.
     """
 
-    def __init__(self, folder: Path, count: int, *, changes: Mapping[str, str] | None = None) -> None:
+    has_kernels = False
+
+    def __init__(
+        self, folder: Path, count: int, *, changes: Mapping[str, str] | None = None, has_fork_servers: bool = False
+    ) -> None:
         self.folder = folder
         self.demo = Demo(DemoOptions(regions=count, seconds=60.0, folder=folder, is_json=True), folder)
         self.demo.prepare()
@@ -60,15 +69,19 @@ class Cluster:
         for old, new in (changes or {}).items():
             assert old in text, f"run.toml has no {old!r}"
             text = text.replace(old, new)
-        self.config.write_text(text)
+        for old, new in SMALL.items():
+            text = text.replace(old, new)
+        self.config.write_text(text if has_fork_servers else f"{text}\n[learner]\npreload = []\n")
         self.names = list(self.demo.names)
         self.regions = {region.name: region for region in self.demo.regions}
         self.lost: dict[str, list[Path]] = {name: [] for name in self.names}
 
     async def start(self, *names: str) -> None:
         """Start some regions, or all of them."""
-        with LiveView("", is_quiet=True) as view:
-            await self.demo.compile(view)
+        if not Cluster.has_kernels:
+            with LiveView("", is_quiet=True) as view:
+                await self.demo.compile(view)
+            Cluster.has_kernels = True
         for name in names or self.names:
             self.regions[name].status = {}  # what a life before has said
             await self.regions[name].start(self.config)

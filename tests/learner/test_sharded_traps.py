@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import attach
@@ -38,19 +36,29 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 8))
 
 
+def shard(model: nn.Module) -> nn.Module:
+    # Here: it takes seconds to import, and each worker imports this file.
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+
+
 def sharded() -> nn.Module:
-    model = build()
-    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-    return model
+    return shard(build())
+
+
+def like(parameter: Any, local: torch.Tensor, **shape: Any) -> torch.Tensor:
+    """A tensor that is cut as the parameter is, of which this rank has `local`."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, **shape)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for one in model.parameters():
         parameter: Any = one
         ones = torch.ones(parameter.to_local().shape)
-        parameter.grad = DTensor.from_local(
-            ones, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-        )
+        parameter.grad = like(parameter, ones, shape=parameter.shape, stride=parameter.stride())
     optimizer.step()
 
 
@@ -113,13 +121,7 @@ def test_a_state_that_is_cut_in_another_shape_is_not_kept() -> None:
         sharded_parameter: Any = parameter
         if parameter.dim() == 2:
             rows = sharded_parameter.to_local()[:, :1].clone()
-            state["row_mean"] = DTensor.from_local(
-                rows,
-                sharded_parameter.device_mesh,
-                sharded_parameter.placements,
-                shape=(parameter.shape[0], 1),
-                stride=(1, 1),
-            )
+            state["row_mean"] = like(sharded_parameter, rows, shape=(parameter.shape[0], 1), stride=(1, 1))
     with pytest.raises(LearnerError, match=r"row_mean of '0.weight' is cut over ranks and has the shape \(3, 1\)"):
         OptimizerParts(optimizer, ModelTensors(model)).keep()
 
@@ -183,7 +185,7 @@ def test_a_model_that_an_evaluation_has_left_unsharded_is_attached_by_its_shards
 def test_an_optimizer_that_was_made_before_the_model_was_sharded() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
-    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    shard(model)
     with pytest.raises(LearnerError, match="none of the model"):
         attach(model, optimizer)
 
@@ -192,7 +194,7 @@ def test_a_model_that_is_sharded_after_it_was_attached() -> None:
     model = build()
     tensors = ModelTensors(model)
     check_not_replaced(tensors)
-    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    shard(model)
     with pytest.raises(LearnerError, match="sharded after attach"):
         check_not_replaced(tensors)
 
@@ -201,6 +203,8 @@ def test_a_model_that_is_sharded_after_it_was_attached() -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp1_is_refused(use_orig_params: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     model = FullyShardedDataParallel(build(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     with pytest.raises(LearnerError, match="fully_shard"):
         ModelTensors(nn.Sequential(model))

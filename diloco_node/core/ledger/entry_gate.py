@@ -89,11 +89,12 @@ class EntryGate:
         log: read only. meaning: None: every entry is welcome.
 
     Attributes:
-        refused: per peer, how many of its messages held an entry that can't be.
+        refused: per peer, how many of its messages held an entry that can't be. faults: the last of them, in words.
     """
 
     def __init__(self, log: ReplicaLog, meaning: Meaning | None) -> None:
         self.refused: dict[str, int] = {}
+        self.faults: dict[str, str] = {}
         self._log = log
         self._meaning = meaning
         self._distrusted: set[str] = set()
@@ -145,9 +146,13 @@ class EntryGate:
             self._meaning.begin(base)
 
     def distrust(self, peer: str) -> None:
-        """Follow a peer no more, and give it no vote: it sent an entry that can't be."""
-        self.refused[peer] = self.refused.get(peer, 0) + 1
+        """Follow a peer no more, and give it no vote."""
         self._distrusted.add(peer)
+
+    def refuse(self, peer: str, fault: str) -> None:
+        """Distrust a peer that sent an entry that can't be, for this reason."""
+        self.refused[peer], self.faults[peer] = self.refused.get(peer, 0) + 1, fault
+        self.distrust(peer)
 
     def trusts(self, peer: str) -> bool:
         """Whether a peer may lead."""

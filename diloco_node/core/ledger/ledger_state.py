@@ -155,6 +155,11 @@ class LedgerState:
         return self.is_leader and self._log.term_at(self._cluster_commit_index) == self.term
 
     @property
+    def wrong_leaders(self) -> Mapping[str, str]:
+        """Per peer that led with an entry that can't be, the reason."""
+        return self._entry_gate.faults
+
+    @property
     def patience(self) -> int:
         """Factor on timeouts, after terms that came to nothing (`TermBackoff`)."""
         return self._election.backoff.factor

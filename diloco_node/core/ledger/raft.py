@@ -401,7 +401,7 @@ class LedgerCore(LedgerState):
 
     def _distrust(self, peer: str, fault: str, now_ns: int) -> None:
         self._note(f"ignored entries from {peer}, and follows it no more: {fault}", is_alarm=True)
-        self._entry_gate.distrust(peer)  # without contact to a leader it asks for votes, and grants pre-votes
+        self._entry_gate.refuse(peer, fault)  # without contact to a leader it asks for votes, and grants pre-votes
         self._become_follower("", now_ns)
 
     def _may_follow(self, peer: str) -> bool:

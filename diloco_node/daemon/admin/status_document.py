@@ -157,6 +157,7 @@ def region_status(
         "learner_blocked_seconds": facts.blocked_ns / 1e9,
         "digest_differences": view.digest_differences,
         "ledger_contradictions": list(view.contradictions),
+        "wrong_leaders": [{"region": peer, "reason": reason} for peer, reason in view.wrong_leaders],
         "alarms": notes.alarms,
         "rejections": [
             {"peer": peer, "reason": reason, "count": count}

@@ -476,20 +476,24 @@ def lines() -> Iterator[Sequence[Place]]:
 @pytest.mark.system
 @pytest.mark.alone
 @needs_root
-@pytest.mark.parametrize("arm", ["budget", "no_budget"])
-def test_control_does_not_wait_for_the_queue_that_bulk_could_make(lines: Sequence[Place], arm: str) -> None:
+def test_control_does_not_wait_for_the_queue_that_bulk_could_make(lines: Sequence[Place]) -> None:
     """10 Mbit/s, both directions loaded, beside the same where bulk fills the queue.
 
     What the machine adds by being late is in both, and in the idle link's round trips; and the quicker round trips say
     whether a queue stands there, also where many come late. How late these are is for `benchmarks/control_wan.py`.
     """
-    tried = []
+    tried, arms = [], {"budget", "no_budget"}
     for _ in range(ATTEMPTS):
-        found, full = (run_arm(lines, one, seconds=5.0, settle_s=2.0) for one in (arm, "full_queue"))
-        waited_s, full_s = (quantile(one.control_s, 0.25) - quantile(one.idle_s, 0.25) for one in (found, full))
-        used = min(found.used_per_s(way) / max(full.used_per_s(way), 1.0) for way in ("in", "out"))
-        tried.append((waited_s, full_s, used))
-        print(f"control waits {waited_s:.3f} s, with a full queue {full_s:.3f} s; {used:.2f} of the line used")
-        if waited_s < full_s / 2 and used > 0.1:
+        full = run_arm(lines, "full_queue", seconds=5.0, settle_s=2.0)
+        full_s = quantile(full.control_s, 0.25) - quantile(full.idle_s, 0.25)
+        for arm in sorted(arms):
+            found = run_arm(lines, arm, seconds=5.0, settle_s=2.0)
+            waited_s = quantile(found.control_s, 0.25) - quantile(found.idle_s, 0.25)
+            used = min(found.used_per_s(way) / max(full.used_per_s(way), 1.0) for way in ("in", "out"))
+            tried.append((arm, waited_s, full_s, used))
+            print(f"{arm}: control waits {waited_s:.3f} s, full queue {full_s:.3f} s; {used:.2f} of the line used")
+            if waited_s < full_s / 2 and used > 0.1:
+                arms.remove(arm)
+        if not arms:
             return
-    raise AssertionError(f"(seconds that control waits, with a full queue, share of the line used): {tried}")
+    raise AssertionError(f"(arm, seconds that control waits, with a full queue, share of the line used): {tried}")
