@@ -148,7 +148,7 @@ def test_frozen_bytes_decode() -> None:
         "950202c2c3c41064646464646464646464646464646464": m.RequestVoteReply(2, False, True, b"d" * 16),
         "97040205c309c420" + "68" * 32 + "c410" + "64" * 16: m.AppendEntriesReply(2, 5, True, 9, b"h" * 32, b"d" * 16),
         "941607cd03e8ff": g.EchoReply(7, 1000, -1),
-        "9717cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf0000000100000000": CONTROL_EXAMPLES[22],
+        "9617cf2000000000000000c3ce3b9aca00cf000000012a05f200cf0000000100000000": CONTROL_EXAMPLES[22],
     }
     for text, message in frozen.items():
         assert CONTROL.encode(message).hex() == text
