@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.messages import Message
+from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
 from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
 
@@ -233,14 +234,6 @@ class FinishOrdered:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpulsionOrdered:
-    """An operator of this region, which leads, wants another region expelled, or readmitted (`Replacement`)."""
-
-    region: str
-    is_lifted: bool
-
-
-@dataclass(frozen=True, slots=True)
 class FinalWritten:
     """The answer to WriteFinal."""
 
@@ -250,7 +243,7 @@ Event = (
     TimerFired | MessageArrived | LinkChanged | BudgetChanged | LedgerPersisted | InitialStateStored | LearnerReported
     | LearnerAttached | LearnerDetached | SnapshotTaken | SnapshotRefused | ContributionStripeArrived | ReductionDone
     | MergedStripeArrived | PayloadStored | PayloadNotStored | StateStored | CheckpointWritten | StatesRenamed
-    | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | ExpulsionOrdered | FinalWritten
+    | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | EntryOrdered | FinalWritten
     | ContributionsProjected
 )
 # fmt: on

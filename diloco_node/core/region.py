@@ -24,6 +24,7 @@ from diloco_node.core.membership.replacement import DiskReplacement, incarnation
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
 from diloco_node.core.objections import Objections
+from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.projections import ContributionsProjected
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
@@ -150,7 +151,7 @@ class RegionCore:
             fetches=self._fetches,
             effects=self._effects,
         )
-        self.replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
+        self.replacement = DiskReplacement(self.ledger, self.history, heartbeat_ns=settings.heartbeat_ns)
         self._discards = DiscardReporter(context)
         self._upkeep = Upkeep(
             regions=len(self._regions),
@@ -200,7 +201,7 @@ class RegionCore:
             ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
-            ev.ExpulsionOrdered: lambda event, now_ns: self._emit(
+            EntryOrdered: lambda event, now_ns: self._emit(
                 self.replacement.carry_out(event, self._effects, self.liveness, now_ns=now_ns)
             ),
             ev.FinalWritten: lambda _event, _now_ns: self.end.on_final_written(),

@@ -167,6 +167,7 @@ class EntryKind(StrEnum):
     SNAPSHOT = "snapshot"
     SUMMARY = "summary"
     EXTENDED = "extended"
+    REVOKED = "revoked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +276,14 @@ class DiskNamedBody:
 
 
 @dataclass(frozen=True, slots=True)
+class RevokedBody:
+    """A region's certificate that no link may be made or kept with, by its SHA-256; the region may get another one."""
+
+    region: str
+    certificate: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotBody:
     """A majority of the regions has these bytes: the state of `fragment` at `version` has this digest.
 
@@ -304,6 +313,7 @@ EntryBody = (
     | SnapshotBody
     | SummaryBody
     | ExtendedBody
+    | RevokedBody
 )
 
 

@@ -94,7 +94,7 @@ class Replay:
             StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
         """
         parameters, checks = compute(self._files, self.plan, on_round)
-        return ReplayReport(self.plan, checks, self._compare_final(parameters))
+        return ReplayReport(tuple(self.plan), checks, self._compare_final(parameters))
 
     def _compare_final(self, parameters: Parameters) -> bool | None:
         path = self._files.folder / FINAL_NAME

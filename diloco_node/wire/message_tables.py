@@ -34,6 +34,7 @@ ENTRY_BODIES: Final[dict[int, type]] = {
     107: types.SnapshotBody,
     108: types.SummaryBody,
     109: types.ExtendedBody,
+    110: types.RevokedBody,
 }
 
 MESSAGES: Final[dict[int, type]] = {

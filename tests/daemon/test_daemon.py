@@ -37,7 +37,7 @@ from diloco_node.shared_memory import MemoryStore
 from diloco_node.state_names import ADMIN_PORT_NAME, LEDGER_NAME
 from diloco_node.storage.store import RegionStore
 from diloco_node.supervisor.process_file import PROCESS_FILE, write_process
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
     LINK_PROTOCOL,

@@ -49,6 +49,7 @@ BODIES: list[t.EntryBody] = [
     t.SnapshotBody(2, 8, b"d" * 32),
     t.SummaryBody(1024, b"d" * 32),
     t.ExtendedBody(800, 0),
+    t.RevokedBody("eu", b"c" * 32),
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [
