@@ -73,7 +73,7 @@ class Replay:
         entries, states, payloads = files.entries, files.states, files.payloads
         if not files.is_finished:
             entries = _without_tail(entries, states, payloads)
-        self.plan = plan_replay(files.genesis, files.summary, entries, states, payloads)
+        self.plan = tuple(plan_replay(files.genesis, files.summary, entries, states, payloads))
         lacking = [fragment.lack for fragment in self.plan if fragment.start < 0]
         if lacking:
             more = f" (and so for {len(lacking) - 1} further fragments)" if len(lacking) > 1 else ""
