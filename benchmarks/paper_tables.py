@@ -22,6 +22,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Final
 
 from rich.console import Group
@@ -29,13 +30,15 @@ from rich.text import Text
 
 from diloco_node.cli.tables import plain_table, table_console
 from diloco_node.lab.chaos.chip_failures import MODEL, YEAR_S, FailureModel, return_scale, unit_return
-from diloco_node.planning.rates import data_parallel_bits_per_s, ring_factor
 
 PAPER_CYCLE_STEPS: Final = 100
 """Steps in which the whole model crosses the links once in the paper's table; its experiments use H = 24."""
 
 PAPER_HIDDEN_STEPS: Final = 36
 """Steps of transfer in such a cycle that cost no compute."""
+
+DATA_PARALLEL_HIDDEN_STEPS: Final = 0.65
+"""Part of a step, the backward pass, behind which an all-reduce of gradients hides. Fitted to the paper's cells."""
 
 CHIPS: Final = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 
@@ -309,9 +312,15 @@ def _cells() -> Iterator[BandwidthCell]:
                 )
 
 
+def ring_factor(places: int) -> Fraction:
+    """`2 (D - 1) / D`: how often each byte of an all-reduce among D places leaves, and enters, each of them."""
+    return Fraction(2 * (places - 1), places)
+
+
 def _bandwidth(setting: Setting, method: str, utilisation: float) -> float:
     if method == DATA_PARALLEL:
-        return data_parallel_bits_per_s(VALUES, setting.datacenters, setting.step_s, utilisation) / GIGA
+        waits = 1 / utilisation - 1 + DATA_PARALLEL_HIDDEN_STEPS  # steps of waiting per step of compute
+        return 16 * VALUES * float(ring_factor(setting.datacenters)) / (setting.step_s * waits) / GIGA
     # The paper's own figure for DiLoCo. The constants are fitted to its cells, and give all 40 of them.
     hidden = PAPER_CYCLE_STEPS * (1 / utilisation - 1) + PAPER_HIDDEN_STEPS
     bits = VALUE_BITS[method] * VALUES * float(ring_factor(setting.datacenters))

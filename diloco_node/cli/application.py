@@ -96,7 +96,6 @@ def operator_app() -> typer.Typer:
     app.add_typer(orders.budget, name="budget", rich_help_panel=CHANGE)
     app.add_typer(orders.learner, name="learner", rich_help_panel=CHANGE)
     app.add_typer(orders.quarantine, name="quarantine", rich_help_panel=CHANGE)
-    app.command("log-level", rich_help_panel=CHANGE)(orders.log_level)
     return app
 
 

@@ -28,7 +28,6 @@ EXAMPLES: Final = {
     "ledger": "diloco-node ledger us-east --follow --from 1000",
     "replay": "diloco-node replay us-east --json",
     "export": "diloco-node export us-east exported",
-    "log-level": "diloco-node log-level rounds warning us-east",
     "budget show": "diloco-node budget show us-east",
     "budget set": "diloco-node budget set us-east --egress 2Gbit/s --ingress none",
     "quarantine add": "diloco-node quarantine add us-west us-east",
@@ -52,10 +51,7 @@ EXAMPLES: Final = {
     "chaos tape": "diloco-node chaos tape --chips 2400000",
     "measure serve": "diloco-node measure serve --region us-west",
     "measure latency": "diloco-node measure latency us-west --load",
-    "measure bandwidth": (
-        "diloco-node measure bandwidth us-west\n"
-        "diloco-node measure bandwidth us-west --reverse --connections 4 --seconds 10"
-    ),
+    "measure bandwidth": "diloco-node measure bandwidth us-west --reverse --seconds 10",
     "measure mesh": "diloco-node measure mesh --out mesh.json\ndiloco-node plan --mesh mesh.json",
 }
 

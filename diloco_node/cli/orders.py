@@ -1,4 +1,4 @@
-"""Orders to a daemon on this machine: `budget`, `quarantine`, `learner start`, `log-level`, `drain` and `finish`.
+"""Orders to a daemon on this machine: `budget`, `quarantine`, `learner start`, `drain` and `finish`.
 
 They go over the daemon's admin socket, with the token of its state folder.
 """
@@ -143,21 +143,6 @@ def drain(*, place: RegionArgument = None, config: ConfigOption = None) -> None:
     folder = region_folder(place, config)
     give_order(folder, "drain", {})
     typer.echo(f"{folder.name} stops within `learner.stop_grace`; start it again as before")
-
-
-def log_level(
-    *,
-    component: Annotated[
-        str, typer.Argument(metavar="PART", help="daemon, disk, learner, ledger, rounds, transport, or all.")
-    ],
-    level: Annotated[str, typer.Argument(metavar="LEVEL", help="info, warning or error.")],
-    place: RegionArgument = None,
-    config: ConfigOption = None,
-) -> None:
-    """Change what a running daemon logs. It lasts until the daemon starts again; [log] level in run.toml stays."""
-    folder = region_folder(place, config)
-    levels = give_order(folder, "log-level", {"part": component, "level": level})["levels"]
-    typer.echo(f"{folder.name}: " + ", ".join(f"{name} {level_of}" for name, level_of in levels.items()))
 
 
 def give_order(folder: Path, path: str, document: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -20,13 +19,15 @@ if TYPE_CHECKING:
     from diloco_node.cli.admin_client import Target
 
 PERIOD_S: Final = 1.0
+CLEAR: Final = "\x1b[H\x1b[2J"
+"""Empties a terminal, and goes to its first line."""
 
 
 def status(
     *,
     places: RegionsArgument = None,
     config: ConfigOption = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Every second; keys sort and choose, q ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Every second, until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object (a line each with --watch).")] = False,
 ) -> None:
     """Show what regions do, what is wrong, and what rounds wait for."""
@@ -52,19 +53,12 @@ def _watch(targets: Sequence[Target], as_json: bool) -> None:
     from diloco_node.cli.admin_client import ask_all
     from diloco_node.cli.status_view import status_lines
 
-    if as_json:
-        while True:
-            typer.echo(json.dumps({"regions": ask_all(targets)}))
-            time.sleep(PERIOD_S)
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        from diloco_node.cli.watch import has_screen, run_screen
-
-        if has_screen():
-            run_screen(partial(ask_all, targets))
-            return
     width = shutil.get_terminal_size().columns
-    while True:  # nobody can press a key, or the terminal is an unknown one: a block of lines each time
-        for line in status_lines(ask_all(targets), width):
+    while True:
+        documents = ask_all(targets)
+        lines = [json.dumps({"regions": documents})] if as_json else [*status_lines(documents, width), ""]
+        if not as_json and sys.stdout.isatty():
+            typer.echo(CLEAR, nl=False)
+        for line in lines:
             typer.echo(line)
-        typer.echo("")
         time.sleep(PERIOD_S)

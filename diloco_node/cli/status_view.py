@@ -23,22 +23,13 @@ def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list
         documents: as `admin_client.ask` returns them. width: of the output in characters; None: no line is wrapped.
     """
     table, seen_from = table_rows(documents)
-    lines = [*summary_lines(documents, width), *region_lines(table, width)]
+    summary = (text(joint_health(documents), "line"), run_line(documents), held_out_line(documents))
+    lines = [row for line in summary for row in wrap_text(line, width)]
+    lines += region_lines(table, width)
     if seen_from:
         lines += wrap_text(f"{SEEN} as seen from {seen_from}", width)
-    return lines + trouble_lines(documents, width)
-
-
-def summary_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
-    """Show the health, the run and its held-out losses."""
-    lines = (text(joint_health(documents), "line"), run_line(documents), held_out_line(documents))
-    return [row for line in lines for row in wrap_text(line, width)]
-
-
-def trouble_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
-    """Show alerts, open rounds and alarms."""
-    details = [line for document in documents for line in detail_lines(document, width)]
-    return alert_lines(documents, width) + details
+    lines += alert_lines(documents, width)
+    return lines + [line for document in documents for line in detail_lines(document, width)]
 
 
 def run_line(documents: Sequence[dict[str, Any]]) -> str:

@@ -355,9 +355,7 @@ class LearnerSection(Section):
 class LogSection(Section):
     """`[log]`: the daemon's log in `logs/`; may differ between regions."""
 
-    level: Literal["info", "warning", "error"] = setting(
-        "info", "least level of a line; `log-level` changes it while the region runs", "logs are too long"
-    )
+    level: Literal["info", "warning", "error"] = setting("info", "least level of a line", "logs are too long")
     format: Literal["logfmt", "json"] = setting("logfmt", "key=value, or an object a line", "a machine reads the logs")
 
 

@@ -29,7 +29,6 @@ from diloco_node.daemon.admin.status_document import NoteBook, write_report
 from diloco_node.daemon.console import LINES_POLL_S, Console, console_line
 from diloco_node.daemon.learner.admission import Admission
 from diloco_node.daemon.learner.learner_server import LearnerServer
-from diloco_node.daemon.logs import PartLevels
 from diloco_node.daemon.manifest_file import recover_manifest, save_manifest
 from diloco_node.daemon.node import Node
 from diloco_node.daemon.node_runtime import NodeRuntime
@@ -65,11 +64,10 @@ log = structlog.get_logger()
 class Daemon:
     """Owns everything in the process; `run` is its life."""
 
-    def __init__(self, spec: NodeSpec, log_levels: PartLevels | None = None) -> None:
+    def __init__(self, spec: NodeSpec) -> None:
         # As on disk in the state folder: an operator's changes are saved before they count.
         self.spec = spec
         self.notes = NoteBook(spec.region, time.monotonic_ns, lambda text: console_line(spec.region, f"ALARM: {text}"))
-        self._log_levels = log_levels or PartLevels()
         self._console = Console(spec.run_id, spec.state_dir, spec.settings, now_s=time.monotonic())
         self._history = RunHistory(spec.state_dir, sample_s=spec.history_every_s)
         self.learner_server = LearnerServer(spec.learner_socket, self)
@@ -123,7 +121,6 @@ class Daemon:
                 revoke=self._revoke,
                 lift_quarantine=self._lift_quarantine,
                 start_learner=self.start_learner,
-                set_log_level=self._set_log_level,
             ),
             registry,
             port=self.spec.admin_port,
@@ -333,10 +330,10 @@ class Daemon:
             "clock": clock,
         }
 
-    def _snapshot(self, since_unix: float | None) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         return {
             "status": self.status(),
-            "history": self._history.document(since_unix),
+            "history": self._history.document(),
             "settings": escaped_document(self.spec.settings_shown),
         }
 
@@ -383,11 +380,6 @@ class Daemon:
             await asyncio.sleep(self._history.period_s)
             if self._history.take(self.status()):
                 await in_thread(self._threads.background, self._history.save)
-
-    def _set_log_level(self, log_part: str, level: str) -> Mapping[str, str]:
-        """Log lines of a part from this level on, until the daemon starts again. Raises ConfigError."""
-        self._log_levels.change(log_part, level)
-        return self._log_levels.shown()
 
     def start_learner(self) -> str:
         """Have the supervisor start a learner that it has stopped, or that waits. Raises ConfigError."""

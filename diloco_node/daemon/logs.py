@@ -1,8 +1,7 @@
 """The daemon's log: one fact a line, as key=value or JSON, on standard error; the supervisor keeps it in logs/.
 
-Every line has a part (`LOG_PARTS`), and each part a level of its own, which can be changed while the daemon runs. Lines
-about a peer that repeat themselves are counted instead (`Repeats`). Lines for people at a terminal are short and go to
-standard output (`Console`).
+Every line has a part: daemon, disk, learner, ledger, rounds or transport. Lines about a peer that repeat themselves are
+counted instead (`Repeats`). Lines for people at a terminal are short and go to standard output (`Console`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,8 @@ from typing import Any, Final, Literal
 import structlog
 
 from diloco_node.daemon.repeats import Repeats, numberless
-from diloco_node.errors import ConfigError
 from diloco_node.escaping import escaped
 
-LOG_PARTS: Final = ("daemon", "disk", "learner", "ledger", "rounds", "transport")
-ALL_PARTS: Final = "all"
 LOG_LEVELS: Final = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 LogFormat = Literal["logfmt", "json"]
@@ -51,62 +47,31 @@ def part_of(kind: str) -> str:
     return _PART_OF_KIND.get(kind, "rounds")
 
 
-class PartLevels:
-    """The log level of each part; a processor of structlog. The part of a line without one is `daemon`.
-
-    Args:
-        level: of all parts; a key of LOG_LEVELS.
-    """
-
-    def __init__(self, level: str = "info") -> None:
-        self._levels: dict[str, str] = {}
-        self.change(ALL_PARTS, level)
-
-    def change(self, log_part: str, level: str) -> None:
-        """Log lines of this part, or of all, from this level on.
-
-        Raises:
-            ConfigError: there is no such part or level.
-        """
-        if log_part != ALL_PARTS and log_part not in LOG_PARTS:
-            raise ConfigError(f"the log has no part {log_part!r}: name one of {', '.join((ALL_PARTS, *LOG_PARTS))}")
-        if level not in LOG_LEVELS:
-            raise ConfigError(f"there is no level {level!r}: name one of {', '.join(LOG_LEVELS)}")
-        self._levels |= dict.fromkeys(LOG_PARTS if log_part == ALL_PARTS else (log_part,), level)
-
-    def shown(self) -> dict[str, str]:
-        """The level of each part."""
-        return dict(self._levels)
-
-    def __call__(self, _: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        """Part of structlog's interface; `level` is in the line already."""
-        if LOG_LEVELS.get(event["level"], logging.ERROR) < LOG_LEVELS[self._levels[event.setdefault("part", "daemon")]]:
-            raise structlog.DropEvent
-        return event
+def _add_part(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    event.setdefault("part", "daemon")
+    return event
 
 
-def set_up_logs(level: str = "info", form: LogFormat = "logfmt") -> PartLevels:
+def set_up_logs(level: str = "info", form: LogFormat = "logfmt") -> None:
     """Configure structlog for this process. Characters that can't be printed are escaped: names come from outside.
 
-    Returns:
-        The levels, to be changed while the process runs.
+    Args:
+        level: a key of LOG_LEVELS. form: of the lines.
     """
-    levels = PartLevels(level)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
-            levels,
+            _add_part,
             PeerLines(),
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             escape_values,
             _json_line if form == "json" else _LOGFMT,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(LOG_LEVELS[level]),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
-    return levels
 
 
 _LOGFMT: Final = structlog.processors.LogfmtRenderer(key_order=_KEY_ORDER, drop_missing=True, bool_as_flag=False)

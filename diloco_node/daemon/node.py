@@ -133,9 +133,7 @@ class Node:
             executor=threads.background,
             now_ns=now_ns,
         )
-        self.measure = MeasureCommand(
-            spec.region, measuring.peers, lambda _peers, _connections: measuring.own_links(), self._limit_to
-        ).run
+        self.measure = MeasureCommand(spec.region, measuring.peers, lambda _: measuring.own_links(), self._limit_to).run
         self.effects = build_effects(
             region=spec.region,
             settings=spec.settings,

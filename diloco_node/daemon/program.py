@@ -33,14 +33,15 @@ def run_daemon(arguments: list[str]) -> int:
     region = "daemon"
     try:
         spec = NodeSpec.load(Path(arguments[0]))
-        region, levels = spec.region, set_up_logs(spec.log_level, spec.log_format)
+        region = spec.region
+        set_up_logs(spec.log_level, spec.log_format)
         logging.getLogger("diloco_node").addHandler(ConsoleHandler(region))
         if descriptors < DESCRIPTORS_LOW:
             structlog.get_logger().warning(
                 "few open files allowed", limit=descriptors, remedy="raise the hard limit: ulimit -Hn, LimitNOFILE="
             )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(Daemon(spec, levels).run())
+            return runner.run(Daemon(spec).run())
     except DilocoError as error:
         exit_code = DISK_CODE if isinstance(error, DiskRefused | LedgerGone) else error.exit_code
         structlog.get_logger().error("stopped", reason=str(error), exit_code=exit_code)

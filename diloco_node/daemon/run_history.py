@@ -139,9 +139,9 @@ class RunHistory:
             self._is_whole = False
         return True
 
-    def document(self, since_unix: float | None = None) -> dict[str, Any]:
-        """All points, or those after a time, ready for JSON; without MORE_COLUMNS."""
-        points = [point[: len(COLUMNS)] for point in self._points if since_unix is None or (point[0] or 0) > since_unix]
+    def document(self) -> dict[str, Any]:
+        """All points, ready for JSON; without MORE_COLUMNS."""
+        points = [point[: len(COLUMNS)] for point in self._points]
         return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": points}
 
     def save(self) -> None:

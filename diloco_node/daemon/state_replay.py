@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -74,8 +73,7 @@ class Replay:
         entries, states, payloads = files.entries, files.states, files.payloads
         if not files.is_finished:
             entries = _without_tail(entries, states, payloads)
-        plan = plan_replay(files.genesis, files.summary, entries, states, payloads)
-        self.plan = _with_ends_of_holes(plan, entries, states, payloads)
+        self.plan = plan_replay(files.genesis, files.summary, entries, states, payloads)
         lacking = [fragment.lack for fragment in self.plan if fragment.start < 0]
         if lacking:
             more = f" (and so for {len(lacking) - 1} further fragments)" if len(lacking) > 1 else ""
@@ -215,27 +213,3 @@ def _without_tail(
                 continue
         replayable.append(entry)
     return tuple(replayable)
-
-
-def _with_ends_of_holes(
-    plan: Sequence[FragmentReplay],
-    entries: Sequence[Entry],
-    states: Sequence[Sequence[int]],
-    payloads: Collection[tuple[int, int, bytes]],
-) -> tuple[FragmentReplay, ...]:
-    """The plan, with the version up to which nothing is there in what is missing first."""
-    rounds = [entry.body for entry in entries if isinstance(entry.body, RoundBody)]
-    last = {body.fragment: body.version for body in rounds}
-    there = {name[:2] for body in rounds if (name := (body.fragment, body.version, body.payload_digest)) in payloads}
-    lines = []
-    for fragment in plan:
-        if fragment.lack and 0 in states[fragment.fragment]:
-            first = next(version for version in count(1) if (fragment.fragment, version) not in there)
-            after = range(first, last.get(fragment.fragment, first) + 1)
-            end = next((version - 1 for version in after if (fragment.fragment, version) in there), after[-1])
-            lines.append(
-                replace(fragment, lack=f"{fragment.lack}, and all up to version {end}") if end > first else fragment
-            )
-        else:
-            lines.append(fragment)
-    return tuple(lines)

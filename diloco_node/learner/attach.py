@@ -217,7 +217,7 @@ class Diloco:
         return tuple(position.base_version for position in self._session.fragments.positions)
 
     def step(self, *, tokens: int, loss: Tensor | float | None = None, grad_norm: Tensor | float | None = None) -> None:
-        """Mark a step boundary: one inner step (one `optimizer.step()`) was made. Never waits for the network.
+        """Mark a step boundary: one inner step (one `optimizer.step()`) was made. Waits for nobody, but past the end.
 
         With gradient accumulation call it once per optimizer step, with the tokens of all micro-batches.
 
@@ -259,7 +259,7 @@ class Diloco:
         assert self._boundaries is not None
         assert self._watch is not None
         self._watch.check()
-        self.tokens += self._crossed(self._boundaries.cross(tokens, is_step=True)).tokens
+        self.tokens += self._crossed(self._boundaries.cross_step(tokens)).tokens
         self._watch.note_writes()
         if session is not None and (started_ns - self._reported_ns >= REPORT_EVERY_NS or session.is_news):
             self._reported_ns = started_ns
@@ -323,7 +323,9 @@ class Diloco:
         Raises:
             LearnerError: on another rank, or not called by all that have to.
         """
-        return model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors)
+        state = model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors)
+        self._checkpoints.give(state)
+        return state
 
     def own_state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
@@ -472,7 +474,7 @@ class Diloco:
         progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
-        first = FirstParameters(self._tensors, self._fragments.manifest, shards, self._ranks)
+        first = FirstParameters(self._tensors, self._fragments, shards, self._ranks, welcome.fragment_digests)
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, progress.global_step)
         if self._session is not None:

@@ -20,6 +20,7 @@ from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.daemon_session import NOTE_EVERY_S, WAIT_SLICE_S, LearnerSession
 from diloco_node.learner.leaving import EndWish
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
+from diloco_node.learner.pauses import announce_pause
 from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
 from diloco_node.wire.learner_link import Leaving
 
@@ -27,6 +28,9 @@ COMING_WAIT_S: Final = 0.002
 """Between two boundaries without a step, while a version is on its way to other ranks."""
 
 SETTLE_SLICE_S: Final = 0.05
+
+HOLD_MAX_S: Final = 1e9
+"""Whoever is alone past the end may wait for ever."""
 
 LEAVE_PATIENCE_S: Final = 4.0
 """A learner that leaves goes when nobody has asked for its last steps for so long."""
@@ -90,6 +94,22 @@ class StepBoundaries:
             session.stand(boundary.written_step)
         return boundary
 
+    def cross_step(self, tokens: int) -> Boundary:
+        """Cross the boundary of a step, and wait there as long as further steps are of no use.
+
+        Raises:
+            LearnerError: as `cross`.
+        """
+        boundary = last = self.cross(tokens, is_step=True)
+        if boundary.is_held and not boundary.is_stopping:
+            if self.session is not None:
+                log.warning("no further step for now: %s", self.session.hold_reason)
+            with announce_pause(self.session, "waiting past the run's end", HOLD_MAX_S, before=lambda: None):
+                while last.is_held and not last.is_stopping:
+                    self._wait(WAIT_SLICE_S)
+                    last = self.cross(0, is_step=False)
+        return replace(last, tokens=boundary.tokens)
+
     def progress(self, global_step: int) -> TrainingProgress:
         """Where a checkpoint that is written now belongs."""
         fragments = self.fragments
@@ -121,6 +141,7 @@ class StepBoundaries:
             wants_checkpoint=self.checkpoints.is_due and fragments.is_placed,
             global_step=session.run_clock.global_step,
             part=session.run_clock.part,
+            is_held=bool(session.hold_reason),
         )
 
     def _carry_out(self, boundary: Boundary, orders: Orders) -> list[Answer]:

@@ -236,6 +236,11 @@ class Checkpointing:
         elif self._loop_state is not None:
             self._loop_state.look()
 
+    def give(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Note that the loop has been given the merged model, to evaluate it."""
+        if self._loop_state is not None:
+            self._loop_state.give(state)
+
     def save_now(self, progress: TrainingProgress) -> None:
         """Save, and wait until it is on disk."""
         self.wait()

@@ -88,6 +88,7 @@ class LearnerSession:
         welcome: the daemon's answer; None before `join`.
         stop_reason: why the daemon wants the learner to stop; None while it does not.
         final_versions: of all fragments, once the run is over; else empty.
+        hold_reason: why further steps are of no use now; empty: go on.
         timer: of inner steps.
         run_clock: where the run is on its schedule.
         place: as the supervisor and the daemon see it in shared memory.
@@ -106,6 +107,7 @@ class LearnerSession:
         self.welcome: Welcome | None = None
         self.stop_reason: str | None = None
         self.final_versions: tuple[int, ...] = ()
+        self.hold_reason = ""
         self.timer = StepTimer()
         self.run_clock = RunClock()
         self.place = PlaceMark(os.getpid())
@@ -334,6 +336,7 @@ class LearnerSession:
                 self.stop_reason, self.final_versions = command.reason, command.versions
             case RunAdvanced():
                 self.run_clock.told(command.global_step, command.run_part)
+                self.hold_reason = command.reason
 
     def initial_state_written(self) -> None:
         """Theta_0 lies in the version area."""

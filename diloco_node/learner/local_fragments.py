@@ -174,12 +174,12 @@ class LearnerFragments:
         for index, local in enumerate(self._owned):
             values = self._base[index]  # no version is there yet
             self.tensors.read(local, values)
-            whole = self._gathered(index, values)
+            whole = self.gather(index, values)
             if whole is not None:
                 self._places[index].copy_(whole)
 
-    def _gathered(self, index: int, vector: Tensor) -> Tensor | None:
-        """On rank 0 the whole fragment, of what each rank owns: in turn with what else is being carried."""
+    def gather(self, index: int, vector: Tensor) -> Tensor | None:
+        """The whole fragment on rank 0, of what each rank owns: in turn with what else is being carried."""
         exchange = self._exchange
         if exchange is None or not self._is_gathered:
             return vector if self._is_first else None
@@ -191,7 +191,7 @@ class LearnerFragments:
         Args:
             vectors: `global_vectors` or `own_vectors` of each rank.
         """
-        whole = [self._gathered(index, vector) for index, vector in enumerate(vectors)]
+        whole = [self.gather(index, vector) for index, vector in enumerate(vectors)]
         return [vector for vector in whole if vector is not None] if self._is_first else None
 
     def global_vectors(self) -> list[Tensor]:

@@ -66,6 +66,8 @@ class LoopState:
         self._first = {name: sample_of(tensor) for name, tensor in self._unmerged().items()}
         self._modules: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
         self._others(_living(nn.Module))
+        # Samples of the state that the loop was given last: a module that holds it is there to evaluate.
+        self._given: dict[str, Tensor] = {}
         # How many values changed, by name, and their sum, which may be on its way from a device.
         self._changes: dict[str, Tensor] = {}
         self._change_sum = LateLoss()
@@ -90,28 +92,44 @@ class LoopState:
                 "object, attach(stateful={name: object}); to merge buffers, attach(buffers=[pattern])"
             )
 
+    def give(self, state: Mapping[str, Tensor]) -> None:
+        """Note what `global_state_dict()` has returned."""
+        self._given = {name: sample_of(tensor) for name, tensor in state.items() if _is_plain(tensor)}
+
     def _new(self, names: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name not in self._told]
 
     def _compare(self, living: Iterable[object]) -> None:
-        pairs = [
-            (f"{_kind(tensor)} {name!r}", sample_of(tensor), self._first[name])
+        pairs: list[tuple[str, Tensor, Tensor, Tensor | int]] = [
+            (f"{_kind(tensor)} {name!r}", sample_of(tensor), self._first[name], 1)
             for name, tensor in self._unmerged().items()
             if name in self._first
         ]
         for module, values in self._others(living):
             label, first = f"a {type(module).__name__} outside of what attach() was given", self._modules[module]
-            pairs += [(label, sample_of(tensor), first[name]) for name, tensor in values.items()]
+            distance = self._distance(values)
+            pairs += [(label, sample_of(tensor), first[name], distance) for name, tensor in values.items()]
         self._changes = {}
-        for label, new, old in pairs:
+        for label, new, old, distance in pairs:
             if new.shape != old.shape or new.device != old.device:
                 continue
-            count = ((new != old) & ~(new.isnan() & old.isnan())).sum()
+            count = ((new != old) & ~(new.isnan() & old.isnan())).sum() * distance
             self._changes[label] = (
                 self._changes[label] + count.to(self._changes[label].device) if label in self._changes else count
             )
         if self._changes:
             self._change_sum.offer(stack(self._changes.values()).sum())
+
+    def _distance(self, values: Mapping[str, Tensor]) -> Tensor | int:
+        """Count the values in which a module differs from the state that was given; 1 if it is another model."""
+        counts = []
+        for name, tensor in values.items():
+            given = self._given.get(plain_name(name))
+            sample = sample_of(tensor)
+            if given is None or given.shape != sample.shape:
+                return 1
+            counts.append((sample != given.to(tensor.dtype).to(sample, non_blocking=True)).sum())
+        return stack(counts).sum()
 
     def _unmerged(self) -> dict[str, Tensor]:
         """Buffers and parameters of the model that are in no merge and no checkpoint, but in its `state_dict()`."""

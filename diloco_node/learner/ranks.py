@@ -26,7 +26,7 @@ PART_UNITS: Final = 1 << 32
 MEET_S: Final = 300.0
 """For ranks that go into one call, each when it is done with what it did before: evaluations, files."""
 
-_HEAD: Final = 9
+_HEAD: Final = 10
 """Integers of the vector before those of each fragment."""
 
 _ORDERS_HEAD: Final = 1
@@ -61,6 +61,7 @@ class Boundary:
         is_idle: every rank could write a checkpoint now.
         written_step: of the last checkpoint, when this rank and all others have written it; else -1.
         wants_end: the script of some rank wants the run to end.
+        is_held: further steps are of no use now.
     """
 
     tokens: int
@@ -73,6 +74,7 @@ class Boundary:
     is_idle: bool = True
     written_step: int = -1
     wants_end: bool = False
+    is_held: bool = False
 
 
 @contextmanager
@@ -161,6 +163,7 @@ class Ranks:
             boundary.is_idle,
             1 + boundary.written_step,
             boundary.wants_end,
+            boundary.is_held,
         )
         values = torch.tensor([int(value) for value in head] + [0] * fragments, device="cpu")
         for index in boundary.arrived:
@@ -168,7 +171,9 @@ class Ranks:
         with among_ranks():
             dist.all_reduce(values, group=self._group)
         totals = values.tolist()
-        tokens, stops, global_step, units, has_orders, wants_checkpoint, idle, written_step, ends = totals[:_HEAD]
+        tokens, stops, global_step, units, has_orders, wants_checkpoint, idle, written_step, ends, holds = totals[
+            :_HEAD
+        ]
         return Boundary(
             tokens,
             stops > 0,
@@ -180,6 +185,7 @@ class Ranks:
             idle == self.size,
             boundary.written_step if written_step == self.size * (1 + boundary.written_step) else -1,
             ends > 0,
+            holds > 0,
         )
 
     def share_orders(self, orders: Orders, *, fragments: int) -> Orders:

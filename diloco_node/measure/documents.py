@@ -1,12 +1,10 @@
-"""Results of measurements as JSON, and the tests of one `measure bandwidth`, one after the other."""
+"""Results of measurements as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from diloco_node.errors import DilocoError, PeersUnreachable
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import Latency, seconds_per_gb
 from diloco_node.numeric import NS_PER_S
@@ -20,26 +18,6 @@ OnPartial = Callable[[dict[str, Any]], None]
 
 def forget(_: dict[str, Any]) -> None:
     """A `OnPartial` for those who want the end only."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlowCase:
-    """A test of `measure bandwidth`.
-
-    Attributes:
-        source, target: regions. body: "random" or "int4".
-        connections: 0: as many as the link is worth.
-    """
-
-    source: str
-    target: str
-    body: str
-    connections: int
-
-    @property
-    def title(self) -> str:
-        """For people."""
-        return {"random": "TLS, random", "int4": "TLS, int4+zstd"}[self.body]
 
 
 def latency_document(load: str, latency: Latency) -> dict[str, Any]:
@@ -59,13 +37,13 @@ def latency_document(load: str, latency: Latency) -> dict[str, Any]:
     }
 
 
-def flow_document(case: FlowCase, flow: FlowMeasured) -> dict[str, Any]:
-    """A test; rates are payload bytes per second at the receiver."""
+def flow_document(flow: FlowMeasured, connections: int) -> dict[str, Any]:
+    """A test over so many connections for bulk; rates are payload bytes per second at the receiver."""
     arrival, sending = flow.received, flow.sent
     is_known = sending.sent_bytes >= 0
     cpu = {"sender": (sending.cpu_ns, sending.cpu_span_ns), "receiver": (arrival.cpu_ns, arrival.cpu_span_ns)}
     return {
-        **_case_document(case),
+        "connections": connections,
         "bytes_per_second": arrival.mean,
         "bytes_per_second_median": arrival.median,
         "bytes_per_second_p10": arrival.p10,
@@ -77,11 +55,6 @@ def flow_document(case: FlowCase, flow: FlowMeasured) -> dict[str, Any]:
         "wire_bytes": sending.wire_bytes,
         "wire_bytes_per_second": sending.wire_bytes * NS_PER_S // max(1, sending.cpu_span_ns),
     }
-
-
-def failure_document(case: FlowCase, error: DilocoError) -> dict[str, Any]:
-    """A test that could not be carried out, and why."""
-    return {**_case_document(case), "error": str(error)}
 
 
 def pair_document(pair: Pair, link: LinkMeasured) -> dict[str, Any]:
@@ -100,55 +73,3 @@ def pair_document(pair: Pair, link: LinkMeasured) -> dict[str, Any]:
         "bytes_per_second_p90": link.p90,
         "retransmitted_share": link.retransmitted_bytes / link.sent_bytes if is_known else None,
     }
-
-
-def _case_document(case: FlowCase) -> dict[str, Any]:
-    return {
-        "from": case.source,
-        "to": case.target,
-        "body": case.body,
-        "connections": case.connections,
-    }
-
-
-async def run_series(
-    cases: Sequence[FlowCase],
-    test: Callable[[FlowCase], Awaitable[dict[str, Any]]],
-    on_progress: Callable[[str], None],
-    on_partial: OnPartial = forget,
-) -> dict[str, Any]:
-    """Carry out each case, and keep the results when a later case fails.
-
-    When the peer can't be reached any more, the cases that are left fail for the same reason.
-
-    Args:
-        test: measures one case and returns its document. on_progress: called with the current case, for people.
-        on_partial: called after each test with the results so far.
-
-    Returns:
-        A part of the document: "tests" and "failures".
-
-    Raises:
-        DilocoError: the first one failed; so would the others.
-    """
-    tests: list[dict[str, Any]] = []
-    failures: list[tuple[FlowCase, DilocoError]] = []
-
-    def results() -> dict[str, Any]:
-        return {"tests": list(tests), "failures": [failure_document(case, error) for case, error in failures]}
-
-    for number, case in enumerate(cases, start=1):
-        if failures and isinstance(failures[-1][1], PeersUnreachable):
-            failures.append((case, failures[-1][1]))
-            continue
-        last = f"; the last one {8e-6 * tests[-1]['bytes_per_second']:.0f} Mbit/s" if tests else ""
-        over = f", connections: {case.connections}" if case.connections else ""
-        on_progress(f"test {number} of {len(cases)}: {case.title}{over}{last}")
-        try:
-            tests.append(await test(case))
-        except DilocoError as error:
-            if not tests:
-                raise
-            failures.append((case, error))
-        on_partial(results())
-    return results()

@@ -1,18 +1,16 @@
 """Measuring ends without a core: what `measure serve` runs, and what the command line makes for each test.
 
 An end is the transport of a daemon with a `Measuring` on it, and nothing else. Its hello says so: it never links with a
-training daemon. `measure serve` dials nobody by itself: whoever measures dials it, and decides on the connections.
+training daemon. `measure serve` dials nobody by itself: whoever measures dials it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final
 
 from diloco_node.errors import DilocoError, IdentityError, PeersUnreachable, ProtocolViolation
@@ -22,9 +20,8 @@ from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.envelope import LinkRole
 
-NAME_LOOKUP_S: Final = 5.0
 LINK_S: Final = 15.0
-"""A link has come up by then, with all of its connections."""
+"""A link has come up by then."""
 
 LINK_POLL_S: Final = 0.02
 THREADS: Final = 4
@@ -56,7 +53,6 @@ async def measuring_end(
     peers: Mapping[str, str | None],
     *,
     listen: tuple[str, int] = ANYWHERE,
-    connections: int | None = None,
     dial: Linked | None = None,
     times: LinkTimes | None = None,
 ) -> AsyncIterator[Measuring]:
@@ -65,7 +61,6 @@ async def measuring_end(
     Args:
         identity: ours. peers: their names, and `host:port` of those to dial at once.
         listen: host and port to bind; port 0 takes a free one.
-        connections: for bulk, of each link that we dial; None: as many as it is worth.
         dial: see `Measuring`. times: deadlines of links.
 
     Raises:
@@ -92,7 +87,6 @@ async def measuring_end(
             handler=_NoCore(),
             executor=executor,
             is_advertised=False,
-            connections=connections,
             role=LinkRole.MEASURING,
             times=times,
         )
@@ -130,35 +124,33 @@ class Dialer:
         self._times = times
 
     @contextlib.asynccontextmanager
-    async def __call__(self, peers: tuple[str, ...], connections: int) -> AsyncIterator[Measuring]:
+    async def __call__(self, peers: tuple[str, ...]) -> AsyncIterator[Measuring]:
         """See `Linked`. Some of several peers may lack a link: the measurement says why."""
         where = {peer: self._addresses.get(peer) for peer in peers}
         if len(peers) == 1 and where[peers[0]] is None:
             raise PeersUnreachable(f"{self._identity.region} has no address of {peers[0]} in run.toml")
-        async with measuring_end(
-            self._identity, where, connections=connections or None, times=self._times
-        ) as measuring:
+        async with measuring_end(self._identity, where, times=self._times) as measuring:
             for peer in peers:
                 if where[peer] is None:
                     continue
-                error = await link_up(measuring, peer, connections)
+                error = await link_up(measuring, peer)
                 if error and len(peers) == 1:
                     raise _explain(error)
             yield measuring
 
 
-async def link_up(end: Measuring, peer: str, connections: int) -> str:
-    """Wait for a link with all its connections; why there is none, or empty."""
+async def link_up(end: Measuring, peer: str) -> str:
+    """Wait for a link; why there is none, or empty."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + LINK_S
     while loop.time() < until_s:
         status = end.transport.peer_status()[peer]
-        if status.state.value == "up" and status.connections >= connections:
+        if status.state.value == "up":
             return ""
         if status.error:
             return status.error
         await asyncio.sleep(LINK_POLL_S)
-    return f"{peer}: {status.connections} of {connections} connections in {LINK_S:.0f} s"
+    return f"{peer}: no link in {LINK_S:.0f} s"
 
 
 def _explain(error: str) -> DilocoError:
@@ -167,39 +159,3 @@ def _explain(error: str) -> DilocoError:
     if "training daemon" in error or "protocol_version" in error:
         return PeersUnreachable(error)
     return PeersUnreachable(f"{error}: is `diloco-node measure serve` running there, and its port open?")
-
-
-async def region_at(address: str, folder: Path) -> str:
-    """Return the region of our run that answers at an address, as its certificate says.
-
-    Args:
-        folder: ours, with `ca.pem`, `node.pem`, `node.key`.
-
-    Raises:
-        PeersUnreachable: nobody answers, or it does not speak TLS. IdentityError: it is not of our run.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the name is what we want to know; the run's authority is checked
-    context.load_verify_locations(folder / "ca.pem")
-    context.load_cert_chain(folder / "node.pem", folder / "node.key")
-    context.set_alpn_protocols(["h2"])
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(NAME_LOOKUP_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context, server_hostname="")
-    except ssl.SSLCertVerificationError as error:
-        raise IdentityError(
-            f"what answers at {address} is not of this run ({error.verify_message}); "
-            "both must be of the same `diloco-node certs init`"
-        ) from None
-    except (OSError, TimeoutError) as error:
-        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        raise PeersUnreachable(
-            f"nobody speaks TLS at {address} ({why}): is `diloco-node measure serve` running there, and its port open?"
-        ) from None
-    try:
-        names = writer.get_extra_info("peercert").get("subject", ())
-    finally:
-        writer.transport.abort()  # a farewell in TLS would be waited for
-    common = [value for entry in names for key, value in entry if key == "commonName"]
-    return str(common[0]) if len(common) == 1 else ""

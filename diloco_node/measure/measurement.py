@@ -7,24 +7,15 @@ it makes for each test (`measure.ends`). The documents are the same; a daemon's 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
-from diloco_node.measure.documents import (
-    FlowCase,
-    OnPartial,
-    flow_document,
-    forget,
-    latency_document,
-    pair_document,
-    run_series,
-)
+from diloco_node.measure.documents import OnPartial, flow_document, forget, latency_document, pair_document
 from diloco_node.measure.measuring import Linked, Measuring
 from diloco_node.measure.requester import FlowRequest, new_measurement
 from diloco_node.numeric import NS_PER_S
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
 
 MESH_PROBES_NS_MAX: Final = 3 * NS_PER_S // 2
 SECONDS_MIN: Final = 0.1
@@ -32,7 +23,7 @@ SECONDS_MIN: Final = 0.1
 LOADED_MORE_NS: Final = NS_PER_S
 """The flow goes on for longer than the echoes, so that the last of them meets it too."""
 
-KEYS: Final = frozenset({"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "load", "reverse", "connections"})
+KEYS: Final = frozenset({"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "load", "reverse"})
 
 OnProgress = Callable[[str], None]
 Limits = Callable[[str], tuple[int | None, str]]
@@ -45,9 +36,8 @@ class MeasureRequest:
 
     Attributes:
         what: "latency", "bandwidth" or "mesh". peer: empty for a mesh.
-        warm_ns: None: by the round trip. bytes_max: of each test.
+        warm_ns: None: by the round trip. bytes_max: of each flow.
         load: latency also under load. reverse: bandwidth from the peer to here.
-        connections: of the link of each test of bandwidth; 0: as many as it is worth.
     """
 
     what: str
@@ -57,7 +47,6 @@ class MeasureRequest:
     bytes_max: int
     load: bool
     reverse: bool
-    connections: int
 
 
 def parse_request(
@@ -67,7 +56,7 @@ def parse_request(
 
     Args:
         document: "what"; "peer" but for a mesh; "seconds"; and if wanted "warm_up_seconds", "bytes_max", "load",
-            "reverse", "connections". region: ours. peers: names that there are.
+            "reverse". region: ours. peers: names that there are.
         is_daemon: it is to be measured over the links of a running daemon.
 
     Raises:
@@ -95,17 +84,8 @@ def parse_request(
     for name, value in flags.items():
         if type(value) is not bool:
             raise ConfigError(f"{name} is {value!r}: true or false")
-    connections = document.get("connections", 0)
-    if type(connections) is not int or not 0 <= connections <= TRANSFER_CONNECTIONS_MAX:
-        raise ConfigError(f"connections is {connections!r}: a number from 1 to {TRANSFER_CONNECTIONS_MAX}")
-    if is_daemon and connections:
-        raise ConfigError(
-            "a number of connections can't be tested through a running daemon, which measures over the links that it "
-            "has: run `diloco-node measure serve` on another port there (measure_port or --listen), and measure with "
-            "--alone"
-        )
     warm_ns = None if warm_up is None else int(warm_up * NS_PER_S)
-    return MeasureRequest(kind, peer, int(seconds * NS_PER_S), warm_ns, bytes_max, **flags, connections=connections)
+    return MeasureRequest(kind, peer, int(seconds * NS_PER_S), warm_ns, bytes_max, **flags)
 
 
 def _number(document: Mapping[str, Any], key: str, lower: float, upper: float) -> float:
@@ -158,7 +138,7 @@ class MeasureCommand:
     async def _latency(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
         peer, seconds = request.peer, request.span_ns / NS_PER_S
         on_progress(f"round trips to {peer}")
-        async with self._linked((peer,), 1) as measuring:
+        async with self._linked((peer,)) as measuring:
             about = {"from": self._region, "to": peer, "address": measuring.address(peer), "seconds": seconds}
             rows = [latency_document("none", await measuring.latency(peer, seconds))]
             on_partial({**about, "rows": list(rows)})
@@ -166,7 +146,7 @@ class MeasureCommand:
                 on_progress(f"round trips to {peer}, load {load}")
                 span_ns = min(request.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
                 times, _ = await measuring.times(peer, span_ns, request.warm_ns)
-                flow = FlowRequest(peer, load == "out", False, times, request.bytes_max)
+                flow = FlowRequest(peer, load == "out", times, request.bytes_max)
                 rows.append(latency_document(load, await measuring.loaded_latency(flow, seconds)))
                 on_partial({**about, "rows": list(rows)})
         return {**about, "rows": rows}
@@ -174,11 +154,14 @@ class MeasureCommand:
     async def _bandwidth(
         self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial
     ) -> dict[str, Any]:
+        del on_partial  # there is one flow, and half of it is nothing
         peer = request.peer
         on_progress(f"round trips to {peer}")
         source, target = (peer, self._region) if request.reverse else (self._region, peer)
-        async with self._linked((peer,), 1) as measuring:
+        async with self._linked((peer,)) as measuring:
             times, rtt_ns = await measuring.times(peer, request.span_ns, request.warm_ns)
+            on_progress(f"a flow from {source} to {target}")
+            flow = await measuring.flow(FlowRequest(peer, not request.reverse, times, request.bytes_max))
             about = {
                 "from": source,
                 "to": target,
@@ -187,32 +170,20 @@ class MeasureCommand:
                 "seconds": request.span_ns / NS_PER_S,
                 "rtt_seconds": rtt_ns / NS_PER_S,
                 "congestion_control": measuring.congestion_control(peer),
+                # As many as there are at the end: the warm-up may show that the link is worth more.
+                **flow_document(flow, measuring.connections(peer)),
             }
-        cases = [FlowCase(source, target, body, request.connections) for body in ("random", "int4")]
-
-        async def test(case: FlowCase) -> dict[str, Any]:
-            # On a link of its own, where it can be made: after a test that failed nobody knows what still comes.
-            async with self._linked((peer,), case.connections) as measuring:
-                flow = FlowRequest(peer, not request.reverse, case.body == "int4", times, request.bytes_max)
-                flow_result = await measuring.flow(flow)
-                # As many as there were at the end: the warm-up may show that the link is worth more.
-                count = measuring.connections(peer)
-            return flow_document(replace(case, connections=count), flow_result)
-
-        def document(results: dict[str, Any]) -> dict[str, Any]:
-            if self._limits is None:
-                return {**about, **results}
-            limit, limited_by = (None, "") if request.reverse else self._limits(peer)
-            return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by, **results}
-
-        return document(await run_series(cases, test, on_progress, lambda results: on_partial(document(results))))
+        if self._limits is None:
+            return about
+        limit, limited_by = (None, "") if request.reverse else self._limits(peer)
+        return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by}
 
     async def _mesh(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
         names = sorted((self._region, *self._peers))
         pairs = [(source, target) for source in names for target in names if source != target]
         seconds = request.span_ns / NS_PER_S
         mesh: dict[str, Any] = {"regions": names, "pairs": [], "failures": [], "seconds": seconds}
-        async with self._linked(self._peers, 1) as measuring:
+        async with self._linked(self._peers) as measuring:
             for number, (source, target) in enumerate(pairs, start=1):
                 on_progress(f"pair {number} of {len(pairs)}: {source} to {target}")
                 try:

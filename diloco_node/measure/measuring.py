@@ -24,15 +24,15 @@ from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire.measure_messages import MeasureMessage, ProbeHeader
+from diloco_node.wire.measure_messages import MeasureMessage, Probe
 
-KINDS: Final = frozenset((*get_args(MeasureMessage), *get_args(ProbeHeader)))
+KINDS: Final = frozenset((*get_args(MeasureMessage), Probe))
 """Messages and headers of transfers that are for measuring."""
 
 
-Linked = Callable[[tuple[str, ...], int], contextlib.AbstractAsyncContextManager["Measuring"]]
-"""Called with peers and a number of bulk connections (0: those that there are): the end that has links to them, until
-the end of the block. Raises PeersUnreachable or IdentityError when the link to a single peer can't be had.
+Linked = Callable[[tuple[str, ...]], contextlib.AbstractAsyncContextManager["Measuring"]]
+"""Called with peers: the end that has links to them, until the end of the block. Raises PeersUnreachable or
+IdentityError when the link to a single peer can't be had.
 """
 
 
@@ -112,11 +112,11 @@ class Measuring:
             self.requester.link_lost(peer)
             self.responder.link_lost(peer)
 
-    def transfer_opened(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
+    def transfer_opened(self, peer: str, header: Probe, raw_bytes: int) -> memoryview | None:
         """Where probes go. Raises ProtocolViolation for those nobody agreed to."""
         return self.receivers.open_transfer(peer, header, raw_bytes)
 
-    def transfer_closed(self, peer: str, header: ProbeHeader, buffer: memoryview, *, is_whole: bool) -> None:
+    def transfer_closed(self, peer: str, header: Probe, buffer: memoryview, *, is_whole: bool) -> None:
         """Probes arrived, or broke off."""
         self.receivers.close_transfer(peer, header, buffer.nbytes, is_whole=is_whole)
 
@@ -210,7 +210,7 @@ class Measuring:
         self._check_link(peer)
         echoes = await self.echoes.measure(peer, request.probes_ns / NS_PER_S)
         times = FlowTimes(request.warm_up_ns or warm_up_ns(echoes.p50_ns), request.span_ns)
-        flow = await self.requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max))
+        flow = await self.requester.flow(FlowRequest(peer, is_sending, times, request.bytes_max))
         link = msg.LinkMeasured(
             request.measurement,
             echoes.p50_ns,
@@ -236,7 +236,7 @@ class Measuring:
     async def _remote_link_for_peer(self, request: msg.LinkTestRequested) -> tuple[msg.LinkMeasured, int]:
         """A peer requests the link to a third region; the gate has admitted it already. Raises DilocoError."""
         if self._dial is not None:
-            async with self._dial((request.region,), 1) as end:
+            async with self._dial((request.region,)) as end:
                 return await end.link(request.region, request), 0
         if request.region not in self.peers:
             raise ConfigError(f"{request.region} is no peer of {self.region}")

@@ -14,10 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
-
-import numpy as np
 
 from diloco_node.errors import LinkLost
 from diloco_node.measure.gate import ProbesExpected
@@ -27,12 +24,10 @@ from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.measure_messages import (
     BODY_BYTES_MAX,
-    CompressibleProbe,
     MeasurementReceived,
     MeasurementRequested,
     MeasurementSent,
     Probe,
-    ProbeHeader,
 )
 
 BODY_BYTES_MIN: Final = 64 * 2**10
@@ -53,11 +48,6 @@ LATE_S: Final = 10.0
 """The receiver waits so long for the first bytes, and for the last after their time: rounds go before them."""
 
 
-_BLOCK_VALUES: Final = 256
-_INT4_MAX: Final = 7
-_BASE_BYTES: Final = 4 * 2**20
-
-
 @dataclass(frozen=True, slots=True)
 class FlowTimes:
     """How long a flow is: `warm_up_ns` are not counted, `span_ns` are."""
@@ -76,25 +66,9 @@ def warm_up_ns(rtt_ns: int) -> int:
     return min(max(25 * rtt_ns, NS_PER_S), 5 * NS_PER_S)
 
 
-async def make_body(executor: Executor, *, is_compressible: bool) -> memoryview:
-    """`BODY_BYTES_MAX` bytes to send, made in a thread: it takes up to half a second of CPU time.
-
-    Compressible ones have the layout of encoded int4 blocks: a float32 scale, then 256 values in 128 bytes,
-    absmax-quantised normals. The others are random.
-    """
-    make = _int4_body if is_compressible else partial(os.urandom, BODY_BYTES_MAX)
-    return memoryview(await asyncio.get_running_loop().run_in_executor(executor, make))
-
-
-def _int4_body() -> bytes:
-    rng = np.random.default_rng(20_428)
-    values = rng.standard_normal((_BASE_BYTES // (4 + _BLOCK_VALUES // 2), _BLOCK_VALUES), dtype=np.float32)
-    scales = np.abs(values).max(axis=1, keepdims=True) / _INT4_MAX
-    codes = np.rint(values / scales).astype(np.int8).view(np.uint8) & 15
-    bytes4 = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    blocks = np.concatenate([scales.view(np.uint8), bytes4], axis=1).tobytes()
-    # Repeated further apart than a chunk is long, so zstd does not see it.
-    return (blocks * (BODY_BYTES_MAX // len(blocks) + 1))[:BODY_BYTES_MAX]
+async def make_body(executor: Executor) -> memoryview:
+    """`BODY_BYTES_MAX` random bytes to send, made in a thread: it takes up to half a second of CPU time."""
+    return memoryview(await asyncio.get_running_loop().run_in_executor(executor, os.urandom, BODY_BYTES_MAX))
 
 
 def booked_bytes(transport: GrpcTransport, peer: str) -> int:
@@ -194,8 +168,7 @@ class ProbeSender:
 
     async def _fill(self) -> None:
         loop = asyncio.get_running_loop()
-        kind = CompressibleProbe if self._request.is_compressible else Probe
-        header = kind(self._request.measurement)
+        header = Probe(self._request.measurement)
         while self._left:
             await self._transport.give_way()
             size = min(self._size, self._left)
@@ -336,13 +309,13 @@ class ProbeReceivers:
         finally:
             del self._receivers[key]
 
-    def open_transfer(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
+    def open_transfer(self, peer: str, header: Probe, raw_bytes: int) -> memoryview | None:
         """Where probes go; None for those that come late. Raises ProtocolViolation for those nobody agreed to."""
         self.expected[peer].arrive(header.measurement, raw_bytes)
         receiver = self._receivers.get((peer, header.measurement))
         return None if receiver is None else receiver.open_transfer(raw_bytes)
 
-    def close_transfer(self, peer: str, header: ProbeHeader, raw_bytes: int, *, is_whole: bool) -> None:
+    def close_transfer(self, peer: str, header: Probe, raw_bytes: int, *, is_whole: bool) -> None:
         """Probes arrived, or broke off."""
         receiver = self._receivers.get((peer, header.measurement))
         if receiver is not None and is_whole:

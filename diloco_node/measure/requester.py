@@ -43,7 +43,6 @@ class FlowRequest:
 
     peer: str
     is_sending: bool
-    is_compressible: bool
     times: FlowTimes
     bytes_max: int
 
@@ -108,7 +107,6 @@ class MeasurementRequester:
         request = msg.MeasurementRequested(
             new_measurement(),
             flow.is_sending,
-            flow.is_compressible,
             times.warm_up_ns,
             times.span_ns,
             flow.bytes_max,
@@ -117,7 +115,7 @@ class MeasurementRequester:
         async with contextlib.AsyncExitStack() as stack:
             exchange = await stack.enter_async_context(self._exchange(peer, request.measurement))
             if flow.is_sending:
-                body = await make_body(self._executor, is_compressible=request.is_compressible)
+                body = await make_body(self._executor)
                 await self._until_ready(exchange, request)
                 sender = ProbeSender(self._transport, peer, request, body, partial(booked_bytes, self._transport, peer))
                 return await self._out(exchange, sender, limit_s)

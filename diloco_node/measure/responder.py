@@ -137,7 +137,7 @@ class MeasurementResponder:
                 serving.used_bytes = receiver.used_bytes
 
     async def _send(self, peer: str, request: msg.MeasurementRequested, serving: _Serving) -> msg.MeasurementSent:
-        body = await make_body(self._executor, is_compressible=request.is_compressible)
+        body = await make_body(self._executor)
         self._transport.send(peer, msg.MeasurementReady(request.measurement))
         sender = ProbeSender(self._transport, peer, request, body, partial(booked_bytes, self._transport, peer))
         self._senders[peer, request.measurement] = sender

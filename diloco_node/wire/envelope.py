@@ -174,10 +174,10 @@ _HELLO: Final[Schema[Hello]] = Schema(
 
 _OTHER_ROLE: Final = {
     LinkRole.TRAINING: "what answers is the training daemon of {region}, which measures only with daemons: leave out "
-    "--alone and HOST:PORT to measure through the daemon that runs here, or start `diloco-node measure serve` beside "
-    "that one on a port of its own (measure_port in run.toml, or --listen)",
+    "--alone to measure through the daemon that runs here, or start `diloco-node measure serve` beside that one on a "
+    "port of its own (measure_port in run.toml)",
     LinkRole.MEASURING: "what is there is no training daemon, but `diloco-node measure` of {region}: end it, or give "
-    "it a port of its own (measure_port in run.toml, or --listen)",
+    "it a port of its own (measure_port in run.toml)",
 }
 
 

@@ -228,6 +228,8 @@ class Welcome:
         wants_initial_state: write your parameters into the version area and say InitialState.
         state_dir: the region's folder, absolute.
         steps_max: of the median learner, at which the run ends; 0: no such limit.
+        fragment_digests: of the parameters with which a script began the run, for a region that has made no step; else
+            empty.
     """
 
     region: str
@@ -246,6 +248,7 @@ class Welcome:
     wants_initial_state: bool
     state_dir: str
     steps_max: int = 0
+    fragment_digests: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +295,12 @@ class RunAdvanced:
     Attributes:
         global_step: steps of the median learner.
         run_part: of the way to the run's end, 0 to 1; None: nothing says where it ends.
+        reason: why further steps are of no use now; empty: go on.
     """
 
     global_step: int
     run_part: float | None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

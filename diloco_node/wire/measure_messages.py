@@ -56,14 +56,13 @@ class MeasurementRequested:
     """The requester wants probes to flow between it and the receiver of this message.
 
     Attributes:
-        is_requester_sending: who sends. is_compressible: encoded int4 values instead of random bytes.
+        is_requester_sending: who sends.
         warm_up_ns: is not counted, from the first byte that arrives. span_ns: is counted after it.
         bytes_max: not more are sent, the warm-up included.
     """
 
     measurement: int
     is_requester_sending: bool
-    is_compressible: bool
     warm_up_ns: int
     span_ns: int
     bytes_max: int
@@ -185,16 +184,6 @@ class Probe:
     """Header: random bytes of a measurement. They are counted and thrown away."""
 
     measurement: int
-
-
-@dataclass(frozen=True, slots=True)
-class CompressibleProbe:
-    """Header: the same with encoded int4 values, on which zstd pays."""
-
-    measurement: int
-
-
-ProbeHeader = Probe | CompressibleProbe
 
 
 def check_request(request: MeasurementRequested | LinkTestRequested, *, is_daemon: bool) -> None:

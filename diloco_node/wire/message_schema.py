@@ -32,9 +32,7 @@ from diloco_node.core.shapes import (
     Check,
     Items,
     OutOfBounds,
-    Whole,
     bound_of,
-    check_bool,
     check_relations,
     items_check,
     relations,
@@ -43,7 +41,6 @@ from diloco_node.core.shapes import (
 )
 from diloco_node.core.unpacking import SHORT_BYTES, unpack, unpack_short
 from diloco_node.errors import ProtocolViolation
-from diloco_node.wire.unrolled import unroll
 
 DEPTH_MAX: Final = 8
 """Nested dataclasses and tuples in one message, told from the hints when the schema is built."""
@@ -203,11 +200,7 @@ class Schema(Generic[T]):
             check_relations(names, values, pairs)
             return cls(*values)
 
-        slow = (encode, decode)
-        if pairs:
-            return slow
-        conditions = _conditions(built, bounds)
-        return unroll(cls, encoders, decoders, skip=skip, slow=slow, error=OutOfBounds, written_out=conditions)
+        return encode, decode
 
     def _fields(
         self, cls: type, names: list[str], bounds: list[Bound | None], *, depth: int
@@ -326,16 +319,6 @@ def _enum(cls: type[Enum]) -> tuple[Check, Check]:
         return member
 
     return encode, decode
-
-
-def _conditions(built: list[tuple[Check, Check]], bounds: list[Bound | None]) -> dict[Check, str]:
-    """Return the checks of integers and booleans as source, for `unroll`: `{v}` is the value."""
-    conditions: dict[Check, str] = {check_bool: "({v} is True or {v} is False)"}
-    for converters, bound in zip(built, bounds, strict=True):
-        if isinstance(bound, Whole):
-            source = f"type({{v}}) is int and {bound.lowest} <= {{v}} <= {bound.highest}"
-            conditions |= dict.fromkeys(converters, source)
-    return conditions
 
 
 def _lenient(kind: type, check: Check, convert: Check) -> Check:

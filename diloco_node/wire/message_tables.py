@@ -18,7 +18,7 @@ PROTOCOL_VERSION: Final = 10
 ControlMessage = messages.Message | link_messages.LinkMessage | measure_messages.MeasureMessage
 """The messages of the control lane."""
 
-TransferHeader = messages.BulkHeader | measure_messages.ProbeHeader
+TransferHeader = messages.BulkHeader | measure_messages.Probe
 """The headers of bulk transfers."""
 
 CONTROL_BYTES_MAX: Final = 4 * 2**20
@@ -78,7 +78,6 @@ BULK_HEADERS: Final[dict[int, type]] = {
     3: messages.Payload,
     4: messages.State,
     5: measure_messages.Probe,
-    6: measure_messages.CompressibleProbe,
 }
 
 
@@ -97,7 +96,6 @@ BULK_LANES: Final[dict[type, BudgetLane]] = {
     messages.Payload: BudgetLane.RECOVERY,
     messages.State: BudgetLane.RECOVERY,
     measure_messages.Probe: BudgetLane.MEASUREMENT,
-    measure_messages.CompressibleProbe: BudgetLane.MEASUREMENT,
 }
 """The lane of the budget in which a transfer travels."""
 

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import paper_tables
@@ -22,6 +23,7 @@ from paper_tables import (
     bandwidth_table,
     closed_form,
     goodput_table,
+    ring_factor,
     root_mean_square,
     simulate_cluster,
 )
@@ -154,6 +156,10 @@ def test_every_diloco_cell_is_within_three_percent_or_its_rounding() -> None:
     assert len(cells) == 40
     for cell in cells:
         assert abs(cell.deviation) <= 0.03 or cell.is_rounding, cell
+
+
+def test_the_ring_factor_by_hand() -> None:
+    assert [ring_factor(places) for places in (1, 2, 4, 8)] == [0, 1, Fraction(3, 2), Fraction(7, 4)]
 
 
 def test_data_parallel_up_to_95_percent_is_within_two_percent() -> None:

@@ -1,4 +1,4 @@
-"""`diloco-node budget set`, `quarantine lift`, `learner start` and `log-level` against a real admin socket."""
+"""`diloco-node budget set`, `quarantine lift` and `learner start` against a real admin socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
-from diloco_node.daemon.logs import PartLevels
 from diloco_node.daemon.region_budget import changed_plan
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
@@ -41,13 +40,12 @@ class Region:
         self.expelled: list[str] = []
         self.revocations: list[tuple[str, str]] = []
         self.status: dict[str, Any] = {}
-        self.levels = PartLevels()
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         handlers = AdminHandlers(
             status=lambda: self.status,
-            snapshot=lambda _: {},
+            snapshot=dict,
             not_ready_reason=str,
             finish=self.finished.append,
             drain=lambda: self.finished.append("drained"),
@@ -57,7 +55,6 @@ class Region:
             revoke=self._revoke,
             lift_quarantine=self._lift,
             start_learner=lambda: "stopped",
-            set_log_level=self._set_level,
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
 
@@ -80,10 +77,6 @@ class Region:
         if peer not in ("asia", "us"):
             raise ConfigError(f"{peer!r} is none of this region's peers: asia, us")
         return peer == "us"
-
-    def _set_level(self, component: str, level: str) -> Mapping[str, str]:
-        self.levels.change(component, level)
-        return self.levels.shown()
 
     def start(self) -> None:
         self._thread.start()
@@ -242,12 +235,3 @@ def test_what_is_wrong_with_lifting_a_quarantine_is_said(tmp_path: Path, capsys:
     (tmp_path / "state" / "eu" / ADMIN_TOKEN_NAME).write_text("another")
     assert main(["quarantine", "lift", "us"]) == 2
     assert "missing or wrong bearer token" in capsys.readouterr().err
-
-
-def test_a_log_level_is_changed_while_the_region_runs(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["log-level", "rounds", "warning"]) == 0
-    assert "eu: daemon info, disk info, learner info, ledger info, rounds warning" in capsys.readouterr().out
-    assert main(["log-level", "all", "error", "eu"]) == 0
-    assert set(region.levels.shown().values()) == {"error"}
-    assert main(["log-level", "wire", "info"]) == 2
-    assert "name one of all, daemon" in capsys.readouterr().err

@@ -10,8 +10,7 @@ import pytest
 import structlog
 
 from diloco_node.daemon import logs as logs_module
-from diloco_node.daemon.logs import LOG_PARTS, PEER_CAUSES_MAX, PartLevels, part_of
-from diloco_node.errors import ConfigError
+from diloco_node.daemon.logs import PEER_CAUSES_MAX, part_of
 
 LINES = """
 import structlog
@@ -92,34 +91,19 @@ except ValueError:
     assert "ValueError: x" in second["exception"]
 
 
-def test_a_part_is_silenced_and_heard_again_while_the_process_runs() -> None:
+def test_lines_below_the_level_are_left_out() -> None:
     code = """
-levels = set_up_logs()
-link, other = structlog.get_logger(part="transport"), structlog.get_logger()
-link.info("first")
-levels.change("transport", "error")
+set_up_logs("warning")
+link = structlog.get_logger(part="transport")
 link.info("not told")
-link.warning("not told either")
-link.error("second")
-other.info("third")
-levels.change("all", "warning")
-other.info("not told")
-levels.change("daemon", "info")
-other.info("fourth")
+link.warning("first")
+structlog.get_logger().error("second")
 """
-    assert [line.split("event=")[1].split()[0] for line in said_by(code)] == ["first", "second", "third", "fourth"]
-
-
-def test_what_there_is_not_is_refused_with_what_there_is() -> None:
-    levels = PartLevels()
-    with pytest.raises(ConfigError, match="no part 'wire': name one of all, daemon, disk"):
-        levels.change("wire", "info")
-    with pytest.raises(ConfigError, match="no level 'loud': name one of info, warning, error"):
-        levels.change("all", "loud")
-    assert levels.shown() == dict.fromkeys(LOG_PARTS, "info")
+    lines = said_by(code)
+    assert [line.split("event=")[1].split()[0] for line in lines] == ["first", "second"]
+    assert ["part=daemon" in line for line in lines] == [False, True]
 
 
 def test_every_kind_of_note_belongs_to_a_part() -> None:
-    assert {part_of(kind) for kind in ("budget", "disk", "learner", "leader", "open", "committed")} == set(
-        LOG_PARTS
-    ) - {"daemon"}
+    kinds = ("budget", "disk", "learner", "leader", "open", "committed")
+    assert [part_of(kind) for kind in kinds] == ["transport", "disk", "learner", "ledger", "rounds", "rounds"]

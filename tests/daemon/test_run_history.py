@@ -49,7 +49,6 @@ def test_a_row_says_what_the_status_said(tmp_path: Path) -> None:
     }  # fmt: skip
     document = history.document()
     assert (document["columns"], len(document["rows"][0])) == (list(COLUMNS), len(COLUMNS))
-    assert history.document(since_unix=math.inf)["rows"] == []
 
 
 def test_without_a_learner_there_is_no_point_and_no_number_is_none() -> None:

@@ -11,15 +11,19 @@ import re
 import shlex
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from diloco_node.core.ledger.election import Role
 from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
-from tests.kit.cluster_kit import Cluster, Statuses, all_train
+from diloco_node.learner.checkpoint import FileName, newest_first
+from tests.kit.cluster_kit import Cluster, Statuses, all_train, is_running
 from tests.kit.data_kit import END, rows_of, write_jsonl, write_tokenizer
 from tests.kit.repository import ROOT
+from tests.kit.row_log import read_lives, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -111,16 +115,28 @@ def a_checkout(folder: Path) -> Path:
     return checkout
 
 
-def for_a_cpu(script: str, folder: Path) -> str:
-    """torchtitan's settings, and what it needs to run on a machine like this."""
+def skip_without(example: str) -> None:
+    missing = [name for name in NEEDS[example] if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is not installed: pip install 'diloco-node[hf,lightning,titan]'")
+
+
+def write_titan_settings(folder: Path) -> Path:
     write_tokenizer(folder / "tokenizer")
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     write_jsonl(folder / "text" / "rows.jsonl", rows_of(300))
-    (folder / "train.toml").write_text(TITAN_TOML.format(folder=folder))
+    path = folder / "train.toml"
+    path.write_text(TITAN_TOML.format(folder=folder))
+    return path
+
+
+def for_a_cpu(script: str, folder: Path) -> str:
+    """torchtitan's settings, and what it needs to run on a machine like this."""
+    settings = write_titan_settings(folder)
     where = f"../examples/{TITAN}"
     assert script.count(where) == 2
     script = script.replace(where, f"-m tests.kit.titan_on_cpu {where}")
-    return script.replace(" train.toml", f" {shlex.quote(str(folder / 'train.toml'))}")
+    return script.replace(" train.toml", f" {shlex.quote(str(settings))}")
 
 
 async def come_back(cluster: Cluster, before: Statuses) -> None:
@@ -136,9 +152,7 @@ async def come_back(cluster: Cluster, before: Statuses) -> None:
 
 @pytest.mark.parametrize("example", NEEDS)
 async def test_an_example_trains_in_two_regions_as_its_readme_says(tmp_path: Path, example: str) -> None:
-    missing = [name for name in NEEDS[example] if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} is not installed: pip install 'diloco-node[hf,lightning,titan]'")
+    skip_without(example)
     page = Page()
     script, ranks = page.script(example), page.ranks(example)
     checkout = a_checkout(tmp_path)
@@ -191,3 +205,88 @@ async def test_an_example_trains_in_two_regions_as_its_readme_says(tmp_path: Pat
         with contextlib.suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGTERM)  # supervisors, which end what they have started
         await shell.wait()
+
+
+ROWS = 320
+KILLS = ((0, 3), (2, 0), (1, 40), (1, 0), (0, 70))
+"""After so many checkpoints of a life, and so many steps more."""
+
+IMPORTS = {name: ("torch", *modules) for name, modules in NEEDS.items()} | {
+    "hf_trainer.py": ("torch", "transformers.trainer"),
+    "lightning_fit.py": ("torch", "lightning.pytorch", "torchdata.stateful_dataloader"),
+}
+"""A life that is forked with them begins in a second."""
+
+EPOCH_STEPS = {"hf_trainer.py": 40, "lightning_fit.py": 40, "accelerate_loop.py": 10}
+"""The others draw rows, or cut text into them, without end."""
+
+
+async def until(what: str, is_so: Callable[[], bool], wait_s: float = 120.0) -> None:
+    deadline_s = time.monotonic() + wait_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"not within {wait_s:.0f} s: {what}"
+        await asyncio.sleep(0.03)
+
+
+@pytest.mark.parametrize("example", NEEDS)
+async def test_an_example_that_is_killed_five_times_trains_no_row_again_but_those_since_its_checkpoint(
+    tmp_path: Path, example: str
+) -> None:
+    skip_without(example)
+    data = tmp_path / "data"
+    write_text(data, ROWS)
+    cluster = Cluster(tmp_path / "run", 1)
+    (region,) = cluster.regions.values()
+    region.env = {**region.env, "OMP_NUM_THREADS": "1"}
+    region.settings += (f"learner.preload={','.join(IMPORTS[example])}",)
+    run = [str(ROOT / "tests/kit/row_log.py"), str(data)]
+    script = str(ROOT / "examples" / example)
+    command = [sys.executable, *run, script]
+    if example == TITAN:
+        settings = ["--job.config_file", str(write_titan_settings(tmp_path))]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        command = [sys.executable, *launch, *run, str(ROOT / "tests/kit/titan_on_cpu.py"), script, *settings]
+    folder = region.state_dir / "learner" / "checkpoints"
+    newest: list[FileName | None] = []
+    try:
+        await region.start(cluster.config, command)
+        for number, (checkpoints, steps) in enumerate(KILLS):
+            await until(f"life {number} begins", lambda number=number: len(read_lives(data)) == number + 1)
+            pid = read_lives(data)[-1][0]
+            files = set(newest_first(folder)) - {None}
+            for _ in range(checkpoints):
+                await until("a checkpoint", lambda files=files: bool(set(newest_first(folder)) - files))
+                files |= set(newest_first(folder))
+            count = len(read_lives(data)[-1][1])
+            await until("steps", lambda count=count, steps=steps: len(read_lives(data)[-1][1]) >= count + steps)
+            os.kill(pid, signal.SIGKILL)
+            await until("its end", lambda pid=pid: not is_running(pid))
+            newest.append(next(iter(newest_first(folder)), None))
+        await until("the last life trains", lambda: len(read_lives(data)) == 6 and len(read_lives(data)[-1][1]) > 20)
+        await cluster.end()
+    finally:
+        await cluster.clear()
+    lives = [steps for _, steps in read_lives(data)]
+    told = re.findall(r"lost: (\d+) steps since its checkpoint", (region.state_dir / "logs" / "start.log").read_text())
+    assert len(told) == len(KILLS)
+    line: list[str] = []  # of each step, its rows, as if nobody had been killed
+    begins = {}  # of each incarnation, where its first step is in the line
+    checkpoint: FileName | None = None
+    for number, steps in enumerate(lives):
+        begin = 0 if checkpoint is None else begins[checkpoint.incarnation] + checkpoint.step
+        again = line[begin:]
+        assert steps[: len(again)] == again[: len(steps)], f"life {number}: it goes on where the checkpoint was"
+        line[begin:] = steps + again[len(steps) :]
+        if number == len(KILLS):
+            break
+        checkpoint = newest[number]
+        begins[number + 1] = begin
+        saved = checkpoint.step if checkpoint is not None and checkpoint.incarnation == number + 1 else 0
+        lost, said = len(steps) - saved, int(told[number])
+        assert lost <= said + 1, "a step may be noted, but not counted yet"
+        assert said <= lost or not KILLS[number][1], "where a checkpoint was not new just then, it is exact"
+    width = EPOCH_STEPS.get(example, 0)
+    for epoch in (line[start : start + width] for start in range(0, len(line), width)) if width else ():
+        rows = " ".join(epoch).split()
+        assert len(set(rows)) == len(rows), "no row twice in an epoch"
+        assert len(rows) == ROWS or len(epoch) < width

@@ -70,6 +70,7 @@ class FakeDaemon:
         is_genesis_automatic: bool = True,
         global_step: int = 0,
         steps_max: int = 0,
+        fragment_digests: tuple[bytes, ...] = (),
     ) -> None:
         self.folder = folder
         self.fragments = fragments
@@ -81,6 +82,7 @@ class FakeDaemon:
         self.is_genesis_automatic = is_genesis_automatic
         self.global_step = global_step
         self.steps_max = steps_max
+        self.fragment_digests = fragment_digests
         self.said: list[ToDaemon] = []
         self.attaches: list[Attach] = []
         self.detached: list[str] = []
@@ -144,6 +146,7 @@ class FakeDaemon:
                 wants_initial_state=not self.theta,
                 state_dir=str(self.folder),
                 steps_max=self.steps_max,
+                fragment_digests=self.fragment_digests,
             )
         )
         if self.theta:

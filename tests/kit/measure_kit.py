@@ -23,7 +23,7 @@ from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire.measure_messages import MeasureMessage, ProbeHeader
+from diloco_node.wire.measure_messages import MeasureMessage, Probe
 from tests.kit.waiting import Changing
 
 RUN = "run1"
@@ -87,7 +87,7 @@ class Region(Changing):
     def command(self) -> MeasureCommand:
         """As a daemon's."""
         measuring = self.measuring
-        return MeasureCommand(self.name, measuring.peers, lambda *_: measuring.own_links(), lambda _: (None, ""))
+        return MeasureCommand(self.name, measuring.peers, lambda _: measuring.own_links(), lambda _: (None, ""))
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -116,12 +116,12 @@ class Region(Changing):
         self.changed.set()
 
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
-        if isinstance(header, ProbeHeader):
+        if isinstance(header, Probe):
             return self.measuring.transfer_opened(peer, header, raw_bytes)
         return memoryview(bytearray(raw_bytes))
 
     def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
-        if isinstance(header, ProbeHeader):
+        if isinstance(header, Probe):
             self.measuring.transfer_closed(peer, header, buffer, is_whole=is_whole)
         else:
             self.rounds.append(header)
@@ -171,7 +171,6 @@ def wish(number: int, **changes: Any) -> msg.MeasurementRequested:
     """What a peer would ask for: that we send to it over the link."""
     given: dict[str, Any] = {
         "is_requester_sending": False,
-        "is_compressible": False,
         "warm_up_ns": 0,
         "span_ns": 1000,
         "bytes_max": 1000,
@@ -180,7 +179,7 @@ def wish(number: int, **changes: Any) -> msg.MeasurementRequested:
 
 
 def a_flow(peer: str = "b", **changes: Any) -> FlowRequest:
-    given = {"is_sending": True, "is_compressible": False, "times": QUICK, "bytes_max": 10**9, **changes}
+    given = {"is_sending": True, "times": QUICK, "bytes_max": 10**9, **changes}
     return FlowRequest(peer, **given)
 
 

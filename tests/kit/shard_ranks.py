@@ -328,13 +328,17 @@ class Rank:
             return {"error": str(error)}
         return {"error": ""}
 
-    def state(self) -> dict[str, str]:
+    def model_state(self) -> dict[str, str]:
         from diloco_node.learner.layouts.tensors import is_sharded
 
-        found = {}
         model = self.tensors.model
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
-            found[name] = digest(value.full_tensor() if is_sharded(value) else value)
+        return {
+            name: digest(value.full_tensor() if is_sharded(value) else value)
+            for name, value in (*model.named_parameters(), *model.named_buffers())
+        }
+
+    def state(self) -> dict[str, str]:
+        found = self.model_state()
         if self.ranks.is_first or self._is_cut():
             for name, value in self.diloco.global_state_dict().items():
                 found[f"global {name}"] = digest(value)

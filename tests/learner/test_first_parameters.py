@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import diloco_node
+from diloco_node.codec.digest import fragment_digest
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import region_folder
@@ -71,6 +72,34 @@ def test_a_region_whose_script_begins_elsewhere_is_told_both_norms(
 def test_the_same_parameters_are_no_news(folder: Path, dtype: torch.dtype) -> None:
     theta = first_of(folder, net())
     assert warnings_of(folder, net().to(dtype), theta) == []
+
+
+def digests_of(theta: list[np.ndarray]) -> tuple[bytes, ...]:
+    return tuple(fragment_digest(part, np.zeros_like(part)) for part in theta)
+
+
+@pytest.mark.parametrize(("changes", "named"), [((), ()), (("1.bias",), ("1.bias",)), (None, ("0.weight", "1.bias"))])
+def test_a_region_that_joins_later_is_told_which_tensors_began_elsewhere(
+    folder: Path, changes: tuple[str, ...] | None, named: tuple[str, ...]
+) -> None:
+    theta = first_of(folder, net())
+    own = net() if changes is not None else net(7)
+    with torch.no_grad():
+        for name in changes or ():
+            own.get_parameter(name).add_(0.01)
+    later = [part + 1 for part in theta]
+    with FakeDaemon(folder, theta=later, versions=[3, 3], fragment_digests=digests_of(theta)) as daemon:
+        diloco_node.attach(own, checkpoint_every_s=0).close()
+        assert daemon.manifest is not None
+        names = [{piece.name for piece in fragment.pieces} for fragment in daemon.manifest.fragments]
+        texts = [message.text for message in daemon.said if isinstance(message, Warned)]
+    assert len(texts) == bool(named)
+    for text in texts:
+        told = {piece for pieces in names for piece in pieces if repr(piece) in text}
+        assert told >= set(named)
+        if changes:
+            assert told == next(pieces for pieces in names if pieces >= set(named)), "the others are equal"
+        assert "This region goes on from the run's" in text
 
 
 def test_a_run_that_is_further_is_no_news(folder: Path) -> None:

@@ -122,6 +122,35 @@ def test_a_run_that_goes_on_leaves_the_own_parameters(folder: Path) -> None:
         assert daemon.wait_for(Done).step == 1
 
 
+def test_a_learner_alone_past_the_end_waits_with_its_steps_until_somebody_is_there(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = Toy()
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        daemon.send(RunAdvanced(200, 1.0, "the run is at its end here"))
+        stepping = in_background(lambda: steps_until_stop(toy, diloco))
+        daemon.want(0)
+        daemon.want(1)
+        daemon.wait_for(SnapshotReady, 2)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while "no further step for now: the run is at its end here" not in caplog.text:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        steps = diloco.steps
+        daemon.commit(0, daemon.theta[0] + 1, 1)
+        daemon.wait_for(OfferApplied, 3)
+        assert diloco.steps == steps, "it waits, and its last steps are merged all the same"
+        daemon.send(RunAdvanced(200, 1.0))
+        while diloco.steps == steps:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        daemon.send(RunAdvanced(200, 1.0, "the run is at its end here"))
+        daemon.stop_learner("the run is finished")
+        stepping.result(PATIENCE_S)
+    assert diloco.stop_reason == "the run is finished"
+
+
 # ---- the wish --------------------------------------------------------------------------------------------------------
 
 

@@ -276,6 +276,28 @@ def test_what_is_given_is_not_named(folder: Path) -> None:
         assert loop.checkpoint() == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_that_evaluates_the_merged_model_is_not_named_and_one_that_trains_is(
+    folder: Path, dtype: torch.dtype
+) -> None:
+    with Loop(folder, plain()) as loop:
+        held_out = copy.deepcopy(loop.model).to(dtype).eval()
+        for _ in range(4):
+            loop.step()
+            with torch.no_grad():
+                loop.daemon.theta[0] += 1
+                loop.daemon.commit(0, loop.daemon.theta[0], -1)
+            loop.diloco.settle(0.1)
+            held_out.load_state_dict(loop.diloco.global_state_dict())
+            assert loop.checkpoint() == []
+        with torch.no_grad():
+            next(held_out.parameters()).add_(1)
+        for _ in range(4):
+            loop.step()
+            warnings = loop.checkpoint()
+        assert "outside of what attach() was given" in warnings[0]
+
+
 def test_nothing_is_named_that_needs_no_place(folder: Path) -> None:
     """A schedule that asks the run, a scaler that is off, a loader that is done, a module that stays, and garbage."""
     with Loop(folder, plain()) as loop:

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from diloco_node.shared_memory import MemoryStore
 from tests.kit.fake_daemon import Done, FakeDaemon
-from tests.kit.shard_ranks import Ranks, states
+from tests.kit.shard_layouts import cut
+from tests.kit.shard_ranks import Ranks, digest, states
 
 pytestmark = pytest.mark.e2e
 
@@ -173,6 +175,32 @@ def test_a_region_of_which_another_rank_was_asked_to_stop_is_not_done(tmp_path: 
         ranks.ask(do="step", count=1)
         ranks.ask(do="close")
         assert not [one for one in daemon.said if isinstance(one, Done)]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp-masters"])
+def test_after_the_end_every_rank_holds_the_final_parameters(layout: str, tmp_path: Path) -> None:
+    with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon, Ranks(2) as ranks:
+        ranks.attach(layout, tmp_path, optimizer=layout != "fsdp-masters")
+        ranks.merged(daemon, 2, applied=2)
+        daemon.stop_learner(versions=tuple(daemon.versions))
+        ranks.ask(do="step", count=2)  # of its own, after the last merge
+        before = ranks.agreed(do="model_state")
+        ranks.ask(do="close")
+        after = ranks.agreed(do="model_state")
+    assert daemon.manifest is not None
+    parts: dict[str, dict[int, np.ndarray]] = {}
+    for fragment, theta in zip(daemon.manifest.fragments, daemon.theta, strict=True):
+        for piece in fragment.pieces:
+            values = theta[piece.offset : piece.offset + piece.size]
+            parts.setdefault(piece.name, {})[piece.value_start] = values
+    kinds = {
+        name: value.dtype
+        for name, value in cut("whole-masters" if layout.endswith("masters") else "whole")[0].state_dict().items()
+    }
+    for name, values in parts.items():
+        whole = np.concatenate([values[start] for start in sorted(values)])
+        assert after[name] == digest(torch.from_numpy(whole).to(kinds[name])), name
+        assert after[name] != before[name], name
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:

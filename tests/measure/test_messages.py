@@ -17,7 +17,7 @@ from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_tables import CONTROL, HEADERS, MESSAGES
 
 S = NS_PER_S
-ASKED = g.MeasurementRequested(3, True, False, S, 5 * S, 10**9)
+ASKED = g.MeasurementRequested(3, True, S, 5 * S, 10**9)
 LINK = g.LinkTestRequested(3, "eu", S, 0, 5 * S, 10**9)
 KINDS = typing.get_args(g.MeasureMessage)
 
@@ -76,9 +76,9 @@ def test_mutated_bytes_decode_to_something_of_the_schema_or_are_refused(
     assert type(decoded) in MESSAGES.values()
 
 
-@given(numbers(g.Probe, "measurement"), st.sampled_from(typing.get_args(g.ProbeHeader)))
-def test_a_probe_header_comes_back_equal(measurement: int, kind: type[g.Probe]) -> None:
-    header = kind(measurement)
+@given(numbers(g.Probe, "measurement"))
+def test_a_probe_header_comes_back_equal(measurement: int) -> None:
+    header = g.Probe(measurement)
     assert HEADERS.decode(HEADERS.encode(header)) == header
 
 

@@ -22,13 +22,7 @@ from diloco_node.planning.advice import (
     with_settings,
 )
 from diloco_node.planning.plan import FlowKind, FragmentSize, Network, Plan, Workload, make_plan, storage
-from diloco_node.planning.rates import (
-    data_parallel_bits_per_s,
-    data_parallel_utilisation,
-    format_rate,
-    rate_setting,
-    ring_factor,
-)
+from diloco_node.planning.rates import format_rate, rate_setting
 from diloco_node.planning.sizes import even_sizes, fragment_sizes
 
 MS = 1_000_000
@@ -413,22 +407,6 @@ def test_rates_are_read_with_three_digits() -> None:
 def test_a_rate_setting_is_enough_and_at_most_one_percent_more(bytes_per_s: int) -> None:
     there = setting_bytes(rate_setting(bytes_per_s))
     assert bytes_per_s <= there <= bytes_per_s * 1.01 + 1
-
-
-def test_the_ring_factor_and_data_parallel_by_hand() -> None:
-    assert [ring_factor(places) for places in (1, 2, 4, 8)] == [0, 1, Fraction(3, 2), Fraction(7, 4)]
-    # 80 Gbit in (1 + 0.65) s: half of the time is compute.
-    assert data_parallel_bits_per_s(5 * 10**9, 2, 1.0, 0.5) == pytest.approx(80e9 / 1.65)
-
-
-@given(st.floats(0.05, 0.95), st.integers(2, 16), st.floats(0.01, 100))
-def test_utilisation_is_the_inverse_of_the_rate(part: float, places: int, step_s: float) -> None:
-    rate = data_parallel_bits_per_s(10**9, places, step_s, part)
-    assert data_parallel_utilisation(10**9, places, step_s, rate) == pytest.approx(part)
-
-
-def test_a_fast_line_hides_all_of_it() -> None:
-    assert data_parallel_utilisation(10**6, 4, 1.0, 1e12) == 1
 
 
 @pytest.mark.parametrize(

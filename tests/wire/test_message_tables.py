@@ -75,7 +75,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     k.IngressDemand(1 << 62),
     g.EchoRequest(7),
     g.EchoReply(7, 1000, -1),
-    g.MeasurementRequested(1 << 61, True, False, 1_000_000_000, 5_000_000_000, 1 << 32),
+    g.MeasurementRequested(1 << 61, True, 1_000_000_000, 5_000_000_000, 1 << 32),
     g.MeasurementReady(3),
     g.MeasurementDeclined(3, "busy"),
     g.MeasurementReceived(3, 10, 9, 8, 11, 4_000_000_000, 500, 1000),
@@ -93,7 +93,6 @@ HEADER_EXAMPLES: list[TransferHeader] = [
     m.Payload(2, 6, b"d" * 32),
     m.State(2, 6, b"d" * 32),
     g.Probe(3),
-    g.CompressibleProbe(3),
 ]
 
 
@@ -116,7 +115,7 @@ def test_rounds_go_before_recovery_and_measurements_go_last() -> None:
     assert lanes == {
         "ROUNDS": {m.ContributionStripe, m.MergedStripe},
         "RECOVERY": {m.Payload, m.State},
-        "MEASUREMENT": {g.Probe, g.CompressibleProbe},
+        "MEASUREMENT": {g.Probe},
     }
     assert [lane.name for lane in sorted(BudgetLane)] == ["CONTROL", "ROUNDS", "RECOVERY", "MEASUREMENT"]
 

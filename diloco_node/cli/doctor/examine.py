@@ -9,9 +9,8 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from diloco_node import __version__
 from diloco_node.cli import start
@@ -19,7 +18,7 @@ from diloco_node.cli.doctor import machine, membership, network, topics
 from diloco_node.cli.doctor import machine_facts as probes
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 from diloco_node.health.finding import Finding, read_alert
-from diloco_node.health.reading import Document, number, rows, section
+from diloco_node.health.reading import rows, section
 from diloco_node.state_names import MEMORY_SOCKET_NAME, NODE_NAME
 from diloco_node.unix_sockets import socket_path
 
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
     from diloco_node.planning.plan import Storage
     from diloco_node.transport.asking import PeerAnswer
     from diloco_node.transport.certificates import Identity
-
-
-SECONDS_MAX: Final = 1e6
-"""Longest step or round trip that is believed: eleven days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +196,8 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
                 yield from _answer_findings(peer, addresses[peer], answer, patient.config)
             if mtu is not None:
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent_bytes=SENT_BYTES)
-        yield from link_findings(patient, peer, results[peer].hosts if peer in results else frozenset())
+        entries = rows(patient.status or {}, "peers")
+        yield from (network.peer_link(entry) for entry in entries if entry.get("name") == peer)
 
 
 def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[Finding]:
@@ -216,17 +212,6 @@ def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeCo
         yield membership.settings_equal(peer, config.settings_digest(), answer.hello.settings_digest, difference)
     if answer.clock_ahead_s is not None:
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
-
-
-def link_findings(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[Finding]:
-    """Report the link as our own daemon has it, where one runs."""
-    from diloco_node.cli.doctor.peer_probes import inbound_hosts
-
-    for entry in rows(patient.status or {}, "peers"):
-        if entry.get("name") == peer:
-            hosts = inbound_hosts(patient.config.listen(patient.region)[1])
-            is_inbound = None if hosts is None else bool(hosts & peer_hosts)
-            yield network.peer_link(entry, is_inbound=is_inbound)
 
 
 def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Finding]:
@@ -252,35 +237,4 @@ def examine_run(patient: Patient) -> Iterator[Finding]:
     yield network.daemon(patient.region, patient.status)
     if patient.status is None:
         return
-    pace = _pace(patient, patient.status)
-    if pace is not None:
-        yield pace
     yield from map(network.alert, map(read_alert, rows(section(patient.status, "health"), "alerts")))
-
-
-def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
-    """Plan with the round trip and the step time that the daemon has measured; None: there is no step yet."""
-    from diloco_node.cli.plan.inputs import source_of_config
-    from diloco_node.planning.plan import Network, Workload, make_plan
-
-    step_s = _seconds(section(status, "learner"), "step_seconds")
-    rtt_s = max((_seconds(entry, "rtt_seconds") for entry in rows(status, "peers")), default=0.0)
-    if not step_s:
-        return None
-    try:
-        source = source_of_config(patient.config, patient.config.path)
-        workload = Workload(
-            source.sizes(source.settings.fragments), source.regions, source.settings, round(1e9 * step_s)
-        )
-    except (DilocoError, OSError):
-        return None
-    limits = Network(rtt_ns=round(1e9 * rtt_s), egress=source.egress, ingress=source.ingress)
-    plan = make_plan(workload, limits)
-    cycle_s, needed_s = (float(Fraction(ns, 10**9)) for ns in (workload.cycle_ns, plan.need.cycle_ns))
-    return network.pace(cycle_s, needed_s, rtt_s, step_s, str(status.get("budget_warning") or ""))
-
-
-def _seconds(document: Document, key: str) -> float:
-    """A time in a document; 0 where it has none, or none that can be."""
-    value = number(document, key)
-    return value if value is not None and 0 < value < SECONDS_MAX else 0.0

@@ -1,4 +1,4 @@
-"""Verdicts about peers, links, packet size, pace and alerts. Pure: facts in, findings out."""
+"""Verdicts about peers, links, packet size and alerts. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
@@ -57,17 +57,11 @@ def peer_version(peer: str, their_version: int, ours: int) -> Finding:
     return topics.VERSION.ok(f"{peer} speaks protocol {their_version}, as we do")
 
 
-def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
-    """Judge the link as our own daemon has it.
-
-    Args:
-        peer: an entry of the status document's `peers`. is_inbound: a connection of that peer to our port is there;
-            None: the kernel does not say.
-    """
+def peer_link(peer: Mapping[str, Any]) -> Finding:
+    """Judge the link as our own daemon has it, in an entry of the status document's `peers`."""
     name, link, address = str(peer.get("name")), str(peer.get("link")), peer.get("address")
     if link == "up":
-        inbound = "it dials us" if is_inbound or not address else "we dial it; whether it can dial us is not seen"
-        return topics.LINK.ok(f"the link to {name} is up: {inbound}")
+        return topics.LINK.ok(f"the link to {name} is up")
     error = str(peer.get("error") or "no reason yet")
     hint = f"either side must be able to dial the other: run diloco-node doctor in {name} as well"
     where = f" ({address})" if address else ", which must dial us,"
@@ -93,19 +87,6 @@ def daemon(region: str, status: Mapping[str, Any] | None) -> Finding:
     return topics.DAEMON.ok(
         f"{region} is {status.get('role', status.get('state', 'starting'))}: {status.get('reason', '')}"
     )
-
-
-def pace(cycle_s: float, needed_s: float, rtt_s: float, step_s: float, budget_warning: str) -> Finding:
-    """Judge whether each fragment gets its round every H steps, at the measured round trip and step time.
-
-    Args:
-        cycle_s: H steps. needed_s: what the network needs for one cycle. budget_warning: the daemon's own.
-    """
-    text = f"a cycle needs {needed_s:.1f} s of {cycle_s:.1f} s, at {1e3 * rtt_s:.0f} ms and {step_s:.3g} s a step"
-    if budget_warning or needed_s > cycle_s:
-        hint = "run diloco-node plan with the region's name: it lists what to change, the smallest first"
-        return topics.PACE.warning(budget_warning or text, hint)
-    return topics.PACE.ok(text)
 
 
 def alert(alert: Finding) -> Finding:

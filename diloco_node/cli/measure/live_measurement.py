@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node.cli.admin_client import is_answering, post
-from diloco_node.config.resolve import DEFAULT_NAME
 from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ def find_daemon(config: Path | None, region: str | None) -> Path | None:
     Raises:
         ConfigError: several run here and none was named; or run.toml is wrong, or does not have the region.
     """
-    if config is None and not Path(DEFAULT_NAME).exists():
-        return None
     from diloco_node.cli.options import load
 
     run_config = load(config)

@@ -31,11 +31,8 @@ RegionOption = Annotated[
     str | None,
     typer.Option("--region", "-r", metavar="NAME", help="Who we are [default: the one whose key is here]."),
 ]
-CertsOption = Annotated[
-    Path | None, typer.Option("--certs", metavar="FOLDER", help="That certs init made [default: run.toml's, or certs].")
-]
 SecondsOption = Annotated[
-    float, typer.Option("--seconds", min=SECONDS_MIN, max=SECONDS_MAX, help="Of each test, its warm-up apart.")
+    float, typer.Option("--seconds", min=SECONDS_MIN, max=SECONDS_MAX, help="Of each flow, its warm-up apart.")
 ]
 WarmUpOption = Annotated[
     float | None,
@@ -51,38 +48,17 @@ MostOption = Annotated[
         metavar="MIB",
         min=16,
         max=262_144,
-        help="MiB of each test, its warm-up too [default and most through a daemon: 4096].",
+        help="MiB of each flow, its warm-up too [default and most through a daemon: 4096].",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-PeerArgument = Annotated[str, typer.Argument(metavar="PEER", help="A region of run.toml, or HOST:PORT.")]
+PeerArgument = Annotated[str, typer.Argument(metavar="PEER", help="Another region of run.toml.")]
 
 
 @app.command()
-def serve(
-    *,
-    region: RegionOption = None,
-    config: ConfigOption = None,
-    certs: CertsOption = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            "--listen", metavar="HOST:PORT", help="What to bind [default: measure_port, or as the region's daemon]."
-        ),
-    ] = None,
-    peers: Annotated[
-        str | None,
-        typer.Option("--peers", metavar="NAME,...", help="Regions that may measure [default: all of run.toml]."),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Answer measurements until Ctrl-C, before a run or beside it. Without run.toml it needs --listen and --peers."""
+def serve(*, region: RegionOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Answer measurements until Ctrl-C, before a run or, at measure_port, beside it."""
     from diloco_node.cli.measure import own_links
-
-    here = own_links.Here.find(config, certs, region)
-    where = own_links.parse_address(listen, "--listen", port_min=0) if listen is not None else here.listen()
-
-    members = here.members(peers)
 
     def on_listening(end: dict[str, Any]) -> None:
         if as_json:
@@ -92,7 +68,8 @@ def serve(
             typer.echo(f"region {end['region']} answers measurements at {place}; Ctrl-C ends it")
         sys.stdout.flush()
 
-    own_links.run(lambda: own_links.serve(here, where, members=members, on_listening=on_listening))
+    here = own_links.Here.find(config, region)
+    own_links.run(lambda: own_links.serve(here, on_listening))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +77,6 @@ class _Way:
     """From where to measure, how long, and with what limits, as the user said."""
 
     config: Path | None
-    certs: Path | None
     region: str | None
     alone: bool
     seconds: float
@@ -126,12 +102,9 @@ class _Way:
         request = {**document, "seconds": self.seconds, "warm_up_seconds": self.warm_up}
         if self.most is not None:
             request["bytes_max"] = self.most * 2**20
-        daemon = None
-        # The user may name a measuring end (HOST:PORT), a folder of keys, or say --alone: then no daemon is meant.
-        if not self.alone and self.certs is None and ":" not in str(document.get("peer")):
-            daemon = live_measurement.find_daemon(self.config, self.region)
+        daemon = None if self.alone else live_measurement.find_daemon(self.config, self.region)
         if daemon is None:
-            here = own_links.Here.find(self.config, self.certs, self.region)
+            here = own_links.Here.find(self.config, self.region)
             return own_links.run(lambda: own_links.measure(here, request, on_partial))
         with own_links.progress(f"asking the daemon of {daemon.name}") as on_progress:
             return live_measurement.measure(daemon, request, on_progress, on_partial)
@@ -151,7 +124,6 @@ def latency(
     peer: PeerArgument,
     region: RegionOption = None,
     config: ConfigOption = None,
-    certs: CertsOption = None,
     seconds: SecondsOption = SECONDS,
     load: Annotated[bool, typer.Option("--load", help="Also while the link is full, out, then in.")] = False,
     warm_up: WarmUpOption = None,
@@ -163,7 +135,7 @@ def latency(
 
     Through the daemon of the region if it runs here, over the links that it has; else with a `measure serve` there.
     """
-    way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
+    way = _Way(config, region, alone, seconds, warm_up, most, as_json)
     way.measure({"what": "latency", "peer": peer, "load": load})
 
 
@@ -173,40 +145,20 @@ def bandwidth(
     peer: PeerArgument,
     region: RegionOption = None,
     config: ConfigOption = None,
-    certs: CertsOption = None,
     seconds: SecondsOption = SECONDS,
     warm_up: WarmUpOption = None,
-    connections: Annotated[
-        int | None,
-        typer.Option(
-            "--connections",
-            metavar="N",
-            min=1,
-            max=8,
-            help="For bulk [default: as many as the link is worth; not through a daemon].",
-        ),
-    ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", "-R", help="From the peer to here.")] = False,
     most: MostOption = None,
     alone: AloneOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Goodput of the transport (TLS; incompressible, and int4 with zstd), CPU, and what TCP retransmitted.
+    """Goodput of the transport (TLS, incompressible bytes), CPU, and what TCP retransmitted.
 
     Through the daemon of the region if it runs here: over the link that the run uses, in its measurement lane, within
-    its budget, behind all rounds. Else with a `measure serve` there, on a link of its own for each test.
+    its budget, behind all rounds. Else with a `measure serve` there, on a link of its own.
     """
-    request: dict[str, Any] = {"what": "bandwidth", "peer": peer, "reverse": reverse}
-    if connections is not None:
-        request["connections"] = connections
-    way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
-    document = way.measure(request)
-    failures = document.get("failures")
-    if failures:
-        raise PeersUnreachable(
-            f"{len(failures)} of {len(failures) + len(document['tests'])} tests could not be carried out, the first: "
-            f"{failures[0]['error']}"
-        )
+    way = _Way(config, region, alone, seconds, warm_up, most, as_json)
+    way.measure({"what": "bandwidth", "peer": peer, "reverse": reverse})
 
 
 @app.command()
@@ -214,7 +166,6 @@ def mesh(
     *,
     region: RegionOption = None,
     config: ConfigOption = None,
-    certs: CertsOption = None,
     seconds: SecondsOption = SECONDS,
     warm_up: WarmUpOption = None,
     most: MostOption = None,
@@ -233,7 +184,7 @@ def mesh(
 
     if out is not None:
         own_links.check_writable(out)  # before minutes are spent
-    way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
+    way = _Way(config, region, alone, seconds, warm_up, most, as_json)
     document = way.measure({"what": "mesh"})
     if out is not None:
         own_links.write(out, json.dumps(document, indent=1) + "\n")

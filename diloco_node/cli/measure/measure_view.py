@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from diloco_node.cli.tables import plain_table, table_console
-from diloco_node.measure.documents import FlowCase
 
 LOSS_NOTE: Final = (
     "Probes travel over TCP, which hides loss: `retrans.` is the part of the bytes that the kernels of both ends "
@@ -14,19 +13,20 @@ LOSS_NOTE: Final = (
 )
 
 SHORT: Final = 0.9
-"""A test that counted less of its time than this is told."""
+"""A flow that counted less of its time than this is told."""
 
 
 def show(document: Mapping[str, Any]) -> None:
-    """Print a document: rows of latency, tests of bandwidth, or pairs of a mesh."""
+    """Print a document: rows of latency, bandwidth, or pairs of a mesh."""
     console = table_console()
     lines: list[str] = []
     if "rows" in document:
         console.print(latency_table(document), LOSS_NOTE, sep="\n\n")
-    elif "tests" in document:
+    elif "bytes_per_second" in document:
         console.print(bandwidth_title(document), soft_wrap=True)
         console.print(bandwidth_table(document))
-        lines += [*short_lines(document), *failure_lines(document)]
+        if document["counted_seconds"] < SHORT * document["seconds"]:
+            lines.append(f"its bytes (--most) were used up early: {document['counted_seconds']:.2g} s were counted")
     else:
         console.print(mesh_table(document))
     if document.get("ended_early"):
@@ -52,50 +52,17 @@ def latency_table(document: Mapping[str, Any]) -> Any:
 
 
 def bandwidth_table(document: Mapping[str, Any]) -> Any:
-    """Rows of `measure bandwidth`."""
-    table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans.")
-    for row in document["tests"]:
-        case = _case(row)
-        cpu, sent_bytes, retransmitted_bytes = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
-        table.add_row(
-            case.title,
-            str(case.connections),
-            _mbit(row["bytes_per_second"]),
-            _mbit(row["bytes_per_second_median"]),
-            _mbit(row["bytes_per_second_p10"]),
-            _mbit(row["bytes_per_second_p90"]),
-            f"{cpu['sender']:.2f}",
-            f"{cpu['receiver']:.2f}",
-            _share(retransmitted_bytes / sent_bytes if sent_bytes else None),
-        )
-    return table
-
-
-def short_lines(document: Mapping[str, Any]) -> list[str]:
-    """Tests whose bytes were used up long before their time, so that less than that was counted: one line for all."""
-    seconds = document["seconds"]
-    short = [
-        f"{_case(row).title} ({row['connections']}) {row['counted_seconds']:.2g} s"
-        for row in document["tests"]
-        if row["counted_seconds"] < SHORT * seconds
-    ]
-    return (
-        [f"the bytes of a test (--most) were used up early, and less was counted: {'; '.join(short)}"] if short else []
+    """Row of `measure bandwidth`."""
+    table = _table("conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans.")
+    cpu, sent_bytes = document["cpu_seconds_per_gb"], document["sent_bytes"]
+    table.add_row(
+        str(document["connections"]),
+        *(_mbit(document[f"bytes_per_second{part}"]) for part in ("", "_median", "_p10", "_p90")),
+        f"{cpu['sender']:.2f}",
+        f"{cpu['receiver']:.2f}",
+        _share(document["retransmitted_bytes"] / sent_bytes if sent_bytes else None),
     )
-
-
-def failure_lines(document: Mapping[str, Any]) -> list[str]:
-    """List what could not be measured and why: one line for tests that failed for the same reason."""
-    cases: dict[str, list[str]] = {}
-    for row in document.get("failures", ()):
-        case = _case(row)
-        over = f" ({case.connections})" if case.connections else ""
-        cases.setdefault(row["error"], []).append(f"{case.title}{over}")
-    return [f"not measured: {'; '.join(titles)}: {error}" for error, titles in cases.items()]
-
-
-def _case(row: Mapping[str, Any]) -> FlowCase:
-    return FlowCase(row["from"], row["to"], row["body"], row["connections"])
+    return table
 
 
 def bandwidth_title(document: Mapping[str, Any]) -> str:
@@ -103,7 +70,7 @@ def bandwidth_title(document: Mapping[str, Any]) -> str:
     control = document["congestion_control"]
     return (
         f"{document['from']} -> {document['to']}, round trip {_ms(document['rtt_seconds'])}, "
-        f"{document['seconds']:g} s each after {document['warm_up_seconds']:.1f} s, "
+        f"{document['seconds']:g} s after {document['warm_up_seconds']:.1f} s, "
         f"TCP: {control['here'] or '?'} here, {control['there'] or '?'} there. "
         f"CPU: seconds per GB.{_lane_note(document)}"
     )
@@ -137,7 +104,7 @@ def mesh_table(document: Mapping[str, Any]) -> Any:
 
 
 def _table(*columns: str) -> Any:
-    text = {"load", "what", "way", "from", "to"}
+    text = {"load", "from", "to"}
     return plain_table(*((name, "left" if name in text else "right") for name in columns), is_wrapping=False)
 
 

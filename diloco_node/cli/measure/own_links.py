@@ -25,99 +25,58 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """This end: our certificate, and run.toml if there is one.
+    """This end: our certificate, and run.toml.
 
     Attributes:
-        folder: with our certificate and key.
+        name: of our region.
     """
 
     name: str
     identity: Identity
-    folder: Path
-    config: NodeConfig | None
+    config: NodeConfig
 
     @classmethod
-    def find(cls, config: Path | None, certs: Path | None, region: str | None) -> Here:
+    def find(cls, config: Path | None, region: str | None) -> Here:
         """From flags, run.toml, and the keys that lie here.
 
         Raises:
             ConfigError: there are several keys and none was chosen. IdentityError: the certificate is wrong or missing.
         """
-        from diloco_node.config.resolve import DEFAULT_NAME
+        from diloco_node.cli.options import load
         from diloco_node.transport.certificates import load_identity
 
-        settings = None
-        if config is not None or Path(DEFAULT_NAME).exists():
-            from diloco_node.cli.options import load
-
-            settings = load(config)
-            if region is not None:
-                settings.check_region(region)
-        folder = certs if certs is not None else settings.run.certs_dir if settings is not None else Path("certs")
-        folder = own_folder(folder, region)
-        identity = load_identity(folder, region=region, run_id=settings.run.id if settings is not None else None)
-        return cls(identity.region, identity, folder, settings)
+        settings = load(config)
+        if region is not None:
+            settings.check_region(region)
+        folder = own_folder(settings.run.certs_dir, region)
+        identity = load_identity(folder, region=region, run_id=settings.run.id)
+        settings.check_region(identity.region)
+        return cls(identity.region, identity, settings)
 
     def listen(self) -> tuple[str, int]:
-        """Return what `measure serve` binds without `--listen`. Raises ConfigError."""
-        if self.config is None or self.name not in self.config.regions:
-            raise ConfigError("without run.toml, measure serve needs --listen HOST:PORT, for example 0.0.0.0:7400")
+        """Return what `measure serve` binds."""
         host, port = self.config.listen(self.name)
         return host, self.config.regions[self.name].measure_port or port
 
     def addresses(self) -> dict[str, str]:
         """Where `measure serve` of the other regions is dialed, of those that can be."""
         addresses = {}
-        for name, region_settings in self.config.regions.items() if self.config is not None else ():
+        for name, region_settings in self.config.regions.items():
             if region_settings.address is not None and name != self.name:
                 host, _, port = region_settings.address.rpartition(":")
                 addresses[name] = f"{host}:{region_settings.measure_port or port}"
         return addresses
 
     def others(self) -> tuple[str, ...]:
-        """The other regions of run.toml, which there must be."""
-        assert self.config is not None
-        return tuple(name for name in sorted(self.config.regions) if name != self.name)
+        """The other regions of run.toml."""
+        return tuple(name for name in self.config.regions if name != self.name)
 
-    def members(self, peers_option: str | None) -> tuple[str, ...]:
-        """Return the regions that may measure with `measure serve`: the others of run.toml, or those listed. Raises
-        ConfigError."""
-        if peers_option is not None:
-            names = tuple(sorted({name.strip() for name in peers_option.split(",")} - {self.name, ""}))
-        else:
-            names = self.others() if self.config is not None else ()
-        if not names:
-            raise ConfigError("measure serve must know who may measure: give it run.toml, or --peers NAME,NAME")
-        return names
-
-    async def resolve(self, peer: str) -> tuple[str, str]:
-        """Name and address of a peer as it was written. Raises ConfigError, PeersUnreachable, IdentityError."""
-        if self.config is not None and peer in self.config.regions:
-            if peer == self.name:
-                raise ConfigError(f"{peer} is this region: name another one, or say who we are with --region")
-            address = self.addresses().get(peer)
-            if address is None:
-                raise ConfigError(f"{peer} has no address in run.toml: measure from there, with --reverse for this way")
-            return peer, address
-        if ":" not in peer:
-            region_names = ", ".join(self.config.regions) if self.config is not None else "no run.toml here"
-            raise ConfigError(f"PEER is {peer!r}: write a region of run.toml ({region_names}), or HOST:PORT")
-        parse_address(peer, "PEER", port_min=1)
-        from diloco_node.measure.ends import region_at
-
-        name = await region_at(peer, self.folder)
-        if name == self.name:
-            raise ConfigError(f"what answers at {peer} is {name}, as this end: name another address, or --region")
-        return name, peer
-
-    def check_mesh(self) -> None:
-        """Check that there are pairs to measure. Raises ConfigError without run.toml or with one region."""
-        if self.config is None:
-            raise ConfigError("measure mesh needs a run.toml with all regions: name it with --config")
-        if len(self.config.regions) < 2:
-            raise ConfigError("there is one region in run.toml: a mesh needs two")
-        if self.name not in self.config.regions:
-            raise ConfigError(f"{self.name} is not in run.toml: choose another --region")
+    def check_peer(self, peer: str) -> None:
+        """Raise ConfigError if a peer is no other region, or can't be dialed."""
+        if peer not in self.others():
+            raise ConfigError(f"PEER is {peer!r}: write another region of run.toml, one of {', '.join(self.others())}")
+        if peer not in self.addresses():
+            raise ConfigError(f"{peer} has no address in run.toml: measure from there, with --reverse for this way")
 
 
 def own_folder(certs: Path, region: str | None) -> Path:
@@ -133,27 +92,10 @@ def own_folder(certs: Path, region: str | None) -> Path:
     return folders[0] if folders else certs  # whose files are missing, as load_identity will say
 
 
-def parse_address(text: str, option: str, *, port_min: int) -> tuple[str, int]:
-    """`HOST:PORT` of an option, IPv6 in brackets. Raises ConfigError."""
-    host, colon, port = text.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and port_min <= int(port) <= 65_535
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host or not is_port or (":" in host and not is_bracketed):
-        raise ConfigError(f"{option} is {text!r}: write HOST:PORT, as 10.0.0.1:7400 or [fd00::1]:7400")
-    return host.strip("[]"), int(port)
-
-
-async def serve(
-    here: Here,
-    where: tuple[str, int],
-    *,
-    members: tuple[str, ...],
-    on_listening: Callable[[dict[str, Any]], None],
-) -> None:
+async def serve(here: Here, on_listening: Callable[[dict[str, Any]], None]) -> None:
     """Answer measurements until SIGINT or SIGTERM.
 
     Args:
-        where: host and port to bind. members: regions that may measure.
         on_listening: called with where we listen.
 
     Raises:
@@ -165,12 +107,8 @@ async def serve(
     set_up_logs()
     # It logs a traceback for each call that its dialing side has left meanwhile, which is how every link ends.
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
-    end = measuring_end(
-        here.identity,
-        dict.fromkeys(members),
-        listen=where,
-        dial=Dialer(here.identity, here.addresses()),
-    )
+    where, dial = here.listen(), Dialer(here.identity, here.addresses())
+    end = measuring_end(here.identity, dict.fromkeys(here.others()), listen=where, dial=dial)
     try:
         async with end as serving:
             on_listening({"region": here.name, "host": where[0], "port": serving.transport.port})
@@ -181,7 +119,7 @@ async def serve(
     except BindError as error:
         raise BindError(
             f"{error} Beside a running daemon `measure serve` needs a port of its own: measure_port in "
-            f"[regions.{here.name}], or --listen"
+            f"[regions.{here.name}]"
         ) from None
 
 
@@ -189,7 +127,7 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
     """Measure on links of our own to `measure serve` of the peers.
 
     Args:
-        document: see `measure.measurement.parse_request`; its peer as it was written.
+        document: see `measure.measurement.parse_request`.
         on_partial: called with the results so far.
 
     Raises:
@@ -201,14 +139,14 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
     request, addresses = dict(document), here.addresses()
     hidden: tuple[str, ...] = ()
     if request["what"] == "mesh":
-        here.check_mesh()
         hidden = tuple(name for name in here.others() if name not in addresses)
-        peers = tuple(name for name in here.others() if name in addresses)
+        peers = tuple(addresses)
         if not peers:
-            raise ConfigError(_hidden_reason(hidden[0]))
+            reason = _hidden_reason(hidden[0]) if hidden else "there is one region in run.toml: a mesh needs two"
+            raise ConfigError(reason)
     else:
-        request["peer"], address = await here.resolve(request["peer"])
-        peers, addresses = (request["peer"],), {request["peer"]: address}
+        here.check_peer(request["peer"])
+        peers = (request["peer"],)
     command = MeasureCommand(here.name, peers, Dialer(here.identity, addresses))
     with _quiet(), progress(str(request["what"])) as on_progress:
         result = await command.run(request, on_progress, lambda so_far: on_partial(with_hidden(so_far, hidden)))

@@ -86,10 +86,10 @@ class MergedRegions:
             names = ", ".join(f"{region} of run {run}" for run, region in sorted(runs.items()))
             raise ConfigError(f"one page shows one run, and these are {len(runs)} ({names}): give the places of one")
 
-    async def snapshot(self, since_unix: float | None) -> dict[str, Any]:
+    async def snapshot(self) -> dict[str, Any]:
         """Collect status, history and settings of each (see `LiveEvents`), and the health of all together."""
         answers = await self._ask_all(SNAPSHOT_PATH)
-        regions = [{"status": answer} if "error" in answer else _since(answer, since_unix) for answer in answers]
+        regions = [{"status": answer} if "error" in answer else answer for answer in answers]
         return {"regions": regions, "health": joint_health([region["status"] for region in regions])}
 
     async def status(self) -> dict[str, Any]:
@@ -124,19 +124,6 @@ class MergedRegions:
             return {"error": f"no answer from 127.0.0.1:{target.port} within {ANSWER_S:.0f} s"}
         except RecursionError:
             return {"error": f"what 127.0.0.1:{target.port} answers is nested too deeply"}
-
-
-def _since(answer: dict[str, Any], since_unix: float | None) -> dict[str, Any]:
-    """Drop the rows of a snapshot's history that the page has already."""
-    history = answer.get("history")
-    if since_unix is None or not isinstance(history, dict) or not isinstance(history.get("rows"), list):
-        return answer
-    rows = [row for row in history["rows"] if isinstance(row, list) and row and _is_after(row[0], since_unix)]
-    return answer | {"history": history | {"rows": rows}}
-
-
-def _is_after(unix: Any, since_unix: float) -> bool:
-    return isinstance(unix, (int, float)) and unix > since_unix
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from diloco_node.core.merge.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError, StorageError
-from diloco_node.escaping import escaped
 from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.planning.plan import FragmentSize, Network
 from diloco_node.state_names import NODE_NAME
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MESH_BYTES_MAX: Final = 16 * 2**20
 MESH_REGIONS_MAX: Final = 64
-REASON_CHARS_MAX: Final = 200
 RTT_S_MAX: Final = 600.0
 RATE_MAX: Final = 10**14 // 8
 MESH_SHAPE: Final = (
@@ -215,13 +213,11 @@ class Mesh:
         regions: names, sorted.
         rtt_ns: round trip. Pairs that could not be measured are missing.
         goodput: payload bytes per second, when nothing else was sent.
-        failures: why a pair was not measured, where `measure mesh` said so.
     """
 
     regions: tuple[str, ...]
     rtt_ns: Mapping[tuple[str, str], int]
     goodput: Mapping[tuple[str, str], int]
-    failures: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def missing(self, regions: Sequence[str]) -> str:
         """Name the pairs of these regions that were not measured; empty if all were."""
@@ -229,9 +225,7 @@ class Mesh:
         lacking = [pair for pair in pairs if pair not in self.goodput]
         if not lacking:
             return ""
-        first = lacking[0]
-        why = f": {self.failures[first]}" if first in self.failures else ""
-        return f"{len(lacking)} of {len(pairs)} pairs were not measured, the first {first[0]} to {first[1]}{why}"
+        return f"{len(lacking)} of {len(pairs)} pairs were not measured, the first {lacking[0][0]} to {lacking[0][1]}"
 
     def network(
         self, regions: Sequence[str], overhead: Fraction, *, egress: Mapping[str, int], ingress: Mapping[str, int]
@@ -303,22 +297,9 @@ def _mesh(document: Any) -> Mesh:
         goodput[pair] = int(_number(entry, "bytes_per_second", pair, RATE_MAX))
         if goodput[pair] < 1:
             raise ValueError(f"pair {pair[0]} to {pair[1]}: bytes_per_second is 0, they don't reach each other")
-    failures = _failures(document, regions)
     if not rtt_ns:
-        why = f": {next(iter(failures.values()))}" if failures else ""
-        raise ValueError(f"no pair was measured{why}")
-    return Mesh(tuple(sorted(regions)), rtt_ns, goodput, failures)
-
-
-def _failures(document: Mapping[str, Any], regions: Sequence[str]) -> dict[tuple[str, str], str]:
-    """Why pairs were not measured, as far as `measure mesh` said so."""
-    failures = document.get("failures")
-    errors: dict[tuple[str, str], str] = {}
-    for failure in failures if isinstance(failures, list) else ():
-        if isinstance(failure, dict) and failure.get("from") in regions and failure.get("to") in regions:
-            reason = " ".join(str(failure.get("error")).split())[:REASON_CHARS_MAX]
-            errors[str(failure["from"]), str(failure["to"])] = escaped(reason)
-    return errors
+        raise ValueError("no pair was measured")
+    return Mesh(tuple(sorted(regions)), rtt_ns, goodput)
 
 
 def _number(entry: Mapping[str, Any], key: str, pair: tuple[str, str], highest: float) -> float:

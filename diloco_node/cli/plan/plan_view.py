@@ -10,9 +10,8 @@ from diloco_node.cli.tables import human_bytes, plain_table
 from diloco_node.numeric import NS_PER_S
 from diloco_node.planning.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
 from diloco_node.planning.plan import Flow, FlowKind, Plan
-from diloco_node.planning.rates import data_parallel_bits_per_s, data_parallel_utilisation, format_rate
+from diloco_node.planning.rates import format_rate
 
-UTILISATIONS: Final = (0.50, 0.75, 0.90, 0.95)
 ROWS_MAX: Final = 16
 
 
@@ -46,7 +45,6 @@ def document(plan: Plan, inputs: Mapping[str, str]) -> dict[str, Any]:
             "disk_bytes": plan.storage.disk,
             **{f"{row.replace(' ', '_')}_bytes": size for row, size in _storage_parts(plan)},
         },
-        "data_parallel": _data_parallel_document(plan),
         "verdict": {
             "fits": plan.fits if plan.network.has_limits else None,
             "slack": float(plan.slack),
@@ -94,17 +92,6 @@ def _flow_document(plan: Plan, flow: Flow) -> dict[str, Any]:
     }
 
 
-def _data_parallel_document(plan: Plan) -> dict[str, Any]:
-    values, places, step_s = _ring(plan)
-    rate = _least_rate(plan)
-    return {
-        "bytes_per_second": {
-            str(share): data_parallel_bits_per_s(values, places, step_s, share) / 8 for share in UTILISATIONS
-        },
-        "utilisation_here": None if rate is None else data_parallel_utilisation(values, places, step_s, 8 * rate),
-    }
-
-
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
@@ -122,8 +109,6 @@ def render(plan: Plan, inputs: Mapping[str, str]) -> Any:
         lines += [Text("Any one of these fits, the smallest change first:"), _changes_table(plan)]
     lines += [Text(line) for line in _spare(plan)]
     lines += [blank, _traffic_table(plan), blank, _round_table(plan), blank, _storage_table(plan)]
-    if len(plan.workload.regions) > 1:
-        lines += [blank, _data_parallel_table(plan)]
     return Group(*lines, blank, *(Text(line, style="dim") for line in _notes(plan)))
 
 
@@ -265,28 +250,7 @@ def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
     return [*items, ("checkpoints", sizes.checkpoints), ("payloads", sizes.payloads)]
 
 
-def _data_parallel_table(plan: Plan) -> Any:
-    values, places, step_s = _ring(plan)
-    columns = [(f"{share:.0%}", "right") for share in UTILISATIONS]
-    table = plain_table(("data-parallel, computing this part of the time", "left"), *columns)
-    rates = [data_parallel_bits_per_s(values, places, step_s, share) for share in UTILISATIONS]
-    table.add_row("in and out of each region, bf16 ring", *(format_rate(rate / 8) for rate in rates))
-    average = max(plan.average(flow) for flow in plan.flows)
-    if average:
-        table.add_row("times what is planned here", *(f"{rate / 8 / float(average):.0f} x" for rate in rates))
-    return table
-
-
 def _notes(plan: Plan) -> Iterable[str]:
-    values, places, step_s = _ring(plan)
-    rate = _least_rate(plan)
-    if rate is not None and places > 1:
-        share = data_parallel_utilisation(values, places, step_s, 8 * rate)
-        share_text = f"{100 * share:.2g} %" if share < 0.995 else "nearly all"
-        yield (
-            f"Data-parallel at {format_rate(rate)} would compute {share_text} of the time, "
-            f"a step {1 / share:.0f} times as long."
-        )
     if plan.network.links:
         yield "Links were measured in payload; their limits here include the overhead."
     if not plan.network.is_budgeted:
@@ -317,12 +281,3 @@ def _of_kind(plan: Plan, kind: FlowKind) -> list[Flow]:
 
 def _has_budget(plan: Plan) -> bool:
     return plan.network.is_budgeted and bool(plan.network.egress or plan.network.ingress)
-
-
-def _ring(plan: Plan) -> tuple[int, int, float]:
-    return plan.workload.values, len(plan.workload.regions), plan.workload.step_time_ns / NS_PER_S
-
-
-def _least_rate(plan: Plan) -> int | None:
-    """The slowest line that a ring would use, in wire bytes per second; None without limits."""
-    return min((flow.limit_bytes_per_s for flow in plan.flows if flow.limit_bytes_per_s is not None), default=None)

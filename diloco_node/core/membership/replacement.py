@@ -88,9 +88,7 @@ class DiskReplacement:
         if isinstance(body, RevokedBody) and body.certificate in revocations:
             return f"this certificate of {body.region} is revoked already"
         if len(revocations) >= REVOKED:
-            return (
-                f"{len(revocations)} certificates are revoked: make another authority, diloco-node certs renew --ca"
-            )
+            return f"{len(revocations)} certificates are revoked: make another authority, diloco-node certs renew --ca"
         if body.region == self._ledger.leader and order.is_cut_off:
             return f"{body.region} leads with this certificate{_renewal(body.region)}"
         return ""

@@ -53,8 +53,7 @@ class AdminHandlers:
 
     Attributes:
         status: the status document, ready for JSON.
-        snapshot: what the page begins with: the status, the history after a time in seconds since 1970 (None: all of
-            it), and the settings with their origins.
+        snapshot: what the page begins with: the status, the history, and the settings with their origins.
         not_ready_reason: "" when the region trains (or has finished), else why not.
         finish: ask the run to end after one last round per fragment; the argument is the reason. Raises ConfigError.
         set_budget: change the bandwidth budget (`changed_plan`); returns the new one. Raises ConfigError.
@@ -68,11 +67,10 @@ class AdminHandlers:
             was anything. Raises ConfigError.
         drain: stop this region in order, as before its machine is taken away.
         start_learner: start a learner that was stopped or waits; which of both it was. Raises ConfigError.
-        set_log_level: log a part's lines from a level on; the level of each part. Raises ConfigError.
     """
 
     status: Callable[[], Mapping[str, Any]]
-    snapshot: Callable[[float | None], Mapping[str, Any]]
+    snapshot: Callable[[], Mapping[str, Any]]
     not_ready_reason: Callable[[], str]
     finish: Callable[[str], None]
     drain: Callable[[], None]
@@ -85,7 +83,6 @@ class AdminHandlers:
     revoke: Callable[[str, str], str]
     lift_quarantine: Callable[[str], bool]
     start_learner: Callable[[], str]
-    set_log_level: Callable[[str, str], Mapping[str, str]]
 
 
 class AdminServer:
@@ -145,7 +142,6 @@ class AdminServer:
                 web.post("/api/v1/quarantine/lift", self._lift_quarantine),
                 web.post("/api/v1/certificates/revoke", self._revoke),
                 web.post("/api/v1/learner/start", self._start_learner),
-                web.post("/api/v1/log-level", self._set_log_level),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
@@ -201,10 +197,10 @@ class AdminServer:
         return web.json_response(dict(self._handlers.status()))
 
     async def _snapshot(self, request: web.Request) -> web.Response:
-        return web.json_response(dict(self._handlers.snapshot(None)))
+        return web.json_response(dict(self._handlers.snapshot()))
 
-    async def _region_snapshot(self, since_unix: float | None) -> dict[str, Any]:
-        return {"regions": [dict(self._handlers.snapshot(since_unix))]}
+    async def _region_snapshot(self) -> dict[str, Any]:
+        return {"regions": [dict(self._handlers.snapshot())]}
 
     async def _region_status(self) -> dict[str, Any]:
         return {"regions": [dict(self._handlers.status())]}
@@ -240,13 +236,6 @@ class AdminServer:
 
     async def _start_learner(self, request: web.Request) -> web.Response:
         return web.json_response({"was": self._handlers.start_learner()}, status=202)
-
-    async def _set_log_level(self, request: web.Request) -> web.Response:
-        document = await _document(request)
-        log_part, level = document.get("part"), document.get("level")
-        if not isinstance(log_part, str) or not isinstance(level, str):
-            raise ConfigError("the body must name a part and a level, as texts")
-        return web.json_response({"levels": dict(self._handlers.set_log_level(log_part, level))})
 
     async def _measure(self, request: web.Request) -> web.StreamResponse:
         """Lines of JSON while it lasts: {"now": ...} at least every second, {"so_far": ...} when there is more of the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -26,22 +25,18 @@ Document = dict[str, Any]
 
 
 class LiveEvents:
-    """Two kinds of events: first a `snapshot`, then a `status` every `PERIOD_S`; ids are milliseconds since 1970.
+    """Two kinds of events: first a `snapshot`, then a `status` every `PERIOD_S`.
 
     Args:
-        snapshot: status, history and settings of all regions; history only of what is after a time in seconds since
-            1970, if one is given: what a viewer that comes back (`Last-Event-ID`) has not seen.
+        snapshot: status, history and settings of all regions.
         status: the status of all regions. Both may raise nothing.
     """
 
-    def __init__(
-        self, snapshot: Callable[[float | None], Awaitable[Document]], status: Callable[[], Awaitable[Document]]
-    ) -> None:
+    def __init__(self, snapshot: Callable[[], Awaitable[Document]], status: Callable[[], Awaitable[Document]]) -> None:
         self._snapshot = snapshot
         self._status = status
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._making: asyncio.Task[None] | None = None
-        self._last_id = 0
 
     @property
     def viewers(self) -> int:
@@ -60,9 +55,7 @@ class LiveEvents:
         answer = web.StreamResponse(headers=headers)
         try:
             await answer.prepare(request)
-            last_id = request.headers.get("Last-Event-ID", "")
-            since = int(last_id) / 1e3 if last_id.isascii() and last_id.isdigit() and len(last_id) < 16 else None
-            chunk: bytes | None = self.event("snapshot", await self._snapshot(since))
+            chunk: bytes | None = event_chunk("snapshot", await self._snapshot())
             while chunk is not None:
                 await asyncio.wait_for(answer.write(chunk), WRITE_S)
                 chunk = await _next(queue)
@@ -87,18 +80,17 @@ class LiveEvents:
         try:
             while self._viewers:
                 await asyncio.sleep(PERIOD_S)
-                chunk = self.event("status", await self._status())
+                chunk = event_chunk("status", await self._status())
                 for queue in self._viewers:
                     put_newest(queue, chunk)
         finally:
             for queue in self._viewers:  # whatever went wrong: they come again, and do not wait for nothing
                 put_newest(queue, None)
 
-    def event(self, kind: str, document: Document) -> bytes:
-        """Return one event as the stream has it, with an id that is above all before it."""
-        # They increase, whatever the wall clock does.
-        self._last_id = max(self._last_id + 1, time.time_ns() // 10**6)  # noqa: TID251 - shown, decides nothing
-        return f"id: {self._last_id}\nevent: {kind}\ndata: {json_text(document)}\n\n".encode()
+
+def event_chunk(kind: str, document: Document) -> bytes:
+    """Return one event as the stream has it."""
+    return f"event: {kind}\ndata: {json_text(document)}\n\n".encode()
 
 
 async def _next(queue: asyncio.Queue[bytes | None]) -> bytes | None:

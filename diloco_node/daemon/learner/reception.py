@@ -31,6 +31,9 @@ from diloco_node.wire.learner_link import (
     merge_rules,
 )
 
+LACK_NS: Final = 10_000_000_000
+"""An election may be on: a learner that is far ahead of the others goes on meanwhile."""
+
 POSITION_EVERY_NS: Final = 250_000_000
 """The learner hears at most so often how far the run is: in between it advances at its own share."""
 
@@ -57,6 +60,9 @@ class Reception:
         self.waiting_attach: Attach | None = None
         self._sent_position = RunPosition(0, None)
         self._sent_position_ns = 0
+        # Why steps are of no use now, as the learner was told; and since when that is so, None: it is not.
+        self._sent_lack = ""
+        self._lack_since_ns: int | None = None
         # Why the run can't begin with this region's model; empty as far as is known.
         self._model_fault = ""
 
@@ -135,6 +141,8 @@ class Reception:
         if self.waiting_attach is not None and self._core.may_allot_incarnation:
             attach, self.waiting_attach = self.waiting_attach, None
             self._runtime.spawn(self._welcome(attach, self._attaches), "welcome")
+        if self._sent_lack and self._is_welcomed and not self._lack():
+            self._send_position(self._sent_position)
 
     async def _welcome(self, attach: Attach, number: int) -> None:
         """Welcome the learner, or say why not. Nothing is done for one that went, or was replaced, meanwhile."""
@@ -212,6 +220,7 @@ class Reception:
                 wants_initial_state=wants_initial_state,
                 state_dir=str(self._spec.state_dir.resolve()),
                 steps_max=settings.steps_max,
+                fragment_digests=self._first_digests(predecessors),
             )
         )
         self._send_position(position)
@@ -222,15 +231,29 @@ class Reception:
             writes_initial=wants_initial_state,
         )
 
+    def _first_digests(self, predecessors: tuple[Trained, ...]) -> tuple[bytes, ...]:
+        """Return the digests that a new region's script is compared with; none where `run.init` stands for all."""
+        genesis = self._core.history.genesis
+        is_new = self.known_incarnation < 0 and not any(life.steps for life in predecessors)
+        return genesis.fragment_digests if genesis is not None and is_new and self._spec.init is None else ()
+
     def _send_news_of_position(self) -> None:
         """Tell the learner how far the run is, if that is news and the last telling is long enough ago."""
         now_ns = self._runtime.now_ns()
         if now_ns - self._sent_position_ns < POSITION_EVERY_NS:
             return
         position = self._core.leader.progress.position(now_ns=now_ns)
-        if position != self._sent_position:
+        if position != self._sent_position or self._lack() != self._sent_lack:
             self._send_position(position)
 
     def _send_position(self, position: RunPosition) -> None:
-        self._sent_position, self._sent_position_ns = position, self._runtime.now_ns()
-        self._runtime.learner_server.send(RunAdvanced(min(position.steps, STEP_MAX), position.part))
+        self._sent_position, self._sent_position_ns, self._sent_lack = position, self._runtime.now_ns(), self._lack()
+        news = RunAdvanced(min(position.steps, STEP_MAX), position.part, self._sent_lack)
+        self._runtime.learner_server.send(news)
+
+    def _lack(self) -> str:
+        """Return why the learner's further steps are of no use; empty while that is no older than an election."""
+        now_ns = self._runtime.now_ns()
+        lack = self._core.end.lack(self._core.ledger.leader, now_ns=now_ns)
+        since_ns = self._lack_since_ns = (self._lack_since_ns or now_ns) if lack else None
+        return lack if since_ns is not None and now_ns - since_ns >= LACK_NS else ""

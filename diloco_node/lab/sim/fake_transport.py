@@ -15,7 +15,7 @@ from diloco_node.core.messages import BulkHeader, Message, Payload, State
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.lab.sim.world import MS, SECOND, Life
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, encode_begin, encode_control
-from diloco_node.wire.measure_messages import CompressibleProbe, Probe
+from diloco_node.wire.measure_messages import Probe
 
 if TYPE_CHECKING:
     from diloco_node.lab.sim.daemon_host import DaemonHost
@@ -175,7 +175,7 @@ class FakeTransport:
         """A transfer begins."""
         begin = decode_bulk(frame)
         assert isinstance(begin, TransferBegin)
-        assert not isinstance(begin.header, (Probe, CompressibleProbe))
+        assert not isinstance(begin.header, Probe)
         self._world.note(self._host.name, begin.header, frame)
         if peer in self._up:
             buffer = self._host.hands.transfer_opened(peer, begin.header, begin.raw_bytes)

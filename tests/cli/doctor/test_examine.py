@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,45 +26,22 @@ def run_of(folder: Path, **status: Any) -> dict[str, Finding]:
     return {finding.code: finding for finding in examine.examine_run(patient(folder, document | status))}
 
 
-def test_the_pace_is_that_of_the_slowest_link_at_the_step_time_that_was_measured(tmp_path: Path) -> None:
-    peers = [{"name": PEER, "rtt_seconds": 0.2}, {"name": "x", "rtt_seconds": 0.1}, {"name": "y", "rtt_seconds": None}]
-    findings = run_of(tmp_path, learner={"step_seconds": 1.0}, peers=peers)
+def test_the_daemon_and_its_alerts_are_reported(tmp_path: Path) -> None:
+    findings = run_of(tmp_path, health={"alerts": [3, {"code": "A-X", "severity": "critical"}]})
     assert findings["daemon"].text == f"{OWN} is leader: all is well"
-    assert findings["pace"].mark == "ok"
-    assert findings["pace"].text.endswith("s of 24.0 s, at 200 ms and 1 s a step")
-    slow = run_of(tmp_path, learner={"step_seconds": 0.001}, peers=peers)["pace"]
-    assert (slow.mark, bool(slow.hint)) == ("warning", True)
-
-
-@pytest.mark.parametrize("learner", [None, "x", [], {}, *({"step_seconds": x} for x in (0, -1, "x", 1e300, math.nan))])
-def test_without_a_step_time_that_can_be_there_is_no_pace(tmp_path: Path, learner: Any) -> None:
-    findings = run_of(
-        tmp_path, learner=learner, peers="x", health={"alerts": [3, {"code": "A-X", "severity": "critical"}]}
-    )
-    assert "pace" not in findings
     assert findings["alert"].mark == "failed"
 
 
-def test_a_link_that_is_up_is_told_of_with_who_dialled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = {"peers": [{"name": "x", "link": "up"}, {"name": PEER, "link": "up", "address": "127.0.0.1:1"}]}
-    (finding,) = examine.link_findings(patient(tmp_path, status), PEER, frozenset())
-    assert finding.text.startswith(f"the link to {PEER} is up: we dial it")
-    monkeypatch.setattr(peer_probes, "inbound_hosts", lambda port: frozenset({"10.0.0.7", "10.0.0.8"}))
-    (finding,) = examine.link_findings(patient(tmp_path, status), PEER, frozenset({"fd00::8", "10.0.0.8"}))
-    assert finding.text == f"the link to {PEER} is up: it dials us"
-
-
-async def test_names_of_peers_are_resolved_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peers_are_probed_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = threading.Barrier(2, timeout=120)
 
-    def hosts_of(address: str) -> frozenset[str]:
+    def probe_mtu(address: str) -> None:
         barrier.wait()
-        return frozenset({address})
 
-    monkeypatch.setattr(peer_probes, "hosts_of", hosts_of)
+    monkeypatch.setattr(peer_probes, "probe_mtu", probe_mtu)
     identity = load_identity(Ward(tmp_path).certify() / OWN)
     results = await peer_probes.look_at_peers(identity, {"x": "127.0.0.1:1", "y": "127.0.0.1:2"})
-    assert {peer: result.hosts for peer, result in results.items()} == {"x": {"127.0.0.1:1"}, "y": {"127.0.0.1:2"}}
+    assert {peer: result.mtu for peer, result in results.items()} == {"x": None, "y": None}
 
 
 def test_what_answers_for_another_region_is_not_our_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

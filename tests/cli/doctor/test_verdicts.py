@@ -79,13 +79,6 @@ def day(number: int) -> dt.datetime:
             "1500 bytes do not reach eu: 16000",
         ),
         (network.path_mtu("eu", 1420, is_through=True, sent_bytes=16000), Mark.OK, "a tunnel on the way"),
-        (
-            network.pace(2.4, 2.5, 0.04, 0.1, ""),
-            Mark.WARNING,
-            "a cycle needs 2.5 s of 2.4 s, at 40 ms and 0.1 s a step",
-        ),
-        (network.pace(2.4, 2.3, 0.04, 0.1, ""), Mark.OK, "2.3 s of 2.4 s"),
-        (network.pace(2.4, 2.3, 0.04, 0.1, "the schedule can't be kept"), Mark.WARNING, "the schedule can't be kept"),
         (network.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu answers here"),
         (membership.key_mode("k", 0o100640), Mark.WARNING, "k can be read by others (mode 640)"),
         (membership.key_mode("k", 0o100400), Mark.OK, "for its owner only"),
@@ -102,21 +95,14 @@ def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: Finding,
     assert bool(finding.hint) is (mark in BAD)
 
 
-@pytest.mark.parametrize("is_inbound", [True, False, None])
-def test_a_link_that_is_up_says_who_dialled(is_inbound: bool | None) -> None:
-    finding = network.peer_link({"name": "eu", "link": "up", "address": "10.0.0.1:7400"}, is_inbound=is_inbound)
-    assert finding.mark is Mark.OK
-    assert ("it dials us" in finding.text) is bool(is_inbound)
-
-
-def test_a_peer_without_an_address_is_the_one_that_dialled() -> None:
-    finding = network.peer_link({"name": "eu", "link": "up", "address": None}, is_inbound=None)
-    assert finding.text == "the link to eu is up: it dials us"
+def test_a_link_that_is_up_is_good() -> None:
+    finding = network.peer_link({"name": "eu", "link": "up", "address": None})
+    assert (finding.mark, finding.text) == (Mark.OK, "the link to eu is up")
 
 
 def test_a_link_that_is_down_says_why() -> None:
     peer = {"name": "eu", "link": "waiting", "address": "10.0.0.1:7400", "error": "no route to host"}
-    finding = network.peer_link(peer, is_inbound=None)
+    finding = network.peer_link(peer)
     assert (finding.mark, finding.text) == (Mark.FAILED, "the link to eu (10.0.0.1:7400) is waiting: no route to host")
     assert "diloco-node doctor in eu" in finding.hint
 

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from diloco_node.cli.measure.measure_view import _mbit, _ms, _share, bandwidth_title, failure_lines, short_lines
+from diloco_node.cli.measure.measure_view import _mbit, _ms, _share, bandwidth_title, show
 
 ENDS = {"from": "eu", "to": "us"}
 
 
-def row(connections: int, counted_seconds: float | None, body: str = "random") -> dict[str, Any]:
-    return {**ENDS, "body": body, "connections": connections, "counted_seconds": counted_seconds}
-
-
-def test_tests_that_counted_much_less_than_their_time_are_named() -> None:
-    rows = [row(1, 5.0), row(1, 4.6, "int4"), row(2, 0.0171), row(4, 4.4, "int4")]
-    assert short_lines({"seconds": 5.0, "tests": rows}) == [
-        "the bytes of a test (--most) were used up early, and less was counted: TLS, random (2) 0.017 s; "
-        "TLS, int4+zstd (4) 4.4 s"
-    ]
-    assert short_lines({"seconds": 5.0, "tests": rows[:2]}) == []
-
-
-def test_tests_that_failed_for_one_reason_are_one_line() -> None:
-    failures = [
-        {**row(0, None), "error": "busy"},
-        {**row(8, None, "int4"), "error": "gone"},
-        {**row(8, None), "error": "gone"},
-    ]
-    assert failure_lines({"failures": failures}) == [
-        "not measured: TLS, random: busy",
-        "not measured: TLS, int4+zstd (8); TLS, random (8): gone",
-    ]
-    assert failure_lines({}) == [], "a daemon of before tells none"
+def test_a_flow_that_counted_much_less_than_its_time_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    document = {
+        **ENDS,
+        "rtt_seconds": 0.04,
+        "seconds": 5.0,
+        "warm_up_seconds": 1.0,
+        "congestion_control": {"here": "bbr", "there": "bbr"},
+        "connections": 2,
+        "bytes_per_second": 10**7,
+        **{f"bytes_per_second_{name}": 10**7 for name in ("median", "p10", "p90")},
+        "cpu_seconds_per_gb": {"sender": 1.0, "receiver": 2.0},
+        "sent_bytes": None,
+        "retransmitted_bytes": None,
+    }
+    show({**document, "counted_seconds": 4.6})
+    assert "used up early" not in capsys.readouterr().out
+    show({**document, "counted_seconds": 0.0171})
+    assert "its bytes (--most) were used up early: 0.017 s were counted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("there", "text"), [("cubic", "cubic there"), (None, "? there"), ("", "? there")])

@@ -20,7 +20,7 @@ from diloco_node.daemon.admin import listening
 from diloco_node.daemon.admin.live_events import json_text
 from diloco_node.errors import BindError, ConfigError
 from diloco_node.main import main
-from tests.kit.page_kit import UNIX, ShownRun, crowded, shown
+from tests.kit.page_kit import ShownRun, crowded, shown
 from tests.kit.waiting import eventually
 
 
@@ -38,17 +38,15 @@ async def region(folder: Path):
 async def test_regions_are_asked_and_one_that_is_gone_stays_with_the_reason(tmp_path: Path) -> None:
     regions = MergedRegions(lambda: targets_in(str(tmp_path)))
     async with region(tmp_path / "a-folder"):
-        first = await regions.snapshot(None)
+        first = await regions.snapshot()
         assert [entry["status"]["region"] for entry in first["regions"]] == ["us-east"]
         assert len(first["regions"][0]["history"]["rows"]) > 100
         assert [entry["region"] for entry in (await regions.status())["regions"]] == ["us-east"]
         assert first["health"]["failure_tolerance"] == 1
-        since = await regions.snapshot(UNIX + 1_000)
-        assert min(row[0] for row in since["regions"][0]["history"]["rows"]) > UNIX + 1_000
     document = await regions.status()
     assert [entry["region"] for entry in document["regions"]] == ["us-east"]
     assert "no status from 127.0.0.1" in document["regions"][0]["error"]
-    assert (await regions.snapshot(None))["regions"][0]["status"]["error"]
+    assert (await regions.snapshot())["regions"][0]["status"]["error"]
     async with region(tmp_path / "a-folder"):  # with another port
         assert "error" not in (await regions.status())["regions"][0]
 
@@ -111,7 +109,7 @@ async def test_a_region_that_answers_nonsense_leaves_the_others(tmp_path: Path) 
     async with region(tmp_path):
         regions = MergedRegions(lambda: [lies, *targets_in(str(tmp_path))])
         for words[0] in (*map(json.dumps, LIES), "[" * 100_000, '{"status":' * 100_000, "", "\x00"):
-            whole, now = await regions.snapshot(UNIX), await regions.status()
+            whole, now = await regions.snapshot(), await regions.status()
             assert json_text([whole, now])
             assert whole["regions"][1]["status"]["region"] == now["regions"][1]["region"] == "us-east", words[0][:20]
     await runner.cleanup()
@@ -152,7 +150,6 @@ async def test_the_page_is_served_on_loopback_to_loopback_names(tmp_path: Path) 
         assert (await session.get("/", headers={"Host": "evil.example"})).status == 403
         assert (await session.post("/api/v1/finish")).status in (404, 405)
         async with session.get("/api/v1/events") as answer:
-            assert (await answer.content.readline()).startswith(b"id: ")
             assert await answer.content.readline() == b"event: snapshot\n"
 
 

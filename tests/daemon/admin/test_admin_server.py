@@ -67,15 +67,10 @@ class Region:
             raise ConfigError("the learner runs already")
         return "stopped"
 
-    def set_log_level(self, log_part: str, level: str) -> dict[str, str]:
-        if log_part == "wire":
-            raise ConfigError("the log has no part 'wire'")
-        return {log_part: level}
-
     def handlers(self) -> AdminHandlers:
         return AdminHandlers(
             status=lambda: {"region": "us-east", "step": 3},
-            snapshot=lambda since: {"status": {"region": "us-east"}, "since": since},
+            snapshot=lambda: {"status": {"region": "us-east"}},
             not_ready_reason=lambda: self.reason,
             finish=self.finished.append,
             drain=lambda: self.finished.append("drained"),
@@ -85,7 +80,6 @@ class Region:
             revoke=self.revoke,
             lift_quarantine=self.lift_quarantine,
             start_learner=self.start_learner,
-            set_log_level=self.set_log_level,
         )
 
 
@@ -309,7 +303,7 @@ async def test_expelling_needs_the_token_and_a_peer_that_there_is(site, tmp_path
     assert region.asked == [{"expel": "b"}]
 
 
-ORDERS = ("finish", "budget", "measure", "quarantine/add", "quarantine/lift", "log-level")
+ORDERS = ("finish", "budget", "measure", "quarantine/add", "quarantine/lift")
 
 
 @pytest.mark.parametrize(
@@ -399,16 +393,6 @@ STRANGERS: dict[str, tuple[str, list[str], int]] = {
         405,
     ),
 }
-
-
-async def test_a_log_level_is_set_with_the_token_and_refused_with_a_reason(site, tmp_path: Path) -> None:
-    _, _, session = site
-    url, order = "/api/v1/log-level", {"part": "transport", "level": "error"}
-    assert (await session.post(url, json=order)).status == 401
-    answer = await session.post(url, json=order, headers=token(tmp_path))
-    assert (answer.status, await answer.json()) == (200, {"levels": {"transport": "error"}})
-    for wrong in ({}, {"part": "transport"}, {"part": 3, "level": "info"}, {"part": "wire", "level": "info"}):
-        assert (await session.post(url, json=wrong, headers=token(tmp_path))).status == 400
 
 
 async def answer_to(port: int, lines: list[str]) -> int:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from diloco_node.core.types import RunSettings
+from diloco_node.core.rounds.progress import RunPosition
+from diloco_node.core.types import GenesisBody, RunSettings
 from diloco_node.daemon.learner import reception as reception_module
 from diloco_node.daemon.learner.reception import Reception
 from diloco_node.errors import StorageError
-from diloco_node.wire.learner_link import LINK_PROTOCOL, NEW_PROCESS, NO_SNAPSHOT, UNATTACHED, Attach
+from diloco_node.storage.trained import Trained
+from diloco_node.wire.learner_link import (
+    LINK_PROTOCOL,
+    NEW_PROCESS,
+    NO_SNAPSHOT,
+    UNATTACHED,
+    Attach,
+    Report,
+    RunAdvanced,
+    Welcome,
+)
 from tests.kit.node_kit import MANIFEST
 
 LACK = "the run is at its end here, and no majority is there to close it"
@@ -54,3 +66,106 @@ async def test_a_new_process_past_the_end_waits_for_a_majority(
     Reception(runtime, MANIFEST, core, learner).on_message(attach)
     await tasks[0]
     assert refusals == [(reason, False)]
+
+
+DIGESTS = tuple(bytes([index]) * 32 for index in range(len(MANIFEST.fragments)))
+
+
+class Desk:
+    """A reception that welcomes."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, lives: tuple[Trained, ...] = (), init: Path | None = None
+    ) -> None:
+        self.now_ns = 1
+        self.lack = ""
+        self.newest = -1
+        self.said: list[Any] = []
+        self.tasks: list[Any] = []
+
+        async def read(*_: object) -> Any:
+            return 2, lives, ()
+
+        monkeypatch.setattr(reception_module, "in_thread", read)
+        spec = SimpleNamespace(
+            settings=RunSettings(), run_id="run", region="a", regions=("a", "b"), init=init, state_dir=Path("/state/a")
+        )
+        runtime: Any = SimpleNamespace(
+            spec=spec,
+            notes=SimpleNamespace(add=lambda _: None),
+            spawn=lambda work, _: self.tasks.append(work),
+            threads=SimpleNamespace(disk=None),
+            now_ns=lambda: self.now_ns,
+            learner_server=SimpleNamespace(send=self.said.append),
+        )
+        core: Any = SimpleNamespace(
+            may_allot_incarnation=True,
+            incarnation_min=1,
+            wants_initial_state=False,
+            ledger=SimpleNamespace(leader="b"),
+            end=SimpleNamespace(lack=lambda _leader, *, now_ns: self.lack),
+            leader=SimpleNamespace(progress=SimpleNamespace(position=lambda *, now_ns: RunPosition(8, None))),
+            history=SimpleNamespace(
+                genesis=GenesisBody("run", MANIFEST.digest, "", ("a", "b"), DIGESTS), incarnation=lambda _: self.newest
+            ),
+        )
+        learner: Any = SimpleNamespace(
+            attach_fault=lambda *_, **__: "", on_attach=lambda *_, **__: None, on_message=lambda _: None
+        )
+        self.reception = Reception(runtime, MANIFEST, core, learner)
+
+    async def welcome(self) -> Welcome:
+        self.reception.on_message(Attach(LINK_PROTOCOL, 1, MANIFEST.tensors, NEW_PROCESS, "", 0, 0, 0, (), ()))
+        await self.tasks[0]
+        return next(message for message in self.said if isinstance(message, Welcome))
+
+    def holds(self) -> list[str]:
+        """Of each news of the position, why the learner is to make no steps."""
+        return [message.reason for message in self.said if isinstance(message, RunAdvanced)]
+
+
+@pytest.mark.parametrize(
+    ("newest", "lives", "init", "expected"),
+    [
+        (-1, (), None, DIGESTS),
+        (-1, (Trained(1, 0, 0),), None, DIGESTS),  # it died in its imports
+        (-1, (Trained(1, 3, 9),), None, ()),
+        (2, (), None, ()),  # its folder was lost
+        (-1, (), Path("first.safetensors"), ()),
+    ],
+    ids=["new", "no step yet", "resumes", "known to the others", "run.init"],
+)
+async def test_only_a_new_region_hears_with_what_a_script_began_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+    newest: int,
+    lives: tuple[Trained, ...],
+    init: Path | None,
+    expected: tuple[bytes, ...],
+) -> None:
+    desk = Desk(monkeypatch, lives, init)
+    desk.newest = newest
+    assert (await desk.welcome()).fragment_digests == expected
+
+
+async def test_a_learner_that_comes_past_the_end_without_a_leader_is_held_until_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk(monkeypatch)
+    await desk.welcome()
+    assert desk.holds() == [""]
+    desk.lack = LACK
+
+    def report(after_ns: int) -> list[str]:
+        desk.now_ns += after_ns
+        desk.reception.on_message(Report(1, 1, None, 1, 1, None, None, 8, None))
+        return desk.holds()[1:]
+
+    assert report(reception_module.POSITION_EVERY_NS) == []
+    assert report(reception_module.LACK_NS - 1) == [], "an election may be on"
+    assert report(reception_module.POSITION_EVERY_NS) == [LACK]
+    assert report(reception_module.POSITION_EVERY_NS) == [LACK], "once is enough"
+    desk.reception.core_changed()
+    assert desk.holds()[1:] == [LACK]
+    desk.lack = ""
+    desk.reception.core_changed()
+    assert desk.holds()[1:] == [LACK, ""], "a held learner reports nothing"

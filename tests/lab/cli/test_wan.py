@@ -207,7 +207,6 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
         revoke=None,
         lift_quarantine=None,
         start_learner=None,
-        set_log_level=None,
     )
     server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
     await server.start()

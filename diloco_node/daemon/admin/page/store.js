@@ -26,7 +26,7 @@ export function begin(document) {
   }
 }
 
-// What a region has kept replaces what was seen of the same time; after a broken connection only what is new comes.
+// What a region has kept replaces what was seen of the same time.
 function merge(region, history) {
   const rows = list(history.rows).filter((row) => Array.isArray(row) && isNumber(row[0]));
   if (!rows.length) return;
