@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.messages import Message
-from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
+from diloco_node.core.projections import ContributionsProjected, Project, ProjectContributions, Projected
 from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
 
 # ==== events ==========================================================================================================
@@ -160,7 +160,6 @@ class PayloadStored:
     version: int
     digest: bytes
     squared_norms: tuple[float, ...] = ()
-    projection: Projection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +251,7 @@ Event = (
     | MergedStripeArrived | PayloadStored | PayloadNotStored | StateStored | CheckpointWritten | StatesRenamed
     | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | ExpulsionOrdered | FinalWritten
     | ContributionsProjected
+    | Projected
 )
 # fmt: on
 
@@ -363,7 +363,6 @@ class StorePayload:
 
     Attributes:
         stripes: the ballot's, so that each is taken from its reducer.
-        windows: where the payload, and the own contribution, are projected on the way.
     """
 
     ballot: Ballot
@@ -371,8 +370,6 @@ class StorePayload:
     version: int
     digest: bytes
     stripes: tuple[Stripe, ...]
-    windows: tuple[Window, ...] = ()
-    contribution: Contribution | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,6 +491,6 @@ class Note:
 Effect = (
     Send | PersistLedger | TakeSnapshot | SendContribution | ReduceStripe | SendMerged | StorePayload | ApplyVersion
     | AdoptState | OfferVersion | FetchPayload | FetchState | PruneFiles | SetStatesAside | CloseBallot | StopLearner
-    | WriteFinal | ProjectContributions | Note
+    | WriteFinal | Project | ProjectContributions | Note
 )
 # fmt: on
