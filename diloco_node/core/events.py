@@ -17,7 +17,7 @@ from typing import Final
 
 from diloco_node.core.messages import Message
 from diloco_node.core.operator_orders import EntryOrdered
-from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
+from diloco_node.core.projections import ContributionsProjected, Project, ProjectContributions, Projected
 from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
 
 # ==== events ==========================================================================================================
@@ -161,7 +161,6 @@ class PayloadStored:
     version: int
     digest: bytes
     squared_norms: tuple[float, ...] = ()
-    projection: Projection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +244,7 @@ Event = (
     | MergedStripeArrived | PayloadStored | PayloadNotStored | StateStored | CheckpointWritten | StatesRenamed
     | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | EntryOrdered | FinalWritten
     | ContributionsProjected
+    | Projected
 )
 # fmt: on
 
@@ -354,8 +354,6 @@ class StorePayload:
 
     Attributes:
         stripes: the ballot's, so that each is taken from its reducer.
-        windows: where the payload, and the own contribution, are projected on the way.
-        before: digest of the version before, whose rounding error feedback adds; empty: not known here.
     """
 
     ballot: Ballot
@@ -363,9 +361,6 @@ class StorePayload:
     version: int
     digest: bytes
     stripes: tuple[Stripe, ...]
-    windows: tuple[Window, ...] = ()
-    contribution: Contribution | None = None
-    before: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,6 +482,6 @@ class Note:
 Effect = (
     Send | PersistLedger | TakeSnapshot | SendContribution | ReduceStripe | SendMerged | StorePayload | ApplyVersion
     | AdoptState | OfferVersion | FetchPayload | FetchState | PruneFiles | SetStatesAside | CloseBallot | StopLearner
-    | WriteFinal | ProjectContributions | Note
+    | WriteFinal | Project | ProjectContributions | Note
 )
 # fmt: on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any, Final
@@ -83,6 +84,7 @@ class Node:
             settings=spec.settings,
             recovery=recovery,
             seed=spec.seed,
+            secret=os.urandom(32),
             now_ns=now_ns(),
         )
         # Learner and transport call back into effects, which are built on both: hence the methods below.
@@ -198,7 +200,7 @@ class Node:
         if self.core.liveness.alive(now_ns=self._runtime.now_ns()):
             await asyncio.sleep(END_POLL_S)  # the heartbeat that says so must have left before the links go
         polls = round(DRAIN_S / END_POLL_S)
-        while polls and self.core.is_leader and self.core.liveness.alive(now_ns=self._runtime.now_ns()):
+        while polls and self.core.ledger.is_leader and self.core.liveness.alive(now_ns=self._runtime.now_ns()):
             polls -= 1
             await asyncio.sleep(END_POLL_S)
 

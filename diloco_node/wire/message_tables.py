@@ -70,6 +70,8 @@ MESSAGES: Final[dict[int, type]] = {
     30: measure_messages.LinkMeasured,
     31: messages.BaseSent,
     32: messages.MergedReceived,
+    33: messages.AuditDrawn,
+    34: messages.ContributionProjected,
 }
 
 BULK_HEADERS: Final[dict[int, type]] = {

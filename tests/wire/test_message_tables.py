@@ -64,7 +64,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.StripesReceived(BALLOT, "us-east", 1, 4),
     m.MergeDecided(BALLOT, 2, 6, (CONTRIBUTION,), ((0.5, 0.25),)),
     m.ReductionReported(BALLOT, 0, (1.5,), ((0.5,), (0.25,)), b"d" * 32),
-    m.PayloadDurable(BALLOT, b"d" * 32, (0.5, -1.25)),
+    m.PayloadDurable(BALLOT, b"d" * 32),
     m.PayloadRequested(2, 6, b"d" * 32),
     m.StateRequested(2, 6, b"d" * 32),
     m.Refused(2, 6, "gone"),
@@ -85,6 +85,8 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     g.LinkMeasured(3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
     m.BaseSent(2, 5, 1024, 1, b"q" * 32, b"s" * 4097),
     m.MergedReceived(BALLOT, (b"d" * 32, b"")),
+    m.AuditDrawn(BALLOT, b"d" * 32, (b"n" * 32,)),
+    m.ContributionProjected(BALLOT, (0.5, -1.25)),
 ]
 
 HEADER_EXAMPLES: list[TransferHeader] = [

@@ -377,7 +377,7 @@ class EntryCheck:
         return f"{name} {fault}" if fault else self._account_fault(contribution)
 
     def _projections_fault(self, body: RoundBody) -> str:
-        windows = len(draw_windows(body.payload_digest, body.stripes, self._blocks[body.fragment]))
+        windows = len(draw_windows(body.nonces, body.stripes, self._blocks[body.fragment]))
         rows = [len(row) for row in body.projections]
         if rows and (len(rows) != len(body.members) or not windows or not {0, windows} >= set(rows)):
             return f"projections in {rows} windows for {len(body.members)} members in {windows}"
