@@ -69,9 +69,10 @@ def export(
 
     Nothing in the region's folder is changed, and a daemon may run on it.
     """
+    from diloco_node.core.merge.adapter_names import has_adapters
     from diloco_node.daemon.export_source import read_merged, read_merged_past
     from diloco_node.daemon.run_files import region_folders
-    from diloco_node.integrations.adapter_export import has_adapters, save_adapter
+    from diloco_node.integrations.adapter_export import save_adapter
     from diloco_node.integrations.hf_export import save_model
     from diloco_node.storage.new_folder import new_folder
 
@@ -132,7 +133,7 @@ def _model_source(
         return hf_config(shape), None
     raise ConfigError(
         "a training script of your own trains this model, so its config.json is not known here: add --config FILE, or "
-        "--base FOLDER with what model.save_pretrained wrote"
+        "--base FOLDER with what model.save_pretrained wrote. Where none is, load final.safetensors: docs/export.md"
     )
 
 

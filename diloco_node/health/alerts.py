@@ -182,7 +182,7 @@ def _peers(document: Document) -> Iterator[Finding]:
 
 
 def _rounds(document: Document) -> Iterator[Finding]:
-    if document.get("role") == "leader":  # every region knows it from the ballots; once is enough
+    if document.get("role") == "leader" and text(document, "state") not in OVER:  # every region knows; once is enough
         for entry in rows(document, "left_out"):
             line = f"{text(entry, 'region')} is left out as {text(entry, 'part')}: {text(entry, 'reason')}"
             yield _make(kinds.LEFT_OUT, document, line, region=text(entry, "region"))

@@ -1,15 +1,10 @@
-"""A run's LoRA adapters as PEFT's own two files, for `PeftModel.from_pretrained`.
-
-Parameters are `....lora_A.NAME.weight` while they train; in `adapter_model.safetensors` the adapter's name is left out,
-and a layer that is trained whole (`modules_to_save`) has the name of the layer that it stands for.
-"""
+"""A run's LoRA adapters as PEFT's own two files, for `PeftModel.from_pretrained`."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,19 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from diloco_node.core.merge.adapter_names import adapters_of, is_of_base, saved_name
 from diloco_node.errors import ConfigError
 from diloco_node.integrations.hf_export import SavedModel
 from diloco_node.numeric import F32
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
-
-_NAMED: Final = re.compile(r"\.(?:lora_(?:embedding_)?[AB]|lora_magnitude_vector|modules_to_save)\.([^.]+)(?=\.|$)")
-
-
-def has_adapters(names: Iterable[str]) -> bool:
-    """Whether the tensors of a run are LoRA adapters."""
-    return any(match and "modules_to_save" not in match[0] for match in map(_NAMED.search, names))
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, *, dtype: str) -> SavedModel:
@@ -55,7 +44,7 @@ def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, 
         raise ConfigError(f"{config} can't be read as PEFT's {ADAPTER_CONFIG}: {error}") from error
     if not is_lora:
         raise ConfigError(f"{config} is of another kind of adapter, and the run has tensors of LORA")
-    adapters = sorted({match[1] for match in map(_NAMED.search, tensors) if match})
+    adapters = adapters_of(tensors)
     if len(adapters) > 1:
         raise ConfigError(f"the run trains the adapters {', '.join(adapters)}: PEFT keeps each in files of its own")
     kind: torch.dtype = getattr(torch, dtype)
@@ -64,17 +53,6 @@ def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, 
     save_file(values, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     shutil.copyfile(config, folder / ADAPTER_CONFIG)
     return SavedModel(is_plain=False)
-
-
-def saved_name(name: str) -> str:
-    """Return the name of a training parameter in PEFT's file."""
-    match = _NAMED.search(name)
-    if match is None:
-        return name  # as a bias that trains beside the adapters
-    head, rest = name[: match.start(1) - 1], name[match.end() :]
-    if head.endswith(".modules_to_save"):
-        return head.removesuffix(".modules_to_save") + rest
-    return head if head.endswith(".lora_magnitude_vector") else head + rest
 
 
 def _check_same(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -87,6 +65,8 @@ def _check_same(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     for name in sorted(file_shapes.keys() | shapes.keys()):
+        if name not in shapes and is_of_base(name):
+            continue
         if file_shapes.get(name) != shapes.get(name):
             there, here = file_shapes.get(name, "not there"), shapes.get(name, "not there")
             raise ConfigError(f"{path} is another adapter than the run's: {name} is {there}, in the run {here}")

@@ -417,6 +417,7 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         (changed(quarantine={"eu": "for 600 s more"}, peers=peers(eu=DOWN)), kinds.PEER_DOWN),
         (changed(peers=peers(eu=DOWN | {"has_left": True})), kinds.PEER_DOWN),
         (changed(role="follower", left_out=[{"region": "ap", "part": "member", "reason": "late"}]), kinds.LEFT_OUT),
+        (changed(state="finished", left_out=[{"region": "ap", "part": "member", "reason": "left"}]), kinds.LEFT_OUT),
         (changed(role="follower", standings=standings(ap={"tokens_per_step": 8192.0})), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"tokens_per_step": 8192.0, "rounds": 7})), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"tokens_per_step": 8192.0}), tokens_ratio_max=8.0), kinds.OUTWEIGHS),

@@ -10,22 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diloco_node.core.merge.adapter_names import saved_name
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.daemon.manifest_file import save_manifest
-from diloco_node.integrations.adapter_export import has_adapters, saved_name
 from diloco_node.main import main
 from tests.cli.test_export import a_region, exported, finish
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
-NAMES = {
-    f"{LAYER}.lora_A.default.weight": f"{LAYER}.lora_A.weight",
-    f"{LAYER}.lora_B.default.weight": f"{LAYER}.lora_B.weight",
-    f"{LAYER}.lora_magnitude_vector.default.weight": f"{LAYER}.lora_magnitude_vector",
-    "base_model.model.embed.lora_embedding_A.default": "base_model.model.embed.lora_embedding_A",
-    "base_model.model.lm_head.modules_to_save.default.weight": "base_model.model.lm_head.weight",
-    f"{LAYER}.lora_B.my_style.weight": f"{LAYER}.lora_B.weight",
-    f"{LAYER}.base_layer.bias": f"{LAYER}.base_layer.bias",
-}
 ADAPTER = build_manifest(
     [TensorSpec(f"{LAYER}.lora_A.default.weight", (4, 16)), TensorSpec(f"{LAYER}.lora_B.default.weight", (16, 4))], 2
 )
@@ -40,16 +31,6 @@ def base(tmp_path: Path) -> Path:
     values = {f"{LAYER}.lora_A.weight": torch.zeros(4, 16), f"{LAYER}.lora_B.weight": torch.zeros(16, 4)}
     save_file(values, folder / "adapter_model.safetensors")
     return folder
-
-
-@pytest.mark.parametrize(("name", "saved"), NAMES.items())
-def test_names_are_pefts(name: str, saved: str) -> None:
-    assert saved_name(name) == saved
-
-
-def test_a_model_whose_head_alone_trains_is_none_of_adapters() -> None:
-    assert has_adapters(NAMES)
-    assert not has_adapters(["base_model.model.lm_head.modules_to_save.default.weight", "q_lora_rank", "lora.weight"])
 
 
 @pytest.mark.parametrize("is_over", [False, True])

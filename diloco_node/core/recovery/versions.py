@@ -260,6 +260,8 @@ class Versions:
             # Right after a restart: a state from disk is there before the ledger says whom it includes. Handing it to a
             # learner with work of its own would make that work count twice. A new learner has none.
             return
+        if base < 0 and self._is_behind(fragment):
+            return  # right after a restart: a new learner would train, and evaluate, on what was long ago
         self._offered[fragment] = version
         snapshot_number = self._history.included_snapshot(
             self._region, self._learner.incarnation, fragment, base=base, version=version
@@ -447,6 +449,12 @@ class Versions:
             if (fragment, body.version, body.payload_digest) in self._payloads:
                 self._busy[fragment] = body.version
                 self._effects.emit(ApplyVersion(body))
+
+    def _is_behind(self, fragment: int) -> bool:
+        """Whether the payload of the next committed version is on disk here, so that it is applied at once."""
+        body = self._rounds[fragment].get(self.applied[fragment] + 1)
+        is_here = body is not None and (fragment, body.version, body.payload_digest) in self._payloads
+        return is_here and fragment not in self._healing
 
     def _is_applied(self, entry: Entry) -> bool:
         if isinstance(entry.body, GenesisBody):

@@ -105,13 +105,16 @@ class RunEnd:
             f"scripts of {len(votes)} regions want the end: {words}; it takes {needs}, or an operator" if votes else ""
         )
 
-    def lack(self, leader: str, *, now_ns: int) -> str:
+    def lack(self, leader: str, *, now_ns: int, own_steps: int = 0) -> str:
         """Return why a learner that comes now would train past the end; empty if it would not.
 
         Nobody closes the run without a leader. The others may have closed it, and be gone.
+
+        Args:
+            own_steps: of all lives of the own learner, by its counters: after a restart the ledger tells none alone.
         """
         limit, position = self._settings.steps_max, self._progress.position(now_ns=now_ns)
-        has_made_steps = 0 < limit <= max(position.steps, self._progress.steps_of(self._region))
+        has_made_steps = 0 < limit <= max(position.steps, self._progress.steps_of(self._region), own_steps)
         if leader or self._history.finished is not None or (not has_made_steps and (position.part or 0.0) < 1.0):
             return ""
         way = f"step {limit} of {limit}" if has_made_steps else f"{self._settings.tokens_max} tokens are merged"

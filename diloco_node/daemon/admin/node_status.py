@@ -43,7 +43,8 @@ class NodeStatus:
         if view.is_final or (silence := self.learner.silence()):
             return "" if view.is_final else silence
         if not view.leader or self.reception.waits_for_peers:
-            return self.core.end.lack(view.leader, now_ns=self.runtime.now_ns()) or view.ledger_reason
+            own_steps, now_ns = self.learner.steps_total, self.runtime.now_ns()
+            return self.core.end.lack(view.leader, now_ns=now_ns, own_steps=own_steps) or view.ledger_reason
         if min(view.versions) < 0:
             return "waits for the first parameters (genesis)"
         return "" if view.learner is not None else "no learner is attached"

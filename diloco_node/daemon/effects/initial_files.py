@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from diloco_node.core.merge.adapter_names import has_adapters, is_of_base, saved_name
 from diloco_node.core.merge.fragments import Manifest, Piece
 from diloco_node.errors import ConfigError
 from diloco_node.escaping import escaped
@@ -231,7 +232,14 @@ def _of_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _by_run_names(tensors: dict[str, StoredTensor], shapes: Mapping[str, object]) -> dict[str, StoredTensor]:
-    """Return the tensors under the run's names, where all of them differ by one prefix."""
+    """Return the tensors under the run's names, where all of them differ by one prefix, or are PEFT's of adapters."""
+    if has_adapters(shapes):
+        run_names = {saved_name(name): name for name in shapes}
+        tensors = {
+            run_names.get(name, name): tensor
+            for name, tensor in tensors.items()
+            if name in run_names or not is_of_base(name)
+        }
     first = min(shapes)
     for name in tensors if first not in tensors else ():
         if first.endswith(f".{name}"):

@@ -254,6 +254,7 @@ class Reception:
     def _lack(self) -> str:
         """Return why the learner's further steps are of no use; empty while that is no older than an election."""
         now_ns = self._runtime.now_ns()
-        lack = self._core.end.lack(self._core.ledger.leader, now_ns=now_ns)
+        own_steps = self._learner.steps_total
+        lack = self._core.end.lack(self._core.ledger.leader, now_ns=now_ns, own_steps=own_steps)
         since_ns = self._lack_since_ns = (self._lack_since_ns or now_ns) if lack else None
         return lack if since_ns is not None and now_ns - since_ns >= LACK_NS else ""

@@ -487,6 +487,21 @@ def test_new_learner_does_not_wait_for_the_ledger() -> None:
     assert desk.apply(0, 1) == [OfferVersion(0, 1, -1)]
 
 
+def test_new_learner_is_offered_nothing_older_than_its_own_disk_can_give_at_once() -> None:
+    """After a restart rounds are committed again, all at once, and applied one by one."""
+    disk = Disk()
+    disk.begin()
+    disk.store(INCLUDED)
+    disk.commit(INCLUDED)
+    disk.versions.learner_attached(replace(NEW, incarnation=2))
+    assert disk.pump() == [OfferVersion(1, 0, -1), ApplyVersion(INCLUDED)]
+    disk.commit(WITHOUT)
+    disk.versions.version_applied(0, 1)
+    assert disk.pump() == [OfferVersion(0, 1, -1)], "a payload that is not here may take minutes"
+    disk.store(WITHOUT)
+    assert disk.pump() == [ApplyVersion(WITHOUT)]
+
+
 def test_learner_that_attaches_again_is_offered_again_what_it_has_not_applied() -> None:
     desk = Desk()
     desk.attach(status(12))

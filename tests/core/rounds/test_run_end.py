@@ -117,6 +117,7 @@ def test_a_region_past_the_end_without_a_leader_says_what_it_waits_for() -> None
     assert "--serve" in lack
     assert bench.end.waiting("", now_ns=0) == lack
     assert Bench(steps=199).end.lack("", now_ns=0) == ""
+    assert "(step 200 of 200)" in Bench(steps=0).end.lack("", now_ns=0, own_steps=203), "after a restart alone"
     merged = Bench(replace(SETTINGS, tokens_max=64))
     for fragment in range(2):
         body = committed_round(fragment, 1, [contribution("a", fragment=fragment)])

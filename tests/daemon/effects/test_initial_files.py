@@ -213,6 +213,25 @@ def test_a_prefix_of_all_names_does_not_count(tmp_path: Path, prefix: str) -> No
         assert [value.tobytes() for value in values.values()] == [tensor.tobytes() for tensor in model().values()]
 
 
+def test_adapters_are_read_under_the_names_of_pefts_file(tmp_path: Path) -> None:
+    names = {
+        "base_model.model.q_proj.lora_A.default.weight": "base_model.model.q_proj.lora_A.weight",
+        "base_model.model.q_proj.lora_B.default.weight": "base_model.model.q_proj.lora_B.weight",
+        "base_model.model.lm_head.modules_to_save.default.weight": "base_model.model.lm_head.weight",
+    }
+    manifest = build_manifest([TensorSpec(name, (4 + at, 6)) for at, name in enumerate(names)], 2)
+    rng = np.random.default_rng(3)
+    values = {spec.name: rng.standard_normal(spec.shape).astype(np.float32) for spec in manifest.tensors}
+    save_file({names[name]: value for name, value in values.items()}, tmp_path / "adapter_model.safetensors")
+    found = values_of(manifest, read_initial(tmp_path, manifest))
+    assert all(np.array_equal(found[name], value) for name, value in values.items())
+    save_file(
+        {name: value for name, value in values.items() if "lora_A" in name}, tmp_path / "adapter_model.safetensors"
+    )
+    with pytest.raises(ConfigError, match=r"is not in the file"):
+        read_initial(tmp_path, manifest)
+
+
 def test_a_larger_model_of_the_same_names_is_refused(tmp_path: Path) -> None:
     shard(tmp_path, model() | {"d.weight": np.ones((5, 5), np.float32)})
     with pytest.raises(ConfigError, match=r"d\.weight is not in the run's model.*If the script freezes it"):

@@ -103,14 +103,17 @@ class Desk:
             incarnation_min=1,
             wants_initial_state=False,
             ledger=SimpleNamespace(leader="b"),
-            end=SimpleNamespace(lack=lambda _leader, *, now_ns: self.lack),
+            end=SimpleNamespace(lack=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""),
             leader=SimpleNamespace(progress=SimpleNamespace(position=lambda *, now_ns: RunPosition(8, None))),
             history=SimpleNamespace(
                 genesis=GenesisBody("run", MANIFEST.digest, "", ("a", "b"), DIGESTS), incarnation=lambda _: self.newest
             ),
         )
         learner: Any = SimpleNamespace(
-            attach_fault=lambda *_, **__: "", on_attach=lambda *_, **__: None, on_message=lambda _: None
+            attach_fault=lambda *_, **__: "",
+            on_attach=lambda *_, **__: None,
+            on_message=lambda _: None,
+            steps_total=200,
         )
         self.reception = Reception(runtime, MANIFEST, core, learner)
 
