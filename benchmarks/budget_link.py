@@ -31,7 +31,8 @@ from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadReque
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import LinkLost
 from diloco_node.lab.wan.tun import inside
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.kernel import congestion
 from diloco_node.transport.transport import GrpcTransport
 

@@ -53,7 +53,7 @@ from diloco_node.lab.demo.demo_run import NAMES
 from diloco_node.lab.demo.region_processes import RegionProcess, free_ports, order_finish
 from diloco_node.lab.wan import namespaces
 from diloco_node.lab.wan.namespaces import run_ip
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 
 RELAYED = ("bulk_out", "bulk_in", "bulk_both", "bulk_slow")
 ARMS = (*RELAYED, "mtu", *FAULTS, "learner")

@@ -23,7 +23,8 @@ from typing import Any
 
 from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadRequested, Refused
 from diloco_node.daemon.process_setup import keep_freed_memory
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.transport import GrpcTransport
 
 RUN = "bench"

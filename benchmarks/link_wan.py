@@ -47,7 +47,8 @@ from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.emulation_state import EmulationState
 from diloco_node.lab.wan.namespaces import Place
 from diloco_node.lab.wan.tun import inside
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.kernel import congestion
 from diloco_node.transport.streams import dial, make_server
 from diloco_node.transport.transport import GrpcTransport

@@ -31,7 +31,7 @@ from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
 from diloco_node.shared_memory import COUNTERS_AREA, request_area
 from diloco_node.state_names import MEMORY_SOCKET_NAME
 from diloco_node.storage.trained import AREA_BYTES, Trained
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 from diloco_node.unix_sockets import process_of, socket_path
 
 HERE: Final = Path(__file__).resolve().parent

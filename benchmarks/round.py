@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 
 HERE = Path(__file__).resolve().parent
 REGIONS = ("east", "west")

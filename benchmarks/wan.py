@@ -46,7 +46,7 @@ from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
 from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.namespaces import Place, run_ip
 from diloco_node.lab.wan.tun import DEVICE
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 
 LEARNER = Path(__file__).resolve().with_name("wan_learner.py")
 ARMS = ("alone", "ours", "ddp", "sync_diloco")

@@ -19,20 +19,23 @@ _PARTS_MAX: Final = 512
 _unique = itertools.count()
 
 
-def replace_file(path: Path, data: bytes | Sequence[bytes | memoryview], *, is_durable: bool) -> None:
+def replace_file(
+    path: Path, data: bytes | Sequence[bytes | memoryview], *, is_durable: bool, mode: int = 0o644
+) -> None:
     """Write a file under a temporary name, then rename it.
 
     Args:
         path: the file; an old one of that name stays whole until the new one is.
         data: its bytes, or parts of them in order. Parts are C-contiguous, and are not changed.
         is_durable: sync the file before, and its folder after the rename, so that a power cut leaves old or new.
+        mode: of the new file, less what the umask takes.
 
     Raises:
         OSError: the disk refused; the old file, if any, is untouched.
     """
     temporary = path.with_name(f"{path.name}.{next(_unique)}{TMP_SUFFIX}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
             write_parts(descriptor, [data] if isinstance(data, bytes) else data)
             if is_durable:

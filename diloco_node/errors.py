@@ -70,7 +70,7 @@ class IdentityError(DilocoError):
 
     exit_code = 4
     code = "E-CERT"
-    remedy = "copy certs/REGION from where diloco-node certs init made it; expired: make new ones for all regions"
+    remedy = "copy certs/REGION from where diloco-node certs made it; expired: diloco-node certs renew REGION there"
 
 
 class PeerError(DilocoError):
@@ -88,12 +88,12 @@ class LinkLost(PeerError):
 
 
 class PeerCertificateRefused(LinkLost):
-    """One side of a connection does not take the other's certificate: another run's, another region's, or expired."""
+    """One side of a connection refuses the other's certificate: of another run or region, ended, or revoked."""
 
     code = "E-PEER-CERT"
     remedy = (
-        "give all regions certificates of one diloco-node certs init, and check addresses and clocks; diloco-node "
-        "doctor tells which of them it is"
+        "give all regions certificates of one authority, and check addresses and clocks; diloco-node doctor tells "
+        "which of them it is"
     )
 
 

@@ -221,7 +221,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _write(folder: Path, new: NewRun, text: str, existing_paths: Sequence[Path]) -> None:
-    from diloco_node.transport.certificates import init_run
+    from diloco_node.transport.authority import init_run
 
     try:
         for path in existing_paths:

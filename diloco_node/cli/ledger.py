@@ -138,6 +138,8 @@ def _body_words(entry: Entry) -> str:
         case types.DiskNamedBody() as body:
             disk = f"folder {_short(body.disk)}" if body.disk else "no folder that counts"
             words = f"{body.region} is expelled" if body.disk == types.EXPELLED else f"{body.region} has {disk}"
+        case types.RevokedBody() as body:
+            words = f"certificate {_short(body.certificate)} of {body.region}"
         case types.SnapshotBody() as body:
             words = f"fragment {body.fragment} version {body.version} is {_short(body.digest)}"
         case types.SummaryBody() as body:

@@ -45,7 +45,7 @@ def set_budget(
             parse_option(flag, text, parse_ceiling_or_none)
     folder = region_folder(place, config)
     change = {key: value for key, value in (("egress", egress), ("ingress", ingress), ("peer", peer)) if value}
-    answer = _order(folder, "budget", change)
+    answer = give_order(folder, "budget", change)
     from diloco_node.config.budget_plan import BudgetPlan
 
     typer.echo(f"{folder.name}: {BudgetPlan.from_plain(answer['budget'])}")
@@ -92,7 +92,7 @@ def expel(
 ) -> None:
     """Expel a region from the run: the leader puts it into the ledger, and every region closes its links with it."""
     folder = region_folder(place, config)
-    _order(folder, "quarantine/add", {"peer": peer})
+    give_order(folder, "quarantine/add", {"peer": peer})
     typer.echo(f"{folder.name} expels {peer} when a majority agrees; `diloco-node quarantine lift` readmits it")
 
 
@@ -105,7 +105,7 @@ def lift_quarantine(
 ) -> None:
     """Readmit a peer that was expelled, or shut out after three protocol violations; `status` says who is, and why."""
     folder = region_folder(place, config)
-    is_lifted = bool(_order(folder, "quarantine/lift", {"peer": peer})["lifted"])
+    is_lifted = bool(give_order(folder, "quarantine/lift", {"peer": peer})["lifted"])
     if is_lifted:
         typer.echo(f"{folder.name} readmits {peer}: its strikes are forgotten")
     else:
@@ -120,7 +120,7 @@ def start_learner(
 ) -> None:
     """Start the learner again that was stopped after it crashed again and again; `status` says so."""
     folder = region_folder(place, config)
-    was = str(_order(folder, "learner/start", {})["was"])
+    was = str(give_order(folder, "learner/start", {})["was"])
     typer.echo(f"{folder.name} starts its learner, which was {was}; `diloco-node status` shows when it trains")
 
 
@@ -134,18 +134,19 @@ def finish(
 ) -> None:
     """End the run in all regions. After a last round of each fragment they write final.safetensors and exit 0."""
     folder = region_folder(place, config)
-    _order(folder, "finish", {"reason": reason})
+    give_order(folder, "finish", {"reason": reason})
     typer.echo(f"{folder.name} asks the leader to end the run; `diloco-node status` shows how far it is")
 
 
 def drain(*, place: RegionArgument = None, config: ConfigOption = None) -> None:
     """Stop a region in order: its last steps are merged, a checkpoint is written, leadership is handed on."""
     folder = region_folder(place, config)
-    _order(folder, "drain", {})
+    give_order(folder, "drain", {})
     typer.echo(f"{folder.name} stops within `learner.stop_grace`; start it again as before")
 
 
-def _order(folder: Path, path: str, document: dict[str, Any]) -> dict[str, Any]:
+def give_order(folder: Path, path: str, document: dict[str, Any]) -> dict[str, Any]:
+    """Give the daemon of a state folder an order; its answer. Raises what `admin_client.order` does."""
     from diloco_node.cli.admin_client import order
 
     return order(folder, path, document)

@@ -48,6 +48,9 @@ HASH_BYTES: Final = 32
 SUMMARY_BYTES_MAX: Final = 3 << 20
 """Longest summary of a ledger, below the limit of a control message. 64 regions, 100 fragments: about 0.5 MB."""
 
+REVOKED: Final = 1024
+"""Certificates of a run. Another authority revokes all at once."""
+
 DISK_BYTES: Final = 16
 DIGEST_TEXT_BYTES: Final = 128
 """A digest as hexadecimal text, with room for a longer one."""
@@ -105,6 +108,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "entries": Items(64),
     "disk": Octets((0, DISK_BYTES)),
     "disks": Items(REGIONS, Octets((DISK_BYTES,))),
+    "certificate": HASH,
     # Fragments and versions
     "fragment": Whole(0, FRAGMENTS - 1),
     "version": VERSION,
@@ -152,7 +156,9 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "BaseSent.summary": Octets((), most=SUMMARY_BYTES_MAX),
     "Heartbeat.echo": INDEX,
     "MergedReceived.digests": Items(STRIPES, Octets((0, HASH_BYTES))),
-    "PayloadDurable.projections": Items(WINDOWS, PROJECTION),
+    "nonces": Items(2, HASH),
+    "BallotOpened.commitment": Octets((0, HASH_BYTES)),
+    "ContributionProjected.projections": Items(WINDOWS, PROJECTION),
     "RoundBody.projections": Items(REGIONS, Items(WINDOWS, PROJECTION)),
     "RoundBody.members": Items(REGIONS),
     "RoundBody.version": Whole(1, VERSION_MAX),
@@ -174,6 +180,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "RunSummary.joined": Items(REGIONS),
     "RunSummary.disks": Items(REGIONS, Octets((0, DISK_BYTES))),
     "RunSummary.replaced": Items(REGIONS, INDEX),
+    "RunSummary.revocations": Items(REVOKED, HASH),
     "Covered.steps": Items(FRAGMENTS, STEP),
     "Covered.tokens": Items(FRAGMENTS, TOKENS),
     "Closed.steps": SUM,

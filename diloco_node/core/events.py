@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.messages import Message
-from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
+from diloco_node.core.operator_orders import EntryOrdered
+from diloco_node.core.projections import ContributionsProjected, Project, ProjectContributions, Projected
 from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
 
 # ==== events ==========================================================================================================
@@ -160,7 +161,6 @@ class PayloadStored:
     version: int
     digest: bytes
     squared_norms: tuple[float, ...] = ()
-    projection: Projection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +233,6 @@ class FinishOrdered:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpulsionOrdered:
-    """An operator of this region, which leads, wants another region expelled, or readmitted (`Replacement`)."""
-
-    region: str
-    is_lifted: bool
-
-
-@dataclass(frozen=True, slots=True)
 class FinalWritten:
     """The answer to WriteFinal."""
 
@@ -250,8 +242,9 @@ Event = (
     TimerFired | MessageArrived | LinkChanged | BudgetChanged | LedgerPersisted | InitialStateStored | LearnerReported
     | LearnerAttached | LearnerDetached | SnapshotTaken | SnapshotRefused | ContributionStripeArrived | ReductionDone
     | MergedStripeArrived | PayloadStored | PayloadNotStored | StateStored | CheckpointWritten | StatesRenamed
-    | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | ExpulsionOrdered | FinalWritten
+    | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | EntryOrdered | FinalWritten
     | ContributionsProjected
+    | Projected
 )
 # fmt: on
 
@@ -361,8 +354,6 @@ class StorePayload:
 
     Attributes:
         stripes: the ballot's, so that each is taken from its reducer.
-        windows: where the payload, and the own contribution, are projected on the way.
-        before: digest of the version before, whose rounding error feedback adds; empty: not known here.
     """
 
     ballot: Ballot
@@ -370,9 +361,6 @@ class StorePayload:
     version: int
     digest: bytes
     stripes: tuple[Stripe, ...]
-    windows: tuple[Window, ...] = ()
-    contribution: Contribution | None = None
-    before: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,6 +482,6 @@ class Note:
 Effect = (
     Send | PersistLedger | TakeSnapshot | SendContribution | ReduceStripe | SendMerged | StorePayload | ApplyVersion
     | AdoptState | OfferVersion | FetchPayload | FetchState | PruneFiles | SetStatesAside | CloseBallot | StopLearner
-    | WriteFinal | ProjectContributions | Note
+    | WriteFinal | Project | ProjectContributions | Note
 )
 # fmt: on

@@ -166,6 +166,7 @@ class BallotOpened:
     Attributes:
         reused: what members need not send again; the stripe is an index into `stripes`.
         left_out: for the status of every region, and a first hint for the next leader.
+        commitment: of the leader to its nonce (`core.rounds.audit_draw`).
     """
 
     ballot: Ballot
@@ -175,6 +176,7 @@ class BallotOpened:
     stripes: tuple[Stripe, ...]
     reused: tuple[ReusedStripe, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    commitment: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,15 +259,31 @@ class MergedReceived:
 
 @dataclass(frozen=True, slots=True)
 class PayloadDurable:
-    """Region to leader: all merged stripes of the ballot are on its disk, fsynced.
+    """Region to leader: all merged stripes of the ballot are on its disk, fsynced."""
+
+    ballot: Ballot
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AuditDrawn:
+    """Drawer to all, once all merged stripes are there: its nonce. Leader to all if the payload is audited: all nonces.
 
     Attributes:
-        projections: of its own contribution, per window, if the payload is audited (`core.merge.freivalds`).
+        digest: of the merged payload, which is fixed. nonces: the leader's first.
     """
 
     ballot: Ballot
     digest: bytes
-    projections: tuple[float, ...] = ()
+    nonces: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionProjected:
+    """Member to leader: the projections of its own contribution, per window of the audit (`core.merge.freivalds`)."""
+
+    ballot: Ballot
+    projections: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +351,8 @@ Message = (
     | ReductionReported
     | MergedReceived
     | PayloadDurable
+    | AuditDrawn
+    | ContributionProjected
     | FinishRequested
     | DiscardReported
     | PayloadRequested

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.types import Contribution, Stripe
+from diloco_node.core.types import Ballot, Contribution, Stripe
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +24,48 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A region's own results for a payload that it has.
+    """A region's own results; each part is empty while it is not worked out, or if the bytes are gone.
 
     Attributes:
         sums: per window, the projection of the decoded payload.
         errors: per window, square of what encoding may change in it at most, as a length; with error feedback that of
             the version before is in it. Infinite if that is not known here.
-        contribution: per window, the projection of the own contribution; empty if it is not here any more.
+        contribution: per window, the projection of the own contribution.
     """
 
-    sums: tuple[float, ...]
-    errors: tuple[float, ...]
+    sums: tuple[float, ...] = ()
+    errors: tuple[float, ...] = ()
     contribution: tuple[float, ...] = ()
 
 
-NO_PROJECTION: Final = Projection((), ())
+NO_PROJECTION: Final = Projection()
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """The effect: project a ballot's merged payload, the own contribution to it, or both; answer Projected.
+
+    Attributes:
+        stripes: of the ballot, whose merged ones are in memory; none: not the payload.
+        contribution: the own one; None: not that.
+        before: digest of the version before, whose rounding error feedback adds; empty: not known here.
+    """
+
+    ballot: Ballot
+    fragment: int
+    version: int
+    windows: tuple[Window, ...]
+    stripes: tuple[Stripe, ...] = ()
+    contribution: Contribution | None = None
+    before: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """The event: the answer to Project."""
+
+    ballot: Ballot
+    projection: Projection
 
 
 @dataclass(frozen=True, slots=True)

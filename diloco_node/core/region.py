@@ -24,7 +24,8 @@ from diloco_node.core.membership.replacement import DiskReplacement, incarnation
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
 from diloco_node.core.objections import Objections
-from diloco_node.core.projections import ContributionsProjected
+from diloco_node.core.operator_orders import EntryOrdered
+from diloco_node.core.projections import ContributionsProjected, Projected
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
 from diloco_node.core.recovery.upkeep import Upkeep
@@ -56,7 +57,7 @@ class RegionCore:
         run_id, settings_digest: go into genesis; regions with others can't join.
         manifest, settings: of the run.
         recovered: what the disk held at start.
-        seed: of the election timeouts.
+        seed: of the election timeouts. secret: at random; of the nonces of audits.
         now_ns: monotonic time.
         silent_heartbeats: after so many without a word a region counts as gone.
     """
@@ -72,6 +73,7 @@ class RegionCore:
         settings: RunSettings,
         recovery: Recovered,
         seed: int,
+        secret: bytes,
         now_ns: int,
         silent_heartbeats: int = SILENT_HEARTBEATS,
     ) -> None:
@@ -116,11 +118,12 @@ class RegionCore:
             history=self.history,
             liveness=self.liveness,
             effects=self._effects,
+            secret=secret,
         )
         progress = RunProgress(context)
         self.end = RunEnd(context, self.versions, progress, (entry.body for entry in recovery.entries))
         self.participant = RoundParticipant(context, self.versions)
-        check = EntryCheck(run, manifest, settings, witness=self.participant.entry_fault)
+        check = EntryCheck(run, manifest, settings, witness=self.participant.audits.entry_fault)
         self.ledger = LedgerCore(
             region=region,
             voters=self._regions,
@@ -150,7 +153,7 @@ class RegionCore:
             fetches=self._fetches,
             effects=self._effects,
         )
-        self.replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
+        self.replacement = DiskReplacement(self.ledger, self.history, heartbeat_ns=settings.heartbeat_ns)
         self._discards = DiscardReporter(context)
         self._upkeep = Upkeep(
             regions=len(self._regions),
@@ -182,11 +185,10 @@ class RegionCore:
             ev.LearnerAttached: self._learner_attached,
             ev.LearnerDetached: self._learner_detached,
             ev.SnapshotTaken: lambda event, _: self.participant.snapshot_taken(event.contribution),
-            ev.SnapshotRefused: lambda event, _: self.participant.snapshot_refused(
-                event.fragment, event.version, event.reason
-            ),
+            ev.SnapshotRefused: lambda event, _: self.participant.snapshot_refused(event),
             ev.ContributionStripeArrived: lambda event, _: self.participant.stripe_arrived(event),
             ContributionsProjected: lambda event, _: self.leader.on_projections(event),
+            Projected: lambda event, _: self.participant.audits.projected(event),
             ev.ReductionDone: lambda event, _: self.participant.stripe_reduced(event),
             ev.MergedStripeArrived: lambda event, _: self.participant.merged_arrived(event),
             ev.PayloadStored: self._payload_stored,
@@ -200,7 +202,7 @@ class RegionCore:
             ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
-            ev.ExpulsionOrdered: lambda event, now_ns: self._emit(
+            EntryOrdered: lambda event, now_ns: self._emit(
                 self.replacement.carry_out(event, self._effects, self.liveness, now_ns=now_ns)
             ),
             ev.FinalWritten: lambda _event, _now_ns: self.end.on_final_written(),
@@ -234,11 +236,6 @@ class RegionCore:
             return self._now_ns + 1  # a nanosecond later: no timer that spins
         times = (self.ledger.wake_at_ns, self._next_beat_ns, self.leader.wake_at_ns, self._fetches.wake_at_ns)
         return min(at_ns for at_ns in times if at_ns is not None)
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this region leads, as far as it knows."""
-        return self.ledger.is_leader
 
     @property
     def may_allot_incarnation(self) -> bool:
@@ -383,6 +380,8 @@ class RegionCore:
             self._round_message(event.peer, message, now_ns)
 
     def _round_message(self, peer: str, message: msg.Message, now_ns: int) -> None:
+        if isinstance(message, msg.AuditDrawn):
+            self.participant.audits.take(peer, message)
         if isinstance(message, RoundMessage):
             self.leader.on_answer(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):

@@ -167,6 +167,7 @@ class EntryKind(StrEnum):
     SNAPSHOT = "snapshot"
     SUMMARY = "summary"
     EXTENDED = "extended"
+    REVOKED = "revoked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,7 @@ class RoundBody:
         share: part of a full outer step; below 1 if members bring work of versions without them (`core.merge.weights`).
         is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.merge.outer`).
         squared_norms: per piece, sum of squares of the decoded payload: the factors follow from it.
+        nonces: the leader's and the drawer's, if that was told in time; the audit follows from them (`core.rounds`).
         projections: per member, per window of an audited payload (`core.merge.freivalds`); empty for a member that
             did not tell them in time.
     """
@@ -218,6 +220,7 @@ class RoundBody:
     payload_digest: bytes
     is_last: bool = False
     squared_norms: tuple[float, ...] = ()
+    nonces: tuple[bytes, ...] = ()
     projections: tuple[tuple[float, ...], ...] = ()
 
 
@@ -275,6 +278,14 @@ class DiskNamedBody:
 
 
 @dataclass(frozen=True, slots=True)
+class RevokedBody:
+    """A region's certificate that no link may be made or kept with, by its SHA-256; the region may get another one."""
+
+    region: str
+    certificate: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotBody:
     """A majority of the regions has these bytes: the state of `fragment` at `version` has this digest.
 
@@ -304,6 +315,7 @@ EntryBody = (
     | SnapshotBody
     | SummaryBody
     | ExtendedBody
+    | RevokedBody
 )
 
 

@@ -105,7 +105,7 @@ class Daemon:
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.end)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self.spawn(self._reload_budget(), "reload budget"))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.spawn(self._reload(), "reload"))
         registry = CollectorRegistry()
         registry.register(StatusCollector(self.status))
         admin = AdminServer(
@@ -118,6 +118,7 @@ class Daemon:
                 set_budget=self._set_budget,
                 measure=self._measure,
                 expel=self._expel,
+                revoke=self._revoke,
                 lift_quarantine=self._lift_quarantine,
                 start_learner=self.start_learner,
             ),
@@ -406,6 +407,11 @@ class Daemon:
         self._follow_budget(changed_plan(self.spec.budget, document, self.spec.peers), "an operator")
         return self.spec.budget.to_plain()
 
+    async def _reload(self) -> None:
+        await self._reload_budget()
+        if self.node is not None:
+            await self.node.renew_identity()
+
     async def _reload_budget(self) -> None:
         path = self.spec.config_file
         if path is None:
@@ -435,9 +441,18 @@ class Daemon:
         if peer == self.spec.region:
             raise ConfigError(f"{peer} can't expel itself: stop it, or give the order to another region")
         self._check_peer(peer)
+        self._running_node(f"expel {peer} from").expel(peer, is_lifted=False)
+
+    def _revoke(self, region: str, pem: str) -> str:
+        """Have the ledger revoke a certificate. Raises ConfigError."""
+        if region != self.spec.region:
+            self._check_peer(region)
+        return self._running_node(f"revoke the certificate of {region} in").revoke(region, pem.encode())
+
+    def _running_node(self, purpose: str) -> Node:
         if self.node is None:
-            raise ConfigError(f"there is no run yet to expel {peer} from: {self.spec.region} {self._facts()['reason']}")
-        self.node.expel(peer, is_lifted=False)
+            raise ConfigError(f"there is no run yet to {purpose}: {self.spec.region} {self._facts()['reason']}")
+        return self.node
 
     def _lift_quarantine(self, peer: str) -> bool:
         """Readmit a peer; whether it was expelled, in quarantine, or had strikes. Raises ConfigError."""

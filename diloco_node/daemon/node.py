@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any, Final
 
 from diloco_node.core import events as ev
+from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message
+from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.region import RegionCore
-from diloco_node.core.types import NO_LIMITS, RateLimits, Recovered
+from diloco_node.core.types import EXPELLED, NO_LIMITS, DiskNamedBody, RateLimits, Recovered, RevokedBody
 from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.node_status import NodeStatus
 from diloco_node.daemon.admin.run_facts import RunFacts
@@ -27,13 +30,14 @@ from diloco_node.daemon.presence import Presence
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import ConfigError, StorageError
+from diloco_node.errors import ConfigError, IdentityError, PeerCertificateRefused, StorageError
 from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import Measuring
 from diloco_node.numeric import NS_PER_S
 from diloco_node.shared_memory import request_area
 from diloco_node.storage.trained import read_trained, save_trained
 from diloco_node.transport.certificates import load_identity
+from diloco_node.transport.credentials import fingerprint_text, pem_to_der
 from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.tensor_listing import pack_tensors
@@ -80,6 +84,7 @@ class Node:
             settings=spec.settings,
             recovery=recovery,
             seed=spec.seed,
+            secret=os.urandom(32),
             now_ns=now_ns(),
         )
         # Learner and transport call back into effects, which are built on both: hence the methods below.
@@ -150,7 +155,7 @@ class Node:
         self._facts = RunFacts(
             self.core,
             spec,
-            expires=identity.not_after,
+            certificate=self.transport.credentials.document,
             cosines=self.effects.stripes.cosines,
             refusals=lambda: refusals,
             now_ns=now_ns,
@@ -195,7 +200,7 @@ class Node:
         if self.core.liveness.alive(now_ns=self._runtime.now_ns()):
             await asyncio.sleep(END_POLL_S)  # the heartbeat that says so must have left before the links go
         polls = round(DRAIN_S / END_POLL_S)
-        while polls and self.core.is_leader and self.core.liveness.alive(now_ns=self._runtime.now_ns()):
+        while polls and self.core.ledger.is_leader and self.core.liveness.alive(now_ns=self._runtime.now_ns()):
             polls -= 1
             await asyncio.sleep(END_POLL_S)
 
@@ -210,6 +215,7 @@ class Node:
     def _post(self, event: ev.Event) -> None:
         self._pump.post(event)
         self.transport.expel(self.core.history.expelled)
+        self.transport.credentials.revocations = self.core.history.revocations
         self.reception.core_changed()
         if isinstance(event, ev.FinalWritten) and not self._is_lingering:
             self._is_lingering = True
@@ -293,7 +299,53 @@ class Node:
 
     def expel(self, peer: str, *, is_lifted: bool) -> None:
         """Have the ledger expel a peer, or readmit it. Raises ConfigError: why that can't be."""
-        order = ev.ExpulsionOrdered(peer, is_lifted)
+        self._order(EntryOrdered(DiskNamedBody(peer, b"" if is_lifted else EXPELLED), is_cut_off=not is_lifted))
+
+    def revoke(self, region: str, pem: bytes) -> str:
+        """Have the ledger revoke a certificate.
+
+        Args:
+            region: its. pem: the certificate; empty: the one that the region has shown last.
+
+        Returns:
+            The beginning of its fingerprint.
+
+        Raises:
+            ConfigError: it is not known, or why it can't be revoked.
+        """
+        credentials = self.transport.credentials
+        own = credentials.identity.certificate
+        current = own if region == own.region else credentials.shown.get(region)
+        try:
+            certificate = credentials.identity.admit(pem_to_der(pem), region) if pem else current
+        except PeerCertificateRefused as error:
+            raise ConfigError(f"this can't be revoked, or need not be: {error}") from None
+        if certificate is None:
+            raise ConfigError(
+                f"{region} has shown {self._spec.region} no certificate since this daemon began: name its file with "
+                "--certificate FILE"
+            )
+        self._order(EntryOrdered(RevokedBody(region, certificate.fingerprint), is_cut_off=certificate == current))
+        return fingerprint_text(certificate)
+
+    async def renew_identity(self) -> None:
+        """Read this region's certificate again, and make the links again with it if it is another one."""
+        spec, note, current = self._spec, self._runtime.notes.add, self.transport.credentials.identity
+        load = partial(load_identity, spec.identity_dir, region=spec.region, run_id=spec.run_id)
+        try:
+            identity = await in_thread(self._runtime.threads.files, load)
+        except IdentityError as error:
+            note(Note("peer", f"SIGHUP: {spec.region} keeps the certificate that it has: {error}", is_alarm=True))
+            return
+        news = f"certificate {fingerprint_text(identity.certificate)}, until {identity.certificate.not_after:%Y-%m-%d}"
+        if (identity.cert_pem, identity.ca_pem) == (current.cert_pem, current.ca_pem):
+            note(Note("peer", f"SIGHUP: no other certificate in {spec.identity_dir}: {spec.region} has {news}"))
+            return
+        note(Note("peer", f"SIGHUP: {spec.region} has {news}, trusts {len(identity.authorities)} authorities"))
+        for peer, reason in (await self.transport.renew(identity)).items():
+            note(Note("peer", f"the link to {peer} goes on with the certificate before: {reason}", is_alarm=True))
+
+    def _order(self, order: EntryOrdered) -> None:
         if fault := self.core.replacement.order_fault(order, self.core.liveness, now_ns=self._runtime.now_ns()):
             raise ConfigError(fault)
         self._post(order)

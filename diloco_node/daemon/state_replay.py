@@ -73,7 +73,7 @@ class Replay:
         entries, states, payloads = files.entries, files.states, files.payloads
         if not files.is_finished:
             entries = _without_tail(entries, states, payloads)
-        self.plan = plan_replay(files.genesis, files.summary, entries, states, payloads)
+        self.plan = tuple(plan_replay(files.genesis, files.summary, entries, states, payloads))
         lacking = [fragment.lack for fragment in self.plan if fragment.start < 0]
         if lacking:
             more = f" (and so for {len(lacking) - 1} further fragments)" if len(lacking) > 1 else ""
@@ -94,7 +94,7 @@ class Replay:
             StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
         """
         parameters, checks = compute(self._files, self.plan, on_round)
-        return ReplayReport(self.plan, checks, self._compare_final(parameters))
+        return ReplayReport(tuple(self.plan), checks, self._compare_final(parameters))
 
     def _compare_final(self, parameters: Parameters) -> bool | None:
         path = self._files.folder / FINAL_NAME

@@ -196,9 +196,9 @@ STARVED: Final = AlertKind(
 CERTIFICATE_ENDS: Final = AlertKind(
     "A-CERT-ENDS",
     Mark.WARNING,
-    "This region's certificate ends within 30 days.",
-    "Make new ones for all regions, and start all again.",
-    "diloco-node certs --help",
+    "This region's certificate ends within 30 days, has ended, or is revoked.",
+    "Where ca.key is, renew it; copy the region's folder here, and send SIGHUP to diloco-node start.",
+    "diloco-node certs renew {own}",
 )
 DIGEST_DIFFERS: Final = AlertKind(
     "A-DIGEST-DIFFERS",

@@ -362,7 +362,10 @@ def _machine(document: Document) -> Iterator[Finding]:
         steps, due = number(pace, "steps") or 0.0, number(pace, "sync_every") or 0.0
         late = f"; each fragment is merged every {steps:.0f} steps, H is {due:.0f}"
         yield _make(kinds.STARVED, document, _starvation(document) + late * (pace.get("is_starved") is True))
-    days = number(section(document, "certificate"), "days_left")
-    if days is not None and days < CERTIFICATE_DAYS:
+    certificate = section(document, "certificate")
+    days, fault = number(certificate, "days_left"), text(certificate, "fault")
+    if fault:
+        yield _make(kinds.CERTIFICATE_ENDS, document, fault)
+    elif days is not None and days < CERTIFICATE_DAYS:
         line = f"the certificate ends in {days:.0f} days" if days > 0 else "the certificate has ended"
         yield _make(kinds.CERTIFICATE_ENDS, document, line)

@@ -72,7 +72,7 @@ class ForwardWatch:
         self._tokens = 0
         self._loss: Tensor | None = None
         self._handles = [
-            model.register_forward_pre_hook(self._given, with_kwargs=True),
+            model.register_forward_pre_hook(self._note_shapes, with_kwargs=True),
             model.register_forward_hook(self._returned),
         ]
 
@@ -82,7 +82,7 @@ class ForwardWatch:
         self._tokens, self._loss = 0, None
         return pair
 
-    def _given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_shapes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
             self._tokens += count_tokens(kwargs) or count_tokens(args)
 

@@ -66,8 +66,8 @@ class LoopState:
         self._first = {name: sample_of(tensor) for name, tensor in self._unmerged().items()}
         self._modules: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
         self._others(_living(nn.Module))
-        # Samples of the state that the loop was given last: a module that holds it is there to evaluate.
-        self._twins: dict[str, Tensor] = {}
+        # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate.
+        self._copy: dict[str, Tensor] = {}
         # How many values changed, by name, and their sum, which may be on its way from a device.
         self._changes: dict[str, Tensor] = {}
         self._change_sum = LateLoss()
@@ -94,7 +94,7 @@ class LoopState:
 
     def give(self, state: Mapping[str, Tensor]) -> None:
         """Note what `global_state_dict()` has returned."""
-        self._twins = {name: sample_of(tensor) for name, tensor in state.items() if _is_plain(tensor)}
+        self._copy = {name: sample_of(tensor) for name, tensor in state.items() if _is_plain(tensor)}
 
     def _new(self, names: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name not in self._told]
@@ -124,11 +124,11 @@ class LoopState:
         """Count the values in which a module differs from the state that was given; 1 if it is another model."""
         counts = []
         for name, tensor in values.items():
-            twin = self._twins.get(plain_name(name))
+            copy = self._copy.get(plain_name(name))
             sample = sample_of(tensor)
-            if twin is None or twin.shape != sample.shape:
+            if copy is None or copy.shape != sample.shape:
                 return 1
-            counts.append((sample != twin.to(tensor.dtype).to(sample, non_blocking=True)).sum())
+            counts.append((sample != copy.to(tensor.dtype).to(sample, non_blocking=True)).sum())
         return stack(counts).sum()
 
     def _unmerged(self) -> dict[str, Tensor]:

@@ -37,23 +37,23 @@ def flatten(label: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return _flatten_array(label, value, tensors)
     if isinstance(value, np.generic):
-        return _tagged("scalar", [value.dtype.str, flatten(label, value.item(), tensors)])
+        return _tag("scalar", [value.dtype.str, flatten(label, value.item(), tensors)])
     if isinstance(value, float):
-        return value if math.isfinite(value) else _tagged("float", repr(value))
+        return value if math.isfinite(value) else _tag("float", repr(value))
     if isinstance(value, bytes | bytearray):
-        return _tagged("bytes", base64.b64encode(value).decode())
+        return _tag("bytes", base64.b64encode(value).decode())
     return _flatten_container(label, value, tensors)
 
 
-def _tagged(kind: str, value: Any) -> dict[str, Any]:
+def _tag(kind: str, value: Any) -> dict[str, Any]:
     return {_KIND: kind, _VALUE: value}
 
 
 def _flatten_array(label: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return _tagged("tensor", _put(label, value, tensors))
+        return _tag("tensor", _put(label, value, tensors))
     try:
-        return _tagged("array", _put(label, torch.from_numpy(value.copy()), tensors))
+        return _tag("array", _put(label, torch.from_numpy(value.copy()), tensors))
     except TypeError as error:
         raise LearnerError(f"{label} can't be kept in a checkpoint: {error}") from error
 
@@ -76,12 +76,12 @@ def _flatten_container(label: str, value: Any, tensors: dict[str, Tensor]) -> An
             [flatten(f"{label}.key{at}", key, tensors), flatten(f"{label}.{at}", item, tensors)]
             for at, (key, item) in enumerate(value.items())
         ]
-        return _tagged("dict", pairs)
+        return _tag("dict", pairs)
     if isinstance(value, list | tuple | set | frozenset):
         items = [flatten(f"{label}.{at}", item, tensors) for at, item in enumerate(value)]
         if isinstance(value, list):
             return items
-        return _tagged("tuple" if isinstance(value, tuple) else "set", items)
+        return _tag("tuple" if isinstance(value, tuple) else "set", items)
     raise LearnerError(
         f"{label} can't be kept in a checkpoint: it is a {type(value).__name__}; numbers, texts, bytes, tensors, "
         "arrays, and lists, tuples, sets and dictionaries of them can"

@@ -23,8 +23,7 @@ import contextlib
 import random
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,13 +31,14 @@ import structlog
 
 from diloco_node.backoff import Backoff
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
+from diloco_node.transport.greeting import answer, hear, lane_metadata
 from diloco_node.transport.intake import Intake
 from diloco_node.transport.kernel.congestion import (
     METADATA_KEY,
     CongestionControls,
     decode_congestion_controls,
-    own_congestion_controls,
 )
+from diloco_node.transport.link_status import LinkState, PeerStatus
 from diloco_node.transport.outbound import BulkOutbound
 from diloco_node.transport.peer_session import LinkEnvironment, Session
 from diloco_node.transport.streams import (
@@ -54,45 +54,12 @@ from diloco_node.wire.envelope import (
     TRANSFER_CONNECTIONS_MAX,
     Hello,
     Lane,
-    check_hello,
     check_joined,
-    decode_hello,
     encode_hello,
     encode_joined,
 )
 
 _log = structlog.get_logger(part="transport")
-
-
-class LinkState(StrEnum):
-    """The state of a link, for `status`."""
-
-    WAITING = "waiting"
-    DIALING = "dialing"
-    UP = "up"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class PeerStatus:
-    """A link, for people.
-
-    Attributes:
-        address: where we would dial, None if only the peer can.
-        since_s: seconds in this state.
-        error: why there is no session, or why the last one ended; empty when nothing went wrong yet.
-        control_dropped: control messages that found no link, or a full queue.
-        connections: that carry bulk now; 0 while there is no session.
-        congestion: by what the peer's sockets go, if it has sent that.
-    """
-
-    state: LinkState
-    address: str | None
-    since_s: float
-    error: str
-    control_dropped: int
-    connections: int
-    congestion: CongestionControls | None = None
 
 
 class PeerLink:
@@ -161,13 +128,47 @@ class PeerLink:
     def status(self) -> PeerStatus:
         """Return the state of the link."""
         since_s = asyncio.get_running_loop().time() - self._since_s
-        connections = self.session.connections if self.session is not None else 0
-        return PeerStatus(self._state, self.address, since_s, self._error, self._dropped, connections, self._congestion)
+        status = PeerStatus(self._state, self.address, since_s, self._error, self._dropped, 0, self._congestion)
+        if self.session is None:
+            return status
+        ours, *peers = self.session.certificates
+        return replace(
+            status,
+            connections=self.session.connections,
+            certificate=peers[-1] if peers else None,
+            is_renewed=ours == self.env.credentials.identity.certificate,
+        )
 
     def drop(self, reason: str) -> None:
         """End the current session, if there is one."""
         if self.session is not None:
             self.session.drop(reason)
+
+    def check_certificates(self, *, is_renewed: bool = False) -> None:
+        """Drop the session if a certificate that it was made with has ended, is revoked, or is not trusted any more."""
+        if self.session is not None:
+            why = self.env.credentials.link_fault(self.session.certificates, is_renewed=is_renewed)
+            if why:
+                self.session.drop(why)
+
+    async def remake(self) -> PeerError | None:
+        """Replace the session by one that is made with our newest certificate. The old one goes on until the new one is
+        up, and if that fails. Without an address the session is dropped: the peer dials.
+
+        Returns:
+            Why it failed; None if it did not, or there is no session.
+        """
+        if self.session is None or self._dialing is not None:
+            return None
+        if self.address is None:
+            self.drop(f"{self.env.hello.region} has another certificate")
+            return None
+        session = await self._dial_session(self.session)
+        if not isinstance(session, Session):
+            return session
+        _log.info("link made with the new certificate", peer=self.peer)
+        self._spawn(self.run_session(session))
+        return None
 
     def turned_away(self, error: PeerIncompatible) -> None:
         """The peer called, and does not belong here. It is the reason why there is no link, where the peer is the one
@@ -202,11 +203,17 @@ class PeerLink:
 
     async def _dial_once(self) -> PeerError | None:
         """Dial once, and live through the session. Returns why it failed or ended; None when it was superfluous."""
-        self._set_state(LinkState.DIALING)
+        session = await self._dial_session(None)
+        return await self.run_session(session) if isinstance(session, Session) else session
+
+    async def _dial_session(self, old: Session | None) -> Session | PeerError | None:
+        """Dial once. `old`: the session to replace, if there is one. Returns as `_dial_once`."""
+        if old is None:
+            self._set_state(LinkState.DIALING)
         self.dials += 1
-        dialing = self._dialing = asyncio.create_task(self._connect(self.dials), name=f"dial {self.peer}")
+        dialing = self._dialing = asyncio.create_task(self._connect(self.dials, old), name=f"dial {self.peer}")
         try:
-            session = await dialing
+            return await dialing
         except asyncio.CancelledError:
             if dialing.done() and not dialing.cancelled() and dialing.exception() is None:
                 await dialing.result().discard()  # it was made in the very moment in which it was given up
@@ -216,7 +223,8 @@ class PeerLink:
         except RedundantDial:
             return None
         except PeerError as error:
-            self._note_failure(error)
+            if old is None:
+                self._note_failure(error)
             if isinstance(error, DuplicateInstance):
                 # For longer than a dead one would be taken for alive: the newer process lives.
                 now_s = asyncio.get_running_loop().time()
@@ -229,9 +237,8 @@ class PeerLink:
             self._is_hello_sent = False
             if self.session is None:
                 self._set_state(LinkState.WAITING)
-        return await self.run_session(session)
 
-    async def _connect(self, dial_number: int) -> Session:
+    async def _connect(self, dial_number: int, old: Session | None) -> Session:
         assert self.address is not None
         env = self.env
         if why := env.quarantine_reason(self.peer):
@@ -240,10 +247,10 @@ class PeerLink:
         try:
             address = self.address
             for lane in Lane:
-                streams[lane] = await self._dial(address, lane, _metadata(lane))
+                streams[lane] = await self._dial(address, lane, lane_metadata(lane))
                 # Of a name with several addresses both lanes take the same one: behind another may be another process.
                 address = str(streams[lane].endpoint or address)
-            if self.session is not None:
+            if self.session not in (None, old):
                 raise RedundantDial("the peer's session came up first")
             self._is_hello_sent = True
             async with asyncio.timeout(env.times.hello_s):
@@ -267,8 +274,7 @@ class PeerLink:
         try:
             async with asyncio.timeout(times.hello_s):
                 await stream.write(encode_hello(ours))
-                peer_hello = decode_hello(await stream.read())
-                check_hello(ours, peer_hello, certificate_region=self.peer)
+                peer_hello = await hear(stream, ours, self.peer, self.env.credentials)
                 if peer_hello.instance_id != instance:
                     raise LinkLost(f"{self.peer} at {address}: another process answers than the one we are linked with")
                 await stream.write(encode_joined())
@@ -280,11 +286,11 @@ class PeerLink:
         return stream
 
     async def _dial(self, address: str, lane: Lane, metadata: Metadata = ()) -> DialedStream:
-        env = self.env
+        env, identity = self.env, self.env.credentials.identity
+        if why := env.credentials.fault(identity.certificate):
+            raise LinkLost(why)
         async with env.meter.opening(self.peer, is_bulk=lane is Lane.BULK):
-            stream = await dial(
-                env.identity, self.peer, address, lane, timeout_s=env.times.handshake_s, metadata=metadata
-            )
+            stream = await dial(identity, self.peer, address, lane, timeout_s=env.times.handshake_s, metadata=metadata)
             if stream.endpoint is not None:
                 # A name may lead elsewhere than when this process began: bytes to the new address are counted, too.
                 env.meter.assign(self.peer, (stream.endpoint.ip, stream.endpoint.port))
@@ -296,8 +302,7 @@ class PeerLink:
             await stream.write(encode_hello(self._hello(lane, dial_number)))
         instances = set()
         for lane, stream in streams.items():
-            peer_hello = decode_hello(await stream.read())
-            check_hello(self._hello(lane, dial_number), peer_hello, certificate_region=self.peer)
+            peer_hello = await hear(stream, self._hello(lane, dial_number), self.peer, self.env.credentials)
             instances.add(peer_hello.instance_id)
         if len(instances) != 1:
             raise LinkLost(f"{self.peer} at {self.address}: two processes answer at this address")
@@ -322,7 +327,7 @@ class PeerLink:
         self._resolve(hello)
         if hello.lane is Lane.CONTROL:
             self._congestion = decode_congestion_controls(stream.peer_metadata(METADATA_KEY))
-            await stream.send_metadata(_metadata(hello.lane))
+        await stream.send_metadata(answer(stream, self.peer, hello.lane, self.env.credentials))
         try:
             async with asyncio.timeout(self.env.times.hello_s):
                 await stream.write(encode_hello(self._hello(hello.lane, hello.dial)))
@@ -371,6 +376,7 @@ class PeerLink:
         session.is_joining = True
         try:
             async with asyncio.timeout(self.env.times.hello_s):
+                await stream.send_metadata(answer(stream, self.peer, hello.lane, self.env.credentials))
                 await stream.write(encode_hello(self._hello(hello.lane, hello.dial, hello.connection)))
                 check_joined(await stream.read())
             session.add(stream)
@@ -466,17 +472,13 @@ class PeerLink:
         """Drop the session of an incoming dial, and wait for its end. The dialer's task is cancelled by its owner."""
         if self._latest is not None:
             self._latest.drop("this node stops")
+        if self._dialing is not None:
+            self._dialing.cancel()
         for streams in list(self.accepted.values()):
             _close_all(streams)
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._set_state(LinkState.STOPPED)
-
-
-def _metadata(lane: Lane) -> Metadata:
-    """Return the metadata of the call of a lane."""
-    ours = own_congestion_controls() if lane is Lane.CONTROL else None
-    return ((METADATA_KEY, ours.encode()),) if ours is not None else ()
 
 
 def _is_violation(error: PeerError | None) -> bool:

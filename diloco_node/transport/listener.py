@@ -43,13 +43,14 @@ class Listener:
     """Accepts calls at one address. `start` once, then `run` in a task, `stop` at the end.
 
     Args:
-        host, port: to bind; port 0 takes a free one. serve: as for `make_server`. handshake_s: to finish TLS.
+        identity: ours now. host, port: to bind; port 0 takes a free one.
+        serve: as for `make_server`. handshake_s: to finish TLS.
         on_lost: called when gRPC has closed the port.
     """
 
     def __init__(
         self,
-        identity: Identity,
+        identity: Callable[[], Identity],
         host: str,
         port: int,
         serve: Serve,

@@ -19,7 +19,8 @@ import structlog
 
 from diloco_node.errors import LinkLost, PeerError, RateExceeded
 from diloco_node.numeric import NS_PER_S
-from diloco_node.transport.certificates import Identity
+from diloco_node.transport.certificates import Certificate
+from diloco_node.transport.credentials import Credentials
 from diloco_node.transport.inbound import BulkInbound, TransportHandler
 from diloco_node.transport.intake import MESSAGES_PER_S, Intake
 from diloco_node.transport.kernel.wire_meter import WireMeter
@@ -74,6 +75,7 @@ class LinkEnvironment:
 
     Attributes:
         hello: ours, apart from lane, dial and connection. is_advertised: the others know where to dial us.
+        credentials: our identity, and the certificates that are good.
         meter: counts wire bytes; read once more just before the streams of a session are closed.
         pacer: the bandwidth budget.
         connections: how many bulk connections the link to a peer is worth now.
@@ -85,7 +87,7 @@ class LinkEnvironment:
     """
 
     hello: Hello
-    identity: Identity
+    credentials: Credentials
     handler: TransportHandler
     executor: Executor
     times: LinkTimes
@@ -157,6 +159,8 @@ class Session:
     ) -> None:
         self._peer = peer
         self._env = env
+        # Ours, when the session was made.
+        self._own_certificate = env.credentials.identity.certificate
         self.intake = intake
         # Control first, then bulk in the order of their numbers. The session closes them all.
         self.streams = [control, bulk]
@@ -208,6 +212,12 @@ class Session:
         """End the session soon."""
         self._dropped = self._dropped or LinkLost(f"{self._peer}: {reason}")
         self._over.set()
+
+    @property
+    def certificates(self) -> list[Certificate]:
+        """The certificates by which its streams were made: ours first."""
+        peers = dict.fromkeys(stream.certificate for stream in self.streams)
+        return [self._own_certificate, *(certificate for certificate in peers if certificate is not None)]
 
     @property
     def is_alive(self) -> bool:

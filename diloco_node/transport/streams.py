@@ -23,7 +23,8 @@ from grpc import aio
 
 from diloco_node.errors import BindError, IdentityError, LinkLost, PeerCertificateRefused, PeerError
 from diloco_node.transport.addresses import Endpoint, first_success, resolve
-from diloco_node.transport.certificates import Identity, tls_name
+from diloco_node.transport.certificates import Certificate, Identity, tls_name
+from diloco_node.transport.credentials import CHALLENGE_KEY, new_challenge, pem_to_der
 from diloco_node.wire.envelope import FRAME_BYTES_MAX, Lane
 
 METHOD_PREFIX: Final = "/diloco.Region/"
@@ -97,7 +98,13 @@ class DuplicateInstance(LinkLost):
 
 
 class Stream(Protocol):
-    """Frames in both directions. It has a reader task, a writer task, and `close` from anywhere."""
+    """Frames in both directions. It has a reader task, a writer task, and `close` from anywhere.
+
+    Attributes:
+        certificate: by which the peer is linked; None where nobody asks.
+    """
+
+    certificate: Certificate | None
 
     async def read(self) -> bytes:
         """The next frame. Raises LinkLost at the end of the stream."""
@@ -117,12 +124,23 @@ class DialedStream:
 
     Attributes:
         endpoint: of the peer, that has answered; None where nobody asks.
+        challenge: ours, that the peer must answer (`credentials`).
     """
 
     def __init__(
-        self, channel: aio.Channel, call: Any, *, peer: str, address: str, endpoint: Endpoint | None = None
+        self,
+        channel: aio.Channel,
+        call: Any,
+        *,
+        peer: str,
+        address: str,
+        endpoint: Endpoint | None = None,
+        challenge: str = "",
     ) -> None:
         self.endpoint = endpoint
+        # The peer's, once it was proved; see `Stream`.
+        self.certificate: Certificate | None = None
+        self.challenge = challenge
         self._channel = channel
         self._call = call
         self._peer = peer
@@ -180,6 +198,8 @@ class AcceptedStream:
     """The accepting side of a stream. Its RPC ends when the handler that waits on `until_closed` returns."""
 
     def __init__(self, context: Any, *, peer: str) -> None:
+        # The peer's, once it was found good; see `Stream`.
+        self.certificate: Certificate | None = None
         self._context = context
         self._peer = peer
         self._closed = asyncio.Event()
@@ -232,11 +252,13 @@ class Caller:
     Attributes:
         region, tls_name: what its certificate says; empty where it says nothing usable.
         address: its IP address and port.
+        certificate: DER; empty where TLS tells none.
     """
 
     region: str
     tls_name: str
     address: tuple[str, int]
+    certificate: bytes
 
 
 def caller(context: Any) -> Caller:
@@ -244,12 +266,14 @@ def caller(context: Any) -> Caller:
     auth: dict[str, list[bytes]] = dict(context.auth_context())
     common = auth.get("x509_common_name", [])
     dns = auth.get("x509_subject_alternative_name", [])
+    pem = auth.get("x509_pem_cert", [])
     _, _, host_port = unquote(context.peer()).partition(":")
     host, _, port = host_port.rpartition(":")
     return Caller(
         common[0].decode("utf-8", "replace") if len(common) == 1 else "",
         dns[0].decode("utf-8", "replace") if len(dns) == 1 else "",
         (host.strip("[]"), int(port) if port.isdigit() else 0),
+        pem_to_der(pem[0]) if len(pem) == 1 else b"",
     )
 
 
@@ -263,11 +287,14 @@ async def refuse(context: Any, error: PeerError) -> None:
     await context.abort(code, str(error)[:1024].encode("ascii", "backslashreplace").decode())
 
 
-def make_server(identity: Identity, address: str, serve: Serve, *, handshake_s: float) -> tuple[Server, int]:
+def make_server(
+    identity: Callable[[], Identity], address: str, serve: Serve, *, handshake_s: float
+) -> tuple[Server, int]:
     """A server with mutual TLS on `address`, not started yet, and the port it got.
 
     Args:
-        identity: ours. address: `host:port`. serve: called with (lane, context) for each call; it ends with it.
+        identity: ours now; asked at each handshake, by a thread of gRPC's. address: `host:port`.
+        serve: called with (lane, context) for each call; it ends with it.
         handshake_s: connections that have not finished TLS by then are closed.
 
     Raises:
@@ -277,13 +304,11 @@ def make_server(identity: Identity, address: str, serve: Serve, *, handshake_s: 
     connections = ("grpc.max_allowed_incoming_connections", connections_max())
     server = aio.server(options=[*_SERVER_OPTIONS, handshake, connections])
     server.add_generic_rpc_handlers((_Calls(serve),))
+    credentials = _DynamicCredentials(identity)
     try:
-        credentials = grpc.ssl_server_credentials(
-            [(identity.key_pem, identity.cert_pem)], root_certificates=identity.ca_pem, require_client_auth=True
-        )
-        port = server.add_secure_port(address, credentials)
+        port = server.add_secure_port(address, credentials.server())
     except ValueError as error:
-        raise IdentityError(f"TLS refuses our certificate for {identity.region}: {error}") from error
+        raise IdentityError(f"TLS refuses our certificate for {identity().region}: {error}") from error
     except RuntimeError:
         port = 0
     if not port:
@@ -292,6 +317,32 @@ def make_server(identity: Identity, address: str, serve: Serve, *, handshake_s: 
             "Stop what listens there (`ss -ltnp` shows it), or set another port for this region."
         )
     return server, port
+
+
+class _DynamicCredentials:
+    """Has gRPC take another identity from the next handshake on."""
+
+    def __init__(self, identity: Callable[[], Identity]) -> None:
+        self._identity = identity
+        self._current = identity()
+
+    def server(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._current), self._changed, require_client_authentication=True
+        )
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        identity = self._identity()
+        if identity is self._current:
+            return None
+        self._current = identity
+        return _configuration(identity)
+
+
+def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(identity.key_pem, identity.cert_pem)], root_certificates=identity.ca_pem
+    )
 
 
 def connections_max() -> int:
@@ -332,6 +383,8 @@ async def dial(
     """
     loop = asyncio.get_running_loop()
     started_s = loop.time()
+    challenge = new_challenge()
+    metadata = (*metadata, (CHALLENGE_KEY, challenge))
     credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
     options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls_name(peer, identity.run_id))]
 
@@ -339,7 +392,8 @@ async def dial(
         channel = aio.secure_channel(endpoint.target, credentials, options=options)
         try:
             await _until_ready(channel)
-            return DialedStream(channel, _open(channel, lane, metadata), peer=peer, address=address, endpoint=endpoint)
+            call = _open(channel, lane, metadata)
+            return DialedStream(channel, call, peer=peer, address=address, endpoint=endpoint, challenge=challenge)
         except BaseException:
             await channel.close()
             raise_if_cancelled()

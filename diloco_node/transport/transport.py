@@ -35,23 +35,19 @@ from diloco_node.errors import (
 from diloco_node.transport.addresses import resolve
 from diloco_node.transport.asking import clock_metadata
 from diloco_node.transport.certificates import Identity, tls_name
+from diloco_node.transport.credentials import Credentials
+from diloco_node.transport.handlers import Handlers
 from diloco_node.transport.inbound import TransportHandler
 from diloco_node.transport.intake import MESSAGES_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
-from diloco_node.transport.link import PeerLink, PeerStatus
+from diloco_node.transport.link import PeerLink
+from diloco_node.transport.link_status import PeerStatus
 from diloco_node.transport.listener import Listener
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.peer_session import LinkEnvironment, LinkTimes
 from diloco_node.transport.quarantine import Quarantine
-from diloco_node.transport.streams import (
-    AcceptedStream,
-    Caller,
-    DuplicateInstance,
-    RedundantDial,
-    caller,
-    refuse,
-)
+from diloco_node.transport.streams import AcceptedStream, Caller, DuplicateInstance, RedundantDial, caller, refuse
 from diloco_node.wire.envelope import (
     TRANSFER_CONNECTIONS_MAX,
     Hello,
@@ -77,6 +73,9 @@ REJECTIONS_MAX: Final = 1024
 """Different (peer, reason) that are counted; names come from certificates of the run, so this is never reached."""
 
 REJECTION_LOG_S: Final = 10.0
+
+CERTIFICATES_POLL_S: Final = 1.0
+"""Between two looks at whether a link's certificate has ended: by the wall clock, which may be set."""
 
 UNKNOWN_PEER: Final = "unknown"
 """In `rejections`, for what nobody can tell whose fault it was."""
@@ -149,7 +148,7 @@ class GrpcTransport:
             settings=settings,
             model=model,
         )
-        self._identity = identity
+        self.credentials = Credentials(identity)
         # What to bind; `_port` is the port that was bound, 0 before.
         self._listen = listen
         # Address of each peer, or None; in the order of names.
@@ -160,10 +159,10 @@ class GrpcTransport:
         self.meter = WireMeter()
         self.pacer = Pacer(self._peers, meter=self.meter, send=self.send)
         self.pacer.set_plan(budget)
-        self._handlers = _Handlers(handler)
+        self._handlers = Handlers(handler)
         self._env = LinkEnvironment(
             self._hello,
-            identity,
+            self.credentials,
             self._handlers,
             executor,
             self._times,
@@ -208,7 +207,12 @@ class GrpcTransport:
         for index, (peer, where) in enumerate(self._peers.items()):
             self.links[peer] = PeerLink(peer, where, self._env, seed=self._seed * 1000 + index)
         listener = Listener(
-            self._identity, host, port, self._serve, handshake_s=self._times.handshake_s, on_lost=self.listener_lost
+            lambda: self.credentials.identity,
+            host,
+            port,
+            self._serve,
+            handshake_s=self._times.handshake_s,
+            on_lost=self.listener_lost,
         )
         await listener.start()
         self.listener, self._port = listener, listener.port
@@ -216,6 +220,7 @@ class GrpcTransport:
             self._spawn(link.run_dialer(), f"dialer {peer}")
         self._spawn(listener.run(), "listener")
         self._spawn(self._run_meter(), "wire meter")
+        self._spawn(self._watch_certificates(), "certificates")
         _log.info("listening", region=self._hello.region, address=host, port=self._port)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -344,6 +349,27 @@ class GrpcTransport:
         for peer in sorted(news & self.links.keys()):
             self.links[peer].drop(self.quarantine_reason(peer))
 
+    async def renew(self, identity: Identity) -> dict[str, PeerError]:
+        """Use another identity of this region from now on, and make each link again with it, one after the other.
+
+        Returns:
+            By peer, why its link could not be made again. It goes on with the old certificate until that ends, unless
+            the peer's is not trusted any more.
+        """
+        self.credentials.identity = identity
+        failures: dict[str, PeerError] = {}
+        for peer, link in self.links.items():
+            link.check_certificates(is_renewed=True)
+            if (error := await link.remake()) is not None:
+                failures[peer] = error
+        return failures
+
+    async def _watch_certificates(self) -> None:
+        while True:
+            await asyncio.sleep(CERTIFICATES_POLL_S)
+            for link in self.links.values():
+                link.check_certificates()
+
     def lift_quarantine(self, peer: str) -> bool:
         """Forget what a peer did; it may link again. Returns whether it was shut out or had strikes."""
         return self._quarantine.lift(peer)
@@ -402,6 +428,7 @@ class GrpcTransport:
             raise PeerIncompatible(
                 f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
             )
+        stream.certificate = self.credentials.take(peer_caller.region, peer_caller.certificate)
         if why := self.quarantine_reason(peer_caller.region):
             raise LinkLost(f"{peer_caller.region} is {why} by {self._hello.region}; its operator can lift that")
         if self._handshakes >= HANDSHAKES_MAX:
@@ -437,31 +464,6 @@ class GrpcTransport:
                 for endpoint in await resolve(address):
                     self.meter.assign(peer, (endpoint.ip, endpoint.port))
         await self.pacer.run()
-
-
-class _Handlers:
-    """Hands what arrives to who takes its kind; implements `TransportHandler` for all that is on the wire."""
-
-    def __init__(self, handler: TransportHandler[Message, BulkHeader]) -> None:
-        self._handler: TransportHandler[Any, Any] = handler
-        self._registered: dict[type, TransportHandler[Any, Any]] = {}
-
-    def register(self, handler: TransportHandler[Any, Any], kinds: frozenset[type]) -> None:
-        self._registered |= dict.fromkeys(kinds, handler)
-
-    def control_arrived(self, peer: str, message: ControlMessage) -> None:
-        self._registered.get(type(message), self._handler).control_arrived(peer, message)
-
-    def link_changed(self, peer: str, *, is_up: bool) -> None:
-        for handler in dict.fromkeys((self._handler, *self._registered.values())):
-            handler.link_changed(peer, is_up=is_up)
-
-    def transfer_opened(self, peer: str, header: TransferHeader, raw_bytes: int) -> memoryview | None:
-        return self._registered.get(type(header), self._handler).transfer_opened(peer, header, raw_bytes)
-
-    def transfer_closed(self, peer: str, header: TransferHeader, buffer: memoryview, *, is_whole: bool) -> None:
-        handler = self._registered.get(type(header), self._handler)
-        handler.transfer_closed(peer, header, buffer, is_whole=is_whole)
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -34,6 +34,7 @@ ENTRY_BODIES: Final[dict[int, type]] = {
     107: types.SnapshotBody,
     108: types.SummaryBody,
     109: types.ExtendedBody,
+    110: types.RevokedBody,
 }
 
 MESSAGES: Final[dict[int, type]] = {
@@ -69,6 +70,8 @@ MESSAGES: Final[dict[int, type]] = {
     30: measure_messages.LinkMeasured,
     31: messages.BaseSent,
     32: messages.MergedReceived,
+    33: messages.AuditDrawn,
+    34: messages.ContributionProjected,
 }
 
 BULK_HEADERS: Final[dict[int, type]] = {

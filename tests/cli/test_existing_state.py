@@ -16,7 +16,7 @@ from diloco_node.daemon.spec import NodeSpec
 from diloco_node.main import main
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 from tests.kit.begun_kit import begin_run
 
 REGIONS = ("eu", "us-east", "us-west")

@@ -13,7 +13,7 @@ from diloco_node.daemon.run_record import FINAL_NAME, read_run_record, set_final
 from diloco_node.main import main
 from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 from tests.kit.begun_kit import begin_run
 
 REGIONS = ("eu", "us")

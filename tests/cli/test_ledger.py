@@ -23,6 +23,7 @@ from diloco_node.core.types import (
     LeaderBody,
     LedgerBase,
     Member,
+    RevokedBody,
     RoundBody,
     SnapshotBody,
     Stripe,
@@ -44,6 +45,7 @@ BODIES: tuple[EntryBody, ...] = (
     SummaryBody(6, b"\xef" * 32),
     FinishedBody((4,), "steps_max"),
     ExtendedBody(800, 0),
+    RevokedBody("eu", b"\x12" * 32),
 )
 LINES = (
     "#1 term 1 genesis: run my-run of eu, us-east, 1 fragments, settings cdcdcdcdcdcd, model abababababab",
@@ -57,6 +59,7 @@ LINES = (
     "#8 term 1 summary: entries up to 6 are efefefefefef",
     "#9 term 1 finished: versions 4 to 4: steps_max",
     "#10 term 1 extended: goes on to 800 steps, any number of tokens",
+    "#11 term 1 revoked: certificate 121212121212 of eu",
 )
 
 

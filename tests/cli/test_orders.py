@@ -38,6 +38,7 @@ class Region:
         self.plan = BudgetPlan()
         self.finished: list[str] = []
         self.expelled: list[str] = []
+        self.revocations: list[tuple[str, str]] = []
         self.status: dict[str, Any] = {}
         self._folder = folder
         self._loop = asyncio.new_event_loop()
@@ -51,6 +52,7 @@ class Region:
             set_budget=self._set,
             measure=None,  # type: ignore[arg-type]
             expel=self._expel,
+            revoke=self._revoke,
             lift_quarantine=self._lift,
             start_learner=lambda: "stopped",
         )
@@ -64,6 +66,12 @@ class Region:
         if peer != "us":
             raise ConfigError(f"{peer} leads: stop it first")
         self.expelled.append(peer)
+
+    def _revoke(self, region: str, pem: str) -> str:
+        if region != "us":
+            raise ConfigError(f"{region} has shown eu no certificate since this daemon began")
+        self.revocations.append((region, pem))
+        return "ab12"
 
     def _lift(self, peer: str) -> bool:
         if peer not in ("asia", "us"):
@@ -120,6 +128,21 @@ def test_a_region_is_expelled_or_the_refusal_says_why(region: Region, capsys: py
     assert region.expelled == ["us"]
     assert main(["quarantine", "add", "asia"]) == 2
     assert "eu refuses: asia leads: stop it first" in capsys.readouterr().err
+
+
+def test_a_certificate_is_revoked_or_the_refusal_says_why(
+    region: Region, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certs", "revoke", "us", "state/eu"]) == 0
+    assert "eu revokes certificate ab12 of us when a majority agrees" in capsys.readouterr().out
+    (tmp_path / "old.pem").write_text("-----BEGIN")
+    assert main(["certs", "revoke", "us", "--certificate", "old.pem"]) == 0
+    assert region.revocations == [("us", ""), ("us", "-----BEGIN")]
+    capsys.readouterr()
+    assert main(["certs", "revoke", "asia"]) == 2
+    assert "eu refuses: asia has shown eu no certificate" in capsys.readouterr().err
+    assert main(["certs", "revoke", "us", "--certificate", "absent.pem"]) == 2
+    assert "absent.pem is no certificate that can be read" in capsys.readouterr().err
 
 
 def test_a_run_is_ended_with_a_reason(region: Region, capsys: pytest.CaptureFixture[str]) -> None:

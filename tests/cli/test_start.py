@@ -23,7 +23,7 @@ from diloco_node.main import main
 from diloco_node.supervisor.preload import forkable_command
 from diloco_node.supervisor.supervisor import run_supervisor
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 from tests.kit.commands import run_command
 from tests.kit.ports import free_port
 

@@ -41,6 +41,7 @@ def a_region(*entries: Entry) -> RegionCore:
         settings=SETTINGS,
         recovery=Recovered(1, "", entries, (0, 0) if entries else (-1, -1), held),
         seed=1,
+        secret=bytes(32),
         now_ns=0,
     )
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_node.core import events as ev
 from diloco_node.core.ledger.disks import expulsion_fault
-from diloco_node.core.types import EXPELLED, DiskNamedBody, RoundBody
+from diloco_node.core.operator_orders import EntryOrdered
+from diloco_node.core.types import EXPELLED, DiskNamedBody, RevokedBody, RoundBody
 from tests.kit.small_world import Small
 
 
@@ -21,7 +21,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def order(small: Small, region: str, *, is_lifted: bool = False) -> str:
     """Give the order to the leader; why it can't be carried out."""
     host = small.hosts[small.leader()]
-    expulsion = ev.ExpulsionOrdered(region, is_lifted)
+    expulsion = EntryOrdered(DiskNamedBody(region, b"" if is_lifted else EXPELLED), is_cut_off=not is_lifted)
     fault = host.core.replacement.order_fault(expulsion, host.core.liveness, now_ns=small.world.now_ns)
     host.post(expulsion)
     return fault
@@ -71,7 +71,7 @@ def test_nobody_is_expelled_without_whom_no_majority_is_left(patch: pytest.Monke
     assert f"{small.leader()} leads: stop it first" in order(small, small.leader())
     small.go(5)
     assert [body.region for body in small.bodies() if isinstance(body, DiskNamedBody)] == [first]
-    follower, expulsion = small.hosts[second].core, ev.ExpulsionOrdered(third, False)
+    follower, expulsion = small.hosts[second].core, EntryOrdered(DiskNamedBody(third, EXPELLED), is_cut_off=True)
     fault = follower.replacement.order_fault(expulsion, follower.liveness, now_ns=small.world.now_ns)
     assert fault.endswith(f"give the order to {small.leader()}")
 
@@ -91,3 +91,44 @@ def test_the_arithmetic_counts_who_votes() -> None:
     assert expulsion_fault(disks, "c") == "3 of 5 regions must vote; without c only 2 can: a, b"
     assert expulsion_fault(disks, "d", alive={"a", "b"}) == "3 of 5 regions must vote; without d only 2 can: a, b"
     assert expulsion_fault({}, "d") == "1 of 0 regions must vote; without d only 0 can: "
+
+
+def revoke(small: Small, region: str, certificate: bytes, *, is_cut_off: bool = False) -> str:
+    """Give the order to the leader; why it can't be carried out."""
+    host = small.hosts[small.leader()]
+    order_ = EntryOrdered(RevokedBody(region, certificate), is_cut_off=is_cut_off)
+    fault = host.core.replacement.order_fault(order_, host.core.liveness, now_ns=small.world.now_ns)
+    host.post(order_)
+    return fault
+
+
+def test_a_revoked_certificate_is_known_everywhere_and_only_once(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    leader, (first, second, _) = small.leader(), small.others()
+    assert revoke(small, first, b"1" * 32, is_cut_off=True) == ""
+    assert "not committed yet: try again" in revoke(small, second, b"2" * 32)
+    small.go(5)
+    assert all(host.core.history.revocations == {b"1" * 32} for host in small.hosts.values())
+    assert "is revoked already" in revoke(small, first, b"1" * 32)
+    assert "leads with this certificate: give" in revoke(small, leader, b"3" * 32, is_cut_off=True)
+    assert revoke(small, leader, b"3" * 32) == "", "an older one of the leader's own"
+    small.go(5)
+    assert sum(isinstance(body, RevokedBody) for body in small.bodies()) == 2
+    follower = small.hosts[second].core
+    order_ = EntryOrdered(RevokedBody(first, b"4" * 32), is_cut_off=False)
+    fault = follower.replacement.order_fault(order_, follower.liveness, now_ns=small.world.now_ns)
+    assert fault.endswith(f"give the order to {leader}")
+    small.settle()
+
+
+def test_no_certificate_is_revoked_without_whose_region_no_majority_is_left(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    first, second, _ = small.others()
+    assert order(small, first) == ""
+    small.go(5)
+    fault = revoke(small, second, b"2" * 32, is_cut_off=True)
+    assert fault.startswith(f"3 of 4 regions must vote; without {second} only 2 can: ")
+    assert fault.endswith(f"give {second} another one first, with diloco-node certs renew {second}")
+    assert revoke(small, second, b"2" * 32) == "", "it has another one already"

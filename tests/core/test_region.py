@@ -277,7 +277,7 @@ def test_a_leader_whose_disk_stands_still_makes_way(patch: pytest.MonkeyPatch, s
     usual = {kind: host.effects.handlers[kind] for kind in stuck}
     host.effects.handlers |= dict.fromkeys(stuck, lambda _: None)
     small.go(6)
-    assert not host.core.is_leader
+    assert not host.core.ledger.is_leader
     commits = small.sim.checkers.commits
     small.go(6)
     assert small.sim.checkers.commits >= commits + 6, "slowly: the region is taken for a member until it is 1 s behind"
@@ -520,6 +520,7 @@ def a_core(recovered: Recovered = EMPTY) -> RegionCore:
         settings=SETTINGS,
         recovery=recovered,
         seed=SEED,
+        secret=bytes(32),
         now_ns=0,
     )
 

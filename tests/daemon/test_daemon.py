@@ -37,7 +37,7 @@ from diloco_node.shared_memory import MemoryStore
 from diloco_node.state_names import ADMIN_PORT_NAME, LEDGER_NAME
 from diloco_node.storage.store import RegionStore
 from diloco_node.supervisor.process_file import PROCESS_FILE, write_process
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
     LINK_PROTOCOL,
@@ -305,7 +305,7 @@ async def test_a_ledger_that_makes_no_sense_is_set_aside_and_the_region_begins_a
     store.close()
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
-    await eventually(lambda: bool(nodes) and nodes[-1].core.is_leader)
+    await eventually(lambda: bool(nodes) and nodes[-1].core.ledger.is_leader)
     assert nodes[-1].core.ledger.founders["a"] not in (before, b"")
     assert any("makes no sense: entry 2" in note["text"] for note in daemon.notes.last)
     assert (spec.state_dir / "ledger.log.damaged-1").exists()

@@ -162,13 +162,14 @@ def test_a_leader_that_stops_hands_over_and_waits_for_nobody_when_it_is_alone(pl
         clock, there, waits_s = asyncio.get_running_loop(), dict(world.regions), []
         while there:
             await world.until(
-                "one leads", lambda: any(region.node.core.is_leader for region in there.values()) or len(there) == 1
+                "one leads",
+                lambda: any(region.node.core.ledger.is_leader for region in there.values()) or len(there) == 1,
             )
-            name = next((name for name, region in there.items() if region.node.core.is_leader), min(there))
+            name = next((name for name, region in there.items() if region.node.core.ledger.is_leader), min(there))
             leader, began_s = there.pop(name).node, clock.time()
             await leader.drain()
             waits_s.append(clock.time() - began_s)
-            assert not (leader.core.is_leader and there)
+            assert not (leader.core.ledger.is_leader and there)
             await asyncio.sleep(0.5)  # a heartbeat's way
             assert all(region.node.core.liveness.has_left(name) for region in there.values())
             world.network.disconnect(name)

@@ -23,13 +23,13 @@ def log_of(world: World, name: str) -> list[dict[str, Any]]:
 
 
 def leader_of(world: World) -> str:
-    return next(name for name, region in world.regions.items() if region.node.core.is_leader)
+    return next(name for name, region in world.regions.items() if region.node.core.ledger.is_leader)
 
 
 def test_every_region_times_the_rounds_and_the_leader_knows_whom_it_waits_for(play: Play) -> None:  # noqa: F811
     async def scenario(world: World) -> None:
         await world.until(
-            "there is a leader", lambda: any(region.node.core.is_leader for region in world.regions.values())
+            "there is a leader", lambda: any(region.node.core.ledger.is_leader for region in world.regions.values())
         )
         leader = leader_of(world)
         slow = next(name for name in world.regions if name != leader)

@@ -169,12 +169,3 @@ def test_rates_and_losses_are_averaged_and_of_counters_and_evaluations_the_later
     (value,) = halve([first, [3.0, *(None for _ in ALL_COLUMNS[1:])]])
     kept_columns = {name for name, value in zip(ALL_COLUMNS, value, strict=True) if value == 10.0}
     assert kept_columns == means | {"loss_merged", "val_loss"}, "a daemon that restarts knows no evaluation for a while"
-
-
-def test_only_what_a_viewer_has_not_seen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = RunHistory(tmp_path)
-    for unix in (10.0, 20.0, 30.0):
-        monkeypatch.setattr(module.time, "time", lambda unix=unix: unix)
-        history.take(status(1))
-    assert [row[0] for row in history.document(20.0)["rows"]] == [30.0]
-    assert history.document(20.0)["columns"] == list(COLUMNS)

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from importlib.metadata import Distribution, distribution
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_wheel_and_sdist_hold_the_whole_package_and_nothing_else(dist: Path) -> 
     assert {"LICENSE", "README.md", "pyproject.toml"} <= names
 
 
-def required(name: str) -> dict[str, Distribution]:
+def requirements(name: str) -> dict[str, Distribution]:
     """The distributions that this one says it needs, and what these need, as they are installed here."""
     closure: dict[str, Distribution] = {}
     names = [name]
@@ -68,18 +69,21 @@ def required(name: str) -> dict[str, Distribution]:
     return closure
 
 
-def link_files(needed: Distribution, site: Path) -> None:
-    """Put a distribution's files into another environment, without its programs."""
-    for file in needed.files or ():
-        target = site / file
-        if ".." in file.parts or file.suffix == ".pyc" or target.exists():
+def link_files(package: Distribution, site: Path) -> None:
+    """Put a distribution's files, and what Python has made of them, into another environment; not its programs."""
+    for file in package.files or ():
+        if ".." in file.parts or file.suffix == ".pyc":
             continue
         source = Path(str(file.locate())).resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            target.hardlink_to(source)
-        except OSError:  # another file system
-            shutil.copy2(source, target)
+        for path in (source, Path(cache_from_source(source)) if source.suffix == ".py" else source):
+            target = site / Path(file).parent / path.relative_to(source.parent)
+            if target.exists() or not path.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                target.hardlink_to(path)
+            except OSError:  # another file system
+                shutil.copy2(path, target)
 
 
 def test_the_wheel_runs_where_nothing_else_is_installed(dist: Path, tmp_path: Path) -> None:
@@ -92,8 +96,8 @@ def test_the_wheel_runs_where_nothing_else_is_installed(dist: Path, tmp_path: Pa
     run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel), cwd=tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))  # the wheel's own words, not those of the checkout
-        for needed in required("diloco-node").values():
-            link_files(needed, site)
+        for package in requirements("diloco-node").values():
+            link_files(package, site)
     run(*pip, "check", cwd=tmp_path)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DILOCO_"))}
     env |= NO_FORK_SERVER | SMALL_MODEL

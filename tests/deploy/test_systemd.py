@@ -17,7 +17,7 @@ import pytest
 
 from diloco_node.cli.admin_client import ask_in
 from diloco_node.errors import ConfigError
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 from tests.kit import service_host
 from tests.kit.repository import ROOT, module_command
 from tests.kit.waiting import until

@@ -90,7 +90,7 @@ async def test_links_are_measured_while_the_run_trains(tmp_path: Path, monkeypat
     demo = Demo(DemoOptions(regions=2, seconds=120.0, folder=folder, is_json=True), folder)
     demo.prepare()
     for region in demo.regions:
-        region.env = NO_FORK_SERVER | SMALL_MODEL
+        region.env = region.env | NO_FORK_SERVER | SMALL_MODEL
     with (folder / "run.toml").open("a") as file:
         file.write(f'\n[budget]\negress = "{BUDGET_BYTES_PER_S // 10**6}MB/s"\n')
     here = ("--region", "us-east", "--json")

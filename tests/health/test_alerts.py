@@ -223,7 +223,8 @@ CASES = [
         "cat",
     ),
     (kinds.STARVED, changed(machine={"late_seconds": 0.6, "cpu_pressure_percent": None}), "up to 600 ms late", "cat"),
-    (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": 12.3}), "ends in 12 days", "diloco-node certs --help"),
+    (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": 12.3}), "ends in 12 days", "diloco-node certs renew us"),
+    (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": 99.0, "fault": "it is revoked"}), "it is revoked", ""),
     (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": -1.0}), "the certificate has ended", ""),
     (
         kinds.LEDGER_FORKS,

@@ -16,7 +16,8 @@ from typing import Any
 from diloco_node.config.resolve import load_config
 from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.main import main
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.transport import GrpcTransport
 from tests.kit.commands import COMMAND
 from tests.kit.transport_kit import FAST, Recorder

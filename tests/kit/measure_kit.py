@@ -18,7 +18,8 @@ from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import KINDS, Measuring
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.measure.requester import FlowRequest
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg

@@ -149,6 +149,7 @@ class MemoryTransport:
         self._peers = sorted(peers)
         self._turns = {peer: asyncio.Lock() for peer in peers}
         self._lost: dict[str, asyncio.Event] = {}
+        self.credentials = SimpleNamespace(document=dict, revocations=frozenset())
 
     def register(self, handler: Any, kinds: frozenset[type]) -> None:
         """Nobody measures in these worlds."""

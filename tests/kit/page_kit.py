@@ -247,6 +247,7 @@ class ShownRun:
             set_budget=lambda _: {},
             measure=measure,
             expel=None,
+            revoke=None,
             lift_quarantine=lambda _: False,
             start_learner=lambda: "waiting",
         )

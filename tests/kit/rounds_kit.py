@@ -138,6 +138,7 @@ def context_of(
         history=history,
         liveness=liveness or Neighbourhood(region, regions).liveness,
         effects=effects or EffectBuffer(region),
+        secret=region.encode(),
     )
 
 

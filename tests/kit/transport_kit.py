@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.core.messages import BulkHeader, Message
-from diloco_node.transport.certificates import Identity, init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import Identity, load_identity
 from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.streams import DialedStream, dial
 from diloco_node.transport.transport import GrpcTransport

@@ -280,6 +280,11 @@ def send_line(effect: ev.Send) -> tuple[str, str, str] | None:
             line = ("rounds", f"ballot {ballot}: stripe {message.stripe} is merged")
         case msg.PayloadDurable():
             line = ("rounds", f"ballot {ballot}: the payload is on my disk")
+        case msg.AuditDrawn():
+            told = "my nonce" if len(message.nonces) == 1 else "it is audited"
+            line = ("rounds", f"ballot {ballot}: {told}")
+        case msg.ContributionProjected():
+            line = ("rounds", f"ballot {ballot}: the projections of my contribution")
         case msg.AppendEntries() if len(message.entries) > ENTRIES_SHOWN:
             line = ("ledger", f"entries {message.entries[0].index} to {message.entries[-1].index}")
         case msg.AppendEntries() if message.entries:

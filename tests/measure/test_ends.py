@@ -19,7 +19,8 @@ from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import Measuring
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.numeric import NS_PER_S
-from diloco_node.transport.certificates import Identity, init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import Identity, load_identity
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import message_tables as tables
 from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, a_flow, be_patient

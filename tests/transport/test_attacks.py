@@ -40,7 +40,7 @@ from http2_attacks import (
 )
 
 from diloco_node.core.messages import Payload, RequestVoteReply
-from diloco_node.transport import certificates as certs
+from diloco_node.transport import authority as certs
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from tests.kit.transport_kit import DEADLINE_S, RUN, Mesh, Recorder, end_of, hello_of, meshed
@@ -315,7 +315,7 @@ def write_dated(run: Path, folder: Path, now: dt.datetime) -> Path:
 async def test_a_certificate_that_has_expired_or_is_not_valid_yet_is_refused(mesh: Mesh) -> None:
     """It is right but for its dates."""
     b, at_b = await mesh.start("b", {"a": None, "c": None})
-    past = dt.timedelta(days=certs.VALID_DAYS + 10)
+    past = certs.VALID + dt.timedelta(days=10)
     for name, moved in (("today", dt.timedelta()), ("expired", -past), ("not yet", past)):
         identity = write_dated(mesh.folder / "run", mesh.folder / name, dt.datetime.now(dt.UTC) + moved)
         found = await asyncio.to_thread(handshake, b.port, client_context(identity))

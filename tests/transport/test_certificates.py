@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from diloco_node.errors import ConfigError, IdentityError
-from diloco_node.transport.certificates import Identity, init_run, load_identity, tls_name
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import Certificate, Identity, load_identity, tls_name
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def refusal(folder: Path, **expected: object) -> str:
 def test_each_region_gets_an_identity(run: Path) -> None:
     identity = load_identity(run / "eu", region="eu", run_id="run1")
     assert (identity.region, identity.run_id) == ("eu", "run1")
-    assert identity.not_after > dt.datetime.now(dt.UTC) + dt.timedelta(days=300)
+    assert identity.certificate.not_after > dt.datetime.now(dt.UTC) + dt.timedelta(days=300)
     assert identity.ca_pem == load_identity(run / "us-east").ca_pem
 
 
@@ -41,7 +42,7 @@ def test_keys_are_for_their_owner_only_and_not_in_a_repr(run: Path) -> None:
 
 def test_nothing_is_overwritten(run: Path) -> None:
     before = (run / "ca.pem").read_bytes()
-    with pytest.raises(ConfigError, match="never overwritten"):
+    with pytest.raises(ConfigError, match="not overwritten"):
         init_run(run, "run1", ["eu"])
     (run / "ca.pem").unlink()
     (run / "ca.key").unlink()
@@ -120,4 +121,5 @@ def test_the_authoritys_own_certificate_is_no_identity(run: Path) -> None:
 
 def test_tls_names() -> None:
     assert tls_name("eu", "run1") == "eu.run1.diloco"
-    assert "eu.run1.diloco" in repr(Identity("eu", "run1", b"", b"", b"", dt.datetime(2030, 1, 1, tzinfo=dt.UTC)))
+    certificate = Certificate("eu", "run1", b"", dt.datetime(2030, 1, 1, tzinfo=dt.UTC), b"")
+    assert "eu.run1.diloco" in repr(Identity("eu", "run1", b"", b"", b"", certificate, ()))

@@ -15,7 +15,8 @@ from typing import IO
 import pytest
 
 from diloco_node.transport import streams
-from diloco_node.transport.certificates import init_run, tls_name
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import tls_name
 
 LIMIT = 256
 SERVER = """

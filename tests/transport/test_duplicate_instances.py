@@ -12,7 +12,8 @@ import pytest
 
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import SupersededError
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.peer_session import LinkTimes, Session
 from diloco_node.transport.streams import DuplicateInstance
 from diloco_node.transport.transport import GrpcTransport, new_instance_id

@@ -12,7 +12,8 @@ import pytest
 
 from diloco_node.core.messages import BulkHeader, Message, Payload, RequestVoteReply
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerIncompatible, ProtocolViolation
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.streams import DuplicateInstance
 from diloco_node.transport.transport import GrpcTransport

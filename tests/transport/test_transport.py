@@ -21,8 +21,8 @@ from diloco_node.core.messages import Message, Payload, PayloadRequested, Reques
 from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost, ProtocolViolation
 from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.transport import bundle, inbound, outbound, streams
-from diloco_node.transport.certificates import init_run
-from diloco_node.transport.link import LinkState
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.link_status import LinkState
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.quarantine import STRIKES
 from diloco_node.transport.streams import dial
@@ -137,7 +137,8 @@ async def mute(mesh: Mesh, region: str) -> AsyncIterator[tuple[str, asyncio.Even
         greeted.set()
         await asyncio.Event().wait()
 
-    server, port = streams.make_server(mesh.identity(region), "127.0.0.1:0", serve, handshake_s=DEADLINE_S)
+    identity = mesh.identity(region)
+    server, port = streams.make_server(lambda: identity, "127.0.0.1:0", serve, handshake_s=DEADLINE_S)
     await server.start()
     yield f"127.0.0.1:{port}", greeted
     await server.stop(None)

@@ -49,6 +49,7 @@ BODIES: list[t.EntryBody] = [
     t.SnapshotBody(2, 8, b"d" * 32),
     t.SummaryBody(1024, b"d" * 32),
     t.ExtendedBody(800, 0),
+    t.RevokedBody("eu", b"c" * 32),
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [
@@ -63,7 +64,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.StripesReceived(BALLOT, "us-east", 1, 4),
     m.MergeDecided(BALLOT, 2, 6, (CONTRIBUTION,), ((0.5, 0.25),)),
     m.ReductionReported(BALLOT, 0, (1.5,), ((0.5,), (0.25,)), b"d" * 32),
-    m.PayloadDurable(BALLOT, b"d" * 32, (0.5, -1.25)),
+    m.PayloadDurable(BALLOT, b"d" * 32),
     m.PayloadRequested(2, 6, b"d" * 32),
     m.StateRequested(2, 6, b"d" * 32),
     m.Refused(2, 6, "gone"),
@@ -84,6 +85,8 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     g.LinkMeasured(3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
     m.BaseSent(2, 5, 1024, 1, b"q" * 32, b"s" * 4097),
     m.MergedReceived(BALLOT, (b"d" * 32, b"")),
+    m.AuditDrawn(BALLOT, b"d" * 32, (b"n" * 32,)),
+    m.ContributionProjected(BALLOT, (0.5, -1.25)),
 ]
 
 HEADER_EXAMPLES: list[TransferHeader] = [
@@ -148,7 +151,7 @@ def test_frozen_bytes_decode() -> None:
         "950202c2c3c41064646464646464646464646464646464": m.RequestVoteReply(2, False, True, b"d" * 16),
         "97040205c309c420" + "68" * 32 + "c410" + "64" * 16: m.AppendEntriesReply(2, 5, True, 9, b"h" * 32, b"d" * 16),
         "941607cd03e8ff": g.EchoReply(7, 1000, -1),
-        "9717cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf0000000100000000": CONTROL_EXAMPLES[22],
+        "9617cf2000000000000000c3ce3b9aca00cf000000012a05f200cf0000000100000000": CONTROL_EXAMPLES[22],
     }
     for text, message in frozen.items():
         assert CONTROL.encode(message).hex() == text

@@ -149,9 +149,11 @@ def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding],
     except IdentityError as error:
         return [membership.certificate(str(folder), str(error))], None
     key = folder / "node.key"
+    fingerprint = identity.certificate.fingerprint.hex()
+    is_taken = section(patient.status or {}, "certificate").get("fingerprint", fingerprint) == fingerprint
     findings = [
-        membership.certificate(f"{identity.region} of run {identity.run_id}", ""),
-        membership.certificate_expiry(identity.not_after, now),
+        membership.certificate(f"{identity.region} of run {identity.run_id}", "", is_taken=is_taken),
+        membership.certificate_expiry(identity.certificate.not_after, now),
         membership.key_mode(str(key), key.stat().st_mode),
     ]
     return findings, identity

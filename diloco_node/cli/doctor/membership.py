@@ -13,10 +13,14 @@ from diloco_node.health.finding import Finding
 DIGEST_CHARACTERS: Final = 16
 SETTINGS_SHOWN_MAX: Final = 8
 
-COPY_HINT: Final = "copy the region's whole folder from where diloco-node certs init made it"
+COPY_HINT: Final = "copy the region's whole folder from where diloco-node certs made it"
+RENEW_HINT: Final = (
+    "give diloco-node certs renew REGION where ca.key is; copy the region's folder here, and send SIGHUP to its "
+    "diloco-node start"
+)
 _CERTIFICATE_HINTS: Final = (
-    (" expired on ", "make new ones for all regions (diloco-node certs init --out NEW), unless this clock is wrong"),
-    (" is valid from ", "install and start chrony here, and where diloco-node certs init ran"),
+    (" expired on ", f"{RENEW_HINT}, unless this clock is wrong"),
+    (" is valid from ", "install and start chrony here, and where diloco-node certs ran"),
     ("can't be read", "give the folder to the user who runs the region (chown), its key with mode 600"),
 )
 
@@ -53,8 +57,15 @@ def settings_equal(peer: str, ours: str, peer_digest: str, difference: str) -> F
     return topics.EQUAL.failed(text, hint)
 
 
-def certificate(name: str, error: str) -> Finding:
-    """Judge whether it will be accepted. `error`: why not, with the remedy behind a colon; empty when it will."""
+def certificate(name: str, error: str, *, is_taken: bool = True) -> Finding:
+    """Judge whether it will be accepted, and is what the daemon uses, if there is one.
+
+    Args:
+        error: why it will not be accepted, with the remedy behind a colon; empty when it will.
+    """
+    if not error and not is_taken:
+        text = f"{name}: its daemon goes on with the certificate before"
+        return topics.CERTIFICATE.warning(text, "send SIGHUP to diloco-node start here")
     if not error:
         return topics.CERTIFICATE.ok(f"{name}, signed by the run's authority")
     hint = next((hint for phrase, hint in _CERTIFICATE_HINTS if phrase in error), COPY_HINT)
@@ -66,8 +77,7 @@ def certificate_expiry(not_after: dt.datetime, now: dt.datetime) -> Finding:
     days = (not_after - now).days
     text = f"valid until {not_after:%Y-%m-%d}, {days} days more"
     if days < CERTIFICATE_DAYS:
-        hint = "make new ones for all regions (diloco-node certs init --out NEW), and start all regions again with them"
-        return topics.EXPIRY.warning(text, hint)
+        return topics.EXPIRY.warning(text, RENEW_HINT)
     return topics.EXPIRY.ok(text)
 
 

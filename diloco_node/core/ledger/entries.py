@@ -39,6 +39,7 @@ from diloco_node.core.types import (
     FinishedBody,
     GenesisBody,
     LeaderBody,
+    RevokedBody,
     RoundBody,
     SnapshotBody,
     SummaryBody,
@@ -62,6 +63,7 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.SNAPSHOT.value: SnapshotBody,
     EntryKind.SUMMARY.value: SummaryBody,
     EntryKind.EXTENDED.value: ExtendedBody,
+    EntryKind.REVOKED.value: RevokedBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6

@@ -105,6 +105,7 @@ class RunSummary:
         rounds_committed: over all fragments.
         disks: per region of genesis the disk that the view names; empty: those of genesis.
         replaced: per region of genesis how often another disk was named; empty: never.
+        revocations: certificates, sorted.
     """
 
     genesis: tuple[GenesisBody, ...]
@@ -124,6 +125,7 @@ class RunSummary:
     recent: tuple[bytes, ...] = ()
     disks: tuple[bytes, ...] = ()
     replaced: tuple[int, ...] = ()
+    revocations: tuple[bytes, ...] = ()
 
 
 def encode_summary(summary: RunSummary) -> bytes:

@@ -1,18 +1,22 @@
 """A region whose folder was lost comes back with another one: the leader has the ledger name it, in two entries.
 
 An operator's order expels a region with one entry, and readmits it with another one, after which its folder is named.
+Another order revokes a certificate of a region.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from diloco_node.core.bounds import REVOKED
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import Effect, ExpulsionOrdered
+from diloco_node.core.events import Effect
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.types import EXPELLED, DiskNamedBody
+from diloco_node.core.operator_orders import EntryOrdered
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import EXPELLED, DiskNamedBody, RevokedBody
 
 REST_HEARTBEATS: Final = 50
 """After a region's folder was named, the next change of the same region waits for so long: 10 s by default. A folder is
@@ -37,11 +41,14 @@ def incarnation_min(newest: int, replacements: int) -> int:
 class DiskReplacement:
     """The leader's side: which change of the view is due. Asked with each heartbeat."""
 
-    def __init__(self, ledger: LedgerCore, *, heartbeat_ns: int) -> None:
+    def __init__(self, ledger: LedgerCore, history: RoundHistory, *, heartbeat_ns: int) -> None:
         self._ledger = ledger
+        self._history = history
         self._rest_ns = REST_HEARTBEATS * heartbeat_ns
         self._named_at_ns: dict[str, int] = {}
         self.commit_index_before = 0
+        # Of the entry of the last order; the next order waits until it is committed.
+        self._ordered_index = 0
 
     def propose(self, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
         """Put the change that is due into the ledger, and say so; what the ledger wants for it."""
@@ -52,32 +59,53 @@ class DiskReplacement:
         effects.note("disk", f"the folder of {due.region} {news}", is_alarm=not due.disk)
         return self._ledger.propose(due, now_ns=now_ns)
 
-    def order_fault(self, order: ExpulsionOrdered, liveness: Liveness, *, now_ns: int) -> str:
+    def order_fault(self, order: EntryOrdered, liveness: Liveness, *, now_ns: int) -> str:
         """Say why an operator's order can't be carried out here and now, with the remedy; empty if it can."""
-        ledger, disks, region = self._ledger, self._ledger.disks, order.region
+        ledger, disks, body = self._ledger, self._ledger.disks, order.body
         if not disks.has_view:
             return "the run has not begun: leave the region out of run.toml"
-        if (region in disks.expelled) is not order.is_lifted:
-            return f"{region} is {'not expelled' if order.is_lifted else 'expelled already'}"
-        if region == ledger.leader:
-            return f"{region} leads: stop it first, and give the order to the region that leads then"
+        if fault := self._expulsion_fault(body) if isinstance(body, DiskNamedBody) else self._revocation_fault(order):
+            return fault
         if not ledger.is_settled:
             return f"only the leader can do it: give the order to {ledger.leader or 'it, when there is one'}"
-        if disks.last_change_index > ledger.cluster_commit_index:
+        if max(disks.last_change_index, self._ordered_index) > ledger.cluster_commit_index:
             return "another change of the regions is not committed yet: try again"
-        alive = {ledger.leader, *liveness.alive(now_ns=now_ns)}
-        return "" if order.is_lifted else expulsion_fault(disks.current, region, alive)
+        if not order.is_cut_off:
+            return ""
+        fault = expulsion_fault(disks.current, body.region, {ledger.leader, *liveness.alive(now_ns=now_ns)})
+        return fault and f"{fault}{_renewal(body.region) * isinstance(body, RevokedBody)}"
 
-    def carry_out(
-        self, order: ExpulsionOrdered, effects: EffectBuffer, liveness: Liveness, *, now_ns: int
-    ) -> list[Effect]:
+    def _expulsion_fault(self, body: DiskNamedBody) -> str:
+        is_lifted = body.disk != EXPELLED
+        if (body.region in self._ledger.disks.expelled) is not is_lifted:
+            return f"{body.region} is {'not expelled' if is_lifted else 'expelled already'}"
+        if body.region == self._ledger.leader:
+            return f"{body.region} leads: stop it first, and give the order to the region that leads then"
+        return ""
+
+    def _revocation_fault(self, order: EntryOrdered) -> str:
+        body, revocations = order.body, self._history.revocations
+        if isinstance(body, RevokedBody) and body.certificate in revocations:
+            return f"this certificate of {body.region} is revoked already"
+        if len(revocations) >= REVOKED:
+            return f"{len(revocations)} certificates are revoked: make another authority, diloco-node certs renew --ca"
+        if body.region == self._ledger.leader and order.is_cut_off:
+            return f"{body.region} leads with this certificate{_renewal(body.region)}"
+        return ""
+
+    def carry_out(self, order: EntryOrdered, effects: EffectBuffer, liveness: Liveness, *, now_ns: int) -> list[Effect]:
         """Put an operator's order into the ledger, if it still can be; what the ledger wants for it."""
-        fault = self.order_fault(order, liveness, now_ns=now_ns)
-        verb = "readmits" if order.is_lifted else "expels"
-        effects.note("disk", f"an operator {verb} {order.region}{fault and f': refused, {fault}'}", is_alarm=True)
+        fault, body = self.order_fault(order, liveness, now_ns=now_ns), order.body
+        if isinstance(body, DiskNamedBody):
+            words = f"{'expels' if body.disk == EXPELLED else 'readmits'} {body.region}"
+        else:
+            words = f"revokes certificate {body.certificate.hex()[:16]} of {body.region}"
+        effects.note("disk", f"an operator {words}{fault and f': refused, {fault}'}", is_alarm=True)
         if fault:
             return []
-        return self._ledger.propose(DiskNamedBody(order.region, b"" if order.is_lifted else EXPELLED), now_ns=now_ns)
+        wishes = self._ledger.propose(body, now_ns=now_ns)
+        self._ordered_index = self._ledger.disks.known_index
+        return wishes
 
     def due(self, *, now_ns: int) -> DiskNamedBody | None:
         """The next change of the view; None when none is due, or one is not committed yet."""
@@ -98,3 +126,7 @@ class DiskReplacement:
                 self._named_at_ns[region] = now_ns
                 return DiskNamedBody(region, disk)
         return None
+
+
+def _renewal(region: str) -> str:
+    return f": give {region} another one first, with diloco-node certs renew {region}"

@@ -1,9 +1,9 @@
 """Random projections by which a merged payload is compared with the contributions of its members.
 
 A sum is linear: for signs r, `<r, sum>` is the sum of `c[m] * <r, delta_m>`. The signs, and the few blocks in which
-they are taken, follow from the payload's digest, so no reducer knows them before its stripe is fixed. Each member tells
-its own projections, and everybody has the payload. A payload that is not the sum differs by as much as it is wrong,
-times a number that is normally distributed (R. Freivalds, 1977).
+they are taken, follow from nonces that nobody knows before all stripes are fixed (`core.rounds.audit_draw`). Each
+member tells its own projections, and everybody has the payload. A payload that is not the sum differs by as much as it
+is wrong, times a number that is normally distributed (R. Freivalds, 1977).
 
 A part of the payloads is audited, and nobody knows before which. `trimmed` is no sum: it has no audit.
 """
@@ -40,18 +40,14 @@ PROJECTION_ERROR: Final = 1e-6
 """Two regions may differ by so much of a contribution's length in its projection: they add up in another order."""
 
 
-def is_audited(digest: bytes) -> bool:
-    """Whether the payload of this digest is compared with its members' contributions."""
-    return digest[0] % AUDIT_EVERY == 0
-
-
-def draw_windows(digest: bytes, stripes: Sequence[Stripe], piece_blocks: Sequence[int]) -> tuple[Window, ...]:
+def draw_windows(nonces: Sequence[bytes], stripes: Sequence[Stripe], piece_blocks: Sequence[int]) -> tuple[Window, ...]:
     """Draw the windows of a payload, by reducer in the order of their stripes; none if it is not audited.
 
     Args:
-        digest: of the payload. stripes: of its ballot. piece_blocks: blocks of each piece of the fragment.
+        nonces: of the audit; none: nothing is drawn. stripes: of the ballot. piece_blocks: blocks of each piece.
     """
-    if not is_audited(digest):
+    draw = hashlib.sha256(b"".join(nonces)).digest()
+    if not nonces or draw[0] % AUDIT_EVERY:
         return ()
     piece_ends = list(accumulate(piece_blocks))
     blocks_by_reducer: dict[str, list[tuple[int, int]]] = {}
@@ -60,7 +56,7 @@ def draw_windows(digest: bytes, stripes: Sequence[Stripe], piece_blocks: Sequenc
     windows = []
     for place, (reducer, spans) in enumerate(blocks_by_reducer.items()):
         for turn in range(max(2, WINDOWS // len(blocks_by_reducer))):
-            seed = hashlib.sha256(digest + place.to_bytes(2, "big") + turn.to_bytes(2, "big")).digest()
+            seed = hashlib.sha256(draw + place.to_bytes(2, "big") + turn.to_bytes(2, "big")).digest()
             offset = int.from_bytes(seed[:8], "big") % sum(stop - first for first, stop in spans)
             for first, stop in spans:
                 if offset < stop - first:

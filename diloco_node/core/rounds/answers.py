@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 from diloco_node.core.merge import weights as weighing
 from diloco_node.core.messages import (
+    AuditDrawn,
     Contributed,
+    ContributionProjected,
     Declined,
     DiscardReported,
     MergedReceived,
@@ -22,7 +24,16 @@ from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, RoundBody
 
-BallotAnswer = Contributed | Declined | StripesReceived | ReductionReported | MergedReceived | PayloadDurable
+BallotAnswer = (
+    Contributed
+    | Declined
+    | StripesReceived
+    | ReductionReported
+    | MergedReceived
+    | PayloadDurable
+    | AuditDrawn
+    | ContributionProjected
+)
 
 
 class Answers:
@@ -66,6 +77,9 @@ class Answers:
                     round_.merged_digests[peer] = message.digests
             case PayloadDurable():
                 round_.holders[peer] = message.digest
+            case AuditDrawn():
+                round_.draws[peer] = message
+            case ContributionProjected():
                 round_.projections[peer] = message.projections
 
     def may_contribute(self, contribution: Contribution, version: int) -> str:

@@ -1,4 +1,4 @@
-"""The run as one region sees it: the seven things that nearly every part of a round's protocol asks."""
+"""The run as one region sees it: the eight things that nearly every part of a round's protocol asks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class RoundContext:
         manifest: of the model.
         history: the committed past. liveness: who is there, and the learners' reports.
         effects: where messages and notes go.
+        secret: of this process, at random: whoever knows it knows this region's nonces (`audit_draw`).
     """
 
     region: str
@@ -30,6 +31,7 @@ class RoundContext:
     history: RoundHistory
     liveness: Liveness
     effects: EffectBuffer
+    secret: bytes
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:

@@ -7,6 +7,7 @@ not. So a leader that was captured, or is broken, can put nothing into the ledge
 - A round takes its fragment to the next version, with members whose steps follow the token account.
 - Discarded steps follow the account, too.
 - After the end there are no more rounds, unless the run is extended.
+- A revoked certificate is of a region of the run, and there are not too many.
 
 The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
 rounds before, and no sum of contributions is longer than they are together. It is asked of entries of the term whose
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from diloco_node.core.bounds import REVOKED
 from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, named_disks
@@ -46,6 +48,7 @@ from diloco_node.core.types import (
     GenesisBody,
     LeaderBody,
     LedgerBase,
+    RevokedBody,
     RoundBody,
     RunSettings,
     SnapshotBody,
@@ -83,7 +86,7 @@ class _Facts:
         versions: per fragment the last one; empty before genesis.
         snapshots: per fragment the version of the newest snapshot, 0 if there is none.
         recent: per fragment how long the gradients of its last rounds were.
-        disks: per region the id of its folder, empty for none.
+        disks: per region the id of its folder, empty for none. revocations: certificates.
         summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
         end: of the run; None while it goes on.
     """
@@ -94,6 +97,7 @@ class _Facts:
     disks: Mapping[str, bytes] = field(default_factory=dict)
     summary: int = 0
     end: FinishedBody | None = None
+    revocations: frozenset[bytes] = frozenset()
 
     def after(self, body: EntryBody) -> _Facts:
         """Return the facts after one more entry."""
@@ -117,7 +121,9 @@ class _Facts:
         if isinstance(body, SummaryBody):
             return replace(self, summary=body.index)
         end = body if isinstance(body, FinishedBody) else None
-        return replace(self, end=end) if isinstance(body, FinishedBody | ExtendedBody) else self
+        revocations = {body.certificate} if isinstance(body, RevokedBody) else frozenset()
+        is_end = isinstance(body, FinishedBody | ExtendedBody)
+        return replace(self, end=end if is_end else self.end, revocations=self.revocations | revocations)
 
 
 def _with(values: tuple[T, ...], fragment: int, value: T) -> tuple[T, ...]:
@@ -159,6 +165,7 @@ class EntryCheck:
             FinishedBody: self._finished_fault,
             ExtendedBody: lambda body, _: extension_fault(self._facts.end, body),
             DiskNamedBody: self._disk_fault,
+            RevokedBody: self._revoked_fault,
             SnapshotBody: self._snapshot_fault,
             SummaryBody: self._summary_fault,
         }
@@ -186,6 +193,7 @@ class EntryCheck:
             self._recent_rounds(summary),
             named_disks(summary),
             end=next(iter(summary.finished), None),
+            revocations=frozenset(summary.revocations),
         )
         self._before.clear()
         self._account.restore(summary, base.index)
@@ -291,6 +299,11 @@ class EntryCheck:
             return f"{body.region}'s folder is {disk.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
         return self._region_fault(body.region)
 
+    def _revoked_fault(self, body: RevokedBody, _: Entry) -> str:
+        if len(self._facts.revocations | {body.certificate}) > REVOKED:
+            return f"{REVOKED} certificates are revoked already"
+        return self._region_fault(body.region)
+
     def _snapshot_fault(self, body: SnapshotBody, _: Entry) -> str:
         fault = self._fragment_fault(body.fragment)
         if fault:
@@ -364,7 +377,7 @@ class EntryCheck:
         return f"{name} {fault}" if fault else self._account_fault(contribution)
 
     def _projections_fault(self, body: RoundBody) -> str:
-        windows = len(draw_windows(body.payload_digest, body.stripes, self._blocks[body.fragment]))
+        windows = len(draw_windows(body.nonces, body.stripes, self._blocks[body.fragment]))
         rows = [len(row) for row in body.projections]
         if rows and (len(rows) != len(body.members) or not windows or not {0, windows} >= set(rows)):
             return f"projections in {rows} windows for {len(body.members)} members in {windows}"

@@ -12,8 +12,9 @@ from typing import Final
 
 from diloco_node.core.events import ContributionStripeArrived, MergedStripeArrived, ReductionDone
 from diloco_node.core.merge.freivalds import has_other_projections, wrong_reducers
-from diloco_node.core.messages import BallotOpened, MergeDecided, PayloadDurable, ReductionReported
+from diloco_node.core.messages import AuditDrawn, BallotOpened, MergeDecided, PayloadDurable, ReductionReported
 from diloco_node.core.projections import NO_PROJECTION, Projection, Window
+from diloco_node.core.rounds.audit_draw import drawer_of
 from diloco_node.core.types import Ballot, Contribution, RoundBody, Stripe
 
 EARLY_MAX: Final = 256
@@ -43,6 +44,8 @@ class FollowedBallot:
         merged_digests, merged_norms: of the merged stripes that are here. digest: of the payload, once it is being
             stored.
         is_lost: its merged stripes were dropped before they were written.
+        drawn: the drawer's nonce, as it told it. nonces: all of the audit, as the leader told them.
+        projection: as far as it is worked out. has_row_order, has_payload_order: that part of it was ordered.
     """
 
     leader: str
@@ -56,6 +59,16 @@ class FollowedBallot:
     merged_norms: dict[int, tuple[float, ...]] = field(default_factory=dict)
     digest: bytes = b""
     is_lost: bool = False
+    drawn: AuditDrawn | None = None
+    nonces: tuple[bytes, ...] = ()
+    projection: Projection = NO_PROJECTION
+    has_row_order: bool = False
+    has_payload_order: bool = False
+
+    @property
+    def drawer(self) -> str:
+        """The region whose nonce decides, beside the leader's, about the audit."""
+        return drawer_of(self.announcement, self.leader)
 
     @property
     def number(self) -> Ballot:
@@ -80,6 +93,10 @@ class FollowedBallot:
         """
         if 0 <= event.stripe < len(self.announcement.stripes) and self.announcement.stripes[event.stripe] == event.cut:
             self.merged_digests[event.stripe], self.merged_norms[event.stripe] = event.digest, event.squared_norms
+
+    def durable_report(self) -> PayloadDurable:
+        """Build the report that the payload is on disk."""
+        return PayloadDurable(self.number, self.digest)
 
     def payload_norms(self) -> tuple[float, ...]:
         """Return the squared norm of each piece of the payload, once all its stripes are here."""
@@ -116,7 +133,6 @@ class FollowedRound:
         arrivals: contributions and block ranges in this region's memory, in the order of arrival, each with its
             version.
         residual: (version, ballot, blocks) of the residual that the last committed ballot left here.
-        projection: of the payload with this digest, which is on disk.
     """
 
     version: int = -1
@@ -126,15 +142,6 @@ class FollowedRound:
     requested_base: int | None = None
     arrivals: dict[tuple[Name, Block], int] = field(default_factory=dict)
     residual: tuple[int, Ballot, dict[int, Block]] | None = None
-    projection: tuple[bytes, Projection] = (b"", NO_PROJECTION)
-
-    def durable_report(self, ballot: FollowedBallot) -> PayloadDurable:
-        """Build the report that the payload of a ballot is on disk."""
-        return PayloadDurable(ballot.number, ballot.digest, self.projection_of(ballot.digest).contribution)
-
-    def projection_of(self, digest: bytes) -> Projection:
-        """Return this region's projection of a payload; without any window if it has none."""
-        return self.projection[1] if self.projection[0] == digest else NO_PROJECTION
 
     def entry_fault(
         self, body: RoundBody, coefficients: tuple[tuple[float, ...], ...], windows: tuple[Window, ...]
@@ -146,7 +153,8 @@ class FollowedRound:
         """
         if self.version != body.version:
             return ""
-        projection = self.projection_of(body.payload_digest)
+        is_followed = self.ballot is not None and self.ballot.number == body.ballot
+        projection = self.ballot.projection if self.ballot is not None and is_followed else NO_PROJECTION
         for member, row in zip(body.members, body.projections or ((),) * len(body.members), strict=True):
             contribution = member.contribution
             if self.contribution is None or name_of(contribution) != name_of(self.contribution):
@@ -156,7 +164,8 @@ class FollowedRound:
             own_row = projection.contribution
             if row and own_row and has_other_projections(contribution, windows, row, own_row):
                 return "it names other projections than those of this region's contribution"
-        if len(projection.sums) != len(windows):
+        is_whole = len(projection.sums) == len(windows) and self.ballot and self.ballot.digest == body.payload_digest
+        if not is_whole:
             return ""
         wrong = wrong_reducers(windows, projection, coefficients, body.projections)
         return "; ".join(f"{reducer}: {reason}" for reducer, reason in wrong.items())

@@ -17,6 +17,7 @@ from diloco_node.core.types import (
     ExtendedBody,
     FinishedBody,
     GenesisBody,
+    RevokedBody,
     RoundBody,
     SnapshotBody,
 )
@@ -74,7 +75,7 @@ class RoundHistory:
         finished: the end of the run, once committed; None again when it is extended.
         snapshots: the states whose digests are in the ledger.
         disks: per region, the folder that the committed view names; empty for none.
-        expelled: regions whose folder is `EXPELLED`.
+        expelled: regions whose folder is `EXPELLED`. revocations: certificates, by SHA-256.
         replaced: per region, how often another folder was named in place of one that was lost.
         rounds_committed: over all fragments. rounds_included: per learner.
         recent: per fragment, its last rounds: how long an outer gradient usually is.
@@ -95,6 +96,7 @@ class RoundHistory:
         self.disks: dict[str, bytes] = {}
         self.replaced: dict[str, int] = {}
         self.expelled: frozenset[str] = frozenset()
+        self.revocations: frozenset[bytes] = frozenset()
         self._last_rounds = [-1] * fragments
 
     def apply(self, entry: Entry, *, now_ns: int) -> None:
@@ -124,6 +126,8 @@ class RoundHistory:
             self.disks[body.region] = body.disk
             self._find_expelled()
             self.replaced[body.region] = self.replaced.get(body.region, 0) + (body.disk not in (b"", EXPELLED))
+        elif isinstance(body, RevokedBody):
+            self.revocations |= {body.certificate}
 
     def _find_expelled(self) -> None:
         self.expelled = frozenset(region for region, disk in self.disks.items() if disk == EXPELLED)
@@ -151,6 +155,7 @@ class RoundHistory:
             joined=tuple(Joined(learner, rounds) for learner, rounds in sorted(self.rounds_included.items())),
             disks=() if self.genesis is None else tuple(self.disks.get(name, b"") for name in self.genesis.regions),
             replaced=() if self.genesis is None else tuple(self.replaced.get(name, 0) for name in self.genesis.regions),
+            revocations=tuple(sorted(self.revocations)),
         )
 
     def restore(self, summary: RunSummary, index: int, *, now_ns: int) -> None:
@@ -166,6 +171,7 @@ class RoundHistory:
         self._last_rounds = list(summary.last_rounds)
         self.rounds_committed = summary.rounds_committed
         self.rounds_included = {line.learner: line.rounds for line in summary.joined}
+        self.revocations = frozenset(summary.revocations)
         self.disks = named_disks(summary)
         self._find_expelled()
         self.replaced = dict(zip(self.disks, summary.replaced, strict=False))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Protocol, assert_never
 
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
-from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut
+from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut, ReusedStripe
 from diloco_node.core.projections import ContributionsProjected, Projection
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.answers import Answers, BallotAnswer
@@ -45,8 +46,8 @@ class LocalPayloads(Protocol):
     def merged_stripes(self, fragment: int, number: Ballot) -> Mapping[int, tuple[bytes, tuple[float, ...]]]:
         """Return (digest, squared norms per piece) of the merged stripes of a ballot that are here, by stripe."""
 
-    def projection(self, fragment: int, digest: bytes) -> Projection:
-        """Return this region's projection of a payload of an open round."""
+    def projection(self, fragment: int, number: Ballot) -> Projection:
+        """Return this region's projection of a ballot's payload, as far as it is worked out."""
 
 
 class RoundLeader:
@@ -298,6 +299,7 @@ class RoundLeader:
             return
         if self._is_wrong(round_, now_ns):
             return
+        self._audit.draw(round_, partial(self._reaches, now_ns=now_ns), now_ns=now_ns)
         holders = round_.payload_holders()
         if 2 * len(holders) <= len(self._regions):
             return
@@ -310,9 +312,9 @@ class RoundLeader:
 
     def _propose_audited(self, round_: OpenRound, now_ns: int) -> None:
         self._audit.request(round_)
-        if self._audit.is_waiting(round_, now_ns=now_ns):
+        projection = self._payloads.projection(round_.fragment, round_.ballot)
+        if self._audit.is_waiting(round_, projection, partial(self._reaches, now_ns=now_ns), now_ns=now_ns):
             return
-        projection = self._payloads.projection(round_.fragment, round_.digest)
         doubt = self._audit.question(round_, projection, now_ns=now_ns)
         if doubt:
             self._reduce_alone(round_, doubt, now_ns)
@@ -349,10 +351,19 @@ class RoundLeader:
                 self._reduce_alone(round_, "norms are in question", now_ns)
         return bool(dispute or mismatch)
 
-    def _next_number(self) -> Ballot:
-        """Return a number that no ballot had before: a term has one leader, which counts its ballots."""
+    def _announcement(
+        self,
+        fragment: int,
+        version: int,
+        members: tuple[str, ...],
+        stripes: tuple[Stripe, ...],
+        reused: tuple[ReusedStripe, ...] = (),
+    ) -> BallotOpened:
+        """Return the next ballot, with a number that none had before: a term has one leader, which counts them."""
         self._number += 1
-        return Ballot(self._term, self._number)
+        ballot, left_out = Ballot(self._term, self._number), self._book.left_out()
+        commitment = self._audit.commitment(ballot)
+        return BallotOpened(ballot, fragment, version, members, stripes, reused, left_out, commitment)
 
     def _open(self, opening: Opening, *, now_ns: int) -> bool:
         """Open a round with everybody who can contribute; return False when nobody can."""
@@ -367,9 +378,7 @@ class RoundLeader:
         round_ = OpenRound(
             opened_at_ns=now_ns,
             is_last=opening.is_last,
-            announcement=BallotOpened(
-                self._next_number(), fragment, version, members, stripes, left_out=self._book.left_out()
-            ),
+            announcement=self._announcement(fragment, version, members, stripes),
             ballot_at_ns=now_ns,
             deadline=self._deadline(fragment, members, stripes, [name for name, _ in trials]),
             trials=trials,
@@ -417,18 +426,16 @@ class RoundLeader:
         if not plan.members:
             self._abandon(round_, f"{reason}; nobody is left to contribute", now_ns=now_ns)
             return
-        ballot, attempt = self._next_number(), round_.attempt + 1
         round_.begin_ballot(
-            BallotOpened(
-                ballot, round_.fragment, round_.version, plan.members, stripes, plan.reused, self._book.left_out()
-            ),
-            deadline=self._clock.deadline(round_.fragment, plan.members, stripes, attempt=attempt),
+            self._announcement(round_.fragment, round_.version, plan.members, stripes, plan.reused),
+            deadline=self._clock.deadline(round_.fragment, plan.members, stripes, attempt=round_.attempt + 1),
             contributions=plan.contributions,
             now_ns=now_ns,
         )
         self._effects.note(
             "ballot",
-            f"ballot {ballot}: {reason}; members {', '.join(round_.members)}; reducers {', '.join(round_.reducers)}; "
+            f"ballot {round_.ballot}: {reason}; members {', '.join(round_.members)}; "
+            f"reducers {', '.join(round_.reducers)}; "
             f"deadline {round_.deadline.derivation}",
             fragment=round_.fragment,
             version=round_.version,
@@ -457,6 +464,7 @@ class RoundLeader:
         for name in self._regions:
             if name not in names_done:
                 self._effects.send(name, round_.announcement)
+        self._audit.disclose(round_)
         if round_.decision is not None:
             for name in round_.late_reducers():
                 self._effects.send(name, round_.decision)

@@ -59,6 +59,7 @@ class MergeDecisions:
             round_.digest,
             round_.is_last,
             squared_norms,
+            round_.nonces,
             projections,
         )
 

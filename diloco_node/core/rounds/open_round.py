@@ -9,7 +9,7 @@ from math import fsum
 
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_norm
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
-from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, StripesReceived
+from diloco_node.core.messages import AuditDrawn, BallotOpened, MergeDecided, ReductionReported, StripesReceived
 from diloco_node.core.projections import Window
 from diloco_node.core.rounds.suspicion import BallotPart
 from diloco_node.core.types import Ballot, Contribution, Stripe
@@ -65,6 +65,7 @@ class OpenRound:
         reports: of the merged stripes, by stripe. checked: stripes whose bytes were compared with them here.
         holders: regions that have the merged payload on disk, with its digest.
         merged_digests: per region the digests of the merged stripes that it claims to have.
+        draws: per region the nonce that it told. nonces: of the audit, once it is drawn.
         projections: per member what it told of its contribution, in the windows of an audited payload.
         own_rows: by windows, this region's projections of all contributions. projecting: windows they are asked for in.
         question: the ballot before, if its norms did not add up.
@@ -93,6 +94,8 @@ class OpenRound:
     checked: set[int] = field(default_factory=set)
     holders: dict[str, bytes] = field(default_factory=dict)
     merged_digests: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    draws: dict[str, AuditDrawn] = field(default_factory=dict)
+    nonces: tuple[bytes, ...] = ()
     projections: dict[str, tuple[float, ...]] = field(default_factory=dict)
     own_rows: dict[tuple[Window, ...], tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     projecting: set[tuple[Window, ...]] = field(default_factory=set)
@@ -115,6 +118,7 @@ class OpenRound:
         self.attempt += 1
         self.contributions = contributions
         self.refusals, self.receipts, self.reports, self.holders, self.merged_digests = {}, {}, {}, {}, {}
+        self.draws, self.nonces = {}, ()
         self.checked, self.projections, self.own_rows, self.projecting = set(), {}, {}, set()
         self.decision, self.numbers, self.trials, self.held_since_ns = None, None, (), None
 

@@ -17,11 +17,11 @@ from diloco_node.core.events import (
     ReductionDone,
     SendContribution,
     SendMerged,
+    SnapshotRefused,
     StorePayload,
     TakeSnapshot,
 )
-from diloco_node.core.merge.freivalds import draw_windows
-from diloco_node.core.merge.stripes import piece_blocks, stripes_fault
+from diloco_node.core.merge.stripes import block_count, stripes_fault
 from diloco_node.core.messages import (
     BallotOpened,
     Contributed,
@@ -31,13 +31,14 @@ from diloco_node.core.messages import (
     MergedReceived,
     StripesReceived,
 )
-from diloco_node.core.projections import Projection, Window
+from diloco_node.core.projections import Projection
 from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.audit_part import AuditPart
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.followed import EarlyArrivals, FollowedBallot, FollowedRound, decision_fault, name_of
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_MAX
-from diloco_node.core.types import Ballot, Contribution, LearnerStatus, MergeRule, RoundBody, Stripe
+from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
 
 
 class RoundParticipant:
@@ -55,10 +56,10 @@ class RoundParticipant:
         self._versions = versions
         self._learner: LearnerStatus | None = None
         self._pieces = [len(fragment.pieces) for fragment in context.fragments]
-        self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
-        self._blocks = [sum(blocks) for blocks in self._piece_blocks]
+        self._blocks = [block_count(fragment) for fragment in context.fragments]
         # Per fragment the round that is followed. Its version never goes back.
         self.rounds = [FollowedRound() for _ in context.fragments]
+        self.audits = AuditPart(context, self.rounds, versions.committed_digest)
         self._early = EarlyArrivals()
         # Per fragment the committed rounds that are not applied here: their bytes are still of use.
         self._to_apply: list[list[RoundBody]] = [[] for _ in context.fragments]
@@ -91,14 +92,9 @@ class RoundParticipant:
         ballot = self.rounds[fragment].ballot
         return ballot.payload_norms() if ballot is not None and ballot.digest == digest else ()
 
-    def entry_fault(self, body: RoundBody, coefficients: tuple[tuple[float, ...], ...]) -> str:
-        """Return how an entry differs from what is known here of its round; empty if it does not."""
-        windows = self._windows(body.fragment, body.payload_digest, body.stripes)
-        return self.rounds[body.fragment].entry_fault(body, coefficients, windows)
-
-    def projection(self, fragment: int, digest: bytes) -> Projection:
-        """Return this region's projection of a payload of an open round."""
-        return self.rounds[fragment].projection_of(digest)
+    def projection(self, fragment: int, number: Ballot) -> Projection:
+        """Return this region's projection of a ballot's payload, as far as it is worked out."""
+        return self.audits.projection(fragment, number)
 
     def is_following(self, body: RoundBody) -> bool:
         """Whether this region takes part in the ballot that made the payload, so that its stripes are on their way."""
@@ -165,15 +161,15 @@ class RoundParticipant:
         round_.requested_base, round_.contribution = None, contribution
         self._dirty.add(contribution.fragment)
 
-    def snapshot_refused(self, fragment: int, version: int, reason: str) -> None:
+    def snapshot_refused(self, event: SnapshotRefused) -> None:
         """Ask for the snapshot again if the learner's base has moved on since, else decline: the learner refused it."""
-        round_ = self.rounds[fragment]
+        round_ = self.rounds[event.fragment]
         requested_base, round_.requested_base = round_.requested_base, None
-        if round_.ballot is None or round_.version != version or requested_base is None:
+        if round_.ballot is None or round_.version != event.version or requested_base is None:
             return
-        if self._learner is not None and self._learner.positions[fragment].base_version == requested_base:
-            self._decline(round_.ballot, reason)
-        self._dirty.add(fragment)
+        if self._learner is not None and self._learner.positions[event.fragment].base_version == requested_base:
+            self._decline(round_.ballot, event.reason)
+        self._dirty.add(event.fragment)
 
     def ballot_opened(self, leader: str, announcement: BallotOpened) -> None:
         """Follow a ballot, or answer again if it is the one that is followed. Lower ones are ignored.
@@ -296,9 +292,7 @@ class RoundParticipant:
         """Tell the leader that a payload is on disk, if it is the one of the current ballot."""
         round_ = self.rounds[event.fragment]
         if round_.ballot is not None and round_.version == event.version and round_.ballot.digest == event.digest:
-            if event.projection is not None:
-                round_.projection = (event.digest, event.projection)
-            self._effects.send(round_.ballot.leader, round_.durable_report(round_.ballot))
+            self._effects.send(round_.ballot.leader, round_.ballot.durable_report())
 
     def payload_not_stored(self, fragment: int, number: Ballot) -> None:
         """Remember that merged stripes were dropped before they were written: if the ballot commits, its payload is
@@ -335,6 +329,7 @@ class RoundParticipant:
                 self._contribute(round_, round_.ballot)
                 self._reduce(round_, round_.ballot)
                 self._store(round_, round_.ballot)
+                self.audits.follow(round_, round_.ballot)
 
     def _contribute(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         announcement = ballot.announcement
@@ -398,19 +393,10 @@ class RoundParticipant:
             [ballot.merged_digests[index] for index in range(len(ballot.announcement.stripes))]
         )
         if self._is_stored(round_, ballot):
-            self._effects.send(ballot.leader, round_.durable_report(ballot))
+            self._effects.send(ballot.leader, ballot.durable_report())
         else:
             fragment, stripes = ballot.announcement.fragment, ballot.announcement.stripes
-            windows = self._windows(fragment, ballot.digest, stripes)
-            own = round_.contribution if ballot.has_contributed else None
-            before = self._versions.committed_digest(fragment, round_.version - 1)
-            self._effects.emit(
-                StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes, windows, own, before)
-            )
-
-    def _windows(self, fragment: int, digest: bytes, stripes: tuple[Stripe, ...]) -> tuple[Window, ...]:
-        is_sum = self._settings.merge is not MergeRule.TRIMMED
-        return draw_windows(digest, stripes, self._piece_blocks[fragment]) if is_sum else ()
+            self._effects.emit(StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes))
 
     def _may_contribute(self, fragment: int, version: int) -> str:
         """Return why the learner can't contribute just yet; empty if it can. Asked again when something changes.
@@ -460,7 +446,8 @@ class RoundParticipant:
         for _, reduction in sorted(ballot.reductions.items()):
             self._effects.send(ballot.leader, ballot.report_of(reduction))
         if ballot.digest and self._is_stored(round_, ballot):
-            self._effects.send(ballot.leader, round_.durable_report(ballot))
+            self._effects.send(ballot.leader, ballot.durable_report())
+        self.audits.repeat(ballot)
         digests = tuple(ballot.merged_digests.get(index, b"") for index in range(len(ballot.announcement.stripes)))
         self._effects.send(ballot.leader, MergedReceived(ballot.number, digests))
 

@@ -6,16 +6,19 @@ next ballot. Then it has all contributions, projects them itself, and knows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco_node.core.merge.freivalds import draw_windows, has_other_projections, wrong_reducers
 from diloco_node.core.merge.stripes import piece_blocks
+from diloco_node.core.messages import AuditDrawn
 from diloco_node.core.projections import ProjectContributions, Projection, Window
+from diloco_node.core.rounds.audit_draw import commitment_of, drawer_of, nonce_of
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.suspicion import BallotPart, Blame
-from diloco_node.core.types import Contribution, MergeRule
+from diloco_node.core.types import Ballot, Contribution, MergeRule
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -43,6 +46,7 @@ class PayloadAudit:
     def __init__(self, context: RoundContext, judge: Judge) -> None:
         self._region, self._effects, self._judge = context.region, context.effects, judge
         self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
+        self._secret, self._regions = context.secret, context.regions
         self._is_on = context.settings.merge is not MergeRule.TRIMMED
         self._questions: dict[int, tuple[int, QuestionedPayload]] = {}
 
@@ -54,23 +58,63 @@ class PayloadAudit:
         """Return the windows of a merged payload; none if it is not audited."""
         if not self._is_on:
             return ()
-        return draw_windows(round_.digest, round_.stripes, self._piece_blocks[round_.fragment])
+        return draw_windows(round_.nonces, round_.stripes, self._piece_blocks[round_.fragment])
+
+    def commitment(self, ballot: Ballot) -> bytes:
+        """Return what commits this region to its nonce of a ballot that it opens."""
+        return commitment_of(nonce_of(self._secret, ballot))
+
+    def draw(self, round_: OpenRound, is_there: Callable[[str], bool], *, now_ns: int) -> None:
+        """Draw the audit of a merged ballot, once the drawer has told its nonce, or has had half of the ballot's time.
+
+        Args:
+            is_there: whether a region is to be waited for.
+        """
+        if round_.nonces or not self._is_on:
+            return
+        drawer = drawer_of(round_.announcement, self._region)
+        answer = round_.draws.get(drawer)
+        if answer is not None and answer.digest == round_.digest:
+            nonces = answer.nonces[:1]
+        elif drawer and is_there(drawer) and 2 * (now_ns - round_.ballot_at_ns) < round_.deadline.duration_ns:
+            return
+        else:
+            nonces = ()
+        round_.nonces = (nonce_of(self._secret, round_.ballot), *nonces)
+        self.disclose(round_)
+
+    def disclose(self, round_: OpenRound) -> None:
+        """Tell the nonces of an audit to those who have told no row; before it is drawn, ask the drawer again."""
+        if self._is_on and round_.is_merged and not round_.nonces:
+            self._effects.send(drawer_of(round_.announcement, self._region) or self._region, round_.announcement)
+        elif self.windows(round_):
+            for name in self._regions:
+                if name not in round_.projections:
+                    self._effects.send(name, AuditDrawn(round_.ballot, round_.digest, round_.nonces))
 
     def rows(self, round_: OpenRound) -> Rows:
         """Return the projections for the ledger entry: a row per member if the payload is audited, else nothing."""
         return self._rows(round_) if self.windows(round_) else ()
 
-    def is_waiting(self, round_: OpenRound, *, now_ns: int) -> bool:
-        """Whether something of the audit is still on its way. A member gets half of the ballot's time to tell its row.
+    def is_waiting(
+        self, round_: OpenRound, projection: Projection, is_there: Callable[[str], bool], *, now_ns: int
+    ) -> bool:
+        """Whether something of the audit is on its way. All rows get three quarters of the ballot's time.
 
         Asked for a payload that a majority and this region have.
+
+        Args:
+            projection: of the payload, by this region. is_there: whether a region is to be waited for.
         """
         if self._to_project(round_):
             return True
         assert round_.decision is not None
-        names = {contribution.learner for contribution in round_.decision.contributions}
-        is_late = 2 * (now_ns - round_.ballot_at_ns) >= round_.deadline.duration_ns
-        return bool(self.windows(round_)) and not is_late and not names <= round_.projections.keys()
+        is_late = 4 * (now_ns - round_.ballot_at_ns) >= 3 * round_.deadline.duration_ns
+        windows = self.windows(round_)
+        if is_late or not windows:
+            return self._is_on and not round_.nonces
+        names = {contribution.learner for contribution in round_.decision.contributions} - round_.projections.keys()
+        return len(projection.sums) != len(windows) or any(map(is_there, names))
 
     def question(self, round_: OpenRound, projection: Projection, *, now_ns: int) -> str:
         """Judge a question of the ballot before, then compare the payload with the rows.

@@ -61,6 +61,8 @@ class AdminHandlers:
             third with the document as it is so far; returns the document.
             Cancelled when the caller goes away. Raises DilocoError.
         expel: have the ledger expel a peer from the run. Raises ConfigError.
+        revoke: have the ledger revoke a region's certificate, as PEM ("": the one that it uses); the beginning of its
+            fingerprint. Raises ConfigError.
         lift_quarantine: readmit a peer that was expelled, or end its quarantine and forget its strikes; whether there
             was anything. Raises ConfigError.
         drain: stop this region in order, as before its machine is taken away.
@@ -78,6 +80,7 @@ class AdminHandlers:
         Coroutine[Any, Any, Mapping[str, Any]],
     ]
     expel: Callable[[str], None]
+    revoke: Callable[[str, str], str]
     lift_quarantine: Callable[[str], bool]
     start_learner: Callable[[], str]
 
@@ -137,6 +140,7 @@ class AdminServer:
                 web.post("/api/v1/measure", self._measure),
                 web.post("/api/v1/quarantine/add", self._expel),
                 web.post("/api/v1/quarantine/lift", self._lift_quarantine),
+                web.post("/api/v1/certificates/revoke", self._revoke),
                 web.post("/api/v1/learner/start", self._start_learner),
             ]
         )
@@ -220,6 +224,12 @@ class AdminServer:
     async def _expel(self, request: web.Request) -> web.Response:
         self._handlers.expel(await _peer(request))
         return web.json_response({"accepted": True}, status=202)
+
+    async def _revoke(self, request: web.Request) -> web.Response:
+        region, pem = await _peer(request), (await _document(request)).get("certificate", "")
+        if not isinstance(pem, str):
+            raise ConfigError("the certificate must be a text in PEM form")
+        return web.json_response({"revokes": self._handlers.revoke(region, pem)}, status=202)
 
     async def _lift_quarantine(self, request: web.Request) -> web.Response:
         return web.json_response({"lifted": self._handlers.lift_quarantine(await _peer(request))})

@@ -6,7 +6,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +37,8 @@ class RunFacts:
     """Made with the node; give `observe` to its pump. Every few seconds call `mark`, and `look` in a thread.
 
     Args:
-        expires: when the region's certificate ends. refusals: what the disk does not take now. now_ns: monotonic.
+        certificate: the region's (`Credentials.document`). refusals: what the disk does not take now.
+        now_ns: monotonic.
         cosines: see `Standings`.
     """
 
@@ -47,14 +47,14 @@ class RunFacts:
         core: RegionCore,
         spec: NodeSpec,
         *,
-        expires: datetime,
+        certificate: Callable[[], dict[str, Any]],
         cosines: Mapping[str, Sequence[float]],
         refusals: Callable[[], Mapping[str, str]],
         now_ns: Callable[[], int],
     ) -> None:
         self._core = core
         self._spec = spec
-        self._expires_unix = expires.timestamp()
+        self._certificate = certificate
         self._refusals = refusals
         self._now_ns = now_ns
         self._part = SlidingRate(ETA_WINDOW_S)
@@ -116,10 +116,7 @@ class RunFacts:
             "state_dir": str(self._spec.state_dir.resolve()),
             "disk": {**self._disk, "refused": "; ".join(f"{file}: {why}" for file, why in sorted(refusals.items()))},
             "machine": {"late_seconds": self._core.liveness.late_ns / NS_PER_S, "cpu_pressure_percent": self._pressure},
-            "certificate": {
-                "expires_unix": self._expires_unix,
-                "days_left": (self._expires_unix - wall_clock_s()) / DAY_S,
-            },
+            "certificate": self._certificate(),
             "learner_warning": self._warning(learner.facts),
         }
 

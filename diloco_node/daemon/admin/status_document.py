@@ -21,7 +21,7 @@ from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.escaping import escaped, escaped_document
 from diloco_node.storage.durable import replace_file
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
-from diloco_node.transport.link import PeerStatus
+from diloco_node.transport.link_status import PeerStatus
 from diloco_node.transport.transport import GrpcTransport
 
 NOTES_SHOWN_MAX: Final = 64
@@ -203,6 +203,13 @@ def _peer(peer: PeerView, link: PeerStatus, traffic: PeerTraffic) -> dict[str, A
         "address": link.address,
         "error": link.error,
         "bulk_connections": link.connections,
+        "certificate": None
+        if link.certificate is None
+        else {
+            "fingerprint": link.certificate.fingerprint.hex(),
+            "expires_unix": link.certificate.not_after.timestamp(),
+            "has_newest_of_ours": link.is_renewed,
+        },
         "is_alive": peer.is_alive,
         "has_left": peer.has_left,
         "rtt_seconds": peer.rtt_ns / 1e9 if peer.rtt_ns else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,6 @@ from typing import Final, TypeVar
 
 from diloco_node.codec.digest import payload_digest
 from diloco_node.core import events as ev
-from diloco_node.core.projections import Projection
 from diloco_node.daemon.effects.drafts import Drafts
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
@@ -86,14 +85,11 @@ class DiskEffects:
         save = partial(self.save_counter_file, incarnation, area)
         await self._until_written(f"the counters of incarnation {incarnation}", self.disk, save)
 
-    async def store_payload(
-        self, order: ev.StorePayload, stripes: list[MergedPart], project: Callable[[], Awaitable[Projection]]
-    ) -> None:
+    async def store_payload(self, order: ev.StorePayload, stripes: list[MergedPart]) -> None:
         """Write a merged payload.
 
         Args:
             stripes: the ballot's merged stripes that are in memory, in block order.
-            project: for an audited payload; called while it is written.
         """
         fragment, version, digest = order.fragment, order.version, order.digest
         is_right = is_contiguous(stripes, self.parameters.blocks[fragment].block_count)
@@ -103,14 +99,12 @@ class DiskEffects:
             self.note(ev.Note("corrupt", text, fragment, version, is_alarm=True))
             self.post(ev.PayloadNotStored(order.ballot, fragment, version))
             return
-        projecting = asyncio.ensure_future(project()) if order.windows else None
         if not await self.drafts.finish(order.ballot, fragment, version, digest, stripes):
             chunks = [stripe.encoded for stripe in stripes]
             write = partial(self.store.store_payload, fragment, version, digest, chunks)
             await self._until_written(f"payload {fragment}.{version}", self.files, write)
         self.fetcher.drop_fetch(fragment, version)
-        projection = None if projecting is None else await projecting
-        self.post(ev.PayloadStored(fragment, version, digest, projection=projection))
+        self.post(ev.PayloadStored(fragment, version, digest))
 
     async def store_initial_state(self, version_area: VersionArea, generation: int) -> None:
         """Write Theta_0 of the whole model: this region can propose genesis then.

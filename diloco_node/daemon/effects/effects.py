@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -23,7 +22,7 @@ from diloco_node.core.messages import (
     State,
     StateRequested,
 )
-from diloco_node.core.projections import ProjectContributions
+from diloco_node.core.projections import Project, ProjectContributions
 from diloco_node.core.types import MergeRule, RunSettings
 from diloco_node.daemon.effects.disk_effects import DiskEffects
 from diloco_node.daemon.effects.drafts import Drafts
@@ -73,8 +72,10 @@ class Effects:
             case ev.StorePayload():
                 # The stripes are taken now: the next effect may close the ballot.
                 stripes = self.stripes.table.payload(effect.ballot, effect.fragment, effect.version, effect.stripes)
-                project = partial(self.stripes.project_payload, effect, stripes)
-                self.spawn(self.disk.store_payload(effect, stripes, project), f"store {effect.fragment}")
+                self.spawn(self.disk.store_payload(effect, stripes), f"store {effect.fragment}")
+            case Project():
+                stripes = self.stripes.table.payload(effect.ballot, effect.fragment, effect.version, effect.stripes)
+                self.spawn(self.stripes.project(effect, stripes), f"project {effect.fragment}")
             case ProjectContributions():
                 self.spawn(self.stripes.project_contributions(effect), f"project {effect.fragment}")
             case ev.ApplyVersion():

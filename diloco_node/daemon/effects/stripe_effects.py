@@ -17,10 +17,24 @@ from diloco_node.codec.kernels import squared_norms
 from diloco_node.codec.projection import project
 from diloco_node.core import events as ev
 from diloco_node.core.messages import ContributionStripe, MergedStripe
-from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection, Window
+from diloco_node.core.projections import (
+    ContributionsProjected,
+    Project,
+    ProjectContributions,
+    Projected,
+    Projection,
+    Window,
+)
 from diloco_node.core.types import Stripe
 from diloco_node.daemon.effects.drafts import Drafts
-from diloco_node.daemon.effects.open_stripes import MergedPart, StripeTable, checked_digest, cosines, reduce_stripe
+from diloco_node.daemon.effects.open_stripes import (
+    MergedPart,
+    StripeTable,
+    checked_digest,
+    cosines,
+    is_contiguous,
+    reduce_stripe,
+)
 from diloco_node.daemon.effects.sending import Sending
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.parameters import Parameters
@@ -233,26 +247,27 @@ class StripeEffects:
         name = (header.ballot, header.stripe, header.fragment, header.version)
         self.post(ev.MergedStripeArrived(*name, header.digest, cut, norms))
 
-    async def project_payload(self, order: ev.StorePayload, stripes: list[MergedPart]) -> Projection:
-        """Project an audited payload, and the own contribution to it.
+    async def project(self, order: Project, stripes: list[MergedPart]) -> None:
+        """Project an audited payload, the own contribution to it, or both.
 
         With error feedback it may differ from the sum by what its encoding and that of the version before lost. If
         that payload is not here it may differ by anything.
 
         Args:
-            stripes: of the payload, in memory, in block order: a whole fragment.
+            stripes: of the payload, in memory, in block order.
         """
         fragment, own = order.fragment, order.contribution
         down, up = self.parameters.blocks[fragment], self.learner.blocks[fragment]
+        is_whole = bool(order.stripes) and is_contiguous(stripes, down.block_count)
 
         def work() -> Projection:
             pairs = []
             before: U8 | None = None
             has_residual = self.keeps_residual and order.version > 1
-            if has_residual:
+            if has_residual and is_whole:
                 with contextlib.suppress(StorageError):
                     before = self.read_payload(fragment, order.version - 1, order.before)
-            for window in order.windows:
+            for window in order.windows if is_whole else ():
                 stripe = next(cut for cut in stripes if window.block_start < cut.block_stop)
                 value, error = project(down, _slice(down, stripe.encoded, stripe.block_start, window), window)
                 if before is not None:
@@ -264,12 +279,13 @@ class StripeEffects:
                 for window in order.windows if own is not None else ():
                     encoded = self.learner.contribution_bytes(fragment, window.block_start, window.block_stop)
                     row.append(project(up, encoded, window)[0])
-            sums, errors = (tuple(column) for column in zip(*pairs, strict=True))
-            return Projection(sums, errors, tuple(row) if len(row) == len(sums) else ())
+            sums, errors = tuple(value for value, _ in pairs), tuple(error for _, error in pairs)
+            return Projection(sums, errors, tuple(row) if len(row) == len(order.windows) else ())
 
         projection = await in_thread(self.pool, work)
-        is_overwritten = own is not None and self.learner.has_restarted_since(own.incarnation)
-        return replace(projection, contribution=()) if is_overwritten else projection
+        if own is not None and self.learner.has_restarted_since(own.incarnation):
+            projection = replace(projection, contribution=())
+        self.post(Projected(order.ballot, projection))
 
     async def project_contributions(self, order: ProjectContributions) -> None:
         """Project all contributions to a round, whose stripes were all reduced here."""

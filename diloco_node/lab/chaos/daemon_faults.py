@@ -57,9 +57,9 @@ def install_partition(is_cut: Callable[[], bool]) -> None:
         if is_cut():
             raise LinkLost(f"{peer}: {CUT}")
 
-    async def connect_or_not(self: PeerLink, dial_number: int) -> Session:
+    async def connect_or_not(self: PeerLink, dial_number: int, old: Session | None) -> Session:
         refuse(self.peer)
-        return await connect(self, dial_number)
+        return await connect(self, dial_number, old)
 
     async def accept_or_not(self: PeerLink, hello: Hello, stream: AcceptedStream) -> PeerError | None:
         refuse(self.peer)

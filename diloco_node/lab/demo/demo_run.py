@@ -35,7 +35,7 @@ from diloco_node.lab.demo.region_processes import RegionProcess, free_ports, ord
 from diloco_node.lab.demo.storm import POLL_S as STORM_POLL_S
 from diloco_node.lab.demo.storm import DemoStorm, comparable, storm_lines
 from diloco_node.numeric import NS_PER_S
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 
 NAMES: Final = (
     *("us-east", "us-west", "eu-west", "ap-east", "us-central", "eu-north", "sa-east", "ap-south"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco_node.core.messages import MergedReceived, PayloadDurable
+from diloco_node.core.messages import ContributionProjected, MergedReceived
 from diloco_node.core.types import EntryBody, RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
@@ -123,7 +123,7 @@ def _tell_other_projections(host: Host) -> None:
 
     def tell(_: str, frame: bytes) -> bytes:
         message = decode_control(frame)
-        if type(message) is not PayloadDurable:
+        if type(message) is not ContributionProjected:
             return frame
         return encode_control(replace(message, projections=tuple(-value for value in message.projections)))
 
@@ -168,6 +168,7 @@ CHEATS: dict[str, Cheat] = {
         Cheat("factors", partial(_lead_wrongly, lambda body: {"factors": (0.0,) * len(body.factors)}), ("its factor",)),
         Cheat("share", partial(_lead_wrongly, lambda _: {"share": 2.0**-126}), ("its share",)),
         Cheat("weights", partial(_lead_wrongly, _weigh_the_first), ("its weight",)),
+        Cheat("rows left out", partial(_lead_wrongly, lambda _: {"projections": ()}), ("lack the nonce",)),
         Cheat("early end", _end_early, ("no operator's order",)),
         Cheat("receipts", _deny_receipts),
         # Folders know no age: a copy is taken for the folder itself.

@@ -184,15 +184,17 @@ class DataPlane:
 
     def assemble(self, effect: StorePayload) -> DiskPayload | None:
         """The payload of a ballot from its merged stripes; None (with a complaint) if it is not whole."""
-        merged_blocks = self._merged.get(effect.ballot, {})
-        ranges = tuple(
-            (merged_blocks[index].block_start, merged_blocks[index].block_stop) for index in sorted(merged_blocks)
-        )
-        payload = DiskPayload(ranges, b"".join(merged_blocks[index].encoded for index in sorted(merged_blocks)))
+        payload = self.merged_payload(effect.ballot)
         if self.digest_of(effect.fragment, payload) != effect.digest:
             self._complain(f"asked to store a payload that is not here: {effect}")
             return None
         return payload
+
+    def merged_payload(self, ballot: Ballot) -> DiskPayload:
+        """The merged stripes of a ballot that are here."""
+        merged_blocks = [blocks for _, blocks in sorted(self._merged.get(ballot, {}).items())]
+        ranges = tuple((blocks.block_start, blocks.block_stop) for blocks in merged_blocks)
+        return DiskPayload(ranges, b"".join(blocks.encoded for blocks in merged_blocks))
 
     def project(self, windows: Sequence[Window], fragment: int, body: bytes, codec: Codec) -> list[tuple[float, float]]:
         """The projections of a whole encoded fragment, each with the square of what encoding may change."""

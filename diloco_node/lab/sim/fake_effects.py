@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
-from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection
+from diloco_node.core.projections import ContributionsProjected, Project, ProjectContributions, Projected, Projection
 from diloco_node.core.types import Stripe
-from diloco_node.lab.sim.disk import DiskPayload, LedgerWrite
+from diloco_node.lab.sim.disk import LedgerWrite
 from diloco_node.lab.sim.fake_learner import Offer
 from diloco_node.lab.sim.world import LOCAL_NS, MS
 from diloco_node.wire.envelope import encode_control
@@ -36,6 +36,7 @@ class FakeEffects:
             ev.ReduceStripe: self._reduce,
             ev.SendMerged: self._send_merged,
             ev.StorePayload: self._store_payload,
+            Project: self._project,
             ProjectContributions: self._project_contributions,
             ev.ApplyVersion: self._apply,
             ev.AdoptState: self._adopt,
@@ -66,25 +67,27 @@ class FakeEffects:
         if payload is None:
             self._host.post(ev.PayloadNotStored(effect.ballot, effect.fragment, effect.version))
         else:
-            projection = self._project_payload(effect, payload) if effect.windows else None
-            self._host.write_payload(effect.fragment, effect.version, effect.digest, payload, projection=projection)
+            self._host.write_payload(effect.fragment, effect.version, effect.digest, payload)
 
-    def _project_payload(self, effect: ev.StorePayload, payload: DiskPayload) -> Projection:
+    def _project(self, effect: Project) -> None:
         plane, settings = self._host.plane, self._host.setup.settings
-        pairs = plane.project(effect.windows, effect.fragment, payload.data, settings.codec_down)
-        sums, errors = (tuple(column) for column in zip(*pairs, strict=True))
-        if settings.error_feedback and effect.version > 1:
-            before = self._host.disk.payloads.get((effect.fragment, effect.version - 1, effect.before))
-            errors_before = [inf] * len(errors)
-            if before is not None:
-                pairs = plane.project(effect.windows, effect.fragment, before.data, settings.codec_down)
-                errors_before = [error for _, error in pairs]
-            errors = tuple(map(sum, zip(errors, errors_before, strict=True)))
+        pairs: list[tuple[float, float]] = []
+        row: list[tuple[float, float]] = []
+        if effect.stripes:
+            body = plane.merged_payload(effect.ballot).data
+            pairs = plane.project(effect.windows, effect.fragment, body, settings.codec_down)
+            if settings.error_feedback and effect.version > 1:
+                before = self._host.disk.payloads.get((effect.fragment, effect.version - 1, effect.before))
+                others = [(0.0, inf)] * len(pairs)
+                if before is not None:
+                    others = plane.project(effect.windows, effect.fragment, before.data, settings.codec_down)
+                pairs = [(value, error + more) for (value, error), (_, more) in zip(pairs, others, strict=True)]
         snapshot = self._host.contribution_area.get(effect.fragment)
-        if snapshot is None or snapshot.contribution != effect.contribution:
-            return Projection(sums, errors)
-        row = plane.project(effect.windows, effect.fragment, snapshot.encoded, settings.codec_up)
-        return Projection(sums, errors, tuple(value for value, _ in row))
+        if effect.contribution is not None and snapshot is not None and snapshot.contribution == effect.contribution:
+            row = plane.project(effect.windows, effect.fragment, snapshot.encoded, settings.codec_up)
+        sums, errors = tuple(value for value, _ in pairs), tuple(error for _, error in pairs)
+        answer = Projected(effect.ballot, Projection(sums, errors, tuple(value for value, _ in row)))
+        self._host.after(LOCAL_NS, self._host.post, answer)
 
     def _project_contributions(self, effect: ProjectContributions) -> None:
         rows = self._host.plane.project_contributions(effect)

@@ -14,7 +14,6 @@ import numpy as np
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
-from diloco_node.core.projections import Projection
 from diloco_node.core.types import DISK_ID_BYTES, GenesisBody, Recovered, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.dataplane import DataPlane
@@ -425,13 +424,11 @@ class Host:
         digest: bytes,
         payload: DiskPayload,
         squared_norms: tuple[float, ...] = (),
-        *,
-        projection: Projection | None = None,
     ) -> None:
         """Write a payload and tell the core when it is durable; of a fetched one, its norms too."""
         self.write_file(
             lambda: self.disk.payloads.__setitem__((fragment, version, digest), payload),
-            lambda: self.post(ev.PayloadStored(fragment, version, digest, squared_norms, projection)),
+            lambda: self.post(ev.PayloadStored(fragment, version, digest, squared_norms)),
         )
 
     def transfer(self, peer: str, header: msg.BulkHeader, body: bytes) -> None:

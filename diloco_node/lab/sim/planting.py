@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns:
         settings=setup.settings,
         recovery=recovery,
         seed=seed,
+        secret=hashlib.sha256(f"{seed}/{region}".encode()).digest(),
         now_ns=now_ns,
     )
 

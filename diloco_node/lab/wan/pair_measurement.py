@@ -18,7 +18,7 @@ from typing import IO, Any, Final
 from diloco_node.errors import DilocoError
 from diloco_node.lab.wan.namespaces import Place
 from diloco_node.lab.wan.topology import Pair, Topology
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 
 PORT: Final = 7399
 SECONDS: Final = "0.5"

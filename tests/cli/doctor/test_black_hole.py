@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 from tests.kit.commands import COMMAND
 from tests.kit.repository import ROOT
 

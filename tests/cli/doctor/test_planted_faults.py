@@ -119,8 +119,8 @@ def no_such_name(ward: Ward) -> None:
 @pytest.mark.parametrize(
     ("plant", "check", "mark", "text", "hint"),
     [
-        (expired, "certificate", "failed", "expired on", "certs init --out NEW"),
-        (ends_soon, "certificate-dates", "warning", "14 days more", "certs init --out NEW"),
+        (expired, "certificate", "failed", "expired on", "certs renew REGION"),
+        (ends_soon, "certificate-dates", "warning", "14 days more", "certs renew REGION"),
         (not_yet_valid, "certificate", "failed", "is valid from", "chrony"),
         (wrong_name, "certificate", "failed", f"is for region {PEER}, this node is region {OWN}", "folder"),
         (wrong_run, "certificate", "failed", "is for run another, this node is run try", "folder"),
@@ -303,7 +303,7 @@ async def test_a_peer_of_another_authority(ward: Ward) -> None:
         sheet = await ward.examine_beside()
     assert sheet.failed() == {"peer-reachable"}
     assert "it was signed by another run's authority" in sheet.one("peer-reachable")["text"]
-    assert "one diloco-node certs init" in sheet.one("peer-reachable")["hint"]
+    assert "of one authority" in sheet.one("peer-reachable")["hint"]
 
 
 async def test_another_region_answers(ward: Ward) -> None:

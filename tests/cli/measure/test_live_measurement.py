@@ -26,7 +26,7 @@ from diloco_node.measure.documents import flow_document, latency_document, pair_
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
 from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
-from diloco_node.transport.certificates import init_run
+from diloco_node.transport.authority import init_run
 from diloco_node.unix_sockets import socket_path
 from diloco_node.wire.measure_messages import LinkMeasured, MeasurementReceived, MeasurementSent
 
@@ -68,6 +68,7 @@ class Region:
             set_budget=dict,
             measure=self._measure,
             expel=None,
+            revoke=None,
             lift_quarantine=None,
             start_learner=None,
             drain=None,

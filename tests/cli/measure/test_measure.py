@@ -25,7 +25,8 @@ from diloco_node.measure import echoes, ends, probes, requester
 from diloco_node.measure.ends import Dialer, measuring_end
 from diloco_node.measure.measuring import Measuring
 from diloco_node.measure.requester import FlowMeasured, MeasurementRequester
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from tests.kit.commands import COMMAND
 from tests.kit.ports import free_port
 

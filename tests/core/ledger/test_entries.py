@@ -35,6 +35,7 @@ from diloco_node.core.types import (
     GenesisBody,
     LeaderBody,
     Member,
+    RevokedBody,
     RoundBody,
     SnapshotBody,
     Stripe,
@@ -55,10 +56,11 @@ BODIES: list[EntryBody] = [
     SnapshotBody(7, 16, b"\x08" * 32),
     SummaryBody(1024, b"\x09" * 32),
     ExtendedBody(800, 0),
+    RevokedBody("eu", b"\x0a" * 32),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "506bdc58ce5e1257cd97d0da5a8ff806e309fa0d1fe709786fcd29102ee30683"
+GOLDEN_CHAIN = "bcbeb6d0c5fc935a0383173fe91d7dcb4cad16b2bc55566df1234661f8576e5c"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)
@@ -89,6 +91,7 @@ bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(DiskNamedBody, names, st.binary(min_size=16, max_size=16) | st.just(b"")),
     st.builds(FinishedBody, st.lists(versions, max_size=5).map(tuple), texts, steps, steps),
     st.builds(ExtendedBody, steps, steps),
+    st.builds(RevokedBody, names, st.binary(min_size=32, max_size=32)),
     st.builds(SnapshotBody, st.integers(0, 1023), versions, st.binary(min_size=32, max_size=32)),
     st.builds(SummaryBody, st.integers(1, 2**48), st.binary(min_size=32, max_size=32)),
     st.builds(

@@ -8,6 +8,7 @@ from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.replacement import REST_HEARTBEATS, DiskReplacement
+from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import DiskNamedBody
 
 HEARTBEAT_NS = 10
@@ -23,7 +24,7 @@ class Leads:
         self.cluster_commit_index = 9
         self.reported_disks = {"b": NEW, "c": b"c" * 16}
         self.durable_indexes = {"a": 9, "b": 0, "c": 9}
-        self.replacement = DiskReplacement(cast(LedgerCore, self), heartbeat_ns=HEARTBEAT_NS)
+        self.replacement = DiskReplacement(cast(LedgerCore, self), RoundHistory(1), heartbeat_ns=HEARTBEAT_NS)
 
     def append(self, body: DiskNamedBody) -> None:
         self.disks.follow([seal(self.cluster_commit_index + 1, 1, ZERO_HASH, body)])

@@ -27,6 +27,7 @@ from diloco_node.core.types import (
     FinishedBody,
     LeaderBody,
     LedgerBase,
+    RevokedBody,
     SnapshotBody,
     SummaryBody,
 )
@@ -84,6 +85,18 @@ def test_a_history_goes_on_from_sums_as_if_no_entry_had_gone(cut: int) -> None:
             )
     assert restored.is_last_round(0, 3) == whole.is_last_round(0, 3)
     assert restored.steps_before("b", 3) == whole.steps_before("b", 3) == 9 + 6
+
+
+@pytest.mark.parametrize("cut", range(1, 5))
+def test_revoked_certificates_are_summed_up(cut: int) -> None:
+    entries = entries_of([GENESIS, *(RevokedBody("b", digit * 32) for digit in (b"2", b"1", b"2"))])
+    whole, expected = summed(entries)
+    restored = RoundHistory(2)
+    restored.restore(decode_summary(summed(entries[:cut])[1], fragments=2), cut, now_ns=0)
+    for entry in entries[cut:]:
+        restored.apply(entry, now_ns=0)
+    assert restored.revocations == whole.revocations == {b"1" * 32, b"2" * 32}
+    assert encode_summary(restored.sum_up()) == expected
 
 
 @pytest.mark.parametrize("cut", range(1, 7))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_node.core.bounds import REVOKED
 from diloco_node.core.ledger.account import INCARNATIONS_KEPT
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.summary import encode_summary
@@ -30,6 +31,7 @@ from diloco_node.core.types import (
     LeaderBody,
     LedgerBase,
     Member,
+    RevokedBody,
     RoundBody,
     SnapshotBody,
     Stripe,
@@ -91,6 +93,8 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
         DiscardedBody("c", 1, 0, 0, 9, 1, "died"),
         DiskNamedBody("b", b""),
         DiskNamedBody("b", b"x" * 16),
+        RevokedBody("b", b"x" * 32),
+        RevokedBody("b", b"x" * 32),
     )
 
 
@@ -134,6 +138,7 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
         (replace(DISCARD, incarnation=1 << 40, step_from=0), "incarnation 1099511627776 of b is too far ahead of 0"),
         (DiskNamedBody("mallory", b"x" * 16), "mallory is no region"),
         (DiskNamedBody("b", b"x" * 16), "b's folder is 0202"),
+        (RevokedBody("mallory", b"x" * 32), "mallory is no region"),
         (FinishedBody((1, 0), "x"), "ends at versions (1, 0), the ledger is at (0, 0)"),
         (FinishedBody((0,), "x"), "ends at versions (0,)"),
     ],
@@ -156,6 +161,13 @@ def test_what_can_not_follow_genesis(body: EntryBody, says: str) -> None:
 )
 def test_what_can_not_follow_a_round(body: EntryBody, says: str) -> None:
     assert says in fault_of(body, GENESIS, FIRST)
+
+
+def test_a_leader_can_not_fill_the_ledger_with_revoked_certificates() -> None:
+    revocations = [RevokedBody("b", number.to_bytes(32, "big")) for number in range(REVOKED)]
+    assert fault_of(RevokedBody("b", b"x" * 32), GENESIS, *revocations[1:]) == ""
+    assert "are revoked already" in fault_of(RevokedBody("b", b"x" * 32), GENESIS, *revocations)
+    assert fault_of(revocations[0], GENESIS, *revocations) == "", "once more is nothing more"
 
 
 @pytest.mark.parametrize("body", [FIRST, DISCARD, FinishedBody((0, 0), "x")])

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from diloco_node.core.events import Note, Send
+from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.messages import (
+    AuditDrawn,
     BallotOpened,
     Contributed,
     Declined,
@@ -25,10 +27,11 @@ from diloco_node.core.messages import (
 )
 from diloco_node.core.projections import NO_PROJECTION, Projection
 from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, REASON_CHARACTERS_MAX
+from diloco_node.core.rounds.audit_draw import drawer_of, nonce_of
 from diloco_node.core.rounds.ballot import PROBE_HEARTBEATS
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
-from diloco_node.core.rounds.open_round import payload_digest
+from diloco_node.core.rounds.open_round import OpenRound, payload_digest
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import PAUSE_BALLOTS
 from diloco_node.core.types import (
@@ -84,7 +87,7 @@ class Office:
     def merged_stripes(self, _fragment: int, _number: Ballot) -> dict[int, tuple[bytes, tuple[float, ...]]]:
         return self.merged
 
-    def projection(self, _fragment: int, _digest: bytes) -> Projection:
+    def projection(self, _fragment: int, _number: Ballot) -> Projection:
         return self.own_projection
 
     def commit(self, body: EntryBody) -> None:
@@ -104,6 +107,9 @@ class Office:
     def go(self, ns: int = 0) -> list[tuple[str, Message]]:
         """Let time pass and the leader act; what it says, to itself too."""
         self.now_ns += ns
+        for round_ in self.leader.rounds.values():
+            if round_.is_merged:
+                self.answer(*self.draw(round_))
         self.leader.advance(now_ns=self.now_ns)
         sent: list[tuple[str, Message]] = []
         for effect in self.world.effects.take():
@@ -114,6 +120,14 @@ class Office:
         while self.world.effects.local:
             sent.append(("a", self.world.effects.local.popleft()))
         return sorted(sent, key=lambda item: (item[0], type(item[1]).__name__))
+
+    @staticmethod
+    def draw(round_: OpenRound) -> tuple[str, AuditDrawn]:
+        """The drawer's nonce, by which nothing is audited."""
+        own = nonce_of(b"a", round_.ballot)
+        nonces = (bytes([value]) * 32 for value in range(256))
+        nonce = next(value for value in nonces if not draw_windows((own, value), round_.stripes, (1 << 20,)))
+        return drawer_of(round_.announcement, "a"), AuditDrawn(round_.ballot, round_.digest, (nonce,))
 
     def answer(self, peer: str, message: Message) -> None:
         self.leader.on_answer(peer, message, now_ns=self.now_ns)  # type: ignore[arg-type]

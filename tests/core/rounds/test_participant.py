@@ -21,11 +21,13 @@ from diloco_node.core.events import (
     Send,
     SendContribution,
     SendMerged,
+    SnapshotRefused,
     StorePayload,
     TakeSnapshot,
 )
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.messages import (
+    AuditDrawn,
     BallotOpened,
     Contributed,
     Declined,
@@ -261,12 +263,12 @@ def test_member_waits_for_steps_that_are_to_be_booked_first() -> None:
 def test_refused_snapshot_is_asked_for_again_only_if_the_base_has_moved() -> None:
     place = Place()
     place.open()
-    place.participant.snapshot_refused(0, 1, "values are not finite")
+    place.participant.snapshot_refused(SnapshotRefused(0, 1, "values are not finite"))
     assert told(place.go()) == [Declined(FIRST, "values are not finite")]
     place = Place()
     place.open()
     place.participant.learner_changed(status(11, f0=position(base=-1)))
-    place.participant.snapshot_refused(0, 1, "at another base")
+    place.participant.snapshot_refused(SnapshotRefused(0, 1, "at another base"))
     assert place.go() == []
     place.participant.learner_changed(status(11))
     assert place.go() == [TAKE]
@@ -531,22 +533,17 @@ def test_merged_stripes_that_overtake_their_ballot_are_remembered() -> None:
     assert place.open(replace(OPENED, members=("a", "c"))) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
 
 
-def test_the_payload_before_is_named_for_the_rounding_that_error_feedback_adds() -> None:
-    place, before = Place(), committed_round(0, 1, [])
-    place.apply(before)
-    place.open(replace(OPENED, version=2, members=("a", "c")))
-    (order,) = place.merged([0, 1, 2], version=2)
-    assert isinstance(order, StorePayload)
-    assert (order.version, order.before) == (2, before.payload_digest)
-
-
 def test_equal_payload_of_a_later_ballot_is_not_stored_twice() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
     place.merged([0, 1, 2])
     place.versions.payload_stored(0, 1, PAYLOAD)
     place.open(replace(AGAIN, members=("a", "c")))
-    assert place.merged([0, 1, 2], SECOND_BALLOT) == [Send("a", PayloadDurable(SECOND_BALLOT, PAYLOAD))]
+    durable, *draws = place.merged([0, 1, 2], SECOND_BALLOT)
+    assert durable == Send("a", PayloadDurable(SECOND_BALLOT, PAYLOAD))
+    assert {type(draw.message) for draw in draws if isinstance(draw, Send)} == {AuditDrawn}, (
+        "it is this ballot's drawer"
+    )
 
 
 def test_merged_stripes_of_a_lower_ballot_do_not_mix_with_the_current_one() -> None:

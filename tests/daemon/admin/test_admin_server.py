@@ -38,6 +38,10 @@ class Region:
             raise ConfigError(f"{peer!r} is none of this region's peers")
         self.asked.append({"expel": peer})
 
+    def revoke(self, region: str, pem: str) -> str:
+        self.asked.append({"revoke": region, "pem": pem})
+        return "ab12"
+
     def lift_quarantine(self, peer: str) -> bool:
         if peer not in ("b", "c"):
             raise ConfigError(f"{peer!r} is none of this region's peers")
@@ -73,6 +77,7 @@ class Region:
             set_budget=self.set_budget,
             measure=self.measure,
             expel=self.expel,
+            revoke=self.revoke,
             lift_quarantine=self.lift_quarantine,
             start_learner=self.start_learner,
         )
@@ -274,6 +279,17 @@ async def test_lifting_a_quarantine_needs_the_token_and_a_peer_that_there_is(sit
         answer = await session.post("/api/v1/quarantine/lift", json=body, headers=token(tmp_path))
         assert answer.status == 400
         assert text in (await answer.json())["error"]
+
+
+async def test_revoking_needs_the_token_and_texts(site, tmp_path: Path) -> None:
+    region, _, session = site
+    path = "/api/v1/certificates/revoke"
+    assert (await session.post(path, json={"peer": "b"})).status == 401
+    answer = await session.post(path, json={"peer": "b"}, headers=token(tmp_path))
+    assert (answer.status, await answer.json()) == (202, {"revokes": "ab12"})
+    for body in ({"peer": "b", "certificate": 3}, {"certificate": "x"}, {}):
+        assert (await session.post(path, json=body, headers=token(tmp_path))).status == 400
+    assert region.asked == [{"revoke": "b", "pem": ""}]
 
 
 async def test_expelling_needs_the_token_and_a_peer_that_there_is(site, tmp_path: Path) -> None:

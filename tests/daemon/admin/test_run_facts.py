@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,9 +39,13 @@ class Scripted:
             region="us", regions=("eu", "us"), run_id="try", settings=RunSettings(steps_max=250), state_dir=folder
         )
         core: Any = self
-        expires = datetime.now(UTC) + timedelta(days=12)
         self.facts = RunFacts(
-            core, spec, expires=expires, cosines={}, refusals=lambda: self.refusals, now_ns=lambda: self.now_ns
+            core,
+            spec,
+            certificate=lambda: {"days_left": 12.0},
+            cosines={},
+            refusals=lambda: self.refusals,
+            now_ns=lambda: self.now_ns,
         )
 
     def document(self, tokens: int = 1000, **facts: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from diloco_node.daemon.admin.status_document import (
 from diloco_node.daemon.learner.proxy import LearnerFacts
 from diloco_node.errors import StorageError
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
-from diloco_node.transport.link import LinkState, PeerStatus
+from diloco_node.transport.link_status import LinkState, PeerStatus
 from tests.kit.hostile import TEXTS
 
 SECOND = 1_000_000_000

@@ -43,7 +43,7 @@ from diloco_node.core.events import (
     WriteFinal,
 )
 from diloco_node.core.messages import ContributionStripe, PayloadRequested
-from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Window
+from diloco_node.core.projections import ContributionsProjected, Project, ProjectContributions, Projected, Window
 from diloco_node.core.types import Ballot
 from diloco_node.daemon.effects import disk_effects
 from diloco_node.daemon.effects.open_stripes import MergedPart
@@ -430,11 +430,10 @@ def windows_of(bench: Bench) -> tuple[Window, ...]:
 
 
 async def test_an_audited_payload_is_projected_with_the_own_contribution(bench: Bench) -> None:
-    digest, windows, own = await bench.receive_payload(), windows_of(bench), bench.own()
-    order = StorePayload(BALLOT, 0, 1, digest, bench.stripes(), windows, own)
-    (event,) = await bench.do(order)
-    assert isinstance(event, PayloadStored)
-    assert event.projection is not None
+    await bench.receive_payload()
+    windows, own = windows_of(bench), bench.own()
+    (event,) = await bench.do(Project(BALLOT, 0, 1, windows, bench.stripes(), own))
+    assert isinstance(event, Projected)
     down, up = bench.parameters.blocks[0], bench.learner.blocks[0]
     payload = np.frombuffer(b"".join(bench.merged_bytes(stripe) for stripe in bench.stripes()), np.uint8)
     for place, window in enumerate(windows):
@@ -459,25 +458,32 @@ async def test_with_error_feedback_a_payload_may_differ_by_what_the_version_befo
         MergedPart(body, stripe_digest(body), stripe.block_start, stripe.block_stop, stripe.reducer)
         for body, stripe in zip(bodies, stripes, strict=True)
     ]
-    first = await bench.stripe_effects.project_payload(StorePayload(BALLOT, 0, 1, digest, stripes, windows), parts)
-    order = StorePayload(BALLOT, 0, 2, digest, stripes, windows, before=digest)
-    second = await bench.stripe_effects.project_payload(order, parts)
+    await bench.stripe_effects.project(Project(BALLOT, 0, 1, windows, stripes), parts)
+    await bench.stripe_effects.project(Project(BALLOT, 0, 2, windows, stripes, before=digest), parts)
+    first, second = (event.projection for event in bench.posted if isinstance(event, Projected))
     assert second.sums == first.sums
     assert second.errors == tuple(2 * error if is_here else inf for error in first.errors)
 
 
 @pytest.mark.parametrize("is_restarted", [True, False])
 async def test_an_own_contribution_that_was_written_over_is_not_projected(bench: Bench, is_restarted: bool) -> None:
-    digest, own = await bench.receive_payload(), bench.own()
+    await bench.receive_payload()
+    own = bench.own()
     if is_restarted:
         bench.learner.incarnation = 2
     else:
         bench.learner.contribution_area[0][:] = 0xFF
-    (event,) = await bench.do(StorePayload(BALLOT, 0, 1, digest, bench.stripes(), windows_of(bench), own))
-    assert isinstance(event, PayloadStored)
-    assert event.projection is not None
+    (event,) = await bench.do(Project(BALLOT, 0, 1, windows_of(bench), bench.stripes(), own))
+    assert isinstance(event, Projected)
     assert len(event.projection.sums) == 2
     assert event.projection.contribution == ()
+
+
+async def test_a_payload_that_is_gone_is_not_projected_and_the_own_contribution_is(bench: Bench) -> None:
+    (event,) = await bench.do(Project(BALLOT, 0, 1, windows_of(bench), bench.stripes(), bench.own()))
+    assert isinstance(event, Projected)
+    assert event.projection.sums == event.projection.errors == ()
+    assert len(event.projection.contribution) == 2
 
 
 async def test_contributions_that_were_reduced_here_are_projected(bench: Bench) -> None:

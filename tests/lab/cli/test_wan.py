@@ -204,6 +204,7 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
         set_budget=lambda change: change,
         measure=None,
         expel=None,
+        revoke=None,
         lift_quarantine=None,
         start_learner=None,
     )

@@ -64,7 +64,7 @@ def last_index_of(host: DaemonHost) -> int:
 
 
 def test_a_full_disk_stops_commits_of_nobody_else_and_what_waited_is_written_afterwards(simulation: Simulation) -> None:
-    host = next(host for host in hosts_of(simulation) if not host.core.is_leader)
+    host = next(host for host in hosts_of(simulation) if not host.core.ledger.is_leader)
     host.folder_disk.is_full = True
     last_index, commits = last_index_of(host), simulation.checkers.commits
     wait(simulation, 8 * SECOND)

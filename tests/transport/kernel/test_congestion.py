@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from diloco_node.transport import streams
+from diloco_node.transport.credentials import CHALLENGE_KEY, prove
 from diloco_node.transport.kernel import congestion
 from diloco_node.transport.kernel.congestion import (
     CongestionControls,
@@ -62,7 +63,7 @@ def test_a_system_that_does_not_tell_leaves_it_unknown(monkeypatch: pytest.Monke
 
 
 async def test_both_sides_of_a_link_know_the_others(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_node.transport.link.own_congestion_controls", lambda: TELLING)
+    monkeypatch.setattr("diloco_node.transport.greeting.own_congestion_controls", lambda: TELLING)
     a, _, b, _ = await mesh.pair()
     assert a.peer_status()["b"].congestion == TELLING
     assert b.peer_status()["a"].congestion == TELLING
@@ -88,10 +89,12 @@ async def test_an_accepting_side_that_does_not_tell_has_its_link_all_the_same(me
     async def serve(lane: e.Lane, context: Any) -> None:
         stream = streams.AcceptedStream(context, peer="a")
         hello = e.decode_hello(await stream.read())
+        await stream.send_metadata(prove(identity, "a", stream.peer_metadata(CHALLENGE_KEY)))
         await stream.write(hello_of("b", lane, dial=hello.dial))
         await asyncio.Event().wait()
 
-    server, port = streams.make_server(mesh.identity("b"), "127.0.0.1:0", serve, handshake_s=DEADLINE_S)
+    identity = mesh.identity("b")
+    server, port = streams.make_server(lambda: identity, "127.0.0.1:0", serve, handshake_s=DEADLINE_S)
     await server.start()
     a, at_a = await mesh.start("a", {"b": f"127.0.0.1:{port}"})
     await at_a.until(lambda: at_a.is_up.get("b"))
@@ -101,9 +104,9 @@ async def test_an_accepting_side_that_does_not_tell_has_its_link_all_the_same(me
 
 
 async def test_a_peer_that_comes_back_without_it_is_unknown_again(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_node.transport.link.own_congestion_controls", lambda: TELLING)
+    monkeypatch.setattr("diloco_node.transport.greeting.own_congestion_controls", lambda: TELLING)
     a, _, b, _ = await mesh.pair()
-    monkeypatch.setattr("diloco_node.transport.link.own_congestion_controls", lambda: None)
+    monkeypatch.setattr("diloco_node.transport.greeting.own_congestion_controls", lambda: None)
     a.links["b"].drop("a test")
     await eventually(lambda: b.peer_status()["a"].congestion is None)
     await eventually(lambda: a.peer_status()["b"].congestion is None)

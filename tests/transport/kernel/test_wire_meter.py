@@ -105,7 +105,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 subprocess.run(["ip", "link", "set", "lo", "up", "mtu", "1500"], check=True)
 sys.path.insert(0, sys.argv[1])
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.core.messages import Payload
 

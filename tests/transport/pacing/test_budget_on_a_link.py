@@ -34,7 +34,8 @@ from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import LinkLost
 from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.namespaces import Place
-from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, DEMAND_MAX
 from diloco_node.transport.pacing.pacer import Pacer

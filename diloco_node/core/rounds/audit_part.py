@@ -1,0 +1,171 @@
+"""A region's part in the audits of merged payloads, whoever leads: it draws, projects, and looks what an entry lacks.
+
+An entry may lack a nonce or a row because a region died or came late. It may also be left away by a leader that hides
+a wrong sum. So it is counted, and told. No leader is refused for it: on starved machines all would be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.merge.freivalds import draw_windows
+from diloco_node.core.merge.stripes import piece_blocks
+from diloco_node.core.messages import AuditDrawn, ContributionProjected
+from diloco_node.core.projections import NO_PROJECTION, Project, Projected, Projection, Window
+from diloco_node.core.rounds.audit_draw import commitment_of, nonce_of
+from diloco_node.core.rounds.context import RoundContext
+from diloco_node.core.rounds.followed import FollowedBallot, FollowedRound
+from diloco_node.core.types import Ballot, MergeRule, RoundBody, Stripe
+
+LAPSE_BALLOTS: Final = 64
+"""So many ballots of a leader are looked back."""
+
+LAPSES_TOLD: Final = 3
+"""After so many entries that lack something of one region there is an alarm."""
+
+
+class AuditPart:
+    """See the module.
+
+    Args:
+        rounds: per fragment, as this region follows them.
+        committed_digest: of the payload of a fragment and version; empty if it is not known here.
+    """
+
+    def __init__(
+        self, context: RoundContext, rounds: list[FollowedRound], committed_digest: Callable[[int, int], bytes]
+    ) -> None:
+        self._committed_digest = committed_digest
+        self._region, self._regions, self._effects = context.region, context.regions, context.effects
+        self._secret, self._is_on = context.secret, context.settings.merge is not MergeRule.TRIMMED
+        self._rounds, self._lapses = rounds, _Lapses(context.region, context.effects)
+        self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
+
+    def follow(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
+        """Do what is due: tell the own nonce once all stripes are fixed, project once the leader has told its own."""
+        announcement = ballot.announcement
+        if ballot.digest and ballot.drawn is None and self._is_on and ballot.drawer == self._region:
+            ballot.drawn = AuditDrawn(ballot.number, ballot.digest, (nonce_of(self._secret, ballot.number),))
+            for name in self._regions:
+                self._effects.send(name, ballot.drawn)
+        windows = self._windows(announcement.fragment, ballot.nonces, announcement.stripes)
+        own = round_.contribution if ballot.has_contributed and not ballot.has_row_order else None
+        is_payload_due = bool(ballot.digest) and not ballot.is_lost and not ballot.has_payload_order
+        if windows and (own is not None or is_payload_due):
+            ballot.has_row_order |= own is not None
+            ballot.has_payload_order |= is_payload_due
+            stripes, fragment = announcement.stripes if is_payload_due else (), announcement.fragment
+            before = self._committed_digest(fragment, round_.version - 1)
+            self._effects.emit(Project(ballot.number, fragment, round_.version, windows, stripes, own, before))
+
+    def take(self, peer: str, message: AuditDrawn) -> None:
+        """Take a nonce of the drawer's, or those of the leader's draw; a repeated draw asks for the row again."""
+        round_ = self._round_of(message.ballot)
+        if round_ is None or round_.ballot is None:
+            return
+        ballot = round_.ballot
+        if peer == ballot.leader and ballot.nonces:
+            self._tell_row(ballot)
+        elif peer == ballot.leader and _is_kept(ballot, message.nonces):
+            ballot.nonces = message.nonces
+        elif peer == ballot.drawer and ballot.drawn is None:
+            ballot.drawn = message
+        self.follow(round_, ballot)
+
+    def projected(self, event: Projected) -> None:
+        """Take what was worked out, and tell the leader the row."""
+        round_ = self._round_of(event.ballot)
+        if round_ is None or round_.ballot is None:
+            return
+        ballot, result = round_.ballot, event.projection
+        row = result.contribution or ballot.projection.contribution
+        is_row_news = row != ballot.projection.contribution
+        payload = result if result.sums else ballot.projection
+        ballot.projection = Projection(payload.sums, payload.errors, row)
+        if is_row_news:
+            self._tell_row(ballot)
+
+    def repeat(self, ballot: FollowedBallot) -> None:
+        """Tell the leader again what it may have missed."""
+        if ballot.drawn is not None and ballot.drawer == self._region:
+            self._effects.send(ballot.leader, ballot.drawn)
+
+    def projection(self, fragment: int, number: Ballot) -> Projection:
+        """Return this region's projection of a ballot's payload, as far as it is worked out."""
+        ballot = self._rounds[fragment].ballot
+        return ballot.projection if ballot is not None and ballot.number == number else NO_PROJECTION
+
+    def entry_fault(self, body: RoundBody, coefficients: tuple[tuple[float, ...], ...]) -> str:
+        """Return how an entry differs from what is known here of its round; empty if it does not.
+
+        Args:
+            coefficients: per member, per piece.
+        """
+        round_ = self._rounds[body.fragment]
+        windows = self._windows(body.fragment, body.nonces, body.stripes)
+        if fault := round_.entry_fault(body, coefficients, windows):
+            return fault
+        ballot = round_.ballot
+        if not self._is_on or ballot is None or ballot.number != body.ballot:
+            return ""
+        if ballot.leader == self._region:
+            return ""
+        if not _is_kept(ballot, body.nonces):
+            return f"{ballot.leader} names another nonce than it committed to"
+        lapses = set()
+        if ballot.drawn is not None and (
+            body.nonces[1:] != ballot.drawn.nonces or body.payload_digest != ballot.drawn.digest
+        ):
+            lapses.add(ballot.drawer)
+        if windows:
+            rows = body.projections or ((),) * len(body.members)
+            lapses |= {member.contribution.learner for member, row in zip(body.members, rows, strict=True) if not row}
+        self._lapses.note(body.ballot, ballot.leader, lapses)
+        return ""
+
+    def _windows(self, fragment: int, nonces: tuple[bytes, ...], stripes: tuple[Stripe, ...]) -> tuple[Window, ...]:
+        return draw_windows(nonces, stripes, self._piece_blocks[fragment]) if self._is_on else ()
+
+    def _round_of(self, number: Ballot) -> FollowedRound | None:
+        rounds = (round_ for round_ in self._rounds if round_.ballot is not None and round_.ballot.number == number)
+        return next(rounds, None)
+
+    def _tell_row(self, ballot: FollowedBallot) -> None:
+        if ballot.projection.contribution:
+            self._effects.send(ballot.leader, ContributionProjected(ballot.number, ballot.projection.contribution))
+
+
+def _is_kept(ballot: FollowedBallot, nonces: tuple[bytes, ...]) -> bool:
+    """Whether the leader's nonce is the one that it committed to."""
+    return bool(nonces) and commitment_of(nonces[0]) == ballot.announcement.commitment
+
+
+class _Lapses:
+    """Nonces and rows that the entries of one term lack: by ballot, the regions whose they are."""
+
+    def __init__(self, region: str, effects: EffectBuffer) -> None:
+        self._region, self._effects = region, effects
+        self._names: dict[Ballot, set[str]] = {}
+
+    def note(self, ballot: Ballot, leader: str, names: set[str]) -> None:
+        """Take what an entry lacks; tell it when it becomes usual."""
+        is_new = ballot not in self._names
+        self._names[ballot] = names
+        self._names = {
+            number: earlier
+            for number, earlier in self._names.items()
+            if number.term == ballot.term and number.number > ballot.number - LAPSE_BALLOTS
+        }
+        counts = Counter(name for earlier in self._names.values() for name in earlier)
+        for name in sorted(names) if is_new else ():
+            if counts[name] == LAPSES_TOLD:
+                self._effects.note("audit", self._reason(name, leader, counts[name]), is_alarm=True)
+
+    def _reason(self, name: str, leader: str, count: int) -> str:
+        text = f"audits of {count} entries by {leader} lack the nonce or the projections of {name}: "
+        if name == self._region:
+            return text + f"{leader} leaves them out, or the link to it is too slow"
+        return text + f"{leader} leaves them out, or {name} does not tell them in time"
