@@ -62,8 +62,10 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         stateful = self._stateful(trainer) | self._options.get("stateful", {})
         self.diloco = attach(pl_module, trainer.optimizers[0], **{**self._options, "stateful": stateful})
         self.diloco.save_merged(pl_module)
-        if "data" in stateful:
-            iter(trainer.fit_loop._data_fetcher)  # the one before was made, and may have read, at the old position
+        fit = trainer.fit_loop
+        is_made_later = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
+        if "data" in stateful and not is_made_later:  # a position is good for one iterator
+            iter(fit._data_fetcher)  # the one before was made, and may have read, at the old position
         self.diloco.token_check = TokenCheck([self])
         trainer.should_stop |= self.diloco.should_stop
 

@@ -231,17 +231,24 @@ def lightning_life(folder: Path, steps: int, loader: Any) -> tuple[list[list[int
     return module.inner.rows, trainer.lr_scheduler_configs[0].scheduler.last_epoch
 
 
-def test_lightning_that_is_killed_goes_on_with_a_loader_that_has_a_position(folder: Path) -> None:
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_lightning_that_is_killed_goes_on_with_a_loader_that_has_a_position(folder: Path, *, is_shuffled: bool) -> None:
+    """Also in later epochs, at whose beginning Lightning makes an iterator by itself."""
     pytest.importorskip("lightning.pytorch")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    lives = [lightning_life(folder, LAST_STEP + 1, StatefulDataLoader(Numbers(), batch_size=BATCH)) for _ in range(3)]
+    lives = [
+        lightning_life(folder, LAST_STEP + 1, StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=is_shuffled))
+        for _ in range(9)
+    ]
     rows = [life for life, _ in lives]
     for life, later in itertools.pairwise(rows):
         assert later[0] == life[-1]
-    batches = [batch for life in rows[:-1] for batch in life[:-1]] + rows[-1]
-    assert list(itertools.chain(*batches)) == list(range(BATCH * len(batches)))
-    assert [at for _, at in lives] == [4, 7, 10], "the schedule, too"
+    line = list(itertools.chain(*(batch for life in rows[:-1] for batch in life[:-1]), *rows[-1]))
+    epochs = [line[start : start + ROWS] for start in range(0, len(line), ROWS)]
+    assert [sorted(epoch) for epoch in epochs[:2]] == [list(range(ROWS))] * 2
+    assert (epochs[0] == epochs[1]) != is_shuffled
+    assert [at for _, at in lives] == list(range(4, 31, 3)), "the schedule, too"
 
 
 def test_lightning_says_what_has_no_position(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
