@@ -15,7 +15,7 @@ import pytest
 from diloco_node.cli import admin_client
 from diloco_node.cli.admin_client import ask_all
 from diloco_node.cli.places import targets_in
-from tests.kit.commands import COMMAND, NO_FORK_SERVER, SMALL_MODEL
+from tests.kit.commands import COMMAND, NO_FORK_SERVER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -40,7 +40,7 @@ async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """A command that goes on until the block ends; then it is interrupted, as by Ctrl-C."""
     started = await asyncio.create_subprocess_exec(
         *COMMAND, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **NO_FORK_SERVER, **SMALL_MODEL, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **NO_FORK_SERVER, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     try:
         yield started
