@@ -68,6 +68,7 @@ class Region:
             settings=replace(SETTINGS, summary_entries=summary_entries),
             recovery=recovered,
             seed=1,
+            secret=bytes(32),
             now_ns=0,
         )
         self.load_s = time.perf_counter() - started
