@@ -81,7 +81,7 @@ async def until(folder: Path, is_so: Callable[[dict[str, dict[str, Any]]], bool]
 
 
 OF_NO_INCIDENT = {"A-STARVED", "A-MERGES-LATE", "A-LOSS-SPIKE"}
-"""Alerts that are right where other tests take the processors. One gradient that is far off is told for ten minutes: the
+"""Alerts that are right where other tests take the processors. A gradient that is far off is told for ten minutes: the
 longer a busy machine takes, the likelier there is one."""
 
 
