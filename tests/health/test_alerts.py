@@ -431,6 +431,7 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         "quarantine says it",
         "it said that it leaves",
         "the leader says it",
+        "the run is over",
         "the leader says it of weights too",
         "few rounds",
         "the operator says so",

@@ -42,7 +42,7 @@ def main() -> None:
     """See the module."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     from diloco_node.learner import checkpointing
 
@@ -53,18 +53,31 @@ def main() -> None:
     log = os.open(folder / "rows.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(log, f"life {os.getpid()}\n".encode())
     names: list[str] = []
+    within: list[str] = []
 
     def note_rows(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if isinstance(module, torch.nn.Embedding) and module.training:
             names.extend(hashlib.sha256(row.numpy().tobytes()).hexdigest()[:12] for row in inputs[0])
+            if within:
+                write()
 
-    def note_step(*_: Any) -> None:
+    def write() -> None:
         os.write(log, f"step {' '.join(names)}\n".encode())
         names.clear()
         time.sleep(PACE_S)
 
+    def begin_step(*_: Any) -> None:
+        if names:
+            write()
+        else:  # a step that calls the model by itself, as Lightning's, or one that only makes the optimizer's state
+            within.append("step")
+
+    def end_step(*_: Any) -> None:
+        within.clear()
+
     register_module_forward_pre_hook(note_rows)
-    register_optimizer_step_pre_hook(note_step)
+    register_optimizer_step_pre_hook(begin_step)
+    register_optimizer_step_post_hook(end_step)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
