@@ -74,7 +74,10 @@ async def test_ranks_evaluate_and_exports_load_and_give_the_merged_models_logits
         )
         for name, count in ranks.items():
             learner = now[name]["learner"]
-            assert learner["tokens"] == learner["step"] * 2 * count * 2 * 64, "each rank has batches of its own"
+            whole = learner["step"] * 2 * count * 8 * 64
+            assert 0.9 * whole < learner["tokens"] <= whole, (
+                "each rank has batches of its own, some short at an epoch's end"
+            )
             assert learner["incarnation"] == before[name]["learner"]["incarnation"], "no evaluation was its end"
         await cluster.end()
         cluster.check_equal()
