@@ -19,6 +19,7 @@ from diloco_node.core.events import (
 from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.replacement import DiskReplacement
+from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, RoundBody
 from tests.kit.ledger_kit import HEARTBEAT_NS, TIMEOUT_NS, a_core, a_discard, a_round, disk_of
 
@@ -96,7 +97,7 @@ class Network:
             meaning=self.meaning(name),
         )
 
-        self.replacements[name] = DiskReplacement(self.cores[name], heartbeat_ns=HEARTBEAT_NS)
+        self.replacements[name] = DiskReplacement(self.cores[name], RoundHistory(1), heartbeat_ns=HEARTBEAT_NS)
 
     def crash(self, name: str) -> None:
         self.incarnations[name] += 1

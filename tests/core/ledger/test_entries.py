@@ -60,7 +60,7 @@ BODIES: list[EntryBody] = [
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "bcbeb6d0c5fc935a0383173fe91d7dcb4cad16b2bc55566df1234661f8576e5c"
+GOLDEN_CHAIN = "ea547ed1870ed783b497331f08ccadb83f1ee76789c7784fdf53d0cbbba63442"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)
