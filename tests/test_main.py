@@ -178,7 +178,7 @@ def test_certs_init_takes_the_names_of_run_toml_and_overwrites_nothing(
         *(f"certs/{region}/{name}" for region in ("eu", "us-east") for name in ("ca.pem", "node.key", "node.pem")),
     ]
     assert main(["certs", "init"]) == 2
-    assert "never overwritten" in capsys.readouterr().err
+    assert "is there already, and is not overwritten" in capsys.readouterr().err
 
 
 def test_certs_init_works_without_run_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
