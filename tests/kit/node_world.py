@@ -223,7 +223,9 @@ class MemoryTransport:
         raise AssertionError(f"{self.region} strikes {peer}, which is honest: {error}")
 
     def peer_status(self) -> dict[str, Any]:
-        status = SimpleNamespace(state=SimpleNamespace(value="up"), address=None, error="", connections=1, certificate=None)
+        status = SimpleNamespace(
+            state=SimpleNamespace(value="up"), address=None, error="", connections=1, certificate=None
+        )
         return dict.fromkeys(self._peers, status)
 
 

@@ -60,7 +60,7 @@ is_cut, dropped = [False], []
 async def run_dialer(self):
     dropped.append("dialer")
 
-async def connect(self, number):
+async def connect(self, number, old):
     return f"session {number}"
 
 async def accept(self, hello, stream):
@@ -80,7 +80,7 @@ class Link(PeerLink):
 async def main():
     link = Link()
     running = asyncio.create_task(link.run_dialer())
-    assert await link._connect(3) == "session 3"
+    assert await link._connect(3, None) == "session 3"
     assert await link.accept(None, None) is None
     await asyncio.sleep(0.02)
     assert dropped == ["dialer"], dropped
@@ -88,7 +88,7 @@ async def main():
     while len(dropped) < 3:
         await asyncio.sleep(0.001)
     assert set(dropped[1:]) == {daemon_faults.CUT}
-    for refused in (link._connect(4), link.accept(None, None)):
+    for refused in (link._connect(4, None), link.accept(None, None)):
         try:
             await refused
             raise AssertionError("it was let through")
@@ -99,7 +99,7 @@ async def main():
     count = len(dropped)
     await asyncio.sleep(0.02)
     assert len(dropped) == count
-    assert await link._connect(5) == "session 5"
+    assert await link._connect(5, None) == "session 5"
     running.cancel()
     print("good")
 
