@@ -1,4 +1,4 @@
-"""Certificates of a run that goes on: renewed, their authority replaced, one revoked, one that ends."""
+"""A run that goes on: certificates renewed, their authority replaced, one revoked, one that ends; a region expelled."""
 
 from __future__ import annotations
 
@@ -78,9 +78,8 @@ async def until_shut_out(cluster: Cluster, victim: str, *words: str) -> None:
     )
 
 
-async def revoke(cluster: Cluster, leader: str, region: str) -> None:
-    state = cluster.regions[leader].state_dir
-    await asyncio.to_thread(give_order, state, "certificates/revoke", {"peer": region})
+async def order(cluster: Cluster, leader: str, path: str, region: str) -> None:
+    await asyncio.to_thread(give_order, cluster.regions[leader].state_dir, path, {"peer": region})
 
 
 async def test_a_run_of_two_years_needs_no_stop(cluster: Cluster) -> None:
@@ -119,13 +118,22 @@ async def test_a_run_of_two_years_needs_no_stop(cluster: Cluster) -> None:
     leader = await cluster.until_leader()
     victim = cluster.others(leader)[0]
     with pytest.raises(ConfigError, match="leads with this certificate"):
-        await revoke(cluster, leader, leader)
-    await revoke(cluster, leader, victim)
+        await order(cluster, leader, "certificates/revoke", leader)
+    await order(cluster, leader, "certificates/revoke", victim)
     await until_shut_out(cluster, victim, "is revoked")
     await cluster.until_commits(1, cluster.others(victim), why="without the revoked one")
     renew_regions(certs, [victim])
     hang_up(cluster, [victim])
     await until_linked(cluster, "another certificate after the revoked one")
+
+    with pytest.raises(ConfigError, match="give the order to another region"):
+        await order(cluster, leader, "quarantine/add", leader)
+    await order(cluster, leader, "quarantine/add", victim)
+    await until_shut_out(cluster, victim, "expelled")
+    await cluster.until_commits(1, cluster.others(victim), why="without the expelled one")
+    await order(cluster, leader, "quarantine/lift", victim)
+    await until_linked(cluster, "readmitted")
+    await cluster.until_commits(1, why="with the readmitted one")
 
     renew_regions(certs, [victim], valid=dt.timedelta(seconds=8))
     hang_up(cluster, [victim])
