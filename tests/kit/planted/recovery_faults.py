@@ -115,6 +115,7 @@ RECOVERY_FAULTS = (
         "half-snapshot",
         "a snapshot needs a majority that holds its bytes",
         spoil=_agree_with_half,
+        schedule="usual",
     ),
     Fault(
         "base-first",
