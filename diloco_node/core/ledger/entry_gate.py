@@ -97,7 +97,8 @@ class EntryGate:
         self.faults: dict[str, str] = {}
         self._log = log
         self._meaning = meaning
-        self._distrusted: set[str] = set()
+        # Until when, by peer.
+        self._distrusted_ns: dict[str, int] = {}
         # By term, as the log names them.
         self._leaders: dict[int, str] = {}
         self._learn(log.entries)
@@ -145,22 +146,22 @@ class EntryGate:
         if self._meaning is not None:
             self._meaning.begin(base)
 
-    def distrust(self, peer: str) -> None:
-        """Follow a peer no more, and give it no vote."""
-        self._distrusted.add(peer)
+    def distrust(self, peer: str, *, until_ns: int) -> None:
+        """Follow a peer no more, and give it no vote, until then: if the others elect it, it has to be tried again."""
+        self._distrusted_ns[peer] = until_ns
 
-    def refuse(self, peer: str, fault: str) -> None:
+    def refuse(self, peer: str, fault: str, *, until_ns: int) -> None:
         """Distrust a peer that sent an entry that can't be, for this reason."""
         self.refused[peer], self.faults[peer] = self.refused.get(peer, 0) + 1, fault
-        self.distrust(peer)
+        self.distrust(peer, until_ns=until_ns)
 
-    def trusts(self, peer: str) -> bool:
+    def trusts(self, peer: str, *, now_ns: int) -> bool:
         """Whether a peer may lead."""
-        return peer not in self._distrusted
+        return now_ns >= self._distrusted_ns.get(peer, now_ns)
 
     def link_changed(self, peer: str) -> None:
         """Trust a peer again: another process may run there now."""
-        self._distrusted.discard(peer)
+        self._distrusted_ns.pop(peer, None)
 
     def _learn(self, entries: Iterable[Entry]) -> None:
         """Remember who led which term. A term's first leader stays: a later claim is not its own."""

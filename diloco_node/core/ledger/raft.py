@@ -27,6 +27,8 @@ durable and may come unasked.
 
 from __future__ import annotations
 
+from typing import Final
+
 from diloco_node.core.events import (
     Effect,
     Event,
@@ -58,6 +60,9 @@ from diloco_node.core.messages import (
 )
 from diloco_node.core.types import Entry, EntryBody, LeaderBody, LedgerBase
 from diloco_node.errors import InvalidTransition
+
+DISTRUST_TIMEOUTS: Final = 16
+"""Whoever sent what can't be is not followed for so long. What it sends then is asked about like everything."""
 
 
 class LedgerCore(LedgerState):
@@ -248,7 +253,8 @@ class LedgerCore(LedgerState):
         self._election.answer(
             peer,
             request,
-            is_up_to_date=self._is_up_to_date(request.last_index, request.last_term) and self._entry_gate.trusts(peer),
+            is_up_to_date=self._is_up_to_date(request.last_index, request.last_term)
+            and self._entry_gate.trusts(peer, now_ns=now_ns),
             has_leader_contact=hears_leader,
             now_ns=now_ns,
         )
@@ -368,7 +374,7 @@ class LedgerCore(LedgerState):
             # Also when it is far ahead: the next message finds this voter closer.
             self._refuse(peer, request.sequence, hint=0)
             return
-        if not self._may_follow(peer):
+        if not self._may_follow(peer, now_ns):
             return
         committed_index = self._cluster_commit_index
         fault = fault_in(request)
@@ -401,14 +407,15 @@ class LedgerCore(LedgerState):
 
     def _distrust(self, peer: str, fault: str, now_ns: int) -> None:
         self._note(f"ignored entries from {peer}, and follows it no more: {fault}", is_alarm=True)
-        self._entry_gate.refuse(peer, fault)  # without contact to a leader it asks for votes, and grants pre-votes
+        # Without contact to a leader it asks for votes, and grants pre-votes.
+        self._entry_gate.refuse(peer, fault, until_ns=now_ns + DISTRUST_TIMEOUTS * self._election_timeout_ns)
         self._become_follower("", now_ns)
 
-    def _may_follow(self, peer: str) -> bool:
+    def _may_follow(self, peer: str, now_ns: int) -> bool:
         """Whether a peer may lead this term."""
         if rival := self._rival(peer):
             self._contradict(peer, f"{peer} and {rival} both lead term {self.term}: ignored {peer}")
-        return not rival and self._entry_gate.trusts(peer)
+        return not rival and self._entry_gate.trusts(peer, now_ns=now_ns)
 
     def _part_from(self, peer: str, index: int, entry_hash: bytes, sequence: int, now_ns: int) -> None:
         """Follow no more who leads with a log that can't be beside this one, and tell it: nothing here is dropped."""
@@ -416,7 +423,7 @@ class LedgerCore(LedgerState):
         self._contradict(peer, f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed")
         own_hash = self._log.hash_at(index)
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, index, own_hash, self._disk))
-        self._entry_gate.distrust(peer)
+        self._entry_gate.distrust(peer, until_ns=now_ns + DISTRUST_TIMEOUTS * self._election_timeout_ns)
         self._become_follower("", now_ns)
 
     def _contradict(self, peer: str, contradiction: str) -> None:
@@ -433,7 +440,7 @@ class LedgerCore(LedgerState):
         if message.term != self.term:
             self._refuse(peer, message.sequence, hint=0)
             return
-        if not self._may_follow(peer):
+        if not self._may_follow(peer, now_ns):
             return
         base = LedgerBase(message.index, message.base_term, message.hash, message.summary)
         fault = ""

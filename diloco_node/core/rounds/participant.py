@@ -57,7 +57,7 @@ class RoundParticipant:
         self._learner: LearnerStatus | None = None
         self._pieces = [len(fragment.pieces) for fragment in context.fragments]
         self._blocks = [block_count(fragment) for fragment in context.fragments]
-        # Per fragment the round that is followed. Its version never goes back.
+        # Per fragment the round that is followed. The number of its ballot never goes back.
         self.rounds = [FollowedRound() for _ in context.fragments]
         self.audits = AuditPart(context, self.rounds, versions.committed_digest)
         self._early = EarlyArrivals()
@@ -174,15 +174,13 @@ class RoundParticipant:
     def ballot_opened(self, leader: str, announcement: BallotOpened) -> None:
         """Follow a ballot, or answer again if it is the one that is followed. Lower ones are ignored.
 
+        A later one may be of an earlier version: a leader that named a version which cannot be is followed no longer.
         A ballot whose stripes do not fit the fragment raises an alarm: nobody could cut a contribution by them.
         """
         if not 0 <= announcement.fragment < len(self.rounds):
             return
         round_ = self.rounds[announcement.fragment]
-        if (
-            announcement.version <= self._history.versions[announcement.fragment]
-            or announcement.version < round_.version
-        ):
+        if announcement.version <= self._history.versions[announcement.fragment]:
             return
         fault = stripes_fault(
             announcement.stripes, regions=(self._region, *self._peers), blocks=self._blocks[announcement.fragment]
@@ -194,14 +192,15 @@ class RoundParticipant:
             )
             return
         ballot = round_.ballot
-        if ballot is not None and announcement.version == round_.version:
-            if announcement.ballot == ballot.number:
+        if ballot is not None:
+            if announcement.ballot == ballot.number and announcement.version == round_.version:
                 self._repeat_reports(round_, ballot)
                 return
-            if announcement.ballot < ballot.number:
+            if announcement.ballot <= ballot.number:
                 return
-            self._effects.emit(CloseBallot(ballot.number, announcement.fragment, round_.version, committed=False))
-        if announcement.version > round_.version:
+            if announcement.version <= round_.version:
+                self._effects.emit(CloseBallot(ballot.number, announcement.fragment, round_.version, committed=False))
+        if announcement.version != round_.version:
             round_.version, round_.contribution, round_.sent_name, round_.requested_base = (
                 announcement.version,
                 None,

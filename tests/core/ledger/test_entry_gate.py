@@ -8,6 +8,7 @@ import pytest
 
 from diloco_node.core.events import LinkChanged
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX
+from diloco_node.core.ledger.raft import DISTRUST_TIMEOUTS
 from diloco_node.core.messages import BaseSent
 from diloco_node.core.types import DiscardedBody, Entry, EntryBody, LeaderBody, LedgerBase, RoundBody
 from diloco_node.errors import StorageError
@@ -156,6 +157,17 @@ def test_a_follower_that_refused_its_leader_votes_for_others_and_never_for_the_l
     assert sends(arrive(core, "b", vote_request(2, True, 9, 1), now_ns=1)) == [("b", vote(1, True, False))]
     effects = arrive(core, "b", vote_request(2, False, 9, 1), now_ns=1)
     assert sends(effects + write_all(core, effects)) == [("b", vote(2, False, False))]
+
+
+def test_whoever_leads_on_after_nonsense_is_tried_again_later() -> None:
+    core, log = a_core(term=1, meaning=Counting()), with_nonsense_at(2)
+    arrive(core, "b", append_entries(with_nonsense_at(1), 1, 1, term=1))
+    later_ns = DISTRUST_TIMEOUTS * TIMEOUT_NS
+    for now_ns, leader in ((later_ns - 1, ""), (later_ns, "b")):
+        arrive(core, "b", append_entries(log, 1, 1, term=1, sequence=2), now_ns=now_ns)
+        assert core.leader == leader
+    arrive(core, "b", append_entries(log, 2, 2, term=1, sequence=3), now_ns=later_ns + 1)
+    assert core.leader == ""
 
 
 def test_another_process_behind_a_new_link_is_heard_again() -> None:

@@ -533,6 +533,18 @@ def test_merged_stripes_that_overtake_their_ballot_are_remembered() -> None:
     assert place.open(replace(OPENED, members=("a", "c"))) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
 
 
+def test_a_leader_that_names_a_version_far_ahead_holds_up_nobody_after_it() -> None:
+    place, ahead = Place(), replace(OPENED, version=2**40)
+    assert place.open(ahead) == []
+    assert place.open(replace(OPENED, ballot=FIRST)) == [], "no later ballot"
+    later = replace(OPENED, ballot=Ballot(FIRST.term + 1, 1))
+    closed, snapshot = place.open(later)
+    assert closed == CloseBallot(FIRST, 0, 2**40, committed=False)
+    assert snapshot == TakeSnapshot(0, 1, 0)
+    assert place.open(ahead) == []
+    assert place.participant.rounds[0].version == 1
+
+
 def test_equal_payload_of_a_later_ballot_is_not_stored_twice() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))

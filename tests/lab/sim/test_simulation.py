@@ -161,11 +161,11 @@ def test_a_planted_fault_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", cases(CHEAT_FAULTS.keys() - EXCUSED))
 def test_what_one_region_does_wrong_in_right_words_is_found(name: str) -> None:
-    for seed in range(4):
+    for seed in range(8):
         report = simulate(seed, fault=CHEAT_FAULTS[name], regions=3, events=1500)
         if any(CHEAT_SIGNS[name] in violation for violation in report.violations):
             return
-    raise AssertionError(f"{name}: no seed below 4 finds it")
+    raise AssertionError(f"{name}: no seed below 8 finds it")
 
 
 @pytest.mark.parametrize("name", ["factors", "early end"])
