@@ -13,7 +13,7 @@ from typing import Any
 from diloco_node.core.events import ContributionStripeArrived
 from diloco_node.core.messages import BallotOpened, PayloadDurable, StripesReceived
 from diloco_node.core.rounds.followed import name_of
-from diloco_node.core.types import Ballot, Codec
+from diloco_node.core.types import Codec
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
@@ -107,7 +107,13 @@ def _add_in_order_of_arrival(core: Any) -> None:
 
 def _reuse_ballots(core: Any) -> None:
     leader = view.rounds(core)
-    leader._next_number = lambda: Ballot(leader._term, 1)  # type: ignore[method-assign]
+    announce = leader._announcement
+
+    def announce_again(*facts: Any) -> BallotOpened:
+        leader._number = 0
+        return announce(*facts)
+
+    leader._announcement = announce_again  # type: ignore[method-assign]
 
 
 def _elect_any_length(core: Any) -> None:
