@@ -62,7 +62,7 @@ from diloco_node.core.types import Entry, EntryBody, LeaderBody, LedgerBase
 from diloco_node.errors import InvalidTransition
 
 DISTRUST_TIMEOUTS: Final = 16
-"""Whoever sent what can't be is not followed for so long. What it sends then is asked about like everything."""
+"""Whoever sent what can't be is not followed for so long. Then its entries are asked about as anybody's."""
 
 
 class LedgerCore(LedgerState):
