@@ -17,11 +17,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 demo: $(PROGRAM)
 	$(BIN)/diloco-node demo $(DEMO_ARGS)
 
-# Everything below the end-to-end tier: seven minutes. Half of it is waiting, so three workers share two cores.
+# Everything below the end-to-end tier: eight minutes. Half of it is waiting, so three workers share two cores.
 test-fast: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not e2e and not seeds and not system' $(PYTEST_ARGS)
 
-# With daemons and learners in processes of their own: some twenty minutes.
+# With daemons and learners in processes of their own: some forty minutes.
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not system and not long' $(PYTEST_ARGS)
 
