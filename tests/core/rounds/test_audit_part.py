@@ -103,6 +103,8 @@ def test_nothing_is_told_before_every_merged_stripe_is_here() -> None:
 def test_the_row_is_projected_before_the_payload_is_here_and_told_again_when_asked() -> None:
     desk = Desk(number_where(is_audited=True, drawer="c"))
     desk.ballot.digest = b""
+    assert desk.take("d", b"x" * 32) == []
+    assert desk.ballot.drawn is None, "d draws nothing in this ballot"
     assert desk.take("c", desk.nonce("c")) == []
     assert desk.take("c", b"x" * 32) == []
     assert desk.ballot.drawn is not None
