@@ -79,6 +79,8 @@ class Office:
         # What the merged stripes of a ballot decode to here; a test may say so.
         self.merged: dict[int, tuple[bytes, tuple[float, ...]]] = {}
         self.own_projection = NO_PROJECTION
+        # Whether the drawer of a merged ballot answers at once.
+        self.is_drawn = True
         self.leader = RoundLeader(context, RunProgress(context), self)
         self.notes: list[Note] = []
         self.commit(GENESIS)
@@ -108,7 +110,7 @@ class Office:
         """Let time pass and the leader act; what it says, to itself too."""
         self.now_ns += ns
         for round_ in self.leader.rounds.values():
-            if round_.is_merged:
+            if round_.is_merged and self.is_drawn:
                 self.answer(*self.draw(round_))
         self.leader.advance(now_ns=self.now_ns)
         sent: list[tuple[str, Message]] = []
@@ -262,6 +264,42 @@ def test_round_goes_into_the_ledger_when_a_majority_with_the_leader_holds_it() -
     assert body.stripes == announcement.stripes
     office.go()
     assert len(office.leader.proposals) == 1, "once"
+
+
+def test_a_drawer_gets_half_of_the_ballots_time_to_tell_its_nonce_of_this_very_payload() -> None:
+    office = Office()
+    office.is_drawn = False
+    announcement = office.open()
+    office.contribute(announcement)
+    office.go()
+    digest = office.merge(announcement)
+    for name in REGIONS:
+        office.answer(name, PayloadDurable(announcement.ballot, digest))
+    round_ = office.leader.rounds[0]
+    drawer, drawn = office.draw(round_)
+    office.answer(drawer, replace(drawn, digest=b"x" * 32))
+    half_ns = (round_.deadline.duration_ns + 1) // 2
+    office.report(DUE)
+    office.go(half_ns - 1)
+    assert not office.leader.proposals
+    office.report(DUE)
+    office.go(1)
+    # By the leader's nonce alone this payload may be audited: then rows are waited for.
+    assert round_.nonces == (nonce_of(b"a", round_.ballot),)
+
+
+def test_a_drawer_that_reduces_nothing_and_is_lost_is_not_waited_for() -> None:
+    office = Office()
+    office.is_drawn = False
+    announcement = office.open()
+    office.contribute(announcement)
+    office.hold(announcement)
+    office.go()
+    office.merge(announcement)
+    round_ = office.leader.rounds[0]
+    drawer = drawer_of(round_.announcement, "a")
+    office.leader._audit.draw(round_, lambda name: name != drawer, now_ns=office.now_ns)
+    assert round_.nonces == (nonce_of(b"a", round_.ballot),)
 
 
 def test_half_of_an_even_number_is_no_majority() -> None:
