@@ -175,7 +175,9 @@ class RunHistory:
                     file.write("".join(f"{line}\n" for line in fresh))
             else:
                 head = json.dumps({"period_s": self.period_s})
-                replace_file(self._path, ["\n".join([head, *map(line_of, self._marks), *map(row_of, self._points), ""]).encode()])
+                replace_file(
+                    self._path, ["\n".join([head, *map(line_of, self._marks), *map(row_of, self._points), ""]).encode()]
+                )
             self._is_whole = True
         except (OSError, StorageError) as error:
             self._is_whole = False
@@ -207,7 +209,9 @@ def read_history(folder: Path, *, sample_s: float = SAMPLE_S) -> tuple[float, li
 def read_marks(folder: Path) -> list[Mark]:
     """The marks in a region's file, by time."""
     marks = [(_number(row.get("unix")), row.get("mark")) for row in _rows(folder)]
-    return thin((unix, letter) for unix, letter in marks if unix is not None and isinstance(letter, str) and letter in LETTERS)
+    return thin(
+        (unix, letter) for unix, letter in marks if unix is not None and isinstance(letter, str) and letter in LETTERS
+    )
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

@@ -133,7 +133,7 @@ class Diloco:
         progress: part of the way to the run's end, 0 to 1, by `[run] steps` or `tokens`, whichever is nearer; None
             when nothing says where the run ends, and when alone.
         should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
-        stop_reason: why, in words.
+        stop_reason: why, in words. is_interrupted: this process was asked to stop, the run goes on: leave soon.
         steps, tokens: made by this process, over all ranks.
         token_check: compares the tokens of `step` with those of a loader in `stateful`.
     """
@@ -155,7 +155,7 @@ class Diloco:
         self.global_step = 0
         self.progress: float | None = None
         # Once True it stays so, with its first reason.
-        self.should_stop = False
+        self.should_stop = self.is_interrupted = False
         self.stop_reason = ""
         # Of this process; `LearnerFragments` has those of the incarnation.
         self.steps = 0
@@ -268,8 +268,12 @@ class Diloco:
     def _crossed(self, boundary: Boundary) -> Boundary:
         """Show the loop what the ranks agreed on."""
         self.global_step, self.progress = boundary.global_step, boundary.part
-        fallback = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
-        self._stop_if(boundary.is_stopping, (self._session and self._session.stop_reason) or fallback)
+        if boundary.is_stopping and not self.should_stop:
+            text = (self._session and self._session.stop_reason) or ""
+            reason = self._ranks.share_bytes(text.encode()).decode()
+            self.is_interrupted = not reason
+            asked = "the process" if self._terminate.is_set else "rank 0, or another,"
+            self._stop_if(True, reason or f"{asked} was asked to stop")
         if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
             self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
@@ -371,6 +375,8 @@ class Diloco:
     def _save(self, save: Callable[[TrainingProgress], None]) -> None:
         if self._boundaries is not None and not self._is_closed:
             save(self._boundaries.progress(self.global_step))
+            if self._session is not None and self._ranks.size == 1:  # others may have failed to write: a boundary tells
+                self._session.stand(self._checkpoints.written_step)
 
     def __enter__(self) -> Diloco:
         return self

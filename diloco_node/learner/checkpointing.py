@@ -233,7 +233,10 @@ class Checkpointing:
             return
         if not is_copied:
             self._saved_at_s = before_s
-        elif self._loop_state is not None:
+            return
+        if self._parts is not None:
+            self._parts.tell_drifts()
+        if self._loop_state is not None:
             self._loop_state.look()
 
     def give(self, state: Mapping[str, torch.Tensor]) -> None:

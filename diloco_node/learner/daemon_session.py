@@ -265,7 +265,12 @@ class LearnerSession:
         return any(number != NO_SNAPSHOT for number in self.fragments.unresolved())
 
     def stand(self, checkpoint_step: int) -> None:
-        """Write where this learner stands after a boundary; `checkpoint_step` as in `PlaceMark`."""
+        """Write where this learner stands after a boundary.
+
+        Args:
+            checkpoint_step: of the checkpoint that was saved last, once it is on disk; -1: it is not.
+        """
+        checkpoint_step = max(checkpoint_step, self.place.checkpoint_step)
         included_step = min((position.included_step for position in self.fragments.positions), default=0)
         step = self.fragments.step
         self._write_place(replace(self.place, step=step, included_step=included_step, checkpoint_step=checkpoint_step))

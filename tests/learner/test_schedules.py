@@ -61,6 +61,35 @@ def test_equal_settings_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "as the script sets it" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("decayed", "moved", "text"),
+    [
+        (1e-4, 5e-4, ""),
+        (1e-4, 1e-3, "lr is 0.001 as the script sets it, not 0.0001 as in the checkpoint"),
+        (1e-3, 1e-3, ""),
+    ],
+)
+def test_what_the_loop_alone_changes_is_told_where_it_does_not_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, decayed: float, moved: float, text: str
+) -> None:
+    old, new = adamw(3), adamw()
+    parts = OptimizerParts(old)
+    old.param_groups[0]["lr"] = decayed
+    writer = CheckpointWriter(tmp_path)
+    writer.save(PROGRESS, parts, {})
+    writer.wait()
+    checkpoint = read_newest(tmp_path, "model")
+    assert checkpoint is not None
+    parts = OptimizerParts(new)
+    with caplog.at_level(logging.WARNING):
+        checkpoint.restore(parts, {}, rng=False)
+        assert caplog.text == "", "a loop may set its rate at each step"
+        new.param_groups[0]["lr"] = moved
+        parts.tell_drifts()
+        parts.tell_drifts()
+    assert [record.message for record in caplog.records] == ([f"optimizer: {text}"] if text else [])
+
+
 def test_a_count_that_an_optimizer_keeps_in_its_groups_is_no_setting(tmp_path: Path) -> None:
     old, new = adamw(1), adamw()
     old.param_groups[0]["k"], new.param_groups[0]["k"] = 7, 0
