@@ -122,7 +122,7 @@ class Checkpointing:
                 log.info("from the checkpoint at step %d: %s", progress.global_step, names or "random generators")
                 break
         if ranks.is_first:
-            self._loop_state = LoopState(tensors, self._stateful, self._warn)
+            self._loop_state = LoopState(tensors, self._stateful, self._warn, self._optimizer)
         return progress
 
     def _read(

@@ -119,11 +119,12 @@ class OptimizerParts:
             document["param_groups"].append(_split(f"group.{index}", group, tensors))
         return Kept(tensors, document, self._names, boxes)
 
-    def restore(self, saves: Sequence[Kept]) -> None:
+    def restore(self, saves: Sequence[Kept], *, is_lowered: bool = False) -> None:
         """Take the moments that ranks have kept, in whatever way the model was cut then. Settings stay the script's.
 
         Args:
             saves: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
+            is_lowered: see `take_settings`.
 
         Raises:
             LearnerError: a part of a parameter's state is nowhere.
@@ -148,7 +149,7 @@ class OptimizerParts:
             if not is_named and len(group["params"]) != len(own_group["params"]):
                 raise ValueError("another number of parameters was kept")
             group["params"] = own_group["params"]
-            group_changes, drifts = take_settings(group, own_group, settings, script)
+            group_changes, drifts = take_settings(group, own_group, settings, script, is_lowered=is_lowered)
             changes |= group_changes
             self._drifts.append(drifts)
         views = [_ByParameter(save) for save in saves]

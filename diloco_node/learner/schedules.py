@@ -23,6 +23,9 @@ POSITIONS: Final = frozenset(
 BEGIN: Final = "initial_lr"
 """The rate of a group that its schedule begins with, as schedules of torch's write it into the group."""
 
+SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""What schedules of torch's write into a group, and read there: settings, too."""
+
 log = logging.getLogger("diloco_node.learner")
 
 
@@ -32,7 +35,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 def script_settings(group: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
     """Return what a script has set in a group of parameters, as JSON; what is none is left out."""
-    values = {key: group[key] for key in (*settings, BEGIN) if key in group}
+    values = {key: group[key] for key in (*settings, *SCHEDULE_KEYS) if key in group}
     plain = {
         key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
         for key, value in values.items()
@@ -51,6 +54,8 @@ def take_settings(
     own_group: Mapping[str, Any],
     settings: Collection[str],
     before: Mapping[str, Any],
+    *,
+    is_lowered: bool = False,
 ) -> tuple[Changes, Changes]:
     """Put a script's settings into a group of parameters from a checkpoint.
 
@@ -58,14 +63,18 @@ def take_settings(
         group: from the checkpoint; changed. own_group: as the script has made it.
         settings: the keys that are settings; others, such as a count of steps, stay.
         before: as the script had made it in the life of the checkpoint (`script_settings`); empty: nobody knows.
+        is_lowered: a kept schedule without a formula (`lowers_rates`) has changed the rate since then.
 
     Returns:
         What the script sets otherwise than before; and what only its loop had changed, and may again.
     """
     changes: Changes = {}
     drifts: Changes = {}
-    rates = _schedule_rates(group, own_group)
-    for key in [key for key in (*settings, BEGIN) if key in group or key in own_group]:
+    begins = group.get(BEGIN), own_group.get(BEGIN)
+    if None in begins and is_lowered:
+        begins = before.get("lr"), own_group.get("lr")
+    rates = _schedule_rates(begins, group["lr"]) if "lr" in group else None
+    for key in [key for key in (*settings, *SCHEDULE_KEYS) if key in group or key in own_group]:
         if key not in own_group:
             del group[key]
             continue
@@ -85,13 +94,17 @@ def take_settings(
     return changes, drifts
 
 
-def _schedule_rates(group: Mapping[str, Any], own_group: Mapping[str, Any]) -> tuple[float, float, float] | None:
+def _schedule_rates(begins: tuple[Any, Any], lr: Any) -> tuple[float, float, float] | None:
     """Return the rates that schedules begin with, in the checkpoint and here, and the rate now; None without any."""
-    if BEGIN not in group or BEGIN not in own_group or not float(group[BEGIN]):
+    if None in begins or not float(begins[0]):
         return None
-    old_begin, own_begin = float(group[BEGIN]), float(own_group[BEGIN])
-    lr = float(group["lr"])
-    return old_begin, own_begin, lr if old_begin == own_begin else lr / old_begin * own_begin
+    old_begin, own_begin = map(float, begins)
+    return old_begin, own_begin, float(lr) if old_begin == own_begin else float(lr) / old_begin * own_begin
+
+
+def lowers_rates(component: Any) -> bool:
+    """Whether a part of `stateful` lowers a group's rate where it stands, and nothing else says by how much."""
+    return isinstance(getattr(component, "scheduler", component), lr_scheduler.ReduceLROnPlateau)
 
 
 def is_same(old: Any, own: Any) -> bool:
