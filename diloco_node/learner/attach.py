@@ -272,8 +272,7 @@ class Diloco:
         """Show the loop what the ranks agreed on."""
         self.global_step, self.progress = boundary.global_step, boundary.part
         if boundary.is_stopping and not self.should_stop:
-            text = (self._session and self._session.stop_reason) or ""
-            reason = self._ranks.share_bytes(text.encode()).decode()
+            reason = self._ranks.share_bytes(((self._session and self._session.stop_reason) or "").encode()).decode()
             self.is_interrupted = not reason
             asked = "the process" if self._terminate.is_set else "rank 0, or another,"
             self._stop_if(True, reason or f"{asked} was asked to stop")
@@ -493,7 +492,7 @@ class Diloco:
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):
             self._warn(text)
-        self._watch = ModelWatch(self._tensors, self._warn)
+        self._watch = ModelWatch(self._tensors, self._warn, self._auto_step and self._auto_step.optimizer)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

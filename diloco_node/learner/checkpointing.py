@@ -228,7 +228,7 @@ class Checkpointing:
                 progress, self._parts, self._stateful, whole=self._whole, is_waiting=is_waiting
             )
         except LearnerError as error:
-            log.warning("no checkpoints of this learner: %s", error)
+            self._warn(f"no checkpoints of this learner, a restart begins its state anew: {error}")
             self._writer = None
             return
         if not is_copied:

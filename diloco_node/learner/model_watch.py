@@ -28,7 +28,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.batch_norm import batch_norm_warning
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.loss import LateLoss
-from diloco_node.learner.several_optimizers import kind_of, parameters_of
+from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of
 
 SAMPLE_VALUES: Final = 256
 """Values to compare of each tensor, spread over it: a tensor that is loaded differs in nearly all of them."""
@@ -98,11 +98,18 @@ class ModelWatch:
 
     Args:
         tensors: the model's. warn: tells people what is odd, but no error.
+        counted: the only optimizer whose steps are told, if not the loop itself tells them.
     """
 
-    def __init__(self, tensors: ModelTensors, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tensors: ModelTensors,
+        warn: Callable[[str], None],
+        counted: torch.optim.Optimizer | None = None,
+    ) -> None:
         self._tensors = tensors
         self._warn = warn
+        self._counted = counted
         # Merged tensors and masters, with their names.
         self._names = tensors.names
         self._forms = [(tensor.dtype, tensor.shape) for tensor in self._names]
@@ -268,6 +275,11 @@ class ModelWatch:
                 f"This region would train them alone. {REMEDY}"
             )
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
+        if tensors and self._counted not in (None, optimizer, *inner_of(optimizer)):
+            raise LearnerError(
+                f'{kind_of(optimizer)} makes a step, and attach(step="auto") counts those of another optimizer: give '
+                "attach() the one that trains, after it was made"
+            )
         self._optimizers[optimizer] = _OptimizerRecord(size, tensors) if tensors else None
         return self._optimizers[optimizer]
 

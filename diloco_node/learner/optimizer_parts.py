@@ -145,12 +145,13 @@ class OptimizerParts:
         is_named, settings = any(self._names), settings_of(self._optimizer)
         scripts = [*first.rest.get("script", ()), *({} for _ in groups)]
         changes: Changes = {}
-        for group, own_group, script in zip(groups, own_groups, scripts, strict=False):
+        for at, (group, own_group, script) in enumerate(zip(groups, own_groups, scripts, strict=False)):
             if not is_named and len(group["params"]) != len(own_group["params"]):
                 raise ValueError("another number of parameters was kept")
             group["params"] = own_group["params"]
             group_changes, drifts = take_settings(group, own_group, settings, script, is_lowered=is_lowered)
-            changes |= group_changes
+            for key, pair in group_changes.items():
+                changes[key if changes.get(key) in (None, pair) else f"{key} of group {at}"] = pair
             self._drifts.append(drifts)
         views = [_ByParameter(save) for save in saves]
         state = {index: values for index in range(len(self._parameters)) if (values := self._state_of(index, views))}

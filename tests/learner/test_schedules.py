@@ -55,6 +55,19 @@ def test_a_setting_that_the_script_changed_wins_and_is_told(
     assert float(new.state[weight]["step"]) == 3.0
 
 
+def test_settings_of_several_groups_are_told_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def build(*lrs: float) -> torch.optim.AdamW:
+        layers = [nn.Linear(2, 2) for _ in lrs]
+        return torch.optim.AdamW(
+            [{"params": [*layer.parameters()], "lr": lr} for layer, lr in zip(layers, lrs, strict=True)]
+        )
+
+    with caplog.at_level(logging.WARNING):
+        restart(tmp_path, build(0.1, 0.2, 0.1), build(0.3, 0.4, 0.3))
+    told = [record.message.partition(" as the")[0] for record in caplog.records]
+    assert told == ["optimizer: lr is 0.3", "optimizer: lr of group 1 is 0.4"]
+
+
 def test_equal_settings_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         restart(tmp_path, adamw(3, betas=(0.9, 0.95)), adamw(betas=(0.9, 0.95)))
