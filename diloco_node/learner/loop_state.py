@@ -209,9 +209,8 @@ class LoopState:
                 if self._has_drawn(item):
                     yield f"a generator ({type(item).__module__.partition('.')[0]}'s {type(item).__name__})"
             elif isinstance(item, Optimizer):
-                if not {id(inner) for inner in inner_of(item)} & self._member_ids and not names.keys().isdisjoint(
-                    item.state
-                ):
+                is_kept = any(id(inner) in self._member_ids for inner in inner_of(item))
+                if not is_kept and not names.keys().isdisjoint(getattr(item, "state", ())):
                     yield f"the moments of {type(item).__name__}, which attach() was not given"
             elif isinstance(item, GradScaler):
                 if item.is_enabled():

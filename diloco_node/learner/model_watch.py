@@ -252,7 +252,8 @@ class ModelWatch:
             return
         before, record.before = record.before, {}
         record.note()
-        self._note_records()  # another may hold the same tensors
+        if len(self._optimizers) > 1:  # another may hold the same tensors
+            self._note_records()
         record.is_stepping = False
         record.steps += 1
         if record.steps in COPY_LOOKS:

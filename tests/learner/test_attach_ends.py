@@ -253,6 +253,7 @@ def test_process_that_the_loop_forks_ends_with_sigterm(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         Toy().step(diloco)
         assert diloco.should_stop
+        assert diloco.is_interrupted
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -294,6 +295,7 @@ def test_stop_ends_the_loop_and_done_is_said(folder: Path) -> None:
                 assert time.monotonic() < deadline_s
                 toy.step(diloco)
             assert diloco.stop_reason == "the run is finished"
+            assert not diloco.is_interrupted
             diloco.evaluated(val_loss=1.25, val_loss_global=1.0)
         done = daemon.wait_for(Done)
         assert (done.step, done.tokens) == (diloco.steps, 7 * diloco.steps)
