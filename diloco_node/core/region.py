@@ -29,7 +29,7 @@ from diloco_node.core.projections import ContributionsProjected, Projected
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
 from diloco_node.core.recovery.upkeep import Upkeep
-from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.recovery.versions import MISSING_ROUNDS, Versions
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.entry_check import EntryCheck
@@ -90,8 +90,7 @@ class RegionCore:
         self._effects = EffectBuffer(region)
         # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
         self.history = RoundHistory(fragments)
-        base = recovery.base
-        if base.index:
+        if (base := recovery.base).index:
             self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
         self.versions = Versions(
             region=region,
@@ -290,8 +289,11 @@ class RegionCore:
         if (base := self._upkeep.next_base()) is not None:
             self._emit(self.ledger.compact(base))
             self._upkeep.on_compaction()
-        self._emit(self._objections.raise_against(self.ledger.missing_payloads(), now_ns=now_ns))
-        lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
+        missing = self.ledger.missing_payloads(rounds_max=MISSING_ROUNDS)
+        if objections := self._objections.raise_against(missing, now_ns=now_ns):
+            self._emit(objections)
+            missing = self.ledger.missing_payloads(rounds_max=MISSING_ROUNDS)
+        lacking = self._patience.lacking(missing, now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
             self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.alive(now_ns=now_ns), now_ns=now_ns)
