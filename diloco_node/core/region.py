@@ -142,6 +142,7 @@ class RegionCore:
             has_base=self.versions.has_base,
             base_fault=lambda base: check.base_fault(base) or self._upkeep.base_fault(base),
             named_by=lambda base: named_disks(decode_summary(base.summary, fragments=fragments)),
+            life=recovery.life,
         )
         self.leader = RoundLeader(context, progress, self.participant)
         self._genesis = Genesis(
@@ -356,6 +357,7 @@ class RegionCore:
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         digests = self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else ()
+        self.liveness.folder = self.ledger.folder
         self.liveness.beat(applied_index=self.versions.applied_index(), digests=digests, now_ns=now_ns, only_to=only_to)
 
     def _repeat_requests(self) -> None:
@@ -398,10 +400,10 @@ class RegionCore:
         return peer == self.ledger.leader and term == self.ledger.term
 
     def _heartbeat(self, peer: str, beat: msg.Heartbeat, now_ns: int) -> None:
-        learner = beat.learner
-        if learner is not None and len(learner.positions) != len(self._manifest.fragments):
-            self._effects.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
+        if beat.learner and len(beat.learner.positions) != len(self._manifest.fragments):
+            self._effects.note("report", f"{peer} reports {len(beat.learner.positions)} fragments", is_alarm=True)
             return
+        self.replacement.hear(peer, beat.folder, self._effects)
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
             self._upkeep.digests.on_report(peer, beat.digests)
             self.leader.on_status(peer, now_ns=now_ns)
@@ -489,7 +491,7 @@ class RegionCore:
             rounds_committed=history.rounds_committed,
             tokens_merged=history.account.merged_tokens(len(fragments)),
             digest_differences=self._upkeep.digests.differences,
-            contradictions=tuple(ledger.contradictions.values()),
+            contradictions=(*ledger.contradictions.values(), *ledger.folders.faults),
             wrong_leaders=tuple(sorted(ledger.wrong_leaders.items())),
             is_ending=self.leader.is_ending,
             finished="" if self.end.end is None else self.end.end.reason,

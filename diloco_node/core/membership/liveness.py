@@ -8,7 +8,7 @@ from typing import Final
 from diloco_node.core.cadence import CEILING, Cadence
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.messages import Heartbeat
-from diloco_node.core.types import NO_LIMITS, FragmentDigest, LearnerStatus, RateLimits
+from diloco_node.core.types import NO_LIMITS, FolderLife, FragmentDigest, LearnerStatus, RateLimits
 
 SILENT_HEARTBEATS: Final = 5
 """A region from which nothing came for this many heartbeats counts as gone."""
@@ -65,6 +65,7 @@ class Liveness:
     Attributes:
         stride: every so many heartbeats go to all regions, the others to the leader.
         is_leaving: this region is about to stop.
+        folder: this region's, as the next heartbeat tells it.
         patience: factor on how long the others may be silent: terms came to nothing (`LedgerState.patience`).
     """
 
@@ -81,6 +82,7 @@ class Liveness:
         # All regions of the run, this one too, sorted.
         self._regions = tuple(sorted(regions))
         self.is_leaving = False
+        self.folder: FolderLife | None = None
         self.patience = 1
         self.stride = min(STRIDE_MAX, -(-(len(regions) - 1) // OTHERS_AT_ONCE) or 1)
         # Regular heartbeats since the last one to all, below `stride`.
@@ -194,6 +196,7 @@ class Liveness:
                     digests,
                     self._own_budget,
                     self.is_leaving,
+                    self.folder,
                 )
                 self._effects.send(name, beat)
 

@@ -171,7 +171,6 @@ CHEATS: dict[str, Cheat] = {
         Cheat("rows left out", partial(_lead_wrongly, lambda _: {"projections": ()}), ("lack the nonce",)),
         Cheat("early end", _end_early, ("no operator's order",)),
         Cheat("receipts", _deny_receipts),
-        # Folders know no age: a copy is taken for the folder itself.
-        Cheat("old folder", _bring_back_old_folder, ("folder",), is_borne=False),
+        Cheat("old folder", _bring_back_old_folder, ("is an older copy",)),
     )
 }
