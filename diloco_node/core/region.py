@@ -123,6 +123,8 @@ class RegionCore:
         progress = RunProgress(context)
         self.end = RunEnd(context, self.versions, progress, (entry.body for entry in recovery.entries))
         self.participant = RoundParticipant(context, self.versions)
+        self._discards = DiscardReporter(context)
+        self._objections = Objections(context, self.versions, self.end, self._discards.ended)
         check = EntryCheck(run, manifest, settings, witness=self.participant.audits.entry_fault)
         self.ledger = LedgerCore(
             region=region,
@@ -155,7 +157,6 @@ class RegionCore:
             effects=self._effects,
         )
         self.replacement = DiskReplacement(self.ledger, self.history, heartbeat_ns=settings.heartbeat_ns)
-        self._discards = DiscardReporter(context)
         self._upkeep = Upkeep(
             regions=len(self._regions),
             settings=settings,
@@ -165,7 +166,6 @@ class RegionCore:
             effects=self._effects,
             genesis_fault=self._genesis.fault,
         )
-        self._objections = Objections(self.ledger, self.versions, self.end, self._effects, settings)
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
@@ -291,7 +291,7 @@ class RegionCore:
         if (base := self._upkeep.next_base()) is not None:
             self._emit(self.ledger.compact(base))
             self._upkeep.on_compaction()
-        self._emit(self._objections.raise_against(self.ledger.missing_payloads(), now_ns=now_ns))
+        self._emit(self._objections.raise_against(self.ledger, self.ledger.missing_payloads(), now_ns=now_ns))
         lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
@@ -340,7 +340,7 @@ class RegionCore:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
         if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
             return False
-        return self.versions.has_payload(body) and not self.end.doubt(body, now_ns=self._now_ns)
+        return self.versions.has_payload(body) and not self._objections.doubt(body, now_ns=self._now_ns)
 
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
@@ -491,7 +491,7 @@ class RegionCore:
             rounds_committed=history.rounds_committed,
             tokens_merged=history.account.merged_tokens(len(fragments)),
             digest_differences=self._upkeep.digests.differences,
-            contradictions=(*ledger.contradictions.values(), *ledger.folders.faults),
+            contradictions=tuple(ledger.contradictions.values()),
             wrong_leaders=tuple(sorted(ledger.wrong_leaders.items())),
             is_ending=self.leader.is_ending,
             finished="" if self.end.end is None else self.end.end.reason,

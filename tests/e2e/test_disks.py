@@ -123,14 +123,15 @@ def copied(cluster: Cluster, name: str, place: str) -> Path:
 
 
 async def until_found_out(cluster: Cluster, name: str) -> None:
-    """Until each other region has an alert that names the copy; then until it counts again."""
+    """Until each other region names the copy, by the newest start of the folder."""
     others = cluster.others(name)
+    before = {other: cluster.regions[other].status["ledger_contradictions"] for other in others}
 
-    def is_named(status: dict[str, Any]) -> bool:
-        return any(f"folder of {name} is an older copy" in line for line in status["ledger_contradictions"])
+    def is_named(other: str, status: dict[str, Any]) -> bool:
+        lines = status["ledger_contradictions"]
+        return lines != before[other] and any(f"folder of {name} is an older copy" in line for line in lines)
 
-    await cluster.until(f"{name} is found out", lambda now: all(map(is_named, now.values())), others)
-    await cluster.until(f"{name} counts again", lambda now: not any(map(is_named, now.values())), others)
+    await cluster.until(f"{name} is found out", lambda now: all(is_named(*item) for item in now.items()), others)
 
 
 async def end_and_check(cluster: Cluster) -> None:

@@ -85,16 +85,6 @@ class FolderLives:
         memory = self._memory(peer)
         return memory is not None and bool(memory.fault) and not expulsion_fault(self._disks.current, peer)
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """A line for each region whose folder is an older copy."""
-        memories = ((peer, self._memory(peer)) for peer in sorted(self._memories))
-        return tuple(
-            f"the folder of {peer} is an older copy: {memory.fault}"
-            for peer, memory in memories
-            if memory and memory.fault
-        )
-
     def _memory(self, peer: str) -> _Memory | None:
         """Return what is known of the folder that counts: one that was named anew since is another one."""
         memory = self._memories.get(peer)

@@ -134,9 +134,10 @@ class LedgerCore(LedgerState):
 
     def hear(self, peer: str, folder: FolderLife) -> str:
         """Take what a region tells of its folder. Return why it is an older copy, if that is news."""
-        fault = self.folders.hear(peer, folder)
-        if fault and peer in self._followers:
-            self._followers[peer].disk, self._followers[peer].durable_index = b"", 0
+        if fault := self.folders.hear(peer, folder):
+            self.contradictions[peer] = f"the folder of {peer} is an older copy: {fault}"
+            if follower := self._followers.get(peer):
+                follower.disk, follower.durable_index = b"", 0
         return fault
 
     def take_committed(self, entries_max: int | None = None) -> list[Entry]:

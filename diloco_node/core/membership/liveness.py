@@ -40,12 +40,14 @@ class _Peer:
 
     Attributes:
         cadence: of its heartbeats; nothing was heard since the link was down.
-        sequence: the highest received. old_in_a_row: heartbeats since with lower numbers.
+        sequence: the highest received. echo: of ours, the highest that it had received then.
+        old_in_a_row: heartbeats since with lower numbers.
         rtt_ns: moving average; 0 while unknown.
     """
 
     cadence: Cadence
     sequence: int = 0
+    echo: int = 0
     sequence_at_ns: int = 0
     old_in_a_row: int = 0
     rtt_ns: int = 0
@@ -145,7 +147,7 @@ class Liveness:
             if state.old_in_a_row < OLD_SEQUENCES_MAX:
                 return False
         state.old_in_a_row = 0
-        state.sequence, state.sequence_at_ns = beat.sequence, now_ns
+        state.sequence, state.echo, state.sequence_at_ns = beat.sequence, beat.echo, now_ns
         state.hears = tuple(name for name in self._regions if name in beat.hears)
         state.applied_index, state.budget = beat.applied_index, beat.budget
         state.is_leaving = beat.leaving or (beat.learner is not None and beat.learner.leaving)
@@ -199,6 +201,15 @@ class Liveness:
                     self.folder,
                 )
                 self._effects.send(name, beat)
+
+    @property
+    def sequence(self) -> int:
+        """The number of the last heartbeat that left here."""
+        return self._sequence
+
+    def echo(self, region: str) -> int:
+        """The last of this region's heartbeats that another region had when it sent its last one."""
+        return self._peers[region].echo
 
     @property
     def silent_ns(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from diloco_node.core.messages import ContributionProjected, MergedReceived
-from diloco_node.core.types import EntryBody, RoundBody
+from diloco_node.core.types import DiscardedBody, EntryBody, RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import SECOND
@@ -87,6 +87,20 @@ def _lead_wrongly(change: Callable[[RoundBody], dict[str, Any]], host: Host) -> 
 def _weigh_the_first(body: RoundBody) -> dict[str, Any]:
     first, *members = body.members
     return {"members": (replace(first, weight=64.0 * first.weight), *members)}
+
+
+def _throw_away(host: Host) -> None:
+    """In place of each round it books the steps of another region's contribution as lost."""
+
+    def spoil(body: EntryBody) -> EntryBody:
+        members = body.members if isinstance(body, RoundBody) else ()
+        work = next((member.contribution for member in members if member.contribution.learner != host.name), None)
+        if work is None:
+            return body
+        steps = (work.step_from, work.step_to, work.tokens)
+        return DiscardedBody(work.learner, work.incarnation, work.fragment, *steps, "it pleases me")
+
+    host.spoil_core = partial(view.spoil_proposals, spoil=spoil)
 
 
 def _end_early(host: Host) -> None:
@@ -169,6 +183,7 @@ CHEATS: dict[str, Cheat] = {
         Cheat("share", partial(_lead_wrongly, lambda _: {"share": 2.0**-126}), ("its share",)),
         Cheat("weights", partial(_lead_wrongly, _weigh_the_first), ("its weight",)),
         Cheat("rows left out", partial(_lead_wrongly, lambda _: {"projections": ()}), ("lack the nonce",)),
+        Cheat("discards", _throw_away, ("has not given up",)),
         Cheat("early end", _end_early, ("no operator's order",)),
         Cheat("receipts", _deny_receipts),
         Cheat("old folder", _bring_back_old_folder, ("is an older copy",)),
