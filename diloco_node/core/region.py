@@ -365,6 +365,7 @@ class RegionCore:
         if not leader or self.history.genesis is None or self.is_replaying:
             return
         if bodies := self._discards.bodies():
+            self._beat(self._now_ns, only_to=leader)  # a report that bears them out comes first
             self._effects.send(leader, msg.DiscardReported(bodies))
         self.end.ask()
 
@@ -389,9 +390,8 @@ class RegionCore:
         elif isinstance(message, msg.FinishRequested):
             if (reason := self.end.take(peer, message, now_ns=now_ns)) is not None:
                 self.leader.request_finish(reason)
-        elif isinstance(message, msg.BallotOpened):
-            if self._is_of_leader(peer, message.ballot.term):
-                self.participant.ballot_opened(peer, message)
+        elif isinstance(message, msg.BallotOpened) and self._is_of_leader(peer, message.ballot.term):
+            self.participant.ballot_opened(peer, message)
         elif isinstance(message, msg.MergeDecided) and self._is_of_leader(peer, message.ballot.term):
             self.participant.merge_decided(message)
 

@@ -120,6 +120,25 @@ def _end_early(host: Host) -> None:
     host.spoil_core = spoil
 
 
+def _avoid_audits(host: Host) -> None:
+    """Its sums are wrong, and as leader it gives up each ballot that is to be audited."""
+    host.spoil_sum = np.negative
+
+    def spoil(core: Any) -> None:
+        leader: Any = view.rounds(core)
+        propose = leader._propose_audited
+
+        def propose_others(round_: Any, now_ns: int) -> None:
+            if leader._audit.windows(round_):
+                leader._next_ballot(round_, "it would be audited", now_ns=now_ns)
+            else:
+                propose(round_, now_ns)
+
+        leader._propose_audited = propose_others
+
+    host.spoil_core = spoil
+
+
 def _deny_receipts(host: Host) -> None:
     """Each merged stripe that it gets has other bytes, it says."""
 
@@ -175,6 +194,7 @@ CHEATS: dict[str, Cheat] = {
         ),
         Cheat("sum flipped", partial(_sum_wrongly, np.negative), _SUM_WORDS, commits_wrong=True),
         Cheat("sum biased", partial(_sum_wrongly, _bias), _SUM_WORDS, commits_wrong=True),
+        Cheat("audits avoided", _avoid_audits, (*_SUM_WORDS, "it avoids audits"), commits_wrong=True),
         Cheat("projections", _tell_other_projections, ("other projections",)),
         Cheat("tokens x2", partial(_count_more, 2)),
         Cheat("tokens x8", partial(_count_more, 8)),
