@@ -168,7 +168,7 @@ def _bring_back_old_folder(host: Host) -> None:
 
     def take() -> None:
         older = copy.copy(host.disk)
-        for name in ("entries", "payloads", "states", "older_states", "counters"):
+        for name in ("entries", "payloads", "states", "older_states"):
             setattr(older, name, copy.copy(getattr(host.disk, name)))
         host.world.after(OLD_AFTER_NS, None, put, older)
 
@@ -176,6 +176,8 @@ def _bring_back_old_folder(host: Host) -> None:
         host.kill_daemon()
         host.kill_learner()
         older.ledger_queue, older.late_writes, older.votes = [], [], host.disk.votes
+        # A learner that gets a number again ends as soon as it takes a version, and the next one gets another number.
+        older.counters = host.disk.counters
         host.disk = older
         host.start_daemon()
         host.start_learner()
