@@ -51,10 +51,11 @@ class AuditPart:
             ballot.drawn = AuditDrawn(ballot.number, ballot.digest, (nonce_of(self._secret, ballot.number),))
             for name in self._regions:
                 self._effects.send(name, ballot.drawn)
-        windows = self._windows(announcement.fragment, ballot.nonces, announcement.stripes)
         own = round_.contribution if ballot.has_contributed and not ballot.has_row_order else None
         is_payload_due = bool(ballot.digest) and not ballot.is_lost and not ballot.has_payload_order
-        if windows and (own is not None or is_payload_due):
+        if not ballot.nonces or (own is None and not is_payload_due):
+            return
+        if windows := self._windows(announcement.fragment, ballot.nonces, announcement.stripes):
             ballot.has_row_order |= own is not None
             ballot.has_payload_order |= is_payload_due
             stripes, fragment = announcement.stripes if is_payload_due else (), announcement.fragment
