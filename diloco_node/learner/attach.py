@@ -59,7 +59,7 @@ log = logging.getLogger("diloco_node.learner")
 CHECKPOINT_EVERY_S: Final = 60.0
 ON_SPIKE_VARIABLE: Final = "DILOCO_SPIKES"
 USABLE: Final = torch.inference_mode(mode=False)
-"""What is made in a loop's `inference_mode` could never be written to outside of it."""
+"""Tensors that are made in a loop's `inference_mode` could never be written to outside of it."""
 
 
 @USABLE

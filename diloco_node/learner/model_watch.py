@@ -121,8 +121,8 @@ class ModelWatch:
         self._places = self._places_now()
         # Those that have made a step; None for one that trains something else.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OptimizerRecord | None] = WeakKeyDictionary()
-        # Parameters and masters, but no buffers: a forward pass may change those before the first step.
         followed = tensors.followed
+        # Parameters and masters, but no buffers: a forward pass may change those before the first step.
         self._weights = {
             tensor: name
             for tensor, name in self._names.items()
@@ -340,7 +340,7 @@ class ModelWatch:
     def _look_at_states(self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord) -> None:
         """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not.
 
-        What a step began with is no copy either: it is taken anew in each (SAM goes back to it within the step).
+        The values at a step's begin are no copy either: SAM takes them anew in each step, to go back to them.
         """
         self._likeness = {}
         for name, tensor in record.tensors.items():

@@ -24,7 +24,7 @@ BEGIN: Final = "initial_lr"
 """The rate of a group that its schedule begins with, as schedules of torch's write it into the group."""
 
 SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""What schedules of torch's write into a group, and read there: settings, too."""
+"""Settings that schedules of torch's write into a group, and read there."""
 
 log = logging.getLogger("diloco_node.learner")
 
