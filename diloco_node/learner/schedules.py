@@ -66,7 +66,7 @@ def take_settings(
         is_lowered: a kept schedule without a formula (`lowers_rates`) has changed the rate since then.
 
     Returns:
-        What the script sets otherwise than before; and what only its loop had changed, and may again.
+        Settings that the script has changed; and those that only its loop had changed, and may again.
     """
     changes: Changes = {}
     drifts: Changes = {}
