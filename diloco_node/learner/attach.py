@@ -492,7 +492,7 @@ class Diloco:
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):
             self._warn(text)
-        self._watch = ModelWatch(self._tensors, self._warn, self._auto_step and self._auto_step.optimizer)
+        self._watch = ModelWatch(self._tensors, self._warn, self._auto_step.optimizer if self._auto_step else None)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)
