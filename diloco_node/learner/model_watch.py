@@ -356,7 +356,8 @@ class ModelWatch:
                 # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
                 before, first = record.states.get((name, key), (sample, likeness))
                 record.states[name, key] = sample, first
-                is_copy = (sample != before).any() & torch.ne(sample, record.before.get(name, before)).any()
+                began = record.before[name] if name in record.before else before  # noqa: SIM401 - mypy
+                is_copy = (sample != before).any() & (sample != began).any()
                 self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         if self._likeness:
             self._likeness_max.offer(stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
