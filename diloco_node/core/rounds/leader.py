@@ -335,11 +335,15 @@ class RoundLeader:
 
     def _is_wrong(self, round_: OpenRound, now_ns: int) -> bool:
         """Check a merged ballot for contradictions; if there is one, open the next ballot and return True."""
+        stripes_here = self._payloads.merged_stripes(round_.fragment, round_.ballot)
+        facts = (stripes_here, dict(round_.merged_digests))
+        if facts == round_.judged:
+            return False
+        round_.judged = facts
         self._judge.answer_norms(round_, now_ns=now_ns)
         mismatch = round_.norm_mismatch()
         dispute = "" if mismatch else self._judge.judge_digests(round_, now_ns=now_ns)
         if not mismatch and not dispute:
-            stripes_here = self._payloads.merged_stripes(round_.fragment, round_.ballot)
             dispute = self._judge.judge_sums(round_, stripes_here, now_ns=now_ns)
         if dispute:
             self._next_ballot(round_, dispute, now_ns=now_ns)
