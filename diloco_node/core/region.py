@@ -90,8 +90,7 @@ class RegionCore:
         self._effects = EffectBuffer(region)
         # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
         self.history = RoundHistory(fragments)
-        base = recovery.base
-        if base.index:
+        if (base := recovery.base).index:
             self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
         self.versions = Versions(
             region=region,
@@ -291,8 +290,7 @@ class RegionCore:
         if (base := self._upkeep.next_base()) is not None:
             self._emit(self.ledger.compact(base))
             self._upkeep.on_compaction()
-        self._emit(self._objections.raise_against(self.ledger, self.ledger.missing_payloads(), now_ns=now_ns))
-        lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
+        lacking = self._patience.lacking(self._objections.raise_against(self.ledger, now_ns=now_ns), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
             self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.alive(now_ns=now_ns), now_ns=now_ns)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_node.core.ledger.disks import DiskView
@@ -264,13 +265,27 @@ class LedgerState:
         if not self.leader:
             return f"no leader in term {self.term} yet{self._entry_gate.reason}"
         state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
-        missing = self.missing_payloads()
+        missing = self.missing_payloads(rounds_max=1)
         return state + (f"; waits for {body_name(missing[0])}" if missing else "")
 
-    def missing_payloads(self) -> tuple[EntryBody, ...]:
-        """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger."""
-        waiting = self._log.waiting
-        return tuple(entry.body for entry in waiting if not self._has_payload(entry.body)) if waiting else ()
+    def missing_payloads(self, *, rounds_max: int | None = None) -> tuple[EntryBody, ...]:
+        """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger.
+
+        Args:
+            rounds_max: the first so many rounds of each fragment are enough. A region that was away for an hour lacks
+                thousands, and asks after each event. None: all.
+        """
+        missing: list[EntryBody] = []
+        rounds: Counter[int] = Counter()
+        for entry in self._log.waiting:
+            body = entry.body
+            fragment = body.fragment if isinstance(body, RoundBody) else -1
+            if fragment >= 0 and rounds[fragment] == rounds_max:
+                continue
+            if not self._has_payload(body):
+                missing.append(body)
+                rounds[fragment] += 1
+        return tuple(missing)
 
     def is_staged(self, body: EntryBody) -> bool:
         """Whether an entry waits that is not known to be committed."""
