@@ -130,12 +130,20 @@ class AuditPart:
             self._effects.note("audit", f"{text}: {ballot.leader} leaves them out, or {cause}", is_alarm=True)
         return ""
 
-    def give_up(self, ballot: FollowedBallot, leader: str) -> None:
-        """Take it that a leader opens another ballot in place of this one.
+    def give_up(self, ballot: FollowedBallot, leader: str, stripes: tuple[Stripe, ...]) -> None:
+        """Take it that a leader opens another ballot in place of this one, of these stripes.
 
-        Once the drawer has told its nonce the leader knows whether it will be audited.
+        Once the drawer has told its nonce the leader knows whether it will be audited. After an audit that finds
+        something it reduces alone what others reduced.
         """
-        if ballot.drawn is not None and ballot.leader == leader and self._retreats.note(ballot.number, {leader}):
+        reducers, reducers_before = ({cut.reducer for cut in cuts} for cuts in (stripes, ballot.announcement.stripes))
+        is_answer = reducers == {leader} != reducers_before
+        if (
+            ballot.drawn is not None
+            and ballot.leader == leader
+            and not is_answer
+            and self._retreats.note(ballot.number, {leader})
+        ):
             text = (
                 f"{leader} gave up {LAPSES_TOLD} ballots once they were drawn: it avoids audits, or links are too slow"
             )
