@@ -163,11 +163,12 @@ class Neighbourhood:
         applied_index: int = 1_000,
         budget: RateLimits = NO_LIMITS,
         leaving: bool = False,
+        echo: int = 0,
     ) -> None:
         """A heartbeat of a peer arrives."""
         self._sequences[peer] += 1
         peers = tuple(sorted(hears if hears is not None else set(self.regions) - {peer}))
-        beat = Heartbeat(self._sequences[peer], 0, 0, peers, learner, applied_index, (), budget, leaving)
+        beat = Heartbeat(self._sequences[peer], echo, 0, peers, learner, applied_index, (), budget, leaving)
         self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns)
 
     def all_hear(self, learner: LearnerStatus, *, now_ns: int) -> None:

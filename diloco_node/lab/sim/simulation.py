@@ -52,9 +52,6 @@ WORDS = "words"
 LIARS = (WORDS, *cheats.CHEATS)
 """How a region can lie: in words of its own (`liar`), or in right words about what it did wrongly (`cheats`)."""
 
-LIARS_DRAWN = (WORDS, *(name for name, cheat in cheats.CHEATS.items() if cheat.is_borne))
-"""Those that seeds draw."""
-
 LIARS_CHANCE = 0.2
 
 COMMITS_AFTER_HEALING = 2
@@ -166,7 +163,7 @@ class Simulation:
         del self.honest[region]
         if kind != WORDS:
             cheat = cheats.CHEATS[kind]
-            checkers.words, checkers.oracle.excuses_sums = cheat.words, cheat.commits_wrong or not cheat.is_borne
+            checkers.words, checkers.oracle.excuses_sums = cheat.words, cheat.commits_wrong
             return Cheating(self.hosts[region], cheat)
         checkers.oracle.forgers = liars
         checkers.tolerated.update(TOLERATED)
@@ -248,7 +245,7 @@ def simulate(
     if liar is None and fault is None and effects == FAST and regions not in (1, 2):
         # A draw of its own, so that the other seeds' runs do not depend on it. Of two regions nobody knows who lies.
         rng = random.Random(f"liar of {seed}")
-        liar = rng.choice(LIARS_DRAWN) if rng.random() < LIARS_CHANCE else ""
+        liar = rng.choice(LIARS) if rng.random() < LIARS_CHANCE else ""
     elif liar is None:
         liar = fault.liar if fault is not None else ""
     # Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time.
