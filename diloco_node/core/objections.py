@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from diloco_node.core.events import Effect
 from diloco_node.core.ledger.raft import LedgerCore
@@ -28,22 +28,11 @@ class Objections:
         """Return why this region does not acknowledge an entry now; empty if it may. Once it may, it may for ever."""
         return self._end.doubt(body, now_ns=now_ns) or self._discards.doubt(body, now_ns=now_ns)
 
-    def raise_against(self, ledger: LedgerCore, *, now_ns: int) -> tuple[EntryBody, ...]:
-        """Refuse an entry that is not what it says, and its leader; take it if a majority has committed it.
-
-        Returns:
-            The first bodies that still wait.
-        """
-        bodies = ledger.missing_payloads(rounds_max=MISSING_ROUNDS)
-        effects = self._objections(ledger, bodies, now_ns)
-        for effect in effects:
-            self._effects.emit(effect)
-        return ledger.missing_payloads(rounds_max=MISSING_ROUNDS) if effects else bodies
-
-    def _objections(self, ledger: LedgerCore, bodies: Iterable[EntryBody], now_ns: int) -> list[Effect]:
+    def raise_against(self, ledger: LedgerCore, *, now_ns: int) -> list[Effect]:
+        """Refuse an entry that is not what it says, and its leader; take it if a majority has committed it."""
         effects: list[Effect] = []
         since_ns, self._doubted_ns = self._doubted_ns, None
-        for body in bodies:
+        for body in ledger.missing_payloads(rounds_max=MISSING_ROUNDS):
             fault = self._versions.payload_fault(body) or self._discards.fault(body, now_ns=now_ns)
             end_doubt, doubt = self._end.doubt(body, now_ns=now_ns), self.doubt(body, now_ns=now_ns)
             if not fault and not doubt:

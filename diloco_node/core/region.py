@@ -29,7 +29,7 @@ from diloco_node.core.projections import ContributionsProjected, Projected
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
 from diloco_node.core.recovery.upkeep import Upkeep
-from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.recovery.versions import MISSING_ROUNDS, Versions
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.entry_check import EntryCheck
@@ -290,7 +290,8 @@ class RegionCore:
         if (base := self._upkeep.next_base()) is not None:
             self._emit(self.ledger.compact(base))
             self._upkeep.on_compaction()
-        lacking = self._patience.lacking(self._objections.raise_against(self.ledger, now_ns=now_ns), now_ns=now_ns)
+        self._emit(self._objections.raise_against(self.ledger, now_ns=now_ns))
+        lacking = self._patience.lacking(self.ledger.missing_payloads(rounds_max=MISSING_ROUNDS), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
             self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.alive(now_ns=now_ns), now_ns=now_ns)
