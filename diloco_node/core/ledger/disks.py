@@ -90,6 +90,14 @@ class DiskView:
         """Whether this folder is the one of its region that counts."""
         return disk != NO_DISK and self.disk_of(region) == disk
 
+    def named_at(self, region: str) -> int:
+        """Index of the entry that named the region's folder last; 0 if it is summed up."""
+        named_at, disk = 0, self._base.get(region, NO_DISK)
+        for index, view in self._changes:
+            if view.get(region, NO_DISK) != disk:
+                named_at, disk = index, view.get(region, NO_DISK)
+        return named_at
+
     def replaced(self, region: str, after_index: int) -> int:
         """How often the entries after an index name another folder of the region, in place of one that was lost."""
         views = pairwise([(0, self._base), *self._changes])

@@ -142,8 +142,8 @@ def held_out_loss(model: ByteGPT, windows: Windows, parameters: Mapping[str, Ten
 class Outcome:
     """How a run ended, in nats per byte where it is a loss.
 
-    `loss_first` and `loss_last` are None if no step was made, `val_loss` on ranks that did not compute it,
-    `val_loss_global` also without a daemon.
+    `loss_first` and `loss_last` are None if no step was made, `val_loss` on ranks that did not compute it, and after an
+    interruption; `val_loss_global` also without a daemon.
     """
 
     steps: int
@@ -248,9 +248,11 @@ class Trainer:
             if diloco.global_step // interval > evaluation_count:
                 evaluation_count = diloco.global_step // interval
                 self._evaluate(diloco, steps, self._finite(loss, steps))
+        first_loss, last_loss = (None if loss is None else self._finite(loss, steps) for loss in (first, last))
+        if diloco.is_interrupted:  # others wait for its last steps, and its machine may be gone soon
+            return Outcome(steps, steps * tokens_per_step, first_loss, last_loss, None, None)
         if diloco.is_attached:
             diloco.settle(SETTLE_S)
-        first_loss, last_loss = (None if loss is None else self._finite(loss, steps) for loss in (first, last))
         val_loss, everybodys = self._evaluate(diloco, steps, last_loss)
         return Outcome(steps, steps * tokens_per_step, first_loss, last_loss, val_loss, everybodys)
 
