@@ -393,7 +393,7 @@ class Diloco:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
             return
-        if self._session is not None and self._wish.reason:
+        if self._session is not None and self._wish.reason and not self._is_closed:
             self._session.want_end(self._wish.reason)
         self._close(failure(error))
 

@@ -240,7 +240,7 @@ def _living(*kinds: type) -> list[Any]:
 
 def _of_process() -> list[object]:
     """Generators of the process that a checkpoint keeps, and Python's own for names of files."""
-    return [random.random.__self__, tempfile._get_candidate_names()]  # type: ignore[attr-defined]
+    return [random.random.__self__, tempfile._get_candidate_names().rng]  # type: ignore[attr-defined]
 
 
 def _reach(components: Iterable[object]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ def model_state(
 def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragments: LearnerFragments) -> Iterator[None]:
     """Within it the module's `state_dict()` holds the merged parameters: trainers save the run's model in mid-run, too.
 
+    So does that of a model of Hugging Face inside of it, which scripts save by itself.
     Rank 0 has them. For a model in parts all ranks would have to call it together, so there it is as ever.
     """
     if not fragments.shards.is_first_whole:
@@ -60,22 +62,28 @@ def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragmen
     replicas = replicas_in(module)
     is_asking = not ranks.is_first  # rank 0 alone has the merged parameters
 
-    def replace(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    def replace(path: str, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         nonlocal is_asking
-        if is_asking:
+        if is_asking or (path and prefix):  # inside of another's, which replaces it
             return
         is_asking = True  # what follows asks for names by state_dict() itself
         try:
             merged = tensors.full_state(fragments.manifest, fragments.global_vectors(), {})
         finally:
             is_asking = False
-        for name in state:
-            values = merged.get(plain_name(name.removeprefix(prefix), replicas))
+        for name in [name for name in state if name.startswith(prefix)]:
+            values = merged.get(plain_name(path + name.removeprefix(prefix), replicas))
             if values is not None:
                 state[name] = values
 
-    handle = module.register_state_dict_post_hook(replace)  # type: ignore[no-untyped-call]
+    members = {path and f"{path}.": member for path, member in module.named_modules()}
+    handles = [
+        member.register_state_dict_post_hook(partial(replace, path))  # type: ignore[no-untyped-call]
+        for path, member in members.items()
+        if not path or hasattr(member, "save_pretrained")
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -66,7 +66,7 @@ class _OptimizerRecord:
         writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
         is_stepping: it is in a step: what it writes was not noted yet.
         sample: of its largest tensor at that time: a load changes all of them.
-        before: samples of its tensors before this step, by name, where its states are looked at after it.
+        before: samples of its tensors before a step after which its states are looked at, by name.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
             first, by names of parameter and state.
     """
@@ -83,8 +83,12 @@ class _OptimizerRecord:
     def count_writes(self) -> list[int]:
         return [tensor._version for tensor in self.tensors.values()]
 
+    @property
+    def largest(self) -> int:
+        return max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
+
     def take_sample(self) -> Tensor:
-        return sample_of(max(self.tensors.values(), key=Tensor.numel))
+        return sample_of([*self.tensors.values()][self.largest])
 
     def note(self) -> None:
         """Take the values as they are now: the optimizer, or this learner, has written them."""
@@ -238,9 +242,10 @@ class ModelWatch:
         record = self._record_of(optimizer)
         if record is None:
             return
-        record.is_stepping = True
-        if record.steps + 1 in COPY_LOOKS:
+        # A step may call that of its base class, of which the hooks tell, too.
+        if not record.is_stepping and COPY_LOOKS & {record.steps + 1, record.steps + 2}:
             record.before = {name: sample_of(tensor) for name, tensor in record.tensors.items()}
+        record.is_stepping = True
         if self._written:
             self._compare(is_trained=False)
         else:
@@ -250,14 +255,13 @@ class ModelWatch:
         record = None if torch.compiler.is_compiling() or _is_capturing() else self._optimizers.get(optimizer)
         if record is None:
             return
-        before, record.before = record.before, {}
         record.note()
         if len(self._optimizers) > 1:  # another may hold the same tensors
             self._note_records()
         record.is_stepping = False
         record.steps += 1
         if record.steps in COPY_LOOKS:
-            self._look_at_states(optimizer, record, before)
+            self._look_at_states(optimizer, record)
 
     def _record_of(self, optimizer: torch.optim.Optimizer) -> _OptimizerRecord | None:
         """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
@@ -324,16 +328,16 @@ class ModelWatch:
                 "were loaded, or mixed with a copy (averages, Lookahead), and would be merged as if they had been "
                 f"trained. {REMEDY}"
             )
-        if not self._has_warned:
+        at = record.largest
+        is_restored = distance == 0.0 and writes[at] != record.writes[at]  # averages, or a climb, in and out again
+        if not self._has_warned and not is_restored:
             self._has_warned = True
             self._warn(
                 f"{name!r} was written to by something else than its optimizer. What is written is merged as if it had "
                 "been trained: load weights before attach()"
             )
 
-    def _look_at_states(
-        self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord, before_step: dict[str, Tensor]
-    ) -> None:
+    def _look_at_states(self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord) -> None:
         """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not.
 
         What a step began with is no copy either: it is taken anew in each (SAM goes back to it within the step).
@@ -345,12 +349,14 @@ class ModelWatch:
                     continue
                 if not state.is_floating_point() or local_part(state).numel() < COPY_VALUES_MIN:
                     continue
+                if local_part(state).data_ptr() == local_part(tensor).data_ptr():
+                    continue  # the parameter itself
                 sample, parameter = sample_of(state), sample_of(tensor)
                 likeness = 1.0 - torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
                 # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
                 before, first = record.states.get((name, key), (sample, likeness))
                 record.states[name, key] = sample, first
-                is_copy = (sample != before).any() & (sample != before_step[name]).any()
+                is_copy = (sample != before).any() & (sample != record.before.get(name, before)).any()
                 self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         if self._likeness:
             self._likeness_max.offer(stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())

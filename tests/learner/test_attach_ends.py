@@ -12,10 +12,12 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import diloco_node
 from diloco_node.core.types import Codec
@@ -394,6 +396,29 @@ def test_what_a_loop_does_while_it_evaluates_in_inference_mode_is_usable_outside
         with torch.inference_mode():
             diloco.close()
     assert not any(parameter.is_inference() for parameter in toy.model.parameters())
+
+
+class Pretrained(nn.Linear):
+    """As a model of Hugging Face is known."""
+
+    def save_pretrained(self) -> dict[str, torch.Tensor]:
+        return self.state_dict()
+
+
+def test_a_model_inside_a_trainers_module_saves_the_merged_weights_by_itself_too(folder: Path) -> None:
+    module = nn.ModuleDict({"model": Pretrained(6, 5), "judge": nn.Linear(5, 2)})
+    inner: Any = module["model"]
+    with FakeDaemon(folder) as daemon, diloco_node.attach(module, torch.optim.SGD(module.parameters())) as diloco:
+        diloco.save_merged(module)
+        with torch.no_grad():
+            inner.weight.zero_()
+        for fragment, theta in enumerate(daemon.theta):
+            daemon.commit(fragment, theta + 1, -1)
+        diloco.settle(0.2)
+        merged = diloco.global_state_dict()
+        assert torch.equal(inner.save_pretrained()["weight"], merged["model.weight"])
+        assert all(torch.equal(value, merged[name]) for name, value in module.state_dict().items())
+    assert torch.equal(inner.save_pretrained()["weight"], inner.weight)
 
 
 class NoJson:

@@ -320,12 +320,19 @@ class Anchored(torch.optim.SGD):
 class SharpnessAware(torch.optim.SGD):
     """Climbs first, and takes its step from where it was: its `old_p` is a copy for the time of a step alone."""
 
+    def __init__(self, parameters: Any, *, is_pointing: bool) -> None:
+        super().__init__(parameters, lr=0.01, momentum=0.9)
+        self.is_pointing = is_pointing
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["old_p"] = parameter.clone()
             parameter.add_(parameter.grad, alpha=0.01)
-            parameter.copy_(self.state[parameter]["old_p"])
+            if self.is_pointing:
+                parameter.data = self.state[parameter]["old_p"]
+            else:
+                parameter.copy_(self.state[parameter]["old_p"])
         super().step()
 
 
@@ -353,7 +360,8 @@ def test_an_optimizer_with_a_second_copy_of_the_weights_is_refused_by_name(
         lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
         lambda parameters: Anchored(parameters, lr=0.01),
-        lambda parameters: SharpnessAware(parameters, lr=0.01, momentum=0.9),
+        lambda parameters: SharpnessAware(parameters, is_pointing=False),
+        lambda parameters: SharpnessAware(parameters, is_pointing=True),
     ],
 )
 def test_moments_and_first_parameters_are_no_copy(
