@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
+from diloco_node.core.member_kind import MembershipBody
+
 BLOCK_VALUES: Final = 256
 """Values that share one quantisation scale."""
 
@@ -168,6 +170,7 @@ class EntryKind(StrEnum):
     SUMMARY = "summary"
     EXTENDED = "extended"
     REVOKED = "revoked"
+    MEMBERSHIP = "membership"
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +319,7 @@ EntryBody = (
     | SummaryBody
     | ExtendedBody
     | RevokedBody
+    | MembershipBody
 )
 
 

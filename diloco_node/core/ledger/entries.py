@@ -15,6 +15,7 @@ from typing import Any, Final, get_args, get_type_hints
 import msgpack
 
 from diloco_node.core.bounds import CORE_BOUNDS, HASH, INDEX
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.shapes import (
     REGION_FIELDS,
     Bound,
@@ -64,6 +65,7 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.SUMMARY.value: SummaryBody,
     EntryKind.EXTENDED.value: ExtendedBody,
     EntryKind.REVOKED.value: RevokedBody,
+    EntryKind.MEMBERSHIP.value: MembershipBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6
