@@ -76,7 +76,7 @@ class PlaceMark:
 
     def encode(self) -> bytes:
         """As it stands in the area: PLACE_BYTES."""
-        activity = self.activity.encode()[:_ACTIVITY_BYTES]
+        activity = self.activity.encode(errors="replace")[:_ACTIVITY_BYTES]
         numbers = (self.pid, self.step, self.included_step, self.checkpoint_step, self.since_s, self.limit_s)
         return _PLACE.pack(*numbers, activity)
 

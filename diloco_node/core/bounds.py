@@ -99,6 +99,8 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "index": Whole(1, INDEX_MAX),
     "term": INDEX,
     "last_index": INDEX,
+    "end_index": INDEX,
+    "life": Whole(0, (1 << 63) - 1),
     "last_term": INDEX,
     "previous_index": INDEX,
     "commit_index": INDEX,

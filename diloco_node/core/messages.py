@@ -15,6 +15,7 @@ from diloco_node.core.types import (
     Contribution,
     DiscardedBody,
     Entry,
+    FolderLife,
     FragmentDigest,
     LearnerStatus,
     RateLimits,
@@ -122,6 +123,7 @@ class Heartbeat:
         digests: of fragments that changed version since the last heartbeats (a few, repeated for some time).
         budget: this region's ceilings now; the leader cuts stripes by them.
         leaving: the region is about to stop, as its operator or its cloud wants: no fault if nothing more comes.
+        folder: the first message on each link tells it, so before any vote.
     """
 
     sequence: int
@@ -133,6 +135,7 @@ class Heartbeat:
     digests: tuple[FragmentDigest, ...]
     budget: RateLimits = NO_LIMITS
     leaving: bool = False
+    folder: FolderLife | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from diloco_node.core.projections import ContributionsProjected, Projected
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
 from diloco_node.core.recovery.upkeep import Upkeep
-from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.recovery.versions import MISSING_ROUNDS, Versions
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.entry_check import EntryCheck
@@ -89,8 +89,7 @@ class RegionCore:
         # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
         peers = tuple(sorted(regions))
         self.history = RoundHistory(fragments, peers)
-        base = recovery.base
-        if base.index:
+        if (base := recovery.base).index:
             self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
         run = (run_id, settings_digest, manifest.digest, founders_of(peers, region, self.history, recovery.entries))
         names = self.history.roster.names
@@ -123,6 +122,8 @@ class RegionCore:
         progress = RunProgress(context)
         self.end = RunEnd(context, self.versions, progress, (entry.body for entry in recovery.entries))
         self.participant = RoundParticipant(context, self.versions)
+        self._discards = DiscardReporter(context)
+        self._objections = Objections(context, self.versions, self.end, self._discards.ended)
         check = EntryCheck(run, manifest, settings, witness=self.participant.audits.entry_fault)
         self.ledger = LedgerCore(
             region=region,
@@ -142,6 +143,7 @@ class RegionCore:
             has_base=self.versions.has_base,
             base_fault=lambda base: check.base_fault(base) or self._upkeep.base_fault(base),
             named_by=lambda base: summed_roster(decode_summary(base.summary, fragments=fragments)),
+            life=recovery.life,
         )
         self.leader = RoundLeader(context, progress, self.participant)
         self._genesis = Genesis(
@@ -154,7 +156,6 @@ class RegionCore:
             effects=self._effects,
         )
         self.replacement = DiskReplacement(self.ledger, self.history, self.leader, heartbeat_ns=settings.heartbeat_ns)
-        self._discards = DiscardReporter(context)
         self._upkeep = Upkeep(
             settings=settings,
             ledger=self.ledger,
@@ -163,7 +164,6 @@ class RegionCore:
             effects=self._effects,
             genesis_fault=self._genesis.fault,
         )
-        self._objections = Objections(self.ledger, self.versions, self.end, self._effects, settings)
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
@@ -289,8 +289,8 @@ class RegionCore:
         if (base := self._upkeep.next_base()) is not None:
             self._emit(self.ledger.compact(base))
             self._upkeep.on_compaction()
-        self._emit(self._objections.raise_against(self.ledger.missing_payloads(), now_ns=now_ns))
-        lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
+        self._emit(self._objections.raise_against(self.ledger, now_ns=now_ns))
+        lacking = self._patience.lacking(self.ledger.missing_payloads(rounds_max=MISSING_ROUNDS), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
             self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.alive(now_ns=now_ns), now_ns=now_ns)
@@ -338,7 +338,7 @@ class RegionCore:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
         if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
             return False
-        return self.versions.has_payload(body) and not self.end.doubt(body, now_ns=self._now_ns)
+        return self.versions.has_payload(body) and not self._objections.doubt(body, now_ns=self._now_ns)
 
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
@@ -355,6 +355,7 @@ class RegionCore:
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         digests = self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else ()
+        self.liveness.folder = self.ledger.folder
         self.liveness.beat(applied_index=self.versions.applied_index(), digests=digests, now_ns=now_ns, only_to=only_to)
 
     def _repeat_requests(self) -> None:
@@ -362,6 +363,7 @@ class RegionCore:
         if not leader or self.history.genesis is None or self.is_replaying:
             return
         if bodies := self._discards.bodies():
+            self._beat(self._now_ns, only_to=leader)  # a report that bears them out comes first
             self._effects.send(leader, msg.DiscardReported(bodies))
         self.end.ask()
 
@@ -386,9 +388,8 @@ class RegionCore:
         elif isinstance(message, msg.FinishRequested):
             if (reason := self.end.take(peer, message, now_ns=now_ns)) is not None:
                 self.leader.request_finish(reason)
-        elif isinstance(message, msg.BallotOpened):
-            if self._is_of_leader(peer, message.ballot.term):
-                self.participant.ballot_opened(peer, message)
+        elif isinstance(message, msg.BallotOpened) and self._is_of_leader(peer, message.ballot.term):
+            self.participant.ballot_opened(peer, message)
         elif isinstance(message, msg.MergeDecided) and self._is_of_leader(peer, message.ballot.term):
             self.participant.merge_decided(message)
 
@@ -397,10 +398,10 @@ class RegionCore:
         return peer == self.ledger.leader and term == self.ledger.term
 
     def _heartbeat(self, peer: str, beat: msg.Heartbeat, now_ns: int) -> None:
-        learner = beat.learner
-        if learner is not None and len(learner.positions) != len(self._manifest.fragments):
-            self._effects.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
+        if beat.learner and len(beat.learner.positions) != len(self._manifest.fragments):
+            self._effects.note("report", f"{peer} reports {len(beat.learner.positions)} fragments", is_alarm=True)
             return
+        self.replacement.hear(peer, beat.folder, self._effects)
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
             self._upkeep.digests.on_report(peer, beat.digests)
             self.leader.on_status(peer, now_ns=now_ns)

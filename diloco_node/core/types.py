@@ -6,7 +6,7 @@ incarnation; times end in `_ns` (monotonic integer nanoseconds); sizes are float
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -155,22 +155,6 @@ class Member:
 
     contribution: Contribution
     weight: float
-
-
-class EntryKind(StrEnum):
-    """The kind of a ledger entry. `LEADER` is the empty entry a new leader begins its term with."""
-
-    GENESIS = "genesis"
-    LEADER = "leader"
-    ROUND = "round"
-    DISCARDED = "discarded"
-    FINISHED = "finished"
-    DISK_NAMED = "disk-named"
-    SNAPSHOT = "snapshot"
-    SUMMARY = "summary"
-    EXTENDED = "extended"
-    REVOKED = "revoked"
-    MEMBERSHIP = "membership"
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,6 +436,21 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FolderLife:
+    """A daemon's life in its state folder, as it tells it.
+
+    Attributes:
+        disk: the folder's id. life: starts of the folder so far, times 2^32, and random bits of this one.
+        end_index: last entry of its log on disk when it began. commit_index: the last one now that is committed, too.
+    """
+
+    disk: bytes
+    life: int
+    end_index: int
+    commit_index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Recovered:
     """The content of a region's disk at its start.
 
@@ -463,6 +462,7 @@ class Recovered:
         disk: the folder's id (DISK_ID_BYTES), made at random when it was; one that lost what it had gets another.
         state_digests: of `states`, as their files name them; empty where there is none. No tuple at all: unknown.
         base: what stands for the entries before the first one.
+        life: of the folder (`FolderLife`), which begins with this start: two that are else equal are equal.
     """
 
     term: int
@@ -473,6 +473,7 @@ class Recovered:
     state_digests: tuple[bytes, ...] = ()
     base: LedgerBase = NO_BASE
     disk: bytes = bytes(16)
+    life: int = field(default=0, compare=False)
 
     @property
     def settled_index(self) -> int:

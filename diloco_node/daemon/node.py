@@ -20,6 +20,7 @@ from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.node_status import NodeStatus
 from diloco_node.daemon.admin.run_facts import RunFacts
 from diloco_node.daemon.effects.effects import build_effects
+from diloco_node.daemon.end_wishes import EndWishes
 from diloco_node.daemon.final_model import Linger, write_final
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.learner.reception import Reception
@@ -163,6 +164,7 @@ class Node:
         self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._facts.observe)
         self._budget_watch = BudgetWatch(manifest, spec.settings)
         self._presence = Presence()
+        self._end_wishes = EndWishes(spec.state_dir)
         # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
         # True from the final write on, for good.
@@ -189,6 +191,8 @@ class Node:
         """
         await self.transport.start()
         self._pump.start()
+        for wish in self._end_wishes.of_last_life():
+            self._post(wish)
         self._post_limits()
         self._runtime.spawn(self._watch_budget(), "budget watch")
         self._runtime.spawn(self._keep_counters(), "counters")
@@ -213,6 +217,7 @@ class Node:
         self.learner.close()
 
     def _post(self, event: ev.Event) -> None:
+        self._end_wishes.note(event)
         self._pump.post(event)
         self.transport.expel(self.core.history.expelled)
         self.transport.credentials.revocations = self.core.history.revocations

@@ -2,7 +2,7 @@
 
 A point comes every `period_s`. When POINTS_MAX are there, each two become one and the period doubles. So the file keeps
 the whole run, and a run of two hours has as few points as one of half an hour. The page draws its curves from them,
-and `daemon.trackers` hands them on.
+and `daemon.trackers` hands them on. The marks of the curves (`daemon.curve_marks`) are lines of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import structlog
 
+from diloco_node.daemon.curve_marks import LETTERS, Mark, thin
 from diloco_node.errors import StorageError
 from diloco_node.storage.durable import replace_file
 
@@ -122,27 +123,45 @@ class RunHistory:
         self.period_s, self._points = read_history(folder, sample_s=sample_s)
         self._path = folder / HISTORY_NAME
         self._points_max = points_max
-        # What is not in the file yet. What an earlier daemon left may end in the middle of a line: it is written anew.
-        self._unwritten: list[Point] = []
+        self._marks = read_marks(folder)
+        # Monotonic ns of the last mark of this daemon.
+        self._marked_ns = 0
+        # Lines that are not in the file yet. An earlier daemon's file may end in the middle of one: it is written anew.
+        self._unwritten: list[str] = []
         self._is_whole = False
 
     def take(self, status: Mapping[str, Any]) -> bool:
-        """Take the point that a status document makes, if there is one; make each two one when there are too many."""
+        """Take the point that a status document makes, and its new marks. Returns whether there is something to save.
+
+        Each two points become one when there are too many.
+        """
+        self._take_marks(status)
         point = point_of(status, time.time())  # noqa: TID251 - shown to people, decides nothing
-        if point is None:
-            return False
-        self._points.append(point)
-        self._unwritten.append(point)
+        if point is not None:
+            self._points.append(point)
+            self._unwritten.append(row_of(point))
         if len(self._points) >= self._points_max:
             self._points = halve(self._points)
             self.period_s *= 2
             self._is_whole = False
-        return True
+        return bool(self._unwritten)
+
+    def _take_marks(self, status: Mapping[str, Any]) -> None:
+        clock = status.get("clock", {})
+        for at_ns, letter in status.get("marks", ()):
+            if at_ns > self._marked_ns:
+                self._marked_ns = at_ns
+                mark = (round(clock["unix"] - (clock["monotonic_ns"] - at_ns) / 1e9, 1), letter)
+                self._marks.append(mark)
+                self._unwritten.append(line_of(mark))
+        marks = thin(self._marks)
+        self._is_whole &= len(marks) == len(self._marks)
+        self._marks = marks
 
     def document(self) -> dict[str, Any]:
         """All points, ready for JSON; without MORE_COLUMNS."""
         points = [point[: len(COLUMNS)] for point in self._points]
-        return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": points}
+        return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": points, "marks": self._marks}
 
     def save(self) -> None:
         """Bring the file up to date, not at the same time as `take`.
@@ -153,10 +172,12 @@ class RunHistory:
         try:
             if self._is_whole:
                 with self._path.open("a") as file:
-                    file.write("".join(f"{row_of(point)}\n" for point in fresh))
+                    file.write("".join(f"{line}\n" for line in fresh))
             else:
                 head = json.dumps({"period_s": self.period_s})
-                replace_file(self._path, ["\n".join([head, *map(row_of, self._points), ""]).encode()])
+                replace_file(
+                    self._path, ["\n".join([head, *map(line_of, self._marks), *map(row_of, self._points), ""]).encode()]
+                )
             self._is_whole = True
         except (OSError, StorageError) as error:
             self._is_whole = False
@@ -168,33 +189,41 @@ def row_of(point: Point) -> str:
     return json.dumps({name: value for name, value in zip(ALL_COLUMNS, point, strict=True) if value is not None})
 
 
+def line_of(mark: Mark) -> str:
+    """A mark's line of the file."""
+    return json.dumps({"unix": mark[0], "mark": mark[1]})
+
+
 def read_history(folder: Path, *, sample_s: float = SAMPLE_S) -> tuple[float, list[Point]]:
     """(period, points) of a region's file; a file that is missing, too large or of another form has none.
 
     Lines that are no points are left out: the last one may have been cut off, or the first ones be gone.
     """
+    rows = _rows(folder)
+    period_s = next((_number(row.get("period_s")) for row in rows[:1]), None) or 0.0
+    points = [[_number(row.get(name)) for name in ALL_COLUMNS] for row in rows if "mark" not in row]
+    points = [point for point in points if point[0] is not None]
+    return max(period_s if period_s <= PERIOD_S_MAX else 0.0, sample_s), points[-POINTS_MAX:]
+
+
+def read_marks(folder: Path) -> list[Mark]:
+    """The marks in a region's file, by time."""
+    marks = [(_number(row.get("unix")), row.get("mark")) for row in _rows(folder)]
+    return thin(
+        (unix, letter) for unix, letter in marks if unix is not None and isinstance(letter, str) and letter in LETTERS
+    )
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """The objects that are lines of the file."""
     path = folder / HISTORY_NAME
     try:
-        if path.stat().st_size > FILE_BYTES_MAX:
-            return sample_s, []
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().split(b"\n") if path.stat().st_size <= FILE_BYTES_MAX else []
     except OSError:
-        return sample_s, []
-    points = [point for point in map(_point, lines) if point is not None]
-    return max(_period(lines[0]), sample_s), points[-POINTS_MAX:]
-
-
-def _period(head: bytes) -> float:
-    """The period in the first line; 0 if there is none."""
-    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-        period_s = _number(json.loads(head)["period_s"]) or 0.0
-        return period_s if period_s <= PERIOD_S_MAX else 0.0
-    return 0.0
-
-
-def _point(line: bytes) -> Point | None:
-    with contextlib.suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row, dict) and _number(row.get("unix")) is not None:
-            return [_number(row.get(name)) for name in ALL_COLUMNS]
-    return None
+        return []
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            rows += [row] if isinstance(row, dict) else []
+    return rows

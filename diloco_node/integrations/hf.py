@@ -125,6 +125,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:
         """Announce what the trainer does between epochs."""
+        self._stop(control)
         self._pause_for(control)
 
     def on_prediction_step(
@@ -202,3 +203,5 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     def _stop(self, control: TrainerControl) -> None:
         if self.diloco is not None and self.diloco.should_stop:
             control.should_training_stop = True
+            if self.diloco.is_interrupted:  # the machine may be gone before an evaluation is over
+                control.should_evaluate = False

@@ -35,7 +35,7 @@ from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.checkpoint import Stateful, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.daemon_session import LearnerSession, exchange_of, join, manifest_of, settings_of
+from diloco_node.learner.daemon_session import LearnerSession, fragments_of, join
 from diloco_node.learner.first_parameters import FirstParameters
 from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
@@ -58,11 +58,11 @@ log = logging.getLogger("diloco_node.learner")
 
 CHECKPOINT_EVERY_S: Final = 60.0
 ON_SPIKE_VARIABLE: Final = "DILOCO_SPIKES"
-REPORT_EVERY_NS: Final = 20_000_000
-"""Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
-the daemon a tenth of a millisecond."""
+USABLE: Final = torch.inference_mode(mode=False)
+"""What is made in a loop's `inference_mode` could never be written to outside of it."""
 
 
+@USABLE
 def attach(
     model: nn.Module | Sequence[nn.Module],
     optimizer: OptimizerArgument = None,
@@ -133,7 +133,7 @@ class Diloco:
         progress: part of the way to the run's end, 0 to 1, by `[run] steps` or `tokens`, whichever is nearer; None
             when nothing says where the run ends, and when alone.
         should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
-        stop_reason: why, in words.
+        stop_reason: why, in words. is_interrupted: this process was asked to stop, the run goes on: leave soon.
         steps, tokens: made by this process, over all ranks.
         token_check: compares the tokens of `step` with those of a loader in `stateful`.
     """
@@ -155,7 +155,7 @@ class Diloco:
         self.global_step = 0
         self.progress: float | None = None
         # Once True it stays so, with its first reason.
-        self.should_stop = False
+        self.should_stop = self.is_interrupted = False
         self.stop_reason = ""
         # Of this process; `LearnerFragments` has those of the incarnation.
         self.steps = 0
@@ -165,8 +165,6 @@ class Diloco:
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
         # Inside `step` so far; only grows.
         self._blocked_ns = 0
-        # When the last report was sent, by the clock of `step`.
-        self._reported_ns = 0
         self._losses = LossWatch(is_rolling_back=os.environ.get(ON_SPIKE_VARIABLE) == "rollback")
         # As the loop measured them last.
         self._held_out = HeldOutLosses()
@@ -178,7 +176,7 @@ class Diloco:
         # On every rank of a run from the end of `_join` on; None alone.
         self._watch: ModelWatch | None = None
         # Once True nothing is told or written any more.
-        self._is_closed = False
+        self._has_left = False
         self._terminate = TerminateFlag()
         self._place = LearnerPlace()
         self._wish = EndWish()
@@ -200,6 +198,11 @@ class Diloco:
         return max(1, len(self.region_names))
 
     @property
+    def _is_closed(self) -> bool:
+        """Whether this is over: after `close`, and in a process that the loop has forked."""
+        return self._has_left or self._place.is_forked
+
+    @property
     def is_attached(self) -> bool:
         """Whether there is a run; False without DILOCO_SOCKET."""
         return self._fragments is not None
@@ -216,6 +219,7 @@ class Diloco:
             return ()
         return tuple(position.base_version for position in self._session.fragments.positions)
 
+    @USABLE
     def step(self, *, tokens: int, loss: Tensor | float | None = None, grad_norm: Tensor | float | None = None) -> None:
         """Mark a step boundary: one inner step (one `optimizer.step()`) was made. Waits for nobody, but past the end.
 
@@ -261,22 +265,26 @@ class Diloco:
         self._watch.check()
         self.tokens += self._crossed(self._boundaries.cross_step(tokens)).tokens
         self._watch.note_writes()
-        if session is not None and (started_ns - self._reported_ns >= REPORT_EVERY_NS or session.is_news):
-            self._reported_ns = started_ns
+        if session is not None and session.is_report_due(started_ns):
             self._report(session)
 
     def _crossed(self, boundary: Boundary) -> Boundary:
         """Show the loop what the ranks agreed on."""
         self.global_step, self.progress = boundary.global_step, boundary.part
-        fallback = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
-        self._stop_if(boundary.is_stopping, (self._session and self._session.stop_reason) or fallback)
+        if boundary.is_stopping and not self.should_stop:
+            reason = self._ranks.share_bytes(((self._session and self._session.stop_reason) or "").encode()).decode()
+            self.is_interrupted = not reason
+            asked = "the process" if self._terminate.is_set else "rank 0, or another,"
+            self._stop_if(True, reason or f"{asked} was asked to stop")
         if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
             self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
 
     def _check_open(self, call: str) -> None:
         if self._is_closed and self.is_attached:
-            raise LearnerError(f"{call} after the end of the `with` block, or after close(): this learner has left")
+            raise LearnerError(
+                f"{call} after the end of the `with` block, after close(), or in a child: no learner is here"
+            )
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:
@@ -350,6 +358,7 @@ class Diloco:
         self._wish.make(reason)
         self._stop_if(not self.is_attached, reason)
 
+    @USABLE
     def settle(self, seconds: float) -> None:
         """Go on taking versions for some time without stepping; after the loop, to end on the run's last versions.
 
@@ -368,9 +377,12 @@ class Diloco:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
         self._save(self._checkpoints.save_now)
 
+    @USABLE
     def _save(self, save: Callable[[TrainingProgress], None]) -> None:
         if self._boundaries is not None and not self._is_closed:
             save(self._boundaries.progress(self.global_step))
+            if self._session is not None and self._ranks.size == 1:  # others may have failed to write: a boundary tells
+                self._session.stand(self._checkpoints.written_step)
 
     def __enter__(self) -> Diloco:
         return self
@@ -378,11 +390,14 @@ class Diloco:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._close(failure(error))
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
             return
-        self.close()
+        if self._session is not None and self._wish.reason:
+            self._session.want_end(self._wish.reason)
+        self._close(failure(error))
 
+    @USABLE
     def close(self) -> None:
         """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written."""
         last: Done | None = None
@@ -411,7 +426,7 @@ class Diloco:
     def _close(self, last: Done | Failed | None) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
+        self._has_left = True
         self._terminate.restore()
         self._saves.close()
         self._place.leave()
@@ -462,15 +477,7 @@ class Diloco:
             for text in attach_warnings(self._tensors, [spec.name for spec in specs]):
                 self._warn(text)
         else:
-            manifest = manifest_of(specs, welcome)
-            self._fragments = LearnerFragments(
-                self._tensors,
-                manifest,
-                settings_of(welcome),
-                shards=shards,
-                rank=self._ranks.rank,
-                exchange=exchange_of(self._ranks, shards, manifest),
-            )
+            self._fragments = fragments_of(welcome, self._tensors, specs, shards=shards, ranks=self._ranks)
         progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
@@ -485,7 +492,7 @@ class Diloco:
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):
             self._warn(text)
-        self._watch = ModelWatch(self._tensors, self._warn)
+        self._watch = ModelWatch(self._tensors, self._warn, self._auto_step and self._auto_step.optimizer)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

@@ -20,6 +20,7 @@ class AutoStep:
         model: its calls are counted. optimizer: its steps count; one that is wrapped (Accelerate) counts below.
 
     Attributes:
+        optimizer: the one below wrappers.
         is_stepping: the optimizer has just made a step, and it is being told.
 
     Raises:
@@ -33,7 +34,7 @@ class AutoStep:
         # Accelerate's wrapper is an Optimizer by class only: it has no hooks.
         while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = inner
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._watch = ForwardWatch(model)
         self._handle: RemovableHandle | None = None
         self._tell: Callable[[int, Tensor | None], None] | None = None
@@ -42,14 +43,14 @@ class AutoStep:
         """From now on call `tell` after each step, with its tokens and the loss that the model returned."""
         self._watch.take()
         self._tell = tell
-        self._handle = self._optimizer.register_step_post_hook(self._stepped)
+        self._handle = self.optimizer.register_step_post_hook(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
         assert self._tell is not None
         tokens, loss = self._watch.take()
         # A gradient scaler calls fused optimizers even if it found infinities, and leaves it to them to do nothing.
         # Looking waits for the device, as the scaler itself does with an optimizer that is not fused.
-        found_inf = getattr(self._optimizer, "found_inf", None)
+        found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             return
         if not tokens:

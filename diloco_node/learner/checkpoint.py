@@ -35,7 +35,7 @@ from diloco_node.learner.generators import generator_states, restore_generators
 from diloco_node.learner.layouts.device import page_locked, record_event, relax_capture
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
-from diloco_node.learner.schedules import place_schedule
+from diloco_node.learner.schedules import lowers_rates, place_schedule
 from diloco_node.storage.durable import make_folder
 
 FORMAT: Final = 2
@@ -191,7 +191,8 @@ class Checkpoint:
         """
         try:
             if optimizer is not None and self.optimizer:
-                optimizer.restore([self.kept(), *siblings])
+                is_lowered = any(map(lowers_rates, stateful.values()))
+                optimizer.restore([self.kept(), *siblings], is_lowered=is_lowered)
             for name, component in stateful.items():
                 if name in self.stateful:
                     state = unflatten(self.stateful[name], self.tensors)

@@ -122,7 +122,7 @@ class Checkpointing:
                 log.info("from the checkpoint at step %d: %s", progress.global_step, names or "random generators")
                 break
         if ranks.is_first:
-            self._loop_state = LoopState(tensors, self._stateful, self._warn)
+            self._loop_state = LoopState(tensors, self._stateful, self._warn, self._optimizer)
         return progress
 
     def _read(
@@ -228,12 +228,15 @@ class Checkpointing:
                 progress, self._parts, self._stateful, whole=self._whole, is_waiting=is_waiting
             )
         except LearnerError as error:
-            log.warning("no checkpoints of this learner: %s", error)
+            self._warn(f"no checkpoints of this learner, a restart begins its state anew: {error}")
             self._writer = None
             return
         if not is_copied:
             self._saved_at_s = before_s
-        elif self._loop_state is not None:
+            return
+        if self._parts is not None:
+            self._parts.tell_drifts()
+        if self._loop_state is not None:
             self._loop_state.look()
 
     def give(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -26,8 +26,12 @@ log = logging.getLogger("diloco_node.learner")
 
 
 def failure(error: BaseException) -> Failed:
-    """Return the last word of a learner that an exception ends."""
-    return Failed(f"{type(error).__name__}: {error}"[:1000])
+    """Return the last word of a learner that an exception ends, whatever text it has."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception as second:  # noqa: BLE001 - the script's own class fails at its text
+        text = f"{type(error).__name__}, whose text fails with a {type(second).__name__}"
+    return Failed(text.encode(errors="replace").decode()[:1000])
 
 
 class EndWish:

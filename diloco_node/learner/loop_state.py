@@ -1,8 +1,8 @@
 """Changes of a training loop that no checkpoint has: named in one line, for a restart begins them anew in silence.
 
 - Buffers and frozen parameters of the model, such as running statistics, or a teacher that follows its student.
-- What else lives in the process: other modules whose values move, gradient scalers, schedules, and data loaders without
-  a position. They are found by their classes among all objects of the process.
+- What else lives in the process: other modules whose values move, optimizers, gradient scalers, schedules, generators
+  of NumPy and Python, and data loaders without a position. They are found by their classes among all objects.
 
 It looks at checkpoints number 1, 2, 4, 8 ...: the values compared are samples, and nothing waits for a device.
 """
@@ -11,25 +11,32 @@ from __future__ import annotations
 
 import gc
 import inspect
+import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import compress
 from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from diloco_node.learner.generators import KeptGenerator
 from diloco_node.learner.layouts.names import plain_name
-from diloco_node.learner.layouts.tensors import ModelTensors, local_part
+from diloco_node.learner.layouts.shard_map import Box
+from diloco_node.learner.layouts.tensors import ModelTensors, boxes_of, is_sharded, local_part
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import sample_of, stack
+from diloco_node.learner.several_optimizers import inner_of
 
-KINDS: Final = (nn.Module, GradScaler, LRScheduler, _BaseDataLoaderIter)
+GENERATORS: Final = (np.random.Generator, random.Random)
+KINDS: Final = (nn.Module, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS)
 REACH: Final = 4
 """How deep a part of `stateful` is looked into for what it keeps: its attributes, their attributes, and so on."""
 
@@ -44,13 +51,19 @@ class LoopState:
     """See the module.
 
     Args:
-        tensors: the model's. stateful: what a checkpoint keeps. warn: tells people.
+        tensors: the model's. stateful: what a checkpoint keeps. warn: tells people. optimizer: is kept as well.
     """
 
-    def __init__(self, tensors: ModelTensors, stateful: Mapping[str, object], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tensors: ModelTensors,
+        stateful: Mapping[str, object],
+        warn: Callable[[str], None],
+        optimizer: Optimizer | None = None,
+    ) -> None:
         self._tensors = tensors
         self._warn = warn
-        members = _reach(stateful.values())
+        members = _reach([*stateful.values(), optimizer, *_of_process()])
         modules = [module for item in members if isinstance(item, nn.Module) for module in item.modules()]
         member_values = [tensor for module in modules for tensor in _values_of(module).values()]
         # Of all that a checkpoint keeps; what it holds lives as long as the loop.
@@ -66,8 +79,13 @@ class LoopState:
         self._first = {name: sample_of(tensor) for name, tensor in self._unmerged().items()}
         self._modules: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
         self._others(_living(nn.Module))
-        # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate.
-        self._copy: dict[str, Tensor] = {}
+        # Generators and their states when seen first, by address: those that never move need no place.
+        self._draws: dict[int, tuple[Any, str]] = {}
+        for item in _living(*GENERATORS):
+            self._has_drawn(item)
+        # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
+        # tensors, and of the parts that modules outside of the model hold.
+        self._copy: dict[tuple[str, Box | None], Tensor] = {}
         # How many values changed, by name, and their sum, which may be on its way from a device.
         self._changes: dict[str, Tensor] = {}
         self._change_sum = LateLoss()
@@ -94,7 +112,11 @@ class LoopState:
 
     def give(self, state: Mapping[str, Tensor]) -> None:
         """Note what `global_state_dict()` has returned."""
-        self._copy = {name: sample_of(tensor) for name, tensor in state.items() if _is_plain(tensor)}
+        self._copy = {(name, None): sample_of(tensor) for name, tensor in state.items() if _is_plain(tensor)}
+        for values in map(_values_of, self._modules):
+            for (name, box), _ in _pieces(values):
+                if box is not None and name in state:
+                    self._copy[name, box] = sample_of(state[name][box.slices])
 
     def _new(self, names: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name not in self._told]
@@ -123,8 +145,8 @@ class LoopState:
     def _distance(self, values: Mapping[str, Tensor]) -> Tensor | int:
         """Count the values in which a module differs from the state that was given; 1 if it is another model."""
         counts = []
-        for name, tensor in values.items():
-            copy = self._copy.get(plain_name(name))
+        for key, tensor in _pieces(values):
+            copy = self._copy.get(key)
             sample = sample_of(tensor)
             if copy is None or copy.shape != sample.shape:
                 return 1
@@ -167,14 +189,30 @@ class LoopState:
                 pairs.append((module, values))
         return pairs
 
+    def _has_drawn(self, generator: Any) -> bool:
+        try:
+            state = str(KeptGenerator(generator).state_dict())
+        except NotImplementedError:  # the system's: it has no state
+            return False
+        _, first = self._draws.setdefault(id(generator), (generator, state))
+        return state != first
+
     def _objects(self, living: Iterable[object]) -> Iterator[str]:
         """Name scalers, schedules and positions of data that are alive and not kept."""
         others = [item for item in living if not issubclass(type(item), nn.Module)]
         members = {id(member) for item in others for member in getattr(item, "_schedulers", ())}
+        names = self._tensors.names
         for item in others:
             if id(item) in self._member_ids or id(item) in members:
                 continue
-            if isinstance(item, GradScaler):
+            if isinstance(item, GENERATORS):
+                if self._has_drawn(item):
+                    yield f"a generator ({type(item).__module__.partition('.')[0]}'s {type(item).__name__})"
+            elif isinstance(item, Optimizer):
+                is_kept = any(id(inner) in self._member_ids for inner in inner_of(item))
+                if not is_kept and not names.keys().isdisjoint(getattr(item, "state", ())):
+                    yield f"the moments of {type(item).__name__}, which attach() was not given"
+            elif isinstance(item, GradScaler):
                 if item.is_enabled():
                     yield f"a {type(item).__name__}"
             elif isinstance(item, LRScheduler):
@@ -198,6 +236,11 @@ def _living(*kinds: type) -> list[Any]:
             edge += type.__subclasses__(kind)
     objects = gc.get_objects()
     return list(compress(objects, map(classes.__contains__, map(id, map(type, objects)))))
+
+
+def _of_process() -> list[object]:
+    """Generators of the process that a checkpoint keeps, and Python's own for names of files."""
+    return [random.random.__self__, tempfile._get_candidate_names()]  # type: ignore[attr-defined]
 
 
 def _reach(components: Iterable[object]) -> list[Any]:
@@ -228,6 +271,14 @@ def _values_of(module: nn.Module) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in pairs if _is_plain(tensor)}
     except (AttributeError, RuntimeError, ValueError):
         return {}
+
+
+def _pieces(values: Mapping[str, Tensor]) -> list[tuple[tuple[str, Box | None], Tensor]]:
+    """Return tensors by their plain name and, where one is cut over ranks, the box of it that lies here."""
+    return [
+        ((plain_name(name), boxes_of(name, tensor)[0] if is_sharded(tensor) else None), tensor)
+        for name, tensor in values.items()
+    ]
 
 
 def _is_plain(tensor: Tensor) -> bool:

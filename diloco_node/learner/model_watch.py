@@ -3,7 +3,7 @@
 `attach` looks at the model once. Weights that a script loads later would be merged as if they had been trained. A layer
 that it replaces would be trained by this region alone. Four signs cost next to nothing:
 
-- torch calls a hook for each parameter or module that is set in a module;
+- the dictionaries of the modules hold the same parameters and modules, and these have the same types and shapes;
 - a step of any optimizer calls a hook before and after it: what does the optimizer hold?
 - a tensor counts the writes to it: between two steps of its optimizer nobody writes but this learner;
 - samples of all values, taken once by `attach` and compared before the first step, for `tensor.data` counts nothing.
@@ -16,22 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.batch_norm import batch_norm_warning
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.loss import LateLoss
-from diloco_node.learner.several_optimizers import kind_of, parameters_of
+from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of
 
 SAMPLE_VALUES: Final = 256
 """Values to compare of each tensor, spread over it: a tensor that is loaded differs in nearly all of them."""
+
+STILL_STEPS: Final = 64
+"""Steps without a write to any tensor that are no skipped ones: a gradient scaler skips some twenty at first."""
 
 COPY_VALUES_MIN: Final = 16
 """A state with fewer values may look like its parameter by chance."""
@@ -63,6 +66,7 @@ class _OptimizerRecord:
         writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
         is_stepping: it is in a step: what it writes was not noted yet.
         sample: of its largest tensor at that time: a load changes all of them.
+        before: samples of its tensors before this step, by name, where its states are looked at after it.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
             first, by names of parameter and state.
     """
@@ -73,6 +77,7 @@ class _OptimizerRecord:
     steps: int = 0
     is_stepping: bool = False
     sample: Tensor | None = None
+    before: dict[str, Tensor] = field(default_factory=dict)
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def count_writes(self) -> list[int]:
@@ -93,15 +98,23 @@ class ModelWatch:
 
     Args:
         tensors: the model's. warn: tells people what is odd, but no error.
+        counted: the only optimizer whose steps are told, if not the loop itself tells them.
     """
 
-    def __init__(self, tensors: ModelTensors, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tensors: ModelTensors,
+        warn: Callable[[str], None],
+        counted: torch.optim.Optimizer | None = None,
+    ) -> None:
         self._tensors = tensors
         self._warn = warn
+        self._counted = counted
         # Merged tensors and masters, with their names.
         self._names = tensors.names
-        self._forms = [_form(tensor) for tensor in self._names]
-        self._modules = {id(module) for module in tensors.model.modules()}
+        self._forms = [(tensor.dtype, tensor.shape) for tensor in self._names]
+        self._present = set(tensors.present())
+        self._places = self._places_now()
         # Those that have made a step; None for one that trains something else.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OptimizerRecord | None] = WeakKeyDictionary()
         # Parameters and masters, but no buffers: a forward pass may change those before the first step.
@@ -113,8 +126,10 @@ class ModelWatch:
         }
         # Their values as `attach` wrote them; empty once they were compared.
         self._written = [sample_of(tensor) for tensor in self._weights]
-        # Whether a module of the model was given a parameter or a module since the last look.
-        self._is_changed = True
+        # Steps without a write by the loop, None once there was one; until then how often each tensor was written to
+        # by this learner, and its values then.
+        self._still_steps: int | None = 0
+        self._counts, self._standing = self._counts_now(), self._written
         # Once True nothing more is said of writes.
         self._has_warned = False
         # Values that are not as `attach` wrote them, by tensor, and their sum, which may be on its way from a device.
@@ -126,9 +141,6 @@ class ModelWatch:
         self._handles = (
             optimizer_hooks.register_optimizer_step_pre_hook(self._before_step),
             optimizer_hooks.register_optimizer_step_post_hook(self._after_step),
-            module_hooks.register_module_parameter_registration_hook(self._registered),
-            module_hooks.register_module_buffer_registration_hook(self._registered),
-            module_hooks.register_module_module_registration_hook(self._registered),
         )
 
     def close(self) -> None:
@@ -142,9 +154,8 @@ class ModelWatch:
         Raises:
             LearnerError: a tensor was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
         """
-        if self._is_changed:
-            self._is_changed = False
-            self._check_model()
+        self._check_model()
+        self._check_still()
         for record in self._optimizers.values():
             if record is not None and not record.is_stepping:
                 self._check_writes(record)
@@ -163,19 +174,63 @@ class ModelWatch:
 
     def note_writes(self) -> None:
         """Say that this learner itself has written to the parameters."""
+        self._note_records()
+        if self._still_steps is not None and (counts := self._counts_now()) != self._counts:
+            self._counts, self._standing = counts, [sample_of(tensor) for tensor in self._weights]
+
+    def _note_records(self) -> None:
         for record in self._optimizers.values():
             if record is not None and record.sample is not None:
                 record.note()
 
-    def _registered(self, module: nn.Module, _name: str, _value: object) -> None:
-        # The same tensor may be set again, as sharding does around a forward pass: the look at the boundary tells.
-        self._is_changed = self._is_changed or id(module) in self._modules
+    def _places_now(self) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
+        """Return what the modules hold: the dictionaries themselves, and their values."""
+        merged = set(self._tensors.followed.values())
+        modules = [*self._tensors.model.modules()]
+        holders: list[dict[str, Any]] = [
+            holder for module in modules for holder in (module._parameters, module._modules)
+        ]
+        holders += [module._buffers for module in modules if not merged.isdisjoint(module._buffers.values())]
+        return [(holder, tuple(holder.values())) for holder in holders]
 
     def _check_model(self) -> None:
-        check_not_replaced(self._tensors)
         for (tensor, name), form in zip(self._names.items(), self._forms, strict=True):
-            if _form(tensor) != form:
-                raise LearnerError(f"{name!r} is {_form(tensor)} now, at attach() it was {form}. {REMEDY}")
+            if (tensor.dtype, tensor.shape) != form:
+                before, now = (
+                    f"{dtype} of shape {tuple(shape)}" for dtype, shape in (form, (tensor.dtype, tensor.shape))
+                )
+                raise LearnerError(f"{name!r} is {now} now, at attach() it was {before}. {REMEDY}")
+        if all(
+            len(holder) == len(values) and all(map(is_, holder.values(), values)) for holder, values in self._places
+        ):
+            return
+        # The same tensors may be set again, as sharding does around a forward pass.
+        check_not_replaced(self._tensors)
+        present = self._tensors.present()
+        new = [name for name in present if present[name].requires_grad and name not in self._present]
+        if new:
+            raise LearnerError(
+                f"the model has {len(new)} parameters that it had not at attach(), such as {new[0]!r}: this region "
+                f"would have them alone. {REMEDY}"
+            )
+        self._places = self._places_now()
+
+    def _counts_now(self) -> list[int]:
+        return [tensor._version for tensor in self._names]
+
+    def _check_still(self) -> None:
+        """Notice a loop that trains another model, such as a copy: nobody writes to this one."""
+        if self._still_steps is None:
+            return
+        self._still_steps = None if self._counts_now() != self._counts else self._still_steps + 1
+        if self._still_steps == STILL_STEPS:
+            self._still_steps = None
+            samples = zip(self._weights, self._standing, strict=True)
+            if all(torch.equal(sample_of(tensor), sample) for tensor, sample in samples):
+                raise LearnerError(
+                    f"{STILL_STEPS} steps were told, and none of the {len(self._names)} tensors that attach() follows "
+                    "was written to: the loop trains another model, such as a copy. Give attach() that one"
+                )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or _is_capturing():
@@ -184,6 +239,8 @@ class ModelWatch:
         if record is None:
             return
         record.is_stepping = True
+        if record.steps + 1 in COPY_LOOKS:
+            record.before = {name: sample_of(tensor) for name, tensor in record.tensors.items()}
         if self._written:
             self._compare(is_trained=False)
         else:
@@ -193,11 +250,14 @@ class ModelWatch:
         record = None if torch.compiler.is_compiling() or _is_capturing() else self._optimizers.get(optimizer)
         if record is None:
             return
+        before, record.before = record.before, {}
         record.note()
+        if len(self._optimizers) > 1:  # another may hold the same tensors
+            self._note_records()
         record.is_stepping = False
         record.steps += 1
         if record.steps in COPY_LOOKS:
-            self._look_at_states(optimizer, record)
+            self._look_at_states(optimizer, record, before)
 
     def _record_of(self, optimizer: torch.optim.Optimizer) -> _OptimizerRecord | None:
         """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
@@ -216,6 +276,11 @@ class ModelWatch:
                 f"This region would train them alone. {REMEDY}"
             )
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
+        if tensors and self._counted not in (None, optimizer, *inner_of(optimizer)):
+            raise LearnerError(
+                f'{kind_of(optimizer)} makes a step, and attach(step="auto") counts those of another optimizer: give '
+                "attach() the one that trains, after it was made"
+            )
         self._optimizers[optimizer] = _OptimizerRecord(size, tensors) if tensors else None
         return self._optimizers[optimizer]
 
@@ -256,7 +321,8 @@ class ModelWatch:
         if distance > FAR * float(torch.linalg.vector_norm(record.sample)):
             raise LearnerError(
                 f"{name!r}, and others, were changed between two steps by something else than their optimizer: weights "
-                f"were loaded, and would be merged as if they had been trained. {REMEDY}"
+                "were loaded, or mixed with a copy (averages, Lookahead), and would be merged as if they had been "
+                f"trained. {REMEDY}"
             )
         if not self._has_warned:
             self._has_warned = True
@@ -265,8 +331,13 @@ class ModelWatch:
                 "been trained: load weights before attach()"
             )
 
-    def _look_at_states(self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord) -> None:
-        """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not."""
+    def _look_at_states(
+        self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord, before_step: dict[str, Tensor]
+    ) -> None:
+        """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not.
+
+        What a step began with is no copy either: it is taken anew in each (SAM goes back to it within the step).
+        """
         self._likeness = {}
         for name, tensor in record.tensors.items():
             for key, state in optimizer.state.get(tensor, {}).items():
@@ -279,7 +350,8 @@ class ModelWatch:
                 # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
                 before, first = record.states.get((name, key), (sample, likeness))
                 record.states[name, key] = sample, first
-                self._likeness[name, key] = torch.where((sample != before).any(), torch.minimum(first, likeness), 0.0)
+                is_copy = (sample != before).any() & (sample != before_step[name]).any()
+                self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         if self._likeness:
             self._likeness_max.offer(stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
 
@@ -339,10 +411,6 @@ def stack(scalars: Iterable[Tensor]) -> Tensor:
     """Return scalars, of one or more devices, as a tensor of float32 on the first one's."""
     values = list(scalars)
     return torch.stack([value.to(values[0].device, torch.float32) for value in values])
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 def _is_capturing() -> bool:

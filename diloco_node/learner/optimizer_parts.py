@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
-from diloco_node.learner.schedules import take_settings, tell_changes
+from diloco_node.learner.schedules import Changes, is_same, script_settings, take_settings, tell_changes
 from diloco_node.learner.several_optimizers import inner_of, kind_of, settings_of
 
 Json = dict[str, Any]
@@ -31,7 +31,8 @@ class Kept:
     Attributes:
         tensors: by `state.INDEX.KEY` or `group.INDEX.KEY`; what of them lies on the rank.
         rest: what is no tensor; `state` by index, `param_groups`, and `kind`, the optimizer's class. `narrow`: class
-            and sign of those tensors that the optimizer holds in fewer bits; they are kept as floats.
+            and sign of those tensors that the optimizer holds in fewer bits; they are kept as floats. `script`: by
+            group what the script had set at `attach`.
         names: of the parameters, by index; "" for one that is not merged.
         boxes: of those tensors that have a value for each of their parameter's.
     """
@@ -71,6 +72,9 @@ class OptimizerParts:
         rank: int = 0,
     ) -> None:
         self._optimizer = optimizer
+        self._script = [script_settings(group, settings_of(optimizer)) for group in optimizer.param_groups]
+        # By group what only the loop had changed before the restart.
+        self._drifts: list[Changes] = []
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         names = {} if tensors is None else tensors.names
         self._names = [names.get(parameter, "") for parameter in self._parameters]
@@ -95,7 +99,7 @@ class OptimizerParts:
             raise LearnerError(f"the state_dict() of {kind} is not as in torch.optim: give attach what is inside it")
         tensors: dict[str, Tensor] = {}
         boxes: dict[str, Box] = {}
-        document: Json = {"kind": kind, "state": {}, "param_groups": [], "narrow": {}}
+        document: Json = {"kind": kind, "state": {}, "param_groups": [], "narrow": {}, "script": self._script}
         for index, values in state["state"].items():
             prefix = f"state.{index}"
             document["state"][str(index)] = _split(prefix, values, tensors)
@@ -115,11 +119,12 @@ class OptimizerParts:
             document["param_groups"].append(_split(f"group.{index}", group, tensors))
         return Kept(tensors, document, self._names, boxes)
 
-    def restore(self, saves: Sequence[Kept]) -> None:
+    def restore(self, saves: Sequence[Kept], *, is_lowered: bool = False) -> None:
         """Take the moments that ranks have kept, in whatever way the model was cut then. Settings stay the script's.
 
         Args:
             saves: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
+            is_lowered: see `take_settings`.
 
         Raises:
             LearnerError: a part of a parameter's state is nowhere.
@@ -138,16 +143,26 @@ class OptimizerParts:
         if len(groups) != len(own_groups):
             raise ValueError(f"{len(groups)} groups of parameters were kept, {len(own_groups)} are there")
         is_named, settings = any(self._names), settings_of(self._optimizer)
-        changes: dict[str, tuple[Any, Any]] = {}
-        for group, own_group in zip(groups, own_groups, strict=True):
+        scripts = [*first.rest.get("script", ()), *({} for _ in groups)]
+        changes: Changes = {}
+        for at, (group, own_group, script) in enumerate(zip(groups, own_groups, scripts, strict=False)):
             if not is_named and len(group["params"]) != len(own_group["params"]):
                 raise ValueError("another number of parameters was kept")
             group["params"] = own_group["params"]
-            changes |= take_settings(group, own_group, settings)
+            group_changes, drifts = take_settings(group, own_group, settings, script, is_lowered=is_lowered)
+            for key, pair in group_changes.items():
+                changes[key if changes.get(key) in (None, pair) else f"{key} of group {at}"] = pair
+            self._drifts.append(drifts)
         views = [_ByParameter(save) for save in saves]
         state = {index: values for index in range(len(self._parameters)) if (values := self._state_of(index, views))}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         tell_changes(changes)
+
+    def tell_drifts(self) -> None:
+        """Log what the loop had changed before the restart, and has not again by now; once."""
+        drifts, self._drifts = self._drifts, []
+        for group, changes in zip(self._optimizer.param_groups, drifts, strict=False):
+            tell_changes({key: pair for key, pair in changes.items() if is_same(group.get(key), pair[1])})
 
     def missing(self, documents: Mapping[int, Kept], first: int) -> set[int]:
         """Name the ranks whose parts are needed besides those of rank `first`, by what they say that they have."""

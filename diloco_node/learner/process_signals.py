@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,8 @@ STOP_S_DEFAULT: Final = 20.0
 LEAVE_SHARE: Final = 0.8
 """Share of these seconds in which a learner waits for a merge of its last steps; the rest is for what it closes."""
 
+log = logging.getLogger("diloco_node.learner")
+
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -39,6 +42,8 @@ class TerminateFlag:
     def install(self) -> None:
         """Take SIGTERM, if nobody else has it."""
         is_main = threading.current_thread() is threading.main_thread()
+        if not is_main:
+            log.warning("attach() was called in a thread: SIGTERM is the script's, which has to leave the loop then")
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._before = signal.signal(signal.SIGTERM, self._handle)
 
@@ -78,7 +83,8 @@ class LearnerPlace:
     """Process id of the learner that this process is; None while it is none."""
 
     def __init__(self) -> None:
-        self._is_taken = False
+        # Of the process that has taken it; None before, and afterwards.
+        self._pid: int | None = None
 
     def take(self) -> None:
         """Be this process's learner. Raises LearnerError: it has one, or is a child of one."""
@@ -96,13 +102,18 @@ class LearnerPlace:
                 "script again. Put what only the learner does under `if __name__ == '__main__':`, and start other "
                 "programs without DILOCO_SOCKET in their environment"
             )
-        LearnerPlace.pid, self._is_taken = pid, True
+        LearnerPlace.pid = self._pid = pid
         os.environ[LEARNER_VARIABLE] = str(pid)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child that the learner has forked, with a copy of it: not the learner."""
+        return self._pid not in (None, os.getpid())
 
     def leave(self) -> None:
         """Let another be it."""
-        if self._is_taken and LearnerPlace.pid == os.getpid():
-            LearnerPlace.pid, self._is_taken = None, False
+        if self._pid is not None and LearnerPlace.pid == os.getpid():
+            LearnerPlace.pid = self._pid = None
             os.environ.pop(LEARNER_VARIABLE, None)
 
 

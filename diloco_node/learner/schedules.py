@@ -7,6 +7,7 @@ and each difference is told in a line. Where a schedule has changed a rate, the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -22,50 +23,91 @@ POSITIONS: Final = frozenset(
 BEGIN: Final = "initial_lr"
 """The rate of a group that its schedule begins with, as schedules of torch's write it into the group."""
 
+SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""What schedules of torch's write into a group, and read there: settings, too."""
+
 log = logging.getLogger("diloco_node.learner")
 
 
+Changes = dict[str, tuple[Any, Any]]
+"""By key of a group of parameters, values that differ: in the checkpoint, in the script."""
+
+
+def script_settings(group: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
+    """Return what a script has set in a group of parameters, as JSON; what is none is left out."""
+    values = {key: group[key] for key in (*settings, *SCHEDULE_KEYS) if key in group}
+    plain = {
+        key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in values.items()
+    }
+    return {key: value for key, value in plain.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+
+
 def take_settings(
-    group: dict[str, Any], own_group: Mapping[str, Any], settings: Collection[str]
-) -> dict[str, tuple[Any, Any]]:
+    group: dict[str, Any],
+    own_group: Mapping[str, Any],
+    settings: Collection[str],
+    before: Mapping[str, Any],
+    *,
+    is_lowered: bool = False,
+) -> tuple[Changes, Changes]:
     """Put a script's settings into a group of parameters from a checkpoint.
 
     Args:
         group: from the checkpoint; changed. own_group: as the script has made it.
         settings: the keys that are settings; others, such as a count of steps, stay.
+        before: as the script had made it in the life of the checkpoint (`script_settings`); empty: nobody knows.
+        is_lowered: a kept schedule without a formula (`lowers_rates`) has changed the rate since then.
 
     Returns:
-        By key the values that differ: in the checkpoint, in the script.
+        What the script sets otherwise than before; and what only its loop had changed, and may again.
     """
-    changes: dict[str, tuple[Any, Any]] = {}
-    rates = _schedule_rates(group, own_group)
-    for key in [key for key in (*settings, BEGIN) if key in group or key in own_group]:
+    changes: Changes = {}
+    drifts: Changes = {}
+    begins = group.get(BEGIN), own_group.get(BEGIN)
+    if None in begins and is_lowered:
+        begins = before.get("lr"), own_group.get("lr")
+    rates = _schedule_rates(begins, group["lr"]) if "lr" in group else None
+    for key in [key for key in (*settings, *SCHEDULE_KEYS) if key in group or key in own_group]:
         if key not in own_group:
             del group[key]
             continue
         old, own = group.get(key), own_group[key]
         group[key] = own
-        is_told = key != BEGIN and not (key == "lr" and rates is not None)
-        if is_told and old is not None and not _is_same(old, own):
-            changes[key] = (old, own)
+        if key == BEGIN or (key == "lr" and rates is not None) or old is None:
+            continue
+        if not is_same(script := before.get(key, old), own):
+            changes[key] = (script, own)
+        elif not is_same(old, own):
+            drifts[key] = (old, own)
     if rates is not None:
         old_begin, own_begin, lr = rates
         group["lr"] = torch.full_like(group["lr"], lr) if isinstance(group["lr"], Tensor) else lr
         if old_begin != own_begin:
             changes["lr"] = (old_begin, own_begin)
-    return changes
+    return changes, drifts
 
 
-def _schedule_rates(group: Mapping[str, Any], own_group: Mapping[str, Any]) -> tuple[float, float, float] | None:
+def _schedule_rates(begins: tuple[Any, Any], lr: Any) -> tuple[float, float, float] | None:
     """Return the rates that schedules begin with, in the checkpoint and here, and the rate now; None without any."""
-    if BEGIN not in group or BEGIN not in own_group or not float(group[BEGIN]):
+    if None in begins or not float(begins[0]):
         return None
-    old_begin, own_begin = float(group[BEGIN]), float(own_group[BEGIN])
-    lr = float(group["lr"])
-    return old_begin, own_begin, lr if old_begin == own_begin else lr / old_begin * own_begin
+    old_begin, own_begin = map(float, begins)
+    return old_begin, own_begin, float(lr) if old_begin == own_begin else float(lr) / old_begin * own_begin
 
 
-def _is_same(old: Any, own: Any) -> bool:
+def lowers_rates(component: Any) -> bool:
+    """Whether a part of `stateful` lowers a group's rate where it stands, and nothing else says by how much."""
+    return isinstance(getattr(component, "scheduler", component), lr_scheduler.ReduceLROnPlateau)
+
+
+def is_same(old: Any, own: Any) -> bool:
     """Whether a value is the same after it was JSON."""
     if isinstance(old, Tensor) or isinstance(own, Tensor):
         return float(old) == float(own)
@@ -95,7 +137,7 @@ def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
     return position
 
 
-def tell_changes(changes: Mapping[str, tuple[Any, Any]]) -> None:
+def tell_changes(changes: Changes) -> None:
     """Log what differs from the checkpoint, a line each."""
     for key, (old, own) in changes.items():
         log.warning("optimizer: %s is %s as the script sets it, not %s as in the checkpoint", key, own, old)

@@ -2,7 +2,8 @@
 
 The id is written last, when vote and ledger are there, and taken away first, before one of them is: a folder with an id
 has all that it ever acknowledged. A folder that lost any of it gets another id, and the ledger counts it again only
-when it has caught up (`core.ledger.disks`).
+when it has caught up (`core.ledger.disks`). Behind the id is the number of starts, which a daemon counts up before it
+says a word: so an older copy of a folder is found out (`core.ledger.folder_lives`).
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.atomic_file import sync_folder
+from diloco_node.core.ledger.folder_lives import LIFE_BITS, next_life
 from diloco_node.core.types import DISK_ID_BYTES
+from diloco_node.errors import DiskRefused
 from diloco_node.storage.durable import disk_error, replace_file
 
 DISK_ID_NAME: Final = "disk.id"
 _MAGIC: Final = b"DLDISK1\n"
+_LIFE_BYTES: Final = 8
 
 
 class DiskIdFile:
     """The file in one folder.
 
     Attributes:
-        value: the id; empty before `make` if there is none, or a damaged one.
+        value: the id; empty before `begin` if there is none, or a damaged one. life: of the folder (`FolderLife`).
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / DISK_ID_NAME
-        self.value = b""
+        self.value, self.life = b"", 0
 
     def read(self) -> None:
         """Read it. Raises StorageError: the disk refuses."""
@@ -40,17 +44,32 @@ class DiskIdFile:
         except OSError as error:
             raise disk_error("read", self._path, error) from error
         body, digest = data[:-32], data[-32:]
-        is_whole = len(body) == len(_MAGIC) + DISK_ID_BYTES and body.startswith(_MAGIC)
+        value, life = body[len(_MAGIC) :][:DISK_ID_BYTES], body[len(_MAGIC) + DISK_ID_BYTES :]
+        # Folders of older versions have no life.
+        is_whole = body.startswith(_MAGIC) and len(value) == DISK_ID_BYTES and len(life) in (0, _LIFE_BYTES)
         if is_whole and hashlib.sha256(body).digest() == digest:
-            self.value = body[len(_MAGIC) :]
+            self.value, self.life = value, int.from_bytes(life, "big")
 
-    def make(self) -> None:
-        """Give the folder another id; a damaged one is set aside. Durable when this returns. Raises StorageError."""
-        self.retire()
-        value = os.urandom(DISK_ID_BYTES)
-        body = _MAGIC + value
-        replace_file(self._path, [body, hashlib.sha256(body).digest()])
-        self.value = value
+    def begin(self) -> None:
+        """Begin the folder's next life; one without an id gets another, and a damaged one is set aside.
+
+        Durable when this returns. On a disk that refuses it an older life goes on.
+
+        Raises:
+            StorageError: the disk refuses a first id.
+        """
+        if not self.value:
+            self.retire()
+        value = self.value or os.urandom(DISK_ID_BYTES)
+        life = next_life(self.life, int.from_bytes(os.urandom(LIFE_BITS // 8), "big"))
+        body = _MAGIC + value + life.to_bytes(_LIFE_BYTES, "big")
+        try:
+            replace_file(self._path, [body, hashlib.sha256(body).digest()])
+        except DiskRefused:
+            if not self.value:
+                raise
+            return
+        self.value, self.life = value, life
 
     def retire(self) -> None:
         """Take the id away for good; durable when this returns. Raises StorageError."""
@@ -58,7 +77,7 @@ class DiskIdFile:
             set_aside(self._path)
         except OSError as error:
             raise disk_error("set aside", self._path, error) from error
-        self.value = b""
+        self.value, self.life = b"", 0
 
 
 def set_aside(path: Path) -> str:

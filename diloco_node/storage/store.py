@@ -118,7 +118,7 @@ class RegionStore:
         states, digests = tuple(version for version, _ in newest), tuple(digest for _, digest in newest)
         payloads = frozenset(self._whole_payloads(states, on_disk))
         vote, disk = self._vote, self._disk_id.value
-        return Recovered(vote.term, vote.voted_for, entries, states, payloads, digests, base, disk)
+        return Recovered(vote.term, vote.voted_for, entries, states, payloads, digests, base, disk, self._disk_id.life)
 
     def _recover(self) -> tuple[Entry, ...]:
         """Entries, vote and an id; what a crash has left is cleared away. Raises StorageError: the disk refuses."""
@@ -136,8 +136,7 @@ class RegionStore:
         except StorageError as error:
             self._begin_again(str(error))
             entries = self._open_ledger()
-        if not self._disk_id.value:
-            self._disk_id.make()
+        self._disk_id.begin()
         return entries
 
     def begin_again(self, why: str, fragments: int) -> Recovered:

@@ -17,7 +17,7 @@ import dataclasses
 import operator
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Generic, TypeVar
@@ -169,35 +169,32 @@ class Schema(Generic[T]):
         names = [field.name for field in dataclasses.fields(cls)]
         bounds = [bound_of(self._bounds, cls.__name__, name) for name in names]
         built = self._fields(cls, names, bounds, depth=depth)
-        encoders = [(name, encode) for name, (encode, _) in zip(names, built, strict=True)]
-        decoders = [(name, decode) for name, (_, decode) in zip(names, built, strict=True)]
+        encoders, decoders = [encode for encode, _ in built], [decode for _, decode in built]
         pairs = relations(names, bounds)
         count = len(names) + skip
 
         def encode(value: Any) -> list[Any]:
             if type(value) is not cls:
                 raise OutOfBounds(f"expected {cls.__name__}, got {type(value).__name__}")
-            fields: list[Any] = [None] * skip
-            for name, encode_field in encoders:
-                try:
-                    fields.append(encode_field(getattr(value, name)))
-                except OutOfBounds as error:
-                    raise error.within(f".{name}") from None
-            check_relations(names, fields[skip:], pairs)
-            return fields
+            values = [getattr(value, name) for name in names]
+            try:
+                fields = [encode_field(field) for encode_field, field in zip(encoders, values, strict=True)]
+            except OutOfBounds:
+                raise _named_field(names, encoders, values) from None
+            if pairs:
+                check_relations(names, fields, pairs)
+            return [None, *fields] if skip else fields
 
         def decode(fields: Any) -> Any:
             if type(fields) is not list or len(fields) != count:
                 raise OutOfBounds(f"expected {cls.__name__} with {count - skip} fields, got {_shape(fields, skip)}")
-            values = []
-            at = skip
-            for name, decode_field in decoders:
-                try:
-                    values.append(decode_field(fields[at]))
-                except OutOfBounds as error:
-                    raise error.within(f".{name}") from None
-                at += 1
-            check_relations(names, values, pairs)
+            own_fields = fields[1:] if skip else fields
+            try:
+                values = [decode_field(field) for decode_field, field in zip(decoders, own_fields, strict=True)]
+            except OutOfBounds:
+                raise _named_field(names, decoders, own_fields) from None
+            if pairs:
+                check_relations(names, values, pairs)
             return cls(*values)
 
         return encode, decode
@@ -348,6 +345,16 @@ def _as_float(value: Any) -> float:
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         raise OutOfBounds(f"expected float, got {type(value).__name__}")
     return float(value)  # numpy's floats, and ints that a sum began with
+
+
+def _named_field(names: list[str], checks: list[Check], values: Sequence[Any]) -> OutOfBounds:
+    """Find the wrong field again, for its name: the right case must not pay for it."""
+    for name, check, value in zip(names, checks, values, strict=True):
+        try:
+            check(value)
+        except OutOfBounds as error:
+            return error.within(f".{name}")
+    raise AssertionError("a field that was wrong is right now")
 
 
 def _shape(value: Any, skip: int) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diloco_node.core import events as ev
-from diloco_node.core.types import EntryBody, FinishedBody, RoundBody
+from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, FinishedBody, RoundBody
 from diloco_node.lab.sim.cheats import CHEATS
 from diloco_node.lab.sim.world import SECOND
 from tests.core.test_gray_regions import rate, reducer
@@ -152,6 +152,7 @@ def believes_itself(small: Small, name: str) -> None:
     small.hosts[name].core.ledger._entry_gate._meaning.doubt = lambda _: ""
     small.hosts[name].core.end.believe()
     small.hosts[name].core.versions.payload_fault = lambda _: ""
+    small.hosts[name].core._objections._discards.doubt = lambda *_args, **_named: ""
 
 
 def proposes(small: Small, name: str, change: Change) -> list[EntryBody]:
@@ -178,15 +179,24 @@ def refused(small: Small, liar: str) -> set[str]:
     return names
 
 
+def lost(work: Contribution) -> DiscardedBody:
+    return DiscardedBody(
+        work.learner, work.incarnation, work.fragment, work.step_from, work.step_to, work.tokens, "it pleases me"
+    )
+
+
 LIES: dict[str, Change] = {
     "factors": lambda body: replace(body, factors=(float(2**100),) * len(body.factors)),
     "share": lambda body: replace(body, share=2.0**-126),
+    "discards": lambda body: lost(body.members[0].contribution),
     "the last round": lambda body: replace(body, is_last=True),
 }
 """Each number is doubted in tests/core/rounds/test_entry_check.py."""
 
 
-@pytest.mark.parametrize("lie", [pytest.param(lie, marks=() if lie == "factors" else SELDOM) for lie in LIES])
+@pytest.mark.parametrize(
+    "lie", [pytest.param(lie, marks=() if lie in ("factors", "discards") else SELDOM) for lie in LIES]
+)
 def test_a_leader_that_writes_wrong_numbers_leads_no_longer_and_commits_none(
     patch: pytest.MonkeyPatch, lie: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
+from diloco_node.daemon.end_wishes import WISHES_NAME
 from diloco_node.daemon.final_model import LINGER_S
 from diloco_node.daemon.run_record import FINAL_NAME, set_final_aside
 from diloco_node.lab.demo.account_check import check_account
@@ -237,6 +239,24 @@ def test_stripes_follow_a_budget_that_is_set_while_the_run_goes_on(play: Play, m
         reducers = [{stripe.reducer for stripe in body.stripes} for body in bodies if isinstance(body, RoundBody)]
         assert reducers
         assert all(region == {"a", "b"} for region in reducers), "c has enough to do with its contribution"
+
+    play(scenario)
+
+
+def test_an_order_to_end_outlives_the_daemon_that_took_it(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        region = world.regions["a"]
+        await world.until("rounds go on", lambda: world.committed() >= 4)
+        for peer in ("b", "c"):
+            world.network.cut("a", peer)
+        region.node.finish("enough")
+        await region.stop_daemon()
+        await region.start_daemon()
+        for peer in ("b", "c"):
+            world.network.heal("a", peer)
+        await world.finish()
+        assert {one.node.view().finished for one in world.regions.values()} == {"enough"}
+        assert json.loads((region.folder / WISHES_NAME).read_text()) == {}, "an extension of the run is not ended by it"
 
     play(scenario)
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.daemon import run_history as module
+from diloco_node.daemon.curve_marks import MARKS_MAX, thin
 from diloco_node.daemon.run_history import (
     ALL_COLUMNS,
     COLUMNS,
@@ -20,6 +21,7 @@ from diloco_node.daemon.run_history import (
     halve,
     point_of,
     read_history,
+    read_marks,
 )
 
 
@@ -134,6 +136,39 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
     (tmp_path / HISTORY_NAME).write_text('{"period_s": 4}\n{"unix": 5.5}\n')
     monkeypatch.setattr(module, "FILE_BYTES_MAX", 20)
     assert read_history(tmp_path) == (2.0, [])
+
+
+def test_marks_stay_for_the_whole_run_each_once(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path)
+    clock = {"unix": 1e9, "monotonic_ns": 5_000_000_000}
+    marks = [[1_000_000_000, "R"], [4_000_000_000, "L"]]
+    assert history.take({"clock": clock, "marks": marks[:1]}), "a start without a learner, too"
+    history.take(status(1) | {"clock": clock, "marks": marks})
+    history.take(status(2) | {"clock": clock, "marks": marks[1:]})
+    history.save()
+    wanted = [(1e9 - 4.0, "R"), (1e9 - 1.0, "L")]
+    assert read_marks(tmp_path) == history.document()["marks"] == wanted
+    assert len(read_history(tmp_path)[1]) == 2
+    later = RunHistory(tmp_path)
+    clock = {"unix": 1e9 + 100.0, "monotonic_ns": 1_000_000_000}
+    assert later.take({"clock": clock, "marks": [[500_000_000, "P"]]}), "of a machine that was started anew"
+    later.save()
+    assert read_marks(tmp_path) == [*wanted, (1e9 + 99.5, "P")]
+
+
+def test_of_too_many_marks_those_stay_that_are_apart() -> None:
+    marks = [(float(at), letter) for at in range(400) for letter in "RL"] + [(200.5, "Q")]
+    apart = thin(marks)
+    assert len(apart) <= MARKS_MAX
+    assert (200.5, "Q") in apart, "a rare letter is not lost among others"
+    assert {unix for unix, letter in apart if letter == "R"} == {7.0 * at for at in range(58)}
+    assert len(thin([(1.0, "R")] * 600)) == 1
+
+
+@pytest.mark.parametrize("mark", ["7", '"Z"', '["R"]', "null"])
+def test_a_mark_of_somebody_else_is_none(tmp_path: Path, mark: str) -> None:
+    (tmp_path / HISTORY_NAME).write_text(f'{{"unix": 5.5, "mark": {mark}}}\n{{"mark": "R"}}\n')
+    assert (read_marks(tmp_path), read_history(tmp_path)[1]) == ([], [])
 
 
 @given(st.binary(max_size=200))

@@ -2,12 +2,15 @@
 
 import contextlib
 import re
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco_node.daemon.run_history import HISTORY_NAME
+from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
 from diloco_node.storage.store import STATES_KEPT
 from diloco_node.storage.tensor_files import named_version
 from tests.kit.cluster_kit import Cluster, all_train
@@ -70,6 +73,66 @@ async def test_a_follower_and_a_leader_that_lose_their_folders_come_back_and_vot
     await cluster.start(third)
     await cluster.until_trains()
     await end_and_check(cluster)
+
+
+async def test_an_older_copy_of_a_folder_counts_as_a_lost_one_until_it_has_caught_up(cluster: Cluster) -> None:
+    """A copy is put in the folder's place. Later another one runs beside the region that goes on in the folder."""
+    await cluster.start()
+    await cluster.until_trains()
+    await cluster.until_commits(4)
+    victim = cluster.others(await cluster.until_leader())[0]
+    original = cluster.regions[victim]
+    older = copied(cluster, victim, "older")
+    await cluster.until_commits(8)
+    await cluster.kill(victim)
+    shutil.rmtree(original.state_dir)
+    shutil.copytree(older, original.state_dir)
+    await cluster.start(victim)
+    await until_found_out(cluster, victim)
+    await cluster.until_merged(victim, why="after it came back as an older copy")
+
+    twin = copied(cluster, victim, "twin")
+    await cluster.until_commits(4)
+    (port, admin_port) = free_ports(2)
+    text = cluster.config.read_text().replace(
+        "admin_port = " + str(original.admin_port), f'admin_port = {admin_port}\nlisten = "127.0.0.1:{port}"'
+    )
+    shutil.copytree(cluster.folder / "certs", twin.parent / "certs")
+    (twin.parent / "run.toml").write_text(text)
+    clone = RegionProcess(victim, admin_port, twin)
+    await clone.start(twin.parent / "run.toml")
+    try:
+        await until_found_out(cluster, victim)
+        await cluster.until_commits(4, cluster.others(victim), why="beside a clone")
+    finally:
+        await clone.stop()
+    if victim not in cluster.running():
+        await cluster.start(victim)
+    await cluster.until_merged(victim, why="after its clone was stopped")
+    await cluster.end()
+    cluster.check_equal()
+
+
+def copied(cluster: Cluster, name: str, place: str) -> Path:
+    """Copy a folder while its daemon writes, as a backup does."""
+    folder = cluster.folder.parent / place / name
+    names = shutil.ignore_patterns("*.sock", "*.tmp", "logs")
+    for _ in range(20):
+        with contextlib.suppress(shutil.Error):  # a file was renamed meanwhile
+            return shutil.copytree(cluster.regions[name].state_dir, folder, ignore=names, dirs_exist_ok=True)
+    raise AssertionError(f"the folder of {name} can't be copied")
+
+
+async def until_found_out(cluster: Cluster, name: str) -> None:
+    """Until each other region names the copy, by the newest start of the folder."""
+    others = cluster.others(name)
+    before = {other: cluster.regions[other].status["ledger_contradictions"] for other in others}
+
+    def is_named(other: str, status: dict[str, Any]) -> bool:
+        lines = status["ledger_contradictions"]
+        return lines != before[other] and any(f"folder of {name} is an older copy" in line for line in lines)
+
+    await cluster.until(f"{name} is found out", lambda now: all(is_named(*item) for item in now.items()), others)
 
 
 async def end_and_check(cluster: Cluster) -> None:

@@ -108,7 +108,8 @@ async def test_events_are_marks_on_the_curves_and_their_list_can_be_filtered(tab
         await open_wide(tab, url)
         await tab.until("document.querySelector('#loss canvas') && document.querySelector('.events li')")
         for chart in ("loss", "speed"):
-            assert "Marks: " in await tab.evaluate(f"document.querySelector('#{chart} .chart').ariaLabel")
+            label = await tab.evaluate(f"document.querySelector('#{chart} .chart').ariaLabel")
+            assert label.partition("Marks: ")[2].count("L") >= 10, "of the whole run, not of the last 64 notes"
             legend = await tab.evaluate(f"document.querySelector('#{chart} .legend').textContent")
             for meaning in ("R a start of a daemon", "L a leader was elected", "P a region left or came back"):
                 assert meaning in legend

@@ -238,6 +238,20 @@ def test_a_trainers_evaluations_and_saves_are_pauses(folder: Path, monkeypatch: 
     assert saves.activities[-1] == "", "it has left, and announces nothing more"
 
 
+def test_a_trainer_whose_machine_is_taken_away_evaluates_nothing_more(folder: Path) -> None:
+    trainer, callback, seen = hf_trainer(folder, eval_strategy="epoch", max_steps=50)
+    trainer.eval_dataset = Watched(folder)
+
+    def take_away(*_: Any, **__: Any) -> None:
+        callback.diloco._terminate.is_set = callback.diloco.steps == 2
+
+    seen.callback.on_pre_optimizer_step = take_away
+    with FakeDaemon(folder):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert trainer.eval_dataset.activities == []
+
+
 def merged_weight(daemon: FakeDaemon) -> Tensor:
     """The embedding as the run has it."""
     assert daemon.manifest is not None

@@ -39,6 +39,7 @@ MARKED = {
     41: ("learner", "incarnation 2 attached at step 40"),
 }
 """Notes that are marks on the curves, by the second modulo 64."""
+LETTERS = {5: "L", 21: "P", 29: "P", 41: "R"}
 
 
 def note_at(number: int) -> dict[str, Any]:
@@ -173,6 +174,7 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
         "tokens": at * 512,
         "token_account": {"trained": at * 512, "carried": 1_024, "run_merged": at * 1_400, "run_discarded": 512},
         "notes": [note_at(number) for number in range(max(0, at - 64), at)],
+        "marks": [[number * 10**9, LETTERS[number % 64]] for number in range(at - 64, at) if number % 64 in LETTERS],
         "clock": {"unix": UNIX + at, "monotonic_ns": at * 10**9},
         "manifest_digest": "8a5a7d8703b2",
         "parameters": 133_000,
@@ -195,7 +197,8 @@ def history(until: int, region: str = "us-east", *, period: int = 8) -> dict[str
         learner = learner_row(at, NAMES.index(region) / 5)
         keys = ("step", "tokens", "loss", "val_loss_global", "current_tokens_per_second")
         rows.append([UNIX + at, *(learner[key] for key in keys), at * 186_000, at * 190_000, learner["val_loss"]])
-    return {"columns": list(COLUMNS), "period_s": float(period), "rows": rows}
+    marks = [[UNIX + number, LETTERS[number % 64]] for number in range(until) if number % 64 in LETTERS]
+    return {"columns": list(COLUMNS), "period_s": float(period), "rows": rows, "marks": marks}
 
 
 SETTINGS = [

@@ -193,7 +193,7 @@ def test_reports_carry_what_the_loop_knows(folder: Path) -> None:
 def test_of_fast_steps_those_are_reported_that_a_round_may_wait_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attach_module, "REPORT_EVERY_NS", 10**15)
+    monkeypatch.setattr("diloco_node.learner.daemon_session.REPORT_EVERY_NS", 10**15)
     toy = Toy()
     with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
         positions = session_of(diloco).fragments.positions

@@ -27,6 +27,7 @@ from diloco_node.storage.trained import AREA_BYTES, read_trained
 from diloco_node.wire.learner_link import (
     Attach,
     Done,
+    EndWanted,
     Failed,
     OfferApplied,
     Refuse,
@@ -252,6 +253,33 @@ def test_process_that_the_loop_forks_ends_with_sigterm(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         Toy().step(diloco)
         assert diloco.should_stop
+        assert diloco.is_interrupted
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("call", ["step", "exit", "close"])
+def test_a_forked_child_that_uses_the_learner_leaves_the_true_one_alone(folder: Path, call: str) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+
+        def work() -> None:
+            if call == "step":
+                with pytest.raises(LearnerError, match="or in a child: no learner is here"):
+                    diloco.step(tokens=1)
+            elif call == "exit":
+                diloco.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+            else:
+                diloco.close()
+
+        toy.step(diloco)
+        child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+        child.start()
+        child.join(PATIENCE_S / 2)
+        assert child.exitcode == 0
+        toy.step(diloco)
+        assert daemon.detached == []
+        assert not [message for message in daemon.said if isinstance(message, Failed | Done)]
+    assert daemon.wait_for(Done).step == 2
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -267,6 +295,7 @@ def test_stop_ends_the_loop_and_done_is_said(folder: Path) -> None:
                 assert time.monotonic() < deadline_s
                 toy.step(diloco)
             assert diloco.stop_reason == "the run is finished"
+            assert not diloco.is_interrupted
             diloco.evaluated(val_loss=1.25, val_loss_global=1.0)
         done = daemon.wait_for(Done)
         assert (done.step, done.tokens) == (diloco.steps, 7 * diloco.steps)
@@ -303,6 +332,68 @@ def test_exception_in_the_loop_is_told(folder: Path) -> None:
         with pytest.raises(ZeroDivisionError), diloco_node.attach(toy.model, toy.optimizer):
             raise ZeroDivisionError("out of data")
         assert daemon.wait_for(Failed).reason == "ZeroDivisionError: out of data"
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("caf\udce9"), "RuntimeError: caf?"),
+        (Textless(), "Textless, whose text fails with a ValueError"),
+        (RuntimeError("\N{GRINNING FACE}" * 5000), "RuntimeError: \N{GRINNING FACE}"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+        (SystemExit("no data"), "SystemExit: no data"),
+    ],
+)
+def test_an_exception_of_any_text_is_told_and_stays_itself(folder: Path, error: BaseException, told: str) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with pytest.raises(type(error)) as caught, diloco_node.attach(toy.model, toy.optimizer):
+            raise error
+        assert caught.value is error
+        assert daemon.wait_for(Failed).reason.startswith(told)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_script_that_exits_without_a_fault_has_left_in_order(folder: Path, code: int | None) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with pytest.raises(SystemExit), diloco_node.attach(toy.model, toy.optimizer):
+            sys.exit(code)
+        assert daemon.wait_for(Done).step == 0
+
+
+def test_a_wish_for_the_end_is_told_though_an_exception_follows(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        diloco.finish("flat")
+        diloco.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+        daemon.wait_for(Failed)
+        assert daemon.wait_for(EndWanted).reason == "flat"
+
+
+def test_what_a_loop_does_while_it_evaluates_in_inference_mode_is_usable_outside(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with torch.inference_mode():
+            diloco = diloco_node.attach(toy.model, torch.optim.AdamW(toy.model.parameters()))
+        for _ in range(2):
+            toy.step(diloco)
+            with torch.inference_mode(), diloco.busy("evaluation"):
+                daemon.commit(0, daemon.theta[0] + 1, -1)
+                diloco.settle(0.1)
+                diloco.checkpoint()
+            daemon.commit(0, daemon.theta[0] + 1, -1)
+            diloco.settle(0.1)
+            diloco.checkpoint()
+        with torch.inference_mode():
+            diloco.close()
+    assert not any(parameter.is_inference() for parameter in toy.model.parameters())
 
 
 class NoJson:

@@ -85,6 +85,18 @@ def train(model: Language, optimizer: torch.optim.Optimizer, *, micro_batches: i
     return float(loss.detach())
 
 
+def test_another_optimizer_whose_steps_nobody_would_count_is_refused(folder: Path) -> None:
+    model = Language()
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FakeDaemon(folder), diloco_node.attach(model, first, step="auto"):
+        train(model, first)
+        second = torch.optim.AdamW(model.parameters())
+        with pytest.raises(
+            LearnerError, match=r"AdamW makes a step, and attach\(step=\"auto\"\) counts those of another"
+        ):
+            train(model, second)
+
+
 def test_each_step_of_the_optimizer_is_a_boundary(folder: Path) -> None:
     model = Language()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,9 +243,27 @@ def data(_: Loop) -> tuple[Any, Callable[[], None]]:
     return batches, lambda: next(batches)
 
 
+def moments(loop: Loop) -> tuple[Any, Callable[[], None]]:
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.01)
+    return optimizer, optimizer.step
+
+
+def numpys(_: Loop) -> tuple[Any, Callable[[], None]]:
+    generator = np.random.default_rng(1)
+    return generator, lambda: generator.normal(size=2)  # type: ignore[return-value]
+
+
+def pythons(_: Loop) -> tuple[Any, Callable[[], None]]:
+    generator = random.Random(1)
+    return generator, generator.random  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (moments, "the moments of AdamW, which attach() was not given"),
+        (numpys, "a generator (numpy's Generator)"),
+        (pythons, "a generator (random's Random)"),
         (teacher_beside, "a Sequential outside of what attach() was given"),
         (averaged, "a AveragedModel outside"),
         (scaler, "a GradScaler"),
@@ -270,10 +289,16 @@ def test_what_is_given_is_not_named(folder: Path) -> None:
     model = plain()
     optimizer = torch.optim.AdamW(model.parameters())
     several = torch.optim.lr_scheduler.SequentialLR(optimizer, [SCHEDULE(optimizer, 3), SCHEDULE(optimizer, 5)], [9])
-    given = {"scaler": torch.amp.GradScaler("cpu"), "schedule": several}
+    draws = np.random.default_rng(1)
+    given = {"scaler": torch.amp.GradScaler("cpu"), "schedule": several, "draws": draws}
     with Loop(folder, model, stateful=given) as loop:
-        loop.step()
-        assert loop.checkpoint() == []
+        still = random.Random(2)
+        for _ in range(4):
+            draws.random()
+            tempfile.mktemp()
+            loop.step()
+            assert loop.checkpoint() == []
+        assert still
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.model_watch import COPY_LOOKS
+from diloco_node.learner.model_watch import COPY_LOOKS, STILL_STEPS
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import region_folder
@@ -105,7 +106,25 @@ def drop_layer(model: nn.Module) -> None:
     model[1] = nn.Identity()  # type: ignore[index]
 
 
-@pytest.mark.parametrize("change", [load_assigning, replace_layer, replace_parameter, resize_layer, drop_layer])
+def delete_layer(model: nn.Module) -> None:
+    del model[2]  # type: ignore[attr-defined]
+
+
+def swap_below_the_hooks(model: nn.Module) -> None:
+    model._modules["1"] = nn.Linear(8, 8)
+
+
+def weight_norm(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        load_assigning, replace_layer, replace_parameter, resize_layer, drop_layer, delete_layer, swap_below_the_hooks,
+        weight_norm,
+    ],
+)  # fmt: skip
 def test_a_tensor_that_is_replaced_in_mid_run_is_named_at_the_next_step(
     folder: Path, change: Callable[[nn.Module], None]
 ) -> None:
@@ -116,6 +135,51 @@ def test_a_tensor_that_is_replaced_in_mid_run_is_named_at_the_next_step(
         change(model)
         with pytest.raises(LearnerError, match=r"parameter '[012]\.weight' is (another tensor|not in the model)"):
             train(model, optimizer, diloco)
+
+
+def test_a_layer_that_is_added_in_mid_run_is_named(folder: Path) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco)
+        model.append(nn.Identity())
+        train(model, optimizer, diloco)
+        model.append(nn.Linear(2, 2))
+        with pytest.raises(LearnerError, match=r"has 2 parameters that it had not at attach\(\), such as '4\.weight'"):
+            train(model, optimizer, diloco)
+
+
+def test_a_type_that_changes_in_mid_run_is_named(folder: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco)
+        model.to(torch.bfloat16)
+        with pytest.raises(LearnerError, match=r"'0\.weight' is torch\.bfloat16 of shape \(8, 6\) now, at attach"):
+            diloco.step(tokens=4)
+
+
+@pytest.mark.parametrize("has_own_optimizer", [True, False])
+def test_a_loop_that_trains_a_copy_of_the_model_is_ended(folder: Path, has_own_optimizer: bool) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        other = copy.deepcopy(model)
+        own = make(other) if has_own_optimizer else optimizer
+        train(other, own, diloco, STILL_STEPS // 2)
+        daemon.commit(0, daemon.theta[0] + 1, -1)
+        diloco.settle(0.2)
+        with pytest.raises(
+            LearnerError, match=r"none of the 6 tensors .* was written to: the loop trains another model"
+        ):
+            train(other, own, diloco, STILL_STEPS)
+
+
+def test_a_rate_of_zero_is_no_other_model(folder: Path) -> None:
+    model = net()
+    optimizer = make(model, lr=0.0)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, STILL_STEPS + 1)
 
 
 def test_a_layer_that_is_unfrozen_in_mid_run_is_named(folder: Path) -> None:
@@ -167,6 +231,15 @@ def test_weights_outside_of_the_model_are_told_and_merged_when_their_module_is_g
         train(model, optimizer, diloco)
     with pytest.raises(LearnerError, match=r"2 names stand in more than one, such as '0\.bias'"):
         diloco_node.attach([model, nn.Sequential(nn.Linear(2, 1))], optimizer)
+
+
+def test_another_optimizer_of_the_same_tensors_is_no_stranger_to_them(folder: Path) -> None:
+    model = net()
+    first, second = make(model, lr=0.1), make(model, lr=0.1)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, first) as diloco:
+        for optimizer in (first, second, first, second):
+            train(model, optimizer, diloco, 2)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
 
 
 def test_an_optimizer_of_something_else_is_no_concern(folder: Path) -> None:
@@ -244,6 +317,18 @@ class Anchored(torch.optim.SGD):
         super().step()
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Climbs first, and takes its step from where it was: its `old_p` is a copy for the time of a step alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old_p"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=0.01)
+            parameter.copy_(self.state[parameter]["old_p"])
+        super().step()
+
+
 def train_some(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
         train(model, optimizer, diloco, max(COPY_LOOKS) + 2)
@@ -268,6 +353,7 @@ def test_an_optimizer_with_a_second_copy_of_the_weights_is_refused_by_name(
         lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
         lambda parameters: Anchored(parameters, lr=0.01),
+        lambda parameters: SharpnessAware(parameters, lr=0.01, momentum=0.9),
     ],
 )
 def test_moments_and_first_parameters_are_no_copy(

@@ -60,6 +60,7 @@ def test_a_pause_begins_with_a_checkpoint_of_the_step_before_it(folder: Path, mo
         for _ in range(3):
             toy.step(diloco)
         diloco.checkpoint()
+        assert place(folder).loss.startswith("lost: 0 steps since its checkpoint"), "before any further step"
         for _ in range(4):
             toy.step(diloco)
         assert place(folder).checkpoint_step == 3
@@ -67,6 +68,9 @@ def test_a_pause_begins_with_a_checkpoint_of_the_step_before_it(folder: Path, mo
             diloco._checkpoints.wait()
         names = sorted(path.name for path in (folder / "learner" / "checkpoints").glob("*.safetensors"))
         assert names[-1] == "learner-00000001-000000000007.safetensors"
+        monkeypatch.setattr(diloco._checkpoints._writer, "written", None)
+        toy.step(diloco)
+        assert place(folder).checkpoint_step == 3, "while the next one is written the last one counts"
 
 
 def test_a_name_of_any_length_fits(folder: Path) -> None:

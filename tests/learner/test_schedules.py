@@ -55,10 +55,52 @@ def test_a_setting_that_the_script_changed_wins_and_is_told(
     assert float(new.state[weight]["step"]) == 3.0
 
 
+def test_settings_of_several_groups_are_told_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def build(*lrs: float) -> torch.optim.AdamW:
+        layers = [nn.Linear(2, 2) for _ in lrs]
+        return torch.optim.AdamW(
+            [{"params": [*layer.parameters()], "lr": lr} for layer, lr in zip(layers, lrs, strict=True)]
+        )
+
+    with caplog.at_level(logging.WARNING):
+        restart(tmp_path, build(0.1, 0.2, 0.1), build(0.3, 0.4, 0.3))
+    told = [record.message.partition(" as the")[0] for record in caplog.records]
+    assert told == ["optimizer: lr is 0.3", "optimizer: lr of group 1 is 0.4"]
+
+
 def test_equal_settings_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         restart(tmp_path, adamw(3, betas=(0.9, 0.95)), adamw(betas=(0.9, 0.95)))
     assert "as the script sets it" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("decayed", "moved", "text"),
+    [
+        (1e-4, 5e-4, ""),
+        (1e-4, 1e-3, "lr is 0.001 as the script sets it, not 0.0001 as in the checkpoint"),
+        (1e-3, 1e-3, ""),
+    ],
+)
+def test_what_the_loop_alone_changes_is_told_where_it_does_not_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, decayed: float, moved: float, text: str
+) -> None:
+    old, new = adamw(3), adamw()
+    parts = OptimizerParts(old)
+    old.param_groups[0]["lr"] = decayed
+    writer = CheckpointWriter(tmp_path)
+    writer.save(PROGRESS, parts, {})
+    writer.wait()
+    checkpoint = read_newest(tmp_path, "model")
+    assert checkpoint is not None
+    parts = OptimizerParts(new)
+    with caplog.at_level(logging.WARNING):
+        checkpoint.restore(parts, {}, rng=False)
+        assert caplog.text == "", "a loop may set its rate at each step"
+        new.param_groups[0]["lr"] = moved
+        parts.tell_drifts()
+        parts.tell_drifts()
+    assert [record.message for record in caplog.records] == ([f"optimizer: {text}"] if text else [])
 
 
 def test_a_count_that_an_optimizer_keeps_in_its_groups_is_no_setting(tmp_path: Path) -> None:
@@ -84,6 +126,27 @@ SCHEDULES = {
 }
 
 
+SCHEDULES |= {
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 10 * begin_of(optimizer), total_steps=30),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(
+        optimizer, begin_of(optimizer), 4 * begin_of(optimizer), step_size_up=3, cycle_momentum=False
+    ),
+    "warm restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=5, T_mult=2),
+    "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, milestones=[2, 5, 9], gamma=0.5),
+    "polynomial": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, total_iters=20, power=2.0),
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [
+            lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=4),
+            lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
+        ]
+    ),
+}
+
+
+def begin_of(optimizer: torch.optim.Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"])
+
+
 def rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[float]:
     values = []
     for _ in range(steps):
@@ -106,6 +169,28 @@ def test_a_schedule_goes_on_where_it_was_at_the_scripts_rate(tmp_path: Path, kin
     expected = rates(untouched, SCHEDULES[kind](untouched), 12)
     assert new.param_groups[0]["lr"] == pytest.approx(expected[5])
     assert rates(new, new_schedule, 6) == pytest.approx(expected[6:])
+
+
+@pytest.mark.parametrize("peak", [1e-3, 3e-4])
+def test_a_rate_that_was_lowered_on_a_plateau_stays_low_at_the_scripts_rate(tmp_path: Path, peak: float) -> None:
+    old = adamw(1, lr=1e-3)
+    parts = OptimizerParts(old)  # as the script had made it
+    plateaus = [lr_scheduler.ReduceLROnPlateau(old, factor=0.1, patience=2)]
+    for _ in range(6):
+        plateaus[0].step(1.0)
+    assert old.param_groups[0]["lr"] == pytest.approx(1e-4)
+    new = adamw(lr=peak)
+    plateaus.append(lr_scheduler.ReduceLROnPlateau(new, factor=0.1, patience=2))
+    writer = CheckpointWriter(tmp_path)
+    writer.save(PROGRESS, parts, {"plateau": plateaus[0]})
+    writer.wait()
+    checkpoint = read_newest(tmp_path, "model")
+    assert checkpoint is not None
+    checkpoint.restore(OptimizerParts(new), {"plateau": plateaus[1]}, rng=False)
+    assert new.param_groups[0]["lr"] == pytest.approx(peak / 10)
+    assert plateaus[1].num_bad_epochs == plateaus[0].num_bad_epochs == 2
+    plateaus[1].step(1.0)
+    assert new.param_groups[0]["lr"] == pytest.approx(peak / 100)
 
 
 def test_a_schedule_that_the_script_changed_is_the_scripts(tmp_path: Path) -> None:

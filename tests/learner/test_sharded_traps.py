@@ -16,6 +16,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import attach
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded
+from diloco_node.learner.loop_state import LoopState
 from diloco_node.learner.model_watch import check_not_replaced
 from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
 
@@ -180,6 +181,28 @@ def test_a_model_that_an_evaluation_has_left_unsharded_is_attached_by_its_shards
     tensors = ModelTensors(model)
     assert all(is_sharded(one) for one in tensors.names)
     assert tensors.boxes["1.weight"] == [Box((6, 0), (2, 3))]
+
+
+@pytest.mark.no_device("its mesh is of the CPU")
+def test_a_second_model_in_parts_that_evaluates_the_merged_one_is_not_named() -> None:
+    warnings: list[str] = []
+    model, second = sharded(), sharded()
+    watch = LoopState(ModelTensors(model), {}, warnings.append)
+    for number in (1.0, 2.0, 3.0):
+        merged = {name: torch.full(value.shape, number) for name, value in build().state_dict().items()}
+        watch.give(merged)
+        with torch.no_grad():
+            for parameter in second.parameters():
+                parameter.to_local().fill_(number)  # type: ignore[attr-defined]
+        watch.look()
+        watch.look()
+    assert warnings == []
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.to_local().fill_(9.0)  # type: ignore[attr-defined]
+    for _ in range(16):
+        watch.look()
+    assert "outside of what attach() was given" in "".join(warnings)
 
 
 def test_an_optimizer_that_was_made_before_the_model_was_sharded() -> None:

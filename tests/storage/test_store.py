@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from diloco_node import atomic_file
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.folder_lives import starts_of
 from diloco_node.core.ledger.summary import RunSummary, encode_summary
 from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, GenesisBody, LeaderBody, LedgerBase, Recovered
 from diloco_node.errors import LedgerGone, LedgerLost, StorageError
@@ -90,6 +92,31 @@ def test_an_empty_folder_is_a_new_region(folder: Path) -> None:
 
 def test_two_folders_have_two_ids(folder: Path, tmp_path: Path) -> None:
     assert load(folder).disk != load(tmp_path / "other").disk
+
+
+def test_each_start_is_another_life_of_the_folder_and_two_copies_begin_two(folder: Path, tmp_path: Path) -> None:
+    first = load(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    lives = [first.life, load(folder).life, load(tmp_path / "copy").life]
+    assert [starts_of(life) for life in lives] == [1, 2, 2]
+    assert lives[1] != lives[2]
+    assert load(tmp_path / "copy").disk == first.disk
+
+
+def test_a_folder_of_an_older_version_keeps_its_id(folder: Path) -> None:
+    before = load(folder)
+    body = b"DLDISK1\n" + before.disk
+    (folder / DISK_ID_NAME).write_bytes(body + hashlib.sha256(body).digest())
+    after = load(folder)
+    assert (after.disk, starts_of(after.life)) == (before.disk, 1)
+
+
+def test_a_folder_on_a_full_disk_is_loaded_in_its_last_life(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = load(folder)
+    monkeypatch.setattr(os, "writev", refusing(errno.ENOSPC))
+    after = load(folder)
+    assert (after.disk, after.life) == (before.disk, before.life)
+    assert not list(folder.rglob("*.tmp"))
 
 
 def test_what_was_persisted_is_loaded(folder: Path, store: RegionStore) -> None:

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.election import Election, Role, TermClaims, majority_value
 from diloco_node.core.ledger.entry_gate import EntryGate, Meaning, check_held
+from diloco_node.core.ledger.folder_lives import FolderLives
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.replication import Follower, Following, majority_contact_ns
 from diloco_node.core.ledger.roster import Roster, majority_of
 from diloco_node.core.ledger.write_gate import WriteGate
-from diloco_node.core.types import NO_BASE, Entry, EntryBody, LeaderBody, LedgerBase, RoundBody
+from diloco_node.core.types import NO_BASE, Entry, EntryBody, FolderLife, LeaderBody, LedgerBase, RoundBody
 
 
 class LedgerState:
@@ -23,7 +25,7 @@ class LedgerState:
     Args:
         region: this voter. voters: the regions that found the run, the same on every region; without this one if it
             joins a run that has begun.
-        disk: id of this voter's folder.
+        disk: id of this voter's folder. life: of the folder (`FolderLife`).
         named: the folders that count before entry 1, by region; None: the log itself begins the run.
         heartbeat_ns: between two heartbeats of a leader.
         election_timeout_ns: a follower that hears no leader asks for votes after 1 to 2 times this; a leader that hears
@@ -62,6 +64,7 @@ class LedgerState:
         has_base: Callable[[], bool] = lambda: True,
         base_fault: Callable[[LedgerBase], str] = lambda _: "",
         named_by: Callable[[LedgerBase], Roster] = lambda _: Roster({}),
+        life: int = 0,
     ) -> None:
         if len(set(voters)) != len(voters):
             raise ValueError(f"a region is there twice: {sorted(voters)}")
@@ -87,6 +90,9 @@ class LedgerState:
         self.disks.known_index = base.index
         self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self.disks.follow(entries)
+        # What the others tell of their folders; and of this one, its life and where its log ended on disk then.
+        self.folders = FolderLives(self.disks)
+        self._life, self._end_index = life, self._log.last_index
         self._gate = WriteGate()
         self._entry_gate = EntryGate(self._log, meaning)
         self._election = Election(
@@ -212,6 +218,11 @@ class LedgerState:
         return {peer: follower.disk for peer, follower in self._followers.items() if follower.disk and peer in members}
 
     @property
+    def folder(self) -> FolderLife:
+        """This region's folder, as the others are to know it."""
+        return FolderLife(self._disk, self._life, self._end_index, self.commit_index)
+
+    @property
     def founders(self) -> dict[str, bytes]:
         """As the leader of a run that is not founded yet, the folder of every region: all have voted for it."""
         return {} if self.disks.has_view or not self.is_leader else dict(sorted(self._founders.items()))
@@ -257,13 +268,27 @@ class LedgerState:
         if not self.leader:
             return f"no leader in term {self.term} yet{self._entry_gate.reason}"
         state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
-        missing = self.missing_payloads()
+        missing = self.missing_payloads(rounds_max=1)
         return state + (f"; waits for {body_name(missing[0])}" if missing else "")
 
-    def missing_payloads(self) -> tuple[EntryBody, ...]:
-        """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger."""
-        waiting = self._log.waiting
-        return tuple(entry.body for entry in waiting if not self._has_payload(entry.body)) if waiting else ()
+    def missing_payloads(self, *, rounds_max: int | None = None) -> tuple[EntryBody, ...]:
+        """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger.
+
+        Args:
+            rounds_max: the first so many rounds of each fragment are enough. A region that was away for an hour lacks
+                thousands, and asks after each event. None: all.
+        """
+        missing: list[EntryBody] = []
+        rounds: Counter[int] = Counter()
+        for entry in self._log.waiting:
+            body = entry.body
+            fragment = body.fragment if isinstance(body, RoundBody) else -1
+            if fragment >= 0 and rounds[fragment] == rounds_max:
+                continue
+            if not self._has_payload(body):
+                missing.append(body)
+                rounds[fragment] += 1
+        return tuple(missing)
 
     def is_staged(self, body: EntryBody) -> bool:
         """Whether an entry waits that is not known to be committed."""
@@ -339,13 +364,17 @@ class LedgerState:
         votes = {name: durable[name] for name in self.disks.roster.voters}
         if not self.disks.has_view:
             return min(index for _, index in votes.values())
-        return majority_value(index if self.disks.counts(name, disk) else 0 for name, (disk, index) in votes.items())
+        return majority_value(index if self._counts(name, disk) else 0 for name, (disk, index) in votes.items())
 
     def _hear_majority(self) -> None:
         """As leader, note when a majority was last heard."""
         contact_ns, cadence = majority_contact_ns(self._voting_followers().values()), self._election.cadence
         if cadence.heard_at_ns is None or contact_ns > cadence.heard_at_ns:
             cadence.hear(contact_ns)
+
+    def _counts(self, region: str, disk: bytes) -> bool:
+        """Whether this folder counts: the ledger names it, and it is no older copy, as far as is known."""
+        return self.disks.counts(region, disk) and not self.folders.is_older(region)
 
     def _heard_until_ns(self) -> int:
         """Up to when the leader, or as leader a majority, was heard recently enough; 0: it was not."""

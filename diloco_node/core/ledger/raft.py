@@ -57,7 +57,7 @@ from diloco_node.core.messages import (
     RequestVoteReply,
     TimeoutNow,
 )
-from diloco_node.core.types import Entry, EntryBody, LeaderBody, LedgerBase
+from diloco_node.core.types import Entry, EntryBody, FolderLife, LeaderBody, LedgerBase
 from diloco_node.errors import InvalidTransition
 
 DISTRUST_TIMEOUTS: Final = 16
@@ -130,6 +130,14 @@ class LedgerCore(LedgerState):
         if self.is_leader:
             self._offer_leadership(why, now_ns)
         return self._flush()
+
+    def hear(self, peer: str, folder: FolderLife) -> str:
+        """Take what a region tells of its folder. Return why it is an older copy, if that is news."""
+        if fault := self.folders.hear(peer, folder):
+            self.contradictions[peer] = f"the folder of {peer} is an older copy: {fault}"
+            if follower := self._followers.get(peer):
+                follower.disk, follower.durable_index = b"", 0
+        return fault
 
     def take_committed(self, entries_max: int | None = None) -> list[Entry]:
         """Entries that are committed and on this region's disk and were not taken before, in order.
@@ -238,7 +246,8 @@ class LedgerCore(LedgerState):
             peer,
             request,
             is_up_to_date=self._is_up_to_date(request.last_index, request.last_term)
-            and self._entry_gate.trusts(peer, now_ns=now_ns),
+            and self._entry_gate.trusts(peer, now_ns=now_ns)
+            and not self.folders.is_older(peer),
             has_leader_contact=hears_leader,
             now_ns=now_ns,
         )
@@ -247,7 +256,7 @@ class LedgerCore(LedgerState):
         if not answer.granted:
             if not self._hears_leader(now_ns):
                 self._adopt_term(answer.term, now_ns)
-        elif self._election.take_vote(peer, answer):
+        elif not self.folders.is_older(peer) and self._election.take_vote(peer, answer):
             self._count_votes(now_ns)
 
     def _count_votes(self, now_ns: int) -> None:
@@ -320,6 +329,7 @@ class LedgerCore(LedgerState):
             self._become_follower("", now_ns)
             return
         self._advance_commit(now_ns)
+        self.folders.hold(peer, min(follower.durable_index, self._cluster_commit_index))
         if peer not in self.disks.roster.names and self._bids_farewell(peer, follower, answer.sequence):
             del self._followers[peer]
             return
@@ -352,7 +362,7 @@ class LedgerCore(LedgerState):
     def _offer_leadership(self, why: str, now_ns: int) -> None:
         """Ask the live follower with the most on disk to take over; repeated with each heartbeat while it is needed."""
         followers = self._voting_followers()
-        able = {peer: follower for peer, follower in followers.items() if self.disks.counts(peer, follower.disk)}
+        able = {peer: follower for peer, follower in followers.items() if self._counts(peer, follower.disk)}
         successor = most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
         if successor:
             self._note(f"{why}: offers its place to {successor}")

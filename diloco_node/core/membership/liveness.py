@@ -9,7 +9,7 @@ from typing import Final
 from diloco_node.core.cadence import CEILING, Cadence
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.messages import Heartbeat
-from diloco_node.core.types import NO_LIMITS, FragmentDigest, LearnerStatus, RateLimits
+from diloco_node.core.types import NO_LIMITS, FolderLife, FragmentDigest, LearnerStatus, RateLimits
 
 SILENT_HEARTBEATS: Final = 5
 """A region from which nothing came for this many heartbeats counts as gone."""
@@ -41,12 +41,14 @@ class _Peer:
 
     Attributes:
         cadence: of its heartbeats; nothing was heard since the link was down.
-        sequence: the highest received. old_in_a_row: heartbeats since with lower numbers.
+        sequence: the highest received. echo: of ours, the highest that it had received then.
+        old_in_a_row: heartbeats since with lower numbers.
         rtt_ns: moving average; 0 while unknown.
     """
 
     cadence: Cadence
     sequence: int = 0
+    echo: int = 0
     sequence_at_ns: int = 0
     old_in_a_row: int = 0
     rtt_ns: int = 0
@@ -66,6 +68,7 @@ class Liveness:
     Attributes:
         stride: every so many heartbeats go to all regions, the others to the leader.
         is_leaving: this region is about to stop.
+        folder: this region's, as the next heartbeat tells it.
         patience: factor on how long the others may be silent: terms came to nothing (`LedgerState.patience`).
     """
 
@@ -80,6 +83,7 @@ class Liveness:
     ) -> None:
         self._region = region
         self.is_leaving = False
+        self.folder: FolderLife | None = None
         self.patience = 1
         self.stride = 1
         # Regular heartbeats since the last one to all, below `stride`.
@@ -163,7 +167,7 @@ class Liveness:
             if state.old_in_a_row < OLD_SEQUENCES_MAX:
                 return False
         state.old_in_a_row = 0
-        state.sequence, state.sequence_at_ns = beat.sequence, now_ns
+        state.sequence, state.echo, state.sequence_at_ns = beat.sequence, beat.echo, now_ns
         state.hears = tuple(name for name in self._regions if name in beat.hears)
         state.applied_index, state.budget = beat.applied_index, beat.budget
         state.is_leaving = beat.leaving or (beat.learner is not None and beat.learner.leaving)
@@ -214,8 +218,18 @@ class Liveness:
                     digests,
                     self._own_budget,
                     self.is_leaving,
+                    self.folder,
                 )
                 self._effects.send(name, beat)
+
+    @property
+    def sequence(self) -> int:
+        """The number of the last heartbeat that left here."""
+        return self._sequence
+
+    def echo(self, region: str) -> int:
+        """The last of this region's heartbeats that another region had when it sent its last one."""
+        return self._peer(region).echo
 
     @property
     def silent_ns(self) -> int:

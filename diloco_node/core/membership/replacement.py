@@ -19,7 +19,7 @@ from diloco_node.core.membership import member_change
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import EXPELLED, DiskNamedBody, RevokedBody
+from diloco_node.core.types import EXPELLED, DiskNamedBody, FolderLife, RevokedBody
 
 REST_HEARTBEATS: Final = 50
 """After a region's folder was named, the next change of the same region waits for so long: 10 s by default. A folder is
@@ -64,6 +64,15 @@ class DiskReplacement:
         # Of the entry of the last order; the next order waits until it is committed.
         self._ordered_index = 0
 
+    def hear(self, peer: str, folder: FolderLife | None, effects: EffectBuffer) -> None:
+        """Take what a region tells of its folder, and say so if it is an older copy."""
+        if reason := self._ledger.hear(peer, folder) if folder is not None else "":
+            answer = "counts no more until it has caught up"
+            if not self._ledger.folders.is_older(peer):
+                answer = "counts all the same, for the others are too few"
+            text = f"the folder of {peer} is an older copy: {reason}; it {answer}; never put a copy in its place"
+            effects.note("disk", text, is_alarm=True)
+
     def propose(self, effects: EffectBuffer, liveness: Liveness, *, now_ns: int) -> list[Effect]:
         """Put the change that is due into the ledger, and say so; what the ledger wants for it."""
         departure, self._departure = self._departure, None
@@ -72,7 +81,7 @@ class DiskReplacement:
         due = self.due(now_ns=now_ns)
         if due is None:
             return []
-        news = f"is now {due.disk.hex()}" if due.disk else "is lost: another one is there"
+        news = f"is now {due.disk.hex()}" if due.disk else "is lost: another one is there, or an older copy"
         effects.note("disk", f"the folder of {due.region} {news}", is_alarm=not due.disk)
         return self._ledger.propose(due, now_ns=now_ns)
 
@@ -139,7 +148,7 @@ class DiskReplacement:
             return None
         for region, disk in sorted(ledger.reported_disks.items()):
             named_disk = disks.disk_of(region)
-            if disk == named_disk or region in disks.expelled:
+            if (disk == named_disk and not ledger.folders.is_older(region)) or region in disks.expelled:
                 continue
             if now_ns - self._named_at_ns.get(region, now_ns - self._rest_ns) < self._rest_ns:
                 continue

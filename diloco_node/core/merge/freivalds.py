@@ -46,8 +46,8 @@ def draw_windows(nonces: Sequence[bytes], stripes: Sequence[Stripe], piece_block
     Args:
         nonces: of the audit; none: nothing is drawn. stripes: of the ballot. piece_blocks: blocks of each piece.
     """
-    draw = hashlib.sha256(b"".join(nonces)).digest()
-    if not nonces or draw[0] % AUDIT_EVERY:
+    draw = hashlib.sha256(b"".join(nonces)).digest() if nonces else b""
+    if not draw or draw[0] % AUDIT_EVERY:
         return ()
     piece_ends = list(accumulate(piece_blocks))
     blocks_by_reducer: dict[str, list[tuple[int, int]]] = {}

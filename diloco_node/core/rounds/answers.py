@@ -17,7 +17,7 @@ from diloco_node.core.messages import (
     ReductionReported,
     StripesReceived,
 )
-from diloco_node.core.rounds.claim_limits import claim_fault
+from diloco_node.core.rounds.claim_limits import claim_fault, discard_contradiction
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import REPORTED_MAX, DiscardDesk
 from diloco_node.core.rounds.eligibility import Eligibility
@@ -102,6 +102,8 @@ class Answers:
                 # That incarnation is over: no ballot may name it from now on.
                 self._eligibility.observe_incarnation(peer, body.incarnation + 1)
             round_ = rounds.get(body.fragment)
+            if not 0 <= body.fragment < len(self._fragments) or discard_contradiction(body, status):
+                continue  # of a report on its way, perhaps: it is repeated
             if (round_ is not None and peer in round_.contributions) or not self._discards.accept(body, now_ns=now_ns):
                 continue
             self._proposals.append(body)

@@ -1,7 +1,8 @@
 """A region's part in the audits of merged payloads, whoever leads: it draws, projects, and looks what an entry lacks.
 
 An entry may lack a nonce or a row because a region died or came late. It may also be left away by a leader that hides
-a wrong sum. So it is counted, and told. No leader is refused for it: on starved machines all would be.
+a wrong sum. A leader may also give up each ballot as soon as it knows that it will be audited. So it is counted, and
+told. No leader is refused for it: on starved machines all would be.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.merge.stripes import piece_blocks
 from diloco_node.core.messages import AuditDrawn, ContributionProjected
@@ -24,7 +24,7 @@ LAPSE_BALLOTS: Final = 64
 """So many ballots of a leader are looked back."""
 
 LAPSES_TOLD: Final = 3
-"""After so many entries that lack something of one region there is an alarm."""
+"""After so many entries that lack something of one region, or so many ballots given up, there is an alarm."""
 
 
 class AuditPart:
@@ -41,7 +41,7 @@ class AuditPart:
         self._committed_digest = committed_digest
         self._region, self._context, self._effects = context.region, context, context.effects
         self._secret, self._is_on = context.secret, context.settings.merge is not MergeRule.TRIMMED
-        self._rounds, self._lapses = rounds, _Lapses(context.region, context.effects)
+        self._rounds, self._lapses, self._retreats = rounds, _Lapses(), _Lapses()
         self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
 
     def follow(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
@@ -51,10 +51,11 @@ class AuditPart:
             ballot.drawn = AuditDrawn(ballot.number, ballot.digest, (nonce_of(self._secret, ballot.number),))
             for name in self._context.regions:
                 self._effects.send(name, ballot.drawn)
-        windows = self._windows(announcement.fragment, ballot.nonces, announcement.stripes)
         own = round_.contribution if ballot.has_contributed and not ballot.has_row_order else None
         is_payload_due = bool(ballot.digest) and not ballot.is_lost and not ballot.has_payload_order
-        if windows and (own is not None or is_payload_due):
+        if not ballot.nonces or (own is None and not is_payload_due):
+            return
+        if windows := self._windows(announcement.fragment, ballot.nonces, announcement.stripes):
             ballot.has_row_order |= own is not None
             ballot.has_payload_order |= is_payload_due
             stripes, fragment = announcement.stripes if is_payload_due else (), announcement.fragment
@@ -123,8 +124,22 @@ class AuditPart:
         if windows:
             rows = body.projections or ((),) * len(body.members)
             lapses |= {member.contribution.learner for member, row in zip(body.members, rows, strict=True) if not row}
-        self._lapses.note(body.ballot, ballot.leader, lapses)
+        for name in self._lapses.note(body.ballot, lapses):
+            cause = "the link to it is too slow" if name == self._region else f"{name} does not tell them in time"
+            text = f"audits of {LAPSES_TOLD} entries by {ballot.leader} lack the nonce or the projections of {name}"
+            self._effects.note("audit", f"{text}: {ballot.leader} leaves them out, or {cause}", is_alarm=True)
         return ""
+
+    def give_up(self, ballot: FollowedBallot, leader: str) -> None:
+        """Take it that a leader opens another ballot in place of this one.
+
+        Once the drawer has told its nonce the leader knows whether it will be audited.
+        """
+        if ballot.drawn is not None and ballot.leader == leader and self._retreats.note(ballot.number, {leader}):
+            text = (
+                f"{leader} gave up {LAPSES_TOLD} ballots once they were drawn: it avoids audits, or links are too slow"
+            )
+            self._effects.note("audit", text, is_alarm=True)
 
     def _windows(self, fragment: int, nonces: tuple[bytes, ...], stripes: tuple[Stripe, ...]) -> tuple[Window, ...]:
         return draw_windows(nonces, stripes, self._piece_blocks[fragment]) if self._is_on else ()
@@ -144,14 +159,13 @@ def _is_kept(ballot: FollowedBallot, nonces: tuple[bytes, ...]) -> bool:
 
 
 class _Lapses:
-    """Nonces and rows that the entries of one term lack: by ballot, the regions whose they are."""
+    """Lapses in one term of a leader: by ballot, the regions whose they are."""
 
-    def __init__(self, region: str, effects: EffectBuffer) -> None:
-        self._region, self._effects = region, effects
+    def __init__(self) -> None:
         self._names: dict[Ballot, set[str]] = {}
 
-    def note(self, ballot: Ballot, leader: str, names: set[str]) -> None:
-        """Take what an entry lacks; tell it when it becomes usual."""
+    def note(self, ballot: Ballot, names: set[str]) -> list[str]:
+        """Take a ballot's lapses. Return the regions of which there are enough now to tell it."""
         is_new = ballot not in self._names
         self._names[ballot] = names
         self._names = {
@@ -160,12 +174,4 @@ class _Lapses:
             if number.term == ballot.term and number.number > ballot.number - LAPSE_BALLOTS
         }
         counts = Counter(name for earlier in self._names.values() for name in earlier)
-        for name in sorted(names) if is_new else ():
-            if counts[name] == LAPSES_TOLD:
-                self._effects.note("audit", self._reason(name, leader, counts[name]), is_alarm=True)
-
-    def _reason(self, name: str, leader: str, count: int) -> str:
-        text = f"audits of {count} entries by {leader} lack the nonce or the projections of {name}: "
-        if name == self._region:
-            return text + f"{leader} leaves them out, or the link to it is too slow"
-        return text + f"{leader} leaves them out, or {name} does not tell them in time"
+        return [name for name in sorted(names) if is_new and counts[name] == LAPSES_TOLD]

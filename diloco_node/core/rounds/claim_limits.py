@@ -73,6 +73,22 @@ def discard_claim_fault(body: DiscardedBody, *, incarnation_known: int) -> str:
     return f"steps up to {body.step_to}" if body.step_to > STEPS_MAX else ""
 
 
+def discard_contradiction(body: DiscardedBody, report: LearnerStatus | None) -> str:
+    """Return what a learner's report says against its steps being lost; empty if nothing.
+
+    Of lives before the one that reports nobody knows here how far they came.
+
+    Args:
+        report: with a position in each fragment; None: there is no learner.
+    """
+    if report is None or body.incarnation < report.incarnation:
+        return ""
+    if body.incarnation > report.incarnation:
+        return f"its incarnation is {report.incarnation}, not {body.incarnation}"
+    step = report.positions[body.fragment].included_step
+    return f"it carries all steps from {step} on" if body.step_to > step else ""
+
+
 def _usual_tokens(learners: Iterable[LearnerStatus]) -> float | None:
     """Return the median learner's tokens per step; None if fewer than three report: nobody knows who is wrong."""
     rates = sorted(report.tokens / report.step for report in learners if report.step > 0 and report.tokens > 0)

@@ -26,11 +26,15 @@ class DiscardReporter:
 
     A living learner throws steps away under `overwrite`, and after an absence so long that they were not worth
     carrying.
+
+    Attributes:
+        ended: steps of each life that has ended.
     """
 
     def __init__(self, context: RoundContext) -> None:
         self._region, self._fragments, self._history = context.region, len(context.fragments), context.history
         self._trained: dict[int, tuple[int, int]] = {}
+        self.ended: dict[int, int] = {}
         self._learner: LearnerStatus | None = None
         self._seen: frozenset[tuple[int, int]] = frozenset()
 
@@ -40,6 +44,7 @@ class DiscardReporter:
         for incarnation, steps, tokens in trained_before:
             if incarnation < status.incarnation:
                 self._trained[incarnation] = (steps, tokens)
+                self.ended[incarnation] = steps
 
     def learner_changed(self, status: LearnerStatus | None) -> None:
         """Take the learner's report; None: it is gone."""

@@ -182,7 +182,8 @@ class OpenRound:
 
     def payload_holders(self) -> list[str]:
         """Return regions that have this very payload on disk, sorted; once `is_merged`."""
-        return [name for name, digest in sorted(self.holders.items()) if digest == self.digest]
+        own_digest = self.digest
+        return [name for name, digest in sorted(self.holders.items()) if digest == own_digest]
 
     def has_stripes_of(self, reducer: str, region: str) -> bool:
         """Whether a region claims to have all merged stripes of a reducer, with the digests that the reducer told."""

@@ -199,6 +199,7 @@ class RoundParticipant:
             if announcement.ballot <= ballot.number:
                 return
             if announcement.version <= round_.version:
+                self.audits.give_up(ballot, leader)
                 self._effects.emit(CloseBallot(ballot.number, announcement.fragment, round_.version, committed=False))
         if announcement.version != round_.version:
             round_.version, round_.contribution, round_.sent_name, round_.requested_base = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +14,7 @@ import structlog
 
 from diloco_node.core.events import Note
 from diloco_node.core.view import PeerView, RegionView, RoundView
+from diloco_node.daemon.curve_marks import letter_of
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.logs import part_of
 from diloco_node.daemon.repeats import Repeats, numberless
@@ -40,6 +41,7 @@ class NoteBook:
 
     Attributes:
         last: as the status shows them, `count` with each: how often it came. alarms: how many there were.
+        marks: the last ones on the curves, (monotonic ns, letter).
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class NoteBook:
     ) -> None:
         self.last: list[dict[str, Any]] = []
         self.alarms = 0
+        self.marks: deque[tuple[int, str]] = deque(maxlen=NOTES_SHOWN_MAX)
         self._region = region
         self._now_ns = now_ns
         self._on_alarm = on_alarm
@@ -71,6 +74,8 @@ class NoteBook:
             self._on_alarm(text)
         write(note.kind, region=self._region, part=part_of(note.kind), **where, reason=text)
         row = {"at_ns": self._now_ns(), **dataclasses.asdict(note), "text": text, "count": 1}
+        if letter := letter_of(note):
+            self.marks.append((row["at_ns"], letter))
         self._recent[note.kind, cause] = row
         self.last.append(row)
         if len(self.last) > NOTES_SHOWN_MAX:
@@ -165,6 +170,7 @@ def region_status(
         ],
         "quarantine": {peer: why for peer in links if (why := transport.quarantine_reason(peer))},
         "notes": list(notes.last),
+        "marks": [list(mark) for mark in notes.marks],
         **extra,
     }
     # Reasons and errors are in part the words of peers.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from diloco_node.core.messages import ContributionProjected, MergedReceived
-from diloco_node.core.types import EntryBody, RoundBody
+from diloco_node.core.types import DiscardedBody, EntryBody, RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import SECOND
@@ -89,6 +89,20 @@ def _weigh_the_first(body: RoundBody) -> dict[str, Any]:
     return {"members": (replace(first, weight=64.0 * first.weight), *members)}
 
 
+def _throw_away(host: Host) -> None:
+    """In place of each round it books the steps of another region's contribution as lost."""
+
+    def spoil(body: EntryBody) -> EntryBody:
+        members = body.members if isinstance(body, RoundBody) else ()
+        work = next((member.contribution for member in members if member.contribution.learner != host.name), None)
+        if work is None:
+            return body
+        steps = (work.step_from, work.step_to, work.tokens)
+        return DiscardedBody(work.learner, work.incarnation, work.fragment, *steps, "it pleases me")
+
+    host.spoil_core = partial(view.spoil_proposals, spoil=spoil)
+
+
 def _end_early(host: Host) -> None:
     """Whenever it leads, it holds the last rounds, as if an operator had asked for the end."""
 
@@ -102,6 +116,25 @@ def _end_early(host: Host) -> None:
 
         leader.begin = begin_last
         core.end.doubt = lambda body, *, now_ns: ""
+
+    host.spoil_core = spoil
+
+
+def _avoid_audits(host: Host) -> None:
+    """Its sums are wrong, and as leader it gives up each ballot that is to be audited."""
+    host.spoil_sum = np.negative
+
+    def spoil(core: Any) -> None:
+        leader: Any = view.rounds(core)
+        propose = leader._propose_audited
+
+        def propose_others(round_: Any, now_ns: int) -> None:
+            if leader._audit.windows(round_):
+                leader._next_ballot(round_, "it would be audited", now_ns=now_ns)
+            else:
+                propose(round_, now_ns)
+
+        leader._propose_audited = propose_others
 
     host.spoil_core = spoil
 
@@ -135,7 +168,7 @@ def _bring_back_old_folder(host: Host) -> None:
 
     def take() -> None:
         older = copy.copy(host.disk)
-        for name in ("entries", "payloads", "states", "older_states", "counters"):
+        for name in ("entries", "payloads", "states", "older_states"):
             setattr(older, name, copy.copy(getattr(host.disk, name)))
         host.world.after(OLD_AFTER_NS, None, put, older)
 
@@ -143,6 +176,8 @@ def _bring_back_old_folder(host: Host) -> None:
         host.kill_daemon()
         host.kill_learner()
         older.ledger_queue, older.late_writes, older.votes = [], [], host.disk.votes
+        # A learner that gets a number again ends as soon as it takes a version, and the next one gets another number.
+        older.counters = host.disk.counters
         host.disk = older
         host.start_daemon()
         host.start_learner()
@@ -161,6 +196,7 @@ CHEATS: dict[str, Cheat] = {
         ),
         Cheat("sum flipped", partial(_sum_wrongly, np.negative), _SUM_WORDS, commits_wrong=True),
         Cheat("sum biased", partial(_sum_wrongly, _bias), _SUM_WORDS, commits_wrong=True),
+        Cheat("audits avoided", _avoid_audits, (*_SUM_WORDS, "it avoids audits"), commits_wrong=True),
         Cheat("projections", _tell_other_projections, ("other projections",)),
         Cheat("tokens x2", partial(_count_more, 2)),
         Cheat("tokens x8", partial(_count_more, 8)),
@@ -169,9 +205,9 @@ CHEATS: dict[str, Cheat] = {
         Cheat("share", partial(_lead_wrongly, lambda _: {"share": 2.0**-126}), ("its share",)),
         Cheat("weights", partial(_lead_wrongly, _weigh_the_first), ("its weight",)),
         Cheat("rows left out", partial(_lead_wrongly, lambda _: {"projections": ()}), ("lack the nonce",)),
+        Cheat("discards", _throw_away, ("has not given up",)),
         Cheat("early end", _end_early, ("no operator's order",)),
         Cheat("receipts", _deny_receipts),
-        # Folders know no age: a copy is taken for the folder itself.
-        Cheat("old folder", _bring_back_old_folder, ("folder",), is_borne=False),
+        Cheat("old folder", _bring_back_old_folder, ("is an older copy",)),
     )
 }

@@ -61,7 +61,7 @@ class Disk:
         ledger_queue: ledger writes not yet fsynced, in order.
         late_writes: writes whose effect on the durable attributes comes with their fsync.
         votes: every vote that ever was durable, by term; no daemon reads it.
-        id: of the folder, random; a lost one comes back with another.
+        id: of the folder, random; a lost one comes back with another. life: its last start.
         keeps_vote: False plants a fault: the vote never reaches the disk.
         lost: the disk that was in its place before, and was lost with everything on it.
         rotten: payloads and states that were durable, and gone since their bytes changed: nobody is to blame.
@@ -79,6 +79,7 @@ class Disk:
     late_writes: list[Callable[[], None]] = field(default_factory=list)
     votes: dict[int, str] = field(default_factory=dict)
     id: bytes = bytes(DISK_ID_BYTES)
+    life: int = 0
     keeps_vote: bool = True
     lost: Disk | None = None
     rotten: set[RottenKey] = field(default_factory=set)
@@ -130,6 +131,7 @@ class Disk:
                 for p in range(fragments)
             ),
             base=self.base,
+            life=self.life,
         )
 
     def entry(self, index: int) -> Entry | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
+from diloco_node.core.ledger.folder_lives import next_life
 from diloco_node.core.types import DISK_ID_BYTES, GenesisBody, Recovered, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.dataplane import DataPlane
@@ -154,6 +155,7 @@ class Host:
         self.fetches.forget()
         self._armed_ns = -1
         self._ledger_free_ns = self.world.now_ns
+        self.disk.life = next_life(self.disk.life, self._lives)
         recovery = self.disk.recovered(len(self.setup.layouts))
         seed = self.world.rng.getrandbits(63)
         self.core = self.make_core(self.name, self.setup, recovery, seed, self.world.now_ns)

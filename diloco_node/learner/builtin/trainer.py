@@ -141,8 +141,8 @@ def held_out_loss(model: ByteGPT, windows: Windows, parameters: Mapping[str, Ten
 class Outcome:
     """How a run ended, in nats per byte where it is a loss.
 
-    `loss_first` and `loss_last` are None if no step was made, `val_loss` on ranks that did not compute it,
-    `val_loss_global` also without a daemon.
+    `loss_first` and `loss_last` are None if no step was made, `val_loss` on ranks that did not compute it, and after an
+    interruption; `val_loss_global` also without a daemon.
     """
 
     steps: int
@@ -246,6 +246,8 @@ class Trainer:
             if diloco.global_step // interval > evaluation_count:
                 evaluation_count = diloco.global_step // interval
                 self._evaluate(diloco, steps, last)
+        if diloco.is_interrupted:  # others wait for its last steps, and its machine may be gone soon
+            return Outcome(steps, steps * tokens_per_step, first, last, None, None)
         if diloco.is_attached:
             diloco.settle(SETTLE_S)
         val_loss, everybodys = self._evaluate(diloco, steps, last)

@@ -31,6 +31,11 @@ class Box:
         """Values in it."""
         return prod(self.sizes)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """For the whole tensor."""
+        return tuple(slice(low, low + size) for low, size in zip(self.offsets, self.sizes, strict=True))
+
     def meets(self, box: Box) -> bool:
         """Whether they have a value in common."""
         return all(

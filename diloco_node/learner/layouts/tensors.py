@@ -148,7 +148,7 @@ class ModelTensors:
             _check(names[0], parameter)
             _check_master(names[0], parameter, master)
             self._tracked[names[0]] = _Tracked(parameter, master)
-            self.boxes[names[0]] = _boxes(names[0], parameter)
+            self.boxes[names[0]] = boxes_of(names[0], parameter)
             is_at_an_end = parameter in embeddings or any(map(_is_named_averaged, names))
             if is_at_an_end and parameter.dim() == MATRIX and not set(names) & set(untied):
                 self.marks[names[0]] = _mark(local_part(parameter))
@@ -480,7 +480,7 @@ def _check_master(name: str, parameter: Tensor, master: Tensor | None) -> None:
         )
 
 
-def _boxes(name: str, parameter: Tensor) -> list[Box]:
+def boxes_of(name: str, parameter: Tensor) -> list[Box]:
     """Return the boxes of the tensor that lie on this rank."""
     if not is_sharded(parameter.data):
         return [whole_box(parameter.shape)]

@@ -16,6 +16,7 @@ from diloco_node.core.bounds import FLOAT32_MAX, FRAGMENTS, INCARNATION_MAX, STE
 from diloco_node.core.ledger.entries import (
     ENTRY_BYTES_MAX,
     ZERO_HASH,
+    EntryKind,
     decode_entry,
     encode_entry,
     seal,
@@ -30,7 +31,6 @@ from diloco_node.core.types import (
     DiskNamedBody,
     Entry,
     EntryBody,
-    EntryKind,
     ExtendedBody,
     FinishedBody,
     GenesisBody,

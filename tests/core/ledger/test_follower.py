@@ -17,7 +17,7 @@ from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import (
     AppendEntries,
 )
-from diloco_node.core.types import Contribution, LeaderBody, Member, RoundBody
+from diloco_node.core.types import Contribution, EntryBody, LeaderBody, Member, RoundBody
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
     TIMEOUT_NS,
@@ -100,6 +100,24 @@ def test_what_is_staged_is_limited_in_entries() -> None:
         arrive(core, "b", append_entries(log, first, first + 59, term=1))
     assert len(core.missing_payloads()) == STAGED_ENTRIES_MAX
     assert core.last_index == 0
+
+
+def test_a_region_far_behind_looks_at_the_first_missing_rounds_of_each_fragment_only() -> None:
+    """It asks after each event: a look at all of them would take the processor as long as it lags behind."""
+    log = chain(*[1] * 600, bodies=lambda index, term: replace(a_round(index), fragment=index % 2))
+    questions: list[EntryBody] = []
+
+    def has_payload(body: EntryBody) -> bool:
+        questions.append(body)
+        return False
+
+    core = a_core(term=1, has_payload=has_payload)
+    for first in range(1, 600, 60):
+        arrive(core, "b", append_entries(log, first, first + 59, term=1, commit=600))
+    assert len(core.missing_payloads()) == 600
+    questions.clear()
+    assert core.missing_payloads(rounds_max=3) == tuple(entry.body for entry in log[:6])
+    assert len(questions) == 6
 
 
 def test_what_is_staged_is_limited_in_bytes() -> None:

@@ -6,6 +6,7 @@ from typing import cast
 
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.folder_lives import FolderLives
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.replacement import REST_HEARTBEATS, DiskReplacement
 from diloco_node.core.rounds.history import RoundHistory
@@ -22,6 +23,7 @@ class Leads:
 
     def __init__(self) -> None:
         self.disks = DiskView("abc", {"a": b"a" * 16, "b": OLD, "c": b"c" * 16})
+        self.folders = FolderLives(self.disks)
         self.is_settled = True
         self.cluster_commit_index = 9
         self.reported_disks = {"b": NEW, "c": b"c" * 16}

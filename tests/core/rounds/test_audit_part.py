@@ -168,3 +168,28 @@ def test_an_entry_with_all_that_was_told_lacks_nothing() -> None:
         desk.take(drawer, desk.nonce(drawer))
         assert desk.fault(desk.body(desk.nonce("a"), desk.nonce(drawer))) == ""
     assert desk.alarms() == []
+
+
+def test_a_leader_that_gives_up_what_would_be_audited_is_told_once_and_one_that_seldom_does_is_not() -> None:
+    desk, alarms = Desk(1, region="d"), list[str]()
+    for number in range(1, 80):
+        desk.next_ballot(number)
+        drawer = drawer_of(desk.ballot.announcement, "a")
+        if number % 4 == 0:
+            desk.audits.give_up(desk.ballot, "a")
+            assert desk.alarms() == [], "nothing was drawn, so the leader knows nothing"
+        desk.take(drawer, desk.nonce(drawer))
+        if number % 4 == 0:
+            desk.audits.give_up(desk.ballot, "b")
+            desk.audits.give_up(desk.ballot, "a")
+            alarms += desk.alarms()
+            assert len(alarms) == (number >= 4 * LAPSES_TOLD)
+    assert f"a gave up {LAPSES_TOLD} ballots once they were drawn" in alarms[0]
+    seldom = Desk(1, region="d")
+    for number in range(1, 400):
+        seldom.next_ballot(number)
+        drawer = drawer_of(seldom.ballot.announcement, "a")
+        seldom.take(drawer, seldom.nonce(drawer))
+        if number % 40 == 0:
+            seldom.audits.give_up(seldom.ballot, "a")
+    assert seldom.alarms() == []

@@ -93,12 +93,14 @@ CHEAT_SIGNS = {
     "sum x1.5": "not the sum of its members",
     "sum flipped": "not the sum of its members",
     "sum biased": "not the sum of its members",
+    "audits avoided": "not the sum of its members",
     "tokens x2": "work: ",
     "tokens x8": "work: ",
     "tokens x64": "work: ",
     "factors": "its factor",
     "share": "its share",
     "weights": "its weight",
+    "discards": "has not given up",
     "early end": "no operator's order",
     "old folder": "age: ",
 }
@@ -168,7 +170,7 @@ def test_what_one_region_does_wrong_in_right_words_is_found(name: str) -> None:
     raise AssertionError(f"{name}: no seed below 8 finds it")
 
 
-@pytest.mark.parametrize("name", ["factors", "early end"])
+@pytest.mark.parametrize("name", ["factors", "discards", "early end"])
 def test_a_leader_with_wrong_numbers_is_named_and_nothing_of_it_commits(name: str) -> None:
     reports = [simulate(seed, liar=name, regions=3, events=1000) for seed in (1, 3)]
     for report in reports:

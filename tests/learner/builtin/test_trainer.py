@@ -64,6 +64,7 @@ class FakeRun:
         self.kept: dict[str, dict[str, int]] = {}
         self.settled = 0.0
         self.is_attached = True
+        self.is_interrupted = False
         self.progress: float | None = None
 
     @contextmanager
@@ -123,6 +124,13 @@ def test_attached_it_stops_when_told_and_measures_both_losses():
     assert outcome.val_loss == pytest.approx(held_out_loss(ByteGPT(TINY, seed=98), windows))
     assert outcome.val_loss_global == pytest.approx(held_out_loss(ByteGPT(TINY, seed=99), windows))
     assert run.losses[-1] == (outcome.val_loss, outcome.val_loss_global)
+
+
+def test_one_that_is_taken_away_leaves_at_once():
+    run = FakeRun(7)
+    run.is_interrupted = True
+    outcome = trained(settings_with(schedule_steps=3), run)
+    assert (outcome.steps, outcome.val_loss, run.settled, run.losses) == (7, None, 0.0, [])
 
 
 def test_a_run_that_ends_before_its_first_step_has_no_loss_and_is_still_json():

@@ -1,7 +1,7 @@
 // Curves: loss over tokens, tokens per second over time. One line per region, told apart by colour and by dashes.
-import { h, panel, written } from "./dom.js";
-import { byName, store, unixOf } from "./store.js";
-import { NO_DATA, clock, count, isNumber, loss, tables } from "./text.js";
+import { h, panel } from "./dom.js";
+import { byName, store } from "./store.js";
+import { NO_DATA, clock, count, isNumber, loss } from "./text.js";
 
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [12, 4, 4, 4], [3, 6], [14, 3]];
 const COLOURS = 8;
@@ -12,15 +12,15 @@ const SPEED = 5;
 const HELD_OUT = 8;
 const HELD_OUT_DASH = [4, 4];
 const charts = new Map();
-const MARKS_MAX = 40;
 const TWICE_S = 3;
+const MARKS_OF_A_LETTER = 60;
 
-// Notes that are marks on the curves: a letter, what it stands for, the kind of note, and how its text reads.
+// Marks on the curves: what each letter stands for.
 const MARKS = [
-  ["R", "a start of a daemon or learner", /^(start|learner)$/, /has started|attached at step/],
-  ["L", "a leader was elected", /^leader$/, /leads term/],
-  ["P", "a region left or came back", /^peer$/, / is (gone|here)$/],
-  ["Q", "a region was shut out or left out", /^(peer|suspects)$/, /is shut out|left out for/],
+  ["R", "a start of a daemon or learner"],
+  ["L", "a leader was elected"],
+  ["P", "a region left or came back"],
+  ["Q", "a region was shut out or left out"],
 ];
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -66,19 +66,14 @@ function mergedLine() {
   return heldOutLine("merged model", lines.sort((a, b) => b.length - a.length)[0] || [], MERGED, "ink", "--ink", 2.5);
 }
 
-// The last marks of all regions, each once: several regions tell of one leader. [unix, letter, region].
+// The marks of all regions, each once: several regions tell of one leader. [unix, letter, region].
 function marksNow() {
-  const found = byName().flatMap((region) =>
-    tables(region.status.notes).flatMap((note) => {
-      const mark = MARKS.find(([, , kind, text]) => kind.test(written(note.kind)) && text.test(written(note.text)));
-      const unix = unixOf(region.status, note);
-      return mark && isNumber(unix) ? [[unix, mark[0], region]] : [];
-    }),
-  );
+  const found = byName().flatMap((region) => region.marks.map(([unix, letter]) => [unix, letter, region]));
   found.sort((a, b) => a[0] - b[0]);
+  const gap = found.length ? Math.max(TWICE_S, (found.at(-1)[0] - found[0][0]) / MARKS_OF_A_LETTER) : 0;
   const last = {};
-  const isNew = ([unix, letter]) => !(unix - last[letter] < TWICE_S) && (last[letter] = unix);
-  return found.filter(isNew).slice(-MARKS_MAX);
+  const isNew = ([unix, letter]) => !(unix - last[letter] < gap) && (last[letter] = unix);
+  return found.filter(isNew);
 }
 
 // Where a moment lies on the axis of tokens: at the first point after it.

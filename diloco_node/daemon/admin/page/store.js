@@ -4,12 +4,13 @@ import { greatest, isNumber, list, table, tables } from "./text.js";
 
 const POINTS_MAX = 1024;
 const REGIONS_MAX = 64;
+const MARKS_MAX = 1024;
 const RATE_WINDOW_S = 8;
 const MEANS = new Set(["loss", "tokens_per_second"]);
 const COLUMNS = ["unix", "step", "tokens", "loss", "loss_merged", "tokens_per_second", "bytes_out", "bytes_in", "val_loss"];
 
 // health: of all regions together, where the server joins them; else each region has its own.
-// regions: name -> {status, rows, period, settings, counters}. heard: when anything came, in ms of the browser's clock.
+// regions: name -> {status, rows, marks, period, settings, counters}. heard: when anything came, in ms of the browser's clock.
 export const store = { regions: new Map(), health: null, summary: null, isReport: false, heard: null, isOpen: false };
 
 // A `snapshot` event, or what a report holds.
@@ -28,12 +29,19 @@ export function begin(document) {
 
 // What a region has kept replaces what was seen of the same time.
 function merge(region, history) {
+  mark(region, list(history.marks));
   const rows = list(history.rows).filter((row) => Array.isArray(row) && isNumber(row[0]));
   if (!rows.length) return;
   const [first, last] = [rows[0][0], rows.at(-1)[0]];
   region.rows = [...region.rows.filter((row) => row[0] < first), ...rows, ...region.rows.filter((row) => row[0] > last)];
   region.period = Math.max(region.period, isNumber(history.period_s) ? history.period_s : 0);
   while (region.rows.length >= POINTS_MAX) halve(region);
+}
+
+// Marks of the curves, [unix, letter], each once.
+function mark(region, marks) {
+  const isNew = (one) => Array.isArray(one) && isNumber(one[0]) && !region.marks.some(([unix, letter]) => letter === one[1] && Math.abs(unix - one[0]) < 1);
+  region.marks = [...region.marks, ...marks.filter(isNew)].slice(-MARKS_MAX);
 }
 
 // A region that is listed no longer has another name by now: until it answers it is called by its place.
@@ -51,7 +59,7 @@ function regionOf(status) {
   const name = nameOf(status);
   if (!store.regions.has(name)) {
     if (store.regions.size >= REGIONS_MAX) store.regions.delete(store.regions.keys().next().value);
-    store.regions.set(name, { name, status: {}, rows: [], period: 2, settings: [], counters: [], isWhole: false });
+    store.regions.set(name, { name, status: {}, rows: [], marks: [], period: 2, settings: [], counters: [], isWhole: false });
   }
   return store.regions.get(name);
 }
@@ -65,6 +73,7 @@ export function take(status) {
   region.isWhole &&= region.answered;
   const unix = table(status.clock).unix;
   if (!isNumber(unix)) return;
+  mark(region, list(status.marks).map((one) => [unixOf(status, { at_ns: list(one)[0] }), list(one)[1]]));
   const learner = table(status.learner);
   const speed = speedOf(status);
   // Also when the clock was set back.

@@ -1,0 +1,101 @@
+"""Ages of the others' state folders: an older copy of a folder (a snapshot, a backup, a cloned machine) is found out.
+
+Each start of a daemon counts up in its folder, and each daemon tells what its log holds. A folder that comes with a
+start that is known of another life, or with a log that ends before what it told to be committed there, is an older
+copy. Its votes and acknowledgements count no more, as those of a folder that was lost, until the leader has had it
+named anew (`core.membership.replacement`).
+
+What is known is in memory: who restarted since has forgotten it. A copy of the last life that lacks nothing committed
+is not found out; it may lack a vote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.core.ledger.disks import NO_DISK, DiskView, expulsion_fault
+from diloco_node.core.types import FolderLife
+
+LIFE_BITS: Final = 32
+"""Random bits of a life, below the count of starts."""
+
+
+def next_life(life: int, chance: int) -> int:
+    """Return the next life of a folder: one more start.
+
+    Args:
+        chance: LIFE_BITS random bits, which tell two copies of a folder apart that were started as often.
+    """
+    return (starts_of(life) + 1) << LIFE_BITS | chance
+
+
+def starts_of(life: int) -> int:
+    """Return how often the folder was started."""
+    return life >> LIFE_BITS
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The folder of a region since the ledger named it: its newest life, the last entry that it told to hold, and why
+    it is an older copy (empty if it is none)."""
+
+    named_at: int
+    folder: FolderLife
+    index: int
+    fault: str = ""
+
+
+class FolderLives:
+    """See the module.
+
+    Args:
+        disks: the folders that count.
+    """
+
+    def __init__(self, disks: DiskView) -> None:
+        self._disks = disks
+        self._memories: dict[str, _Memory] = {}
+
+    def hear(self, peer: str, folder: FolderLife) -> str:
+        """Take what a region tells of its folder. Return why it is an older copy; empty if that is no news, or it is
+        none."""
+        memory = self._memory(peer)
+        if memory is None or memory.folder.disk != folder.disk:
+            if self._disks.counts(peer, folder.disk):
+                self._memories[peer] = _Memory(self._disks.named_at(peer), folder, folder.commit_index)
+            return ""
+        if memory.fault:
+            return ""
+        if folder.life != memory.folder.life:
+            memory.fault = _difference(memory, folder)
+        memory.folder, memory.index = folder, max(memory.index, folder.commit_index)
+        return memory.fault
+
+    def hold(self, peer: str, index: int) -> None:
+        """Take that a region has acknowledged all entries up to this one, which are committed."""
+        if (memory := self._memories.get(peer)) is not None:
+            memory.index = max(memory.index, index)
+
+    def is_older(self, peer: str) -> bool:
+        """Whether the folder that the ledger names is an older copy, and the others can do without it.
+
+        Where they can't (one of two regions), it counts all the same: nothing is committed that the others lack.
+        """
+        memory = self._memory(peer)
+        return memory is not None and bool(memory.fault) and not expulsion_fault(self._disks.roster.voter_disks, peer)
+
+    def _memory(self, peer: str) -> _Memory | None:
+        """Return what is known of the folder that counts: one that was named anew since is another one."""
+        memory = self._memories.get(peer)
+        is_named = memory is not None and self._disks.disk_of(peer) != NO_DISK
+        return memory if memory and is_named and memory.named_at == self._disks.named_at(peer) else None
+
+
+def _difference(memory: _Memory, folder: FolderLife) -> str:
+    starts, starts_before = starts_of(folder.life), starts_of(memory.folder.life)
+    if starts <= starts_before:
+        return f"it comes with start {starts}, and was at start {starts_before}"
+    if folder.end_index < memory.index:
+        return f"its ledger ends at entry {folder.end_index}, and it had committed up to entry {memory.index}"
+    return ""
