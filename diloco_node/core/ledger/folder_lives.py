@@ -83,7 +83,7 @@ class FolderLives:
         Where they can't (one of two regions), it counts all the same: nothing is committed that the others lack.
         """
         memory = self._memory(peer)
-        return memory is not None and bool(memory.fault) and not expulsion_fault(self._disks.current, peer)
+        return memory is not None and bool(memory.fault) and not expulsion_fault(self._disks.roster.voter_disks, peer)
 
     def _memory(self, peer: str) -> _Memory | None:
         """Return what is known of the folder that counts: one that was named anew since is another one."""

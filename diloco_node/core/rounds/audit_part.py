@@ -39,7 +39,7 @@ class AuditPart:
         self, context: RoundContext, rounds: list[FollowedRound], committed_digest: Callable[[int, int], bytes]
     ) -> None:
         self._committed_digest = committed_digest
-        self._region, self._regions, self._effects = context.region, context.regions, context.effects
+        self._region, self._context, self._effects = context.region, context, context.effects
         self._secret, self._is_on = context.secret, context.settings.merge is not MergeRule.TRIMMED
         self._rounds, self._lapses, self._retreats = rounds, _Lapses(), _Lapses()
         self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
@@ -49,7 +49,7 @@ class AuditPart:
         announcement = ballot.announcement
         if ballot.digest and ballot.drawn is None and self._is_on and ballot.drawer == self._region:
             ballot.drawn = AuditDrawn(ballot.number, ballot.digest, (nonce_of(self._secret, ballot.number),))
-            for name in self._regions:
+            for name in self._context.regions:
                 self._effects.send(name, ballot.drawn)
         own = round_.contribution if ballot.has_contributed and not ballot.has_row_order else None
         is_payload_due = bool(ballot.digest) and not ballot.is_lost and not ballot.has_payload_order

@@ -106,13 +106,17 @@ class Simulation:
             self.hosts[name] = host
             self.network.join(name, host)
         self.checkers.hosts = self.hosts
-        self.honest = dict(self.hosts)
+        self.honest = {name: self.hosts[name] for name in self.setup.founders}
 
     def start(self) -> None:
-        """Start all regions within a second of each other."""
-        for name in self.setup.regions:
-            self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_learner)
-            self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_daemon)
+        """Start the founders within a second of each other."""
+        for name in self.setup.founders:
+            self.start_region(name)
+
+    def start_region(self, name: str) -> None:
+        """Start a region within a second."""
+        self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_learner)
+        self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_daemon)
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Let things happen until `is_done`, or until a checker found something."""
