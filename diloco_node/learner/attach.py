@@ -59,7 +59,7 @@ log = logging.getLogger("diloco_node.learner")
 CHECKPOINT_EVERY_S: Final = 60.0
 ON_SPIKE_VARIABLE: Final = "DILOCO_SPIKES"
 USABLE: Final = torch.inference_mode(mode=False)
-"""What is made in a loop's `inference_mode` could never be written to outside of it."""
+"""Tensors that are made in a loop's `inference_mode` could never be written to outside of it."""
 
 
 @USABLE
@@ -492,7 +492,7 @@ class Diloco:
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):
             self._warn(text)
-        self._watch = ModelWatch(self._tensors, self._warn, self._auto_step and self._auto_step.optimizer)
+        self._watch = ModelWatch(self._tensors, self._warn, self._auto_step.optimizer if self._auto_step else None)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

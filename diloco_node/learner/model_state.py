@@ -78,7 +78,7 @@ def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragmen
 
     members = {path and f"{path}.": member for path, member in module.named_modules()}
     handles = [
-        member.register_state_dict_post_hook(partial(replace, path))  # type: ignore[no-untyped-call]
+        member.register_state_dict_post_hook(partial(replace, path))
         for path, member in members.items()
         if not path or hasattr(member, "save_pretrained")
     ]

@@ -121,8 +121,8 @@ class ModelWatch:
         self._places = self._places_now()
         # Those that have made a step; None for one that trains something else.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OptimizerRecord | None] = WeakKeyDictionary()
-        # Parameters and masters, but no buffers: a forward pass may change those before the first step.
         followed = tensors.followed
+        # Parameters and masters, but no buffers: a forward pass may change those before the first step.
         self._weights = {
             tensor: name
             for tensor, name in self._names.items()
@@ -340,7 +340,7 @@ class ModelWatch:
     def _look_at_states(self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord) -> None:
         """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not.
 
-        What a step began with is no copy either: it is taken anew in each (SAM goes back to it within the step).
+        The values at a step's begin are no copy either: SAM takes them anew in each step, to go back to them.
         """
         self._likeness = {}
         for name, tensor in record.tensors.items():
@@ -356,7 +356,7 @@ class ModelWatch:
                 # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
                 before, first = record.states.get((name, key), (sample, likeness))
                 record.states[name, key] = sample, first
-                is_copy = (sample != before).any() & (sample != record.before.get(name, before)).any()
+                is_copy = (sample != before).any() & torch.ne(sample, record.before.get(name, before)).any()
                 self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         if self._likeness:
             self._likeness_max.offer(stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())

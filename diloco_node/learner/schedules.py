@@ -24,7 +24,7 @@ BEGIN: Final = "initial_lr"
 """The rate of a group that its schedule begins with, as schedules of torch's write it into the group."""
 
 SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""What schedules of torch's write into a group, and read there: settings, too."""
+"""Settings that schedules of torch's write into a group, and read there."""
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -66,7 +66,7 @@ def take_settings(
         is_lowered: a kept schedule without a formula (`lowers_rates`) has changed the rate since then.
 
     Returns:
-        What the script sets otherwise than before; and what only its loop had changed, and may again.
+        Settings that the script has changed; and those that only its loop had changed, and may again.
     """
     changes: Changes = {}
     drifts: Changes = {}
