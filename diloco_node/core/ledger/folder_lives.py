@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.ledger.disks import NO_DISK, DiskView, expulsion_fault
+from diloco_node.core.ledger.disks import DiskView, expulsion_fault
+from diloco_node.core.ledger.roster import NO_DISK
 from diloco_node.core.types import FolderLife
 
 LIFE_BITS: Final = 32

@@ -105,11 +105,11 @@ class Roster:
             folders = line.folders + (body.disk not in (NO_DISK, EXPELLED))
             return self._with(body.region, replace(line, disk=body.disk, folders=folders))
         if isinstance(body, MembershipBody) and body.kind in KINDS:
-            kind, line = MemberKind(body.kind), self.memberships.get(body.region)
+            kind = MemberKind(body.kind)
+            last = self.memberships.get(body.region, Membership(kind, folders=0))
             disk = NO_DISK if kind is MemberKind.FORMER else self.disks.get(body.region, NO_DISK)
-            address = body.address or ("" if line is None else line.address)
-            folders = 0 if line is None else line.folders
-            return self._with(body.region, Membership(kind, disk, entry.index, address, folders))
+            line = Membership(kind, disk, entry.index, body.address or last.address, last.folders)
+            return self._with(body.region, line)
         return self
 
     def change_fault(self, body: MembershipBody) -> str:
