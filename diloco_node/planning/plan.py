@@ -306,7 +306,7 @@ class Storage:
         daemon: parameters and momentum.
         base: what the learner applied last (beside its own model and optimizer, which are not counted).
         copies: of AdamW's moments in the learner, for its checkpoints.
-        rooms: of a learner on a GPU, for fragments on their way: page-locked, and as much on the GPU.
+        rooms: more, of a learner on a GPU, for fragments on their way: page-locked, and as much on the GPU.
         shared: memory that both see: the fragments on their way in, the encoded contributions on their way out.
         rounds: snapshots, held stripes, sums and merged stripes of the rounds in flight, at the largest fragment.
         residual: error feedback, if on.
@@ -326,8 +326,8 @@ class Storage:
 
     @property
     def memory(self) -> int:
-        """All that is in RAM."""
-        return self.daemon + self.base + self.copies + self.rooms + self.shared + self.rounds + self.residual
+        """All that is in RAM, but for `rooms`."""
+        return self.daemon + self.base + self.copies + self.shared + self.rounds + self.residual
 
     @property
     def disk(self) -> int:

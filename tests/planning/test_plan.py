@@ -178,7 +178,7 @@ def test_storage_by_hand() -> None:
     assert sizes.payloads == (5 + 5) * 2_400
     # Two rounds of: a snapshot, four stripes of 200, a float sum of 500 values, the merged fragment.
     assert sizes.rounds == 2 * (8_000 + 800 + 2_000 + 1_600)
-    assert sizes.memory == 24_000 + 12_000 + 24_000 + 48_000 + 13_200 + sizes.rounds + 3_000
+    assert sizes.memory == 24_000 + 12_000 + 24_000 + 13_200 + sizes.rounds + 3_000
     assert sizes.disk == 144_000 + 24_000
     assert storage(workload()).residual == 0
     assert storage(workload(sizes=(LARGE,))).rounds == sizes.rounds // 2  # one fragment is never in two rounds

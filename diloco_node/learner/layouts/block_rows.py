@@ -96,8 +96,8 @@ def differing_bytes(device: torch.device, codec: Codec) -> int:
     expected: U8 = np.zeros(blocks.encoded_bytes, np.uint8)
     norms = kernels.encode_delta(blocks, values, np.zeros_like(values), expected)
     rows, squares = encode_rows(torch.from_numpy(values).view(-1, BLOCK_VALUES).to(device), codec)
-    encoded = EncodedRows(rows.cpu().numpy(), squares.cpu().numpy())
-    return int((encoded.code_bytes.reshape(-1) != expected).sum()) + int(squared_norm(encoded) != norms[0])
+    copy = EncodedRows(rows.cpu().numpy(), squares.cpu().numpy())
+    return int((copy.code_bytes.reshape(-1) != expected).sum()) + int(squared_norm(copy) != norms[0])
 
 
 def squared_norm(rows: EncodedRows) -> float:

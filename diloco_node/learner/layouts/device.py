@@ -227,7 +227,7 @@ class DeviceLane:
             squares_at, codes_at, end = end, end + 4 * total, end + row_bytes(blocks.codec) * total
             squares, codes = landing[squares_at:codes_at].view(torch.int32), landing[codes_at:end].view(total, -1)
             with self._on_side(stretch.device, "up"), torch.no_grad():
-                packed = room.rows(stretch)[0]
+                theta = room.rows(stretch)[0]
                 gradient = torch.zeros(total, BLOCK_VALUES, dtype=torch.float32, device=stretch.device)
                 targets = [
                     values.view(-1)[: slab.size]
@@ -235,7 +235,7 @@ class DeviceLane:
                 ]
                 for target, (slab, _) in zip(targets, pairs, strict=True):
                     target.copy_(base[slab.span], non_blocking=True)
-                torch._foreach_sub_(targets, [packed[span] for _, span in pairs])
+                torch._foreach_sub_(targets, [theta[span] for _, span in pairs])
                 for place, values in zip((codes, squares), encode_rows(gradient, blocks.codec), strict=True):
                     place.copy_(values, non_blocking=True)
                 room.reads[stretch.device] = record_event(stretch.device)
