@@ -6,7 +6,8 @@ Needs a GPU, numpy, numba, msgpack, safetensors and torch; nothing is installed,
 Each check is a process of its own: one that breaks is a FAIL, and the others go on. Exit code: 0 if nothing failed, 1
 else, 2 without a device. Some four minutes on an H100.
 
-- `bits`: snapshots, versions and encoded contributions are the CPU's, for float32, bfloat16, float16 and masters.
+- `bits`: snapshots, versions and encoded contributions are the CPU's, for float32, bfloat16, float16 and masters,
+  encoded by the host and by the device.
 - `waits`: in 200 steps of GPT-2's parameters with an order each, `step()` never waits for the device.
 - `time`, `eager`, `boundary`, `idle`, `memory`: GPT-2 with 124 M parameters, alone and attached in short turns,
   P = H = 24; a step as a CUDA graph, and launched kernel by kernel.
@@ -15,6 +16,8 @@ else, 2 without a device. Some four minutes on an H100.
 - `capture`: a graph is captured while a snapshot is on its way.
 - `ranks`: FSDP2 over NCCL on all GPUs, `grad_norm=` of sharded gradients.
 - `--encode`: what packing, copying, applying and encoding a fragment take on the device.
+
+With `DILOCO_ENCODER=device` the device encodes in all of them.
 """
 
 from __future__ import annotations

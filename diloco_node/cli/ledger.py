@@ -109,6 +109,7 @@ def entry_line(entry: Entry) -> str:
 
 def _body_words(entry: Entry) -> str:
     from diloco_node.core import types
+    from diloco_node.core.member_kind import MemberKind, MembershipBody
 
     words = ""
     match entry.body:
@@ -140,6 +141,9 @@ def _body_words(entry: Entry) -> str:
             words = f"{body.region} is expelled" if body.disk == types.EXPELLED else f"{body.region} has {disk}"
         case types.RevokedBody() as body:
             words = f"certificate {_short(body.certificate)} of {body.region}"
+        case MembershipBody() as body:
+            place = f" at {body.address}" if body.address else ""
+            words = f"{body.region} is a {body.kind}{' member' * (body.kind == MemberKind.FORMER)}{place}"
         case types.SnapshotBody() as body:
             words = f"fragment {body.fragment} version {body.version} is {_short(body.digest)}"
         case types.SummaryBody() as body:

@@ -41,6 +41,7 @@ DYNAMO: Final = "torch._dynamo"
 
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
 ON_SPIKE_VARIABLE: Final = "DILOCO_SPIKES"
+ENCODER_VARIABLE: Final = "DILOCO_ENCODER"
 """No name of a setting: settings are read with it in the environment, and without a section they are refused."""
 
 PLACE_VARIABLE: Final = "DILOCO_PLACE"
@@ -290,6 +291,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         env={
             TRAINER_VARIABLE: str(trainer_file),
             ON_SPIKE_VARIABLE: config.learner.on_spike,
+            ENCODER_VARIABLE: config.learner.encode,
             PLACE_VARIABLE: f"{sorted(config.regions).index(region)}/{len(config.regions)}",
         },
         hang_s=config.learner.hang.ns / 1e9,

@@ -343,6 +343,11 @@ class LearnerSection(Section):
     on_spike: Literal["warn", "rollback"] = setting(
         "warn", "reaction when the loss leaves its range several times in a row", "runs are long and unattended"
     )
+    encode: Literal["host", "device"] = setting(
+        "host",
+        "what encodes int4 and int8 contributions of a model on a GPU, to the same bytes",
+        "a core that encodes holds up training: the device does it, with more memory",
+    )
     preload: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(modules_of)] = setting(
         None,
         "modules imported once, from which restarted learners are forked",

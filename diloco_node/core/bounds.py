@@ -58,6 +58,12 @@ DIGEST_TEXT_BYTES: Final = 128
 PART_BYTES: Final = 16
 """Longest name of a region's part in a ballot."""
 
+KIND_BYTES: Final = 16
+"""Longest name of a kind of member."""
+
+ADDRESS_BYTES: Final = 264
+"""A host's name of 253 bytes, or an IPv6 address in brackets, and a port."""
+
 RUN_ID_BYTES: Final = 256
 REASON_BYTES: Final = 1024
 
@@ -111,6 +117,8 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "disk": Octets((0, DISK_BYTES)),
     "disks": Items(REGIONS, Octets((DISK_BYTES,))),
     "certificate": HASH,
+    "kind": Text(KIND_BYTES),
+    "address": Text(ADDRESS_BYTES),
     # Fragments and versions
     "fragment": Whole(0, FRAGMENTS - 1),
     "version": VERSION,
@@ -180,8 +188,9 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "RunSummary.rounds_committed": INDEX,
     "RunSummary.recent": Items(FRAGMENTS, Octets((), most=SUMMARY_BYTES_MAX)),
     "RunSummary.joined": Items(REGIONS),
-    "RunSummary.disks": Items(REGIONS, Octets((0, DISK_BYTES))),
-    "RunSummary.replaced": Items(REGIONS, INDEX),
+    "RunSummary.members": Items(REGIONS),
+    "Enrolled.since": INDEX,
+    "Enrolled.folders": INDEX,
     "RunSummary.revocations": Items(REVOKED, HASH),
     "Covered.steps": Items(FRAGMENTS, STEP),
     "Covered.tokens": Items(FRAGMENTS, TOKENS),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import InitialStateStored
 from diloco_node.core.ledger.raft import LedgerCore
@@ -10,7 +12,18 @@ from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.entry_check import Run, run_fault
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
-from diloco_node.core.types import GenesisBody
+from diloco_node.core.types import Entry, GenesisBody
+
+
+def founders_of(run: tuple[str, ...], region: str, history: RoundHistory, entries: Iterable[Entry]) -> tuple[str, ...]:
+    """The regions that founded a run: as its ledger on disk says, else as this region's settings do.
+
+    Args:
+        run: the regions of the settings, sorted. Without this one it joins a run that has begun: it founds none.
+        history: from the base on disk. entries: after it.
+    """
+    bodies = (history.genesis, *(entry.body for entry in entries))
+    return next((body.regions for body in bodies if isinstance(body, GenesisBody)), run if region in run else ())
 
 
 class Genesis:

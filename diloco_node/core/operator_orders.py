@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.types import DiskNamedBody, RevokedBody
 
 
@@ -12,9 +13,11 @@ class EntryOrdered:
     """An operator of this region, which leads, wants this in the ledger (`DiskReplacement`).
 
     Attributes:
-        body: a region is EXPELLED, or readmitted (no folder), or its certificate revoked.
+        body: a region is EXPELLED, or readmitted (no folder), or its certificate revoked, or its membership changes.
         is_cut_off: the region's links are closed by that.
+        is_forced: the operator takes the risk that the next failure stops merging.
     """
 
-    body: DiskNamedBody | RevokedBody
+    body: DiskNamedBody | RevokedBody | MembershipBody
     is_cut_off: bool
+    is_forced: bool = False

@@ -16,9 +16,9 @@ from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, Event
-from diloco_node.core.genesis import Genesis
+from diloco_node.core.genesis import Genesis, founders_of
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.ledger.summary import decode_summary, named_disks
+from diloco_node.core.ledger.summary import decode_summary, summed_roster
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.membership.replacement import DiskReplacement, incarnation_min
 from diloco_node.core.merge.fragments import Manifest
@@ -53,7 +53,8 @@ class RegionCore:
     """See the module.
 
     Args:
-        region: this one. regions: all, the same on every region, in any order.
+        region: this one. regions: those that begin the run, the same on each of them, in any order; without this one if
+            it joins a run that has begun.
         run_id, settings_digest: go into genesis; regions with others can't join.
         manifest, settings: of the run.
         recovered: what the disk held at start.
@@ -78,20 +79,20 @@ class RegionCore:
         silent_heartbeats: int = SILENT_HEARTBEATS,
     ) -> None:
         self._region = region
-        # Sorted, this region among them: every iteration over regions takes this order.
-        self._regions = tuple(sorted(regions))
         self._manifest = manifest
         self._settings = settings
         fragments = len(manifest.fragments)
-        run = (run_id, settings_digest, manifest.digest, self._regions)
         # The time of the last event, and of the next heartbeat.
         self._now_ns = self._next_beat_ns = now_ns
         # Effects of the event at hand: empty between two calls of `handle`.
         self._effects = EffectBuffer(region)
         # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
-        self.history = RoundHistory(fragments)
+        peers = tuple(sorted(regions))
+        self.history = RoundHistory(fragments, peers)
         if (base := recovery.base).index:
             self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
+        run = (run_id, settings_digest, manifest.digest, founders_of(peers, region, self.history, recovery.entries))
+        names = self.history.roster.names
         self.versions = Versions(
             region=region,
             fragments=fragments,
@@ -101,17 +102,16 @@ class RegionCore:
             effects=self._effects,
             payload_versions=settings.payload_versions,
         )
-        self._fetches = Fetches(region=region, regions=self._regions, effects=self._effects)
+        self._fetches = Fetches(region=region, regions=names, effects=self._effects)
         self.liveness = Liveness(
             region=region,
-            regions=self._regions,
+            regions=names,
             heartbeat_ns=settings.heartbeat_ns,
             effects=self._effects,
             silent_heartbeats=silent_heartbeats,
         )
         context = RoundContext(
             region=region,
-            regions=self._regions,
             manifest=manifest,
             settings=settings,
             history=self.history,
@@ -127,7 +127,7 @@ class RegionCore:
         check = EntryCheck(run, manifest, settings, witness=self.participant.audits.entry_fault)
         self.ledger = LedgerCore(
             region=region,
-            voters=self._regions,
+            voters=peers,
             disk=recovery.disk,
             heartbeat_ns=settings.heartbeat_ns,
             election_timeout_ns=settings.election_timeout_ns,
@@ -142,7 +142,7 @@ class RegionCore:
             base=base,
             has_base=self.versions.has_base,
             base_fault=lambda base: check.base_fault(base) or self._upkeep.base_fault(base),
-            named_by=lambda base: named_disks(decode_summary(base.summary, fragments=fragments)),
+            named_by=lambda base: summed_roster(decode_summary(base.summary, fragments=fragments)),
             life=recovery.life,
         )
         self.leader = RoundLeader(context, progress, self.participant)
@@ -155,9 +155,8 @@ class RegionCore:
             fetches=self._fetches,
             effects=self._effects,
         )
-        self.replacement = DiskReplacement(self.ledger, self.history, heartbeat_ns=settings.heartbeat_ns)
+        self.replacement = DiskReplacement(self.ledger, self.history, self.leader, heartbeat_ns=settings.heartbeat_ns)
         self._upkeep = Upkeep(
-            regions=len(self._regions),
             settings=settings,
             ledger=self.ledger,
             history=self.history,
@@ -168,8 +167,9 @@ class RegionCore:
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
-        self._participation = Participation(self._regions, self.liveness)
+        self._participation = Participation(names, self.liveness)
         self._participation.restore(self.history.rounds_included)
+        self.history.followers = (self.liveness.follow, self._fetches.follow, self._participation.follow)
         self._patience = PayloadPatience(self.participant, settings)
         # (term, leader) of the last note about it.
         self._reported_leader = (0, "")
@@ -245,9 +245,8 @@ class RegionCore:
     @property
     def incarnation_min(self) -> int:
         """The least number for a new life of this region's learner, whatever lives its folder knows of."""
-        region, history = self._region, self.history
-        later = self.ledger.disks.replaced(region, history.account.index)
-        return incarnation_min(history.incarnation(region), history.replaced.get(region, 0) + later)
+        replacements = self.ledger.disks.roster.replacements(self._region)
+        return incarnation_min(self.history.incarnation(self._region), replacements)
 
     @property
     def is_replaying(self) -> bool:
@@ -347,7 +346,7 @@ class RegionCore:
             self._next_beat_ns = now_ns + self.liveness.pause_ns(now_ns - self._next_beat_ns)
             self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self.end.is_final))
             self.leader.tick()
-            self._emit(self.replacement.propose(self._effects, now_ns=now_ns))
+            self._emit(self.replacement.propose(self._effects, self.liveness, now_ns=now_ns))
             if reason := self._succession.reason(now_ns=now_ns):
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
             if self.leader.is_acting:
@@ -374,7 +373,7 @@ class RegionCore:
             return  # its links are about to be closed
         if isinstance(message, msg.LEDGER_MESSAGES):
             self._to_ledger(event, now_ns)
-        elif event.peer not in self._regions or event.peer == self._region:
+        elif event.peer not in self.history.roster.names or event.peer == self._region:
             self._effects.note("stranger", f"{type(message).__name__} from {event.peer}, which is not in this run")
         elif isinstance(message, msg.Heartbeat):
             self._heartbeat(event.peer, message, now_ns)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
+from diloco_node.core.member_kind import MembershipBody
+
 BLOCK_VALUES: Final = 256
 """Values that share one quantisation scale."""
 
@@ -153,21 +155,6 @@ class Member:
 
     contribution: Contribution
     weight: float
-
-
-class EntryKind(StrEnum):
-    """The kind of a ledger entry. `LEADER` is the empty entry a new leader begins its term with."""
-
-    GENESIS = "genesis"
-    LEADER = "leader"
-    ROUND = "round"
-    DISCARDED = "discarded"
-    FINISHED = "finished"
-    DISK_NAMED = "disk-named"
-    SNAPSHOT = "snapshot"
-    SUMMARY = "summary"
-    EXTENDED = "extended"
-    REVOKED = "revoked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +303,7 @@ EntryBody = (
     | SummaryBody
     | ExtendedBody
     | RevokedBody
+    | MembershipBody
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -130,10 +130,16 @@ class RegionView:
 class Participation:
     """Counts the merges that learners were in, of those committed while they were live."""
 
-    def __init__(self, regions: tuple[str, ...], liveness: Liveness) -> None:
+    def __init__(self, regions: Iterable[str], liveness: Liveness) -> None:
         self._liveness = liveness
-        self._included = dict.fromkeys(regions, 0)
-        self._committed = dict.fromkeys(regions, 0)
+        self._included: dict[str, int] = {}
+        self._committed: dict[str, int] = {}
+        self.follow(regions)
+
+    def follow(self, regions: Iterable[str]) -> None:
+        """These are the regions from now on; a new one is counted from here."""
+        self._included = {name: self._included.get(name, 0) for name in regions}
+        self._committed = {name: self._committed.get(name, 0) for name in regions}
 
     def restore(self, counts: Mapping[str, int]) -> None:
         """Go on from what the ledger's base says; who was live while a learner was left out, it does not say."""

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.forward_watch import ForwardWatch
+from diloco_node.learner.layouts.device import check_not_capturing
 
 
 class AutoStep:
@@ -47,6 +48,7 @@ class AutoStep:
 
     def _stepped(self, *_: Any) -> None:
         assert self._tell is not None
+        check_not_capturing('attach(step="auto") would miss its replays. Leave it out, and call step() after each')
         tokens, loss = self._watch.take()
         # A gradient scaler calls fused optimizers even if it found infinities, and leaves it to them to do nothing.
         # Looking waits for the device, as the scaler itself does with an optimizer that is not fused.

@@ -32,7 +32,7 @@ from torch import Tensor
 from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
 from diloco_node.learner.generators import generator_states, restore_generators
-from diloco_node.learner.layouts.device import page_locked, record_event, relax_capture
+from diloco_node.learner.layouts.device import has_streams, page_locked, record_event, relax_capture
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
 from diloco_node.learner.schedules import lowers_rates, place_schedule
@@ -262,7 +262,9 @@ class CheckpointWriter:
             for name, component in stateful.items()
         }
         absent = {
-            name: tensor for name, tensor in tensors.items() if tensor.is_cuda and not self._has_room(name, tensor)
+            name: tensor
+            for name, tensor in tensors.items()
+            if has_streams(tensor.device) and not self._has_room(name, tensor)
         }
         if absent:
             shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in absent.items()}
@@ -313,7 +315,7 @@ class CheckpointWriter:
         self,
         checkpoint: Checkpoint,
         whole: tuple[int, int] | None,
-        events: Sequence[torch.cuda.Event],
+        events: Sequence[Any],
         begun_s: float,
     ) -> None:
         try:
@@ -329,13 +331,13 @@ class CheckpointWriter:
             log.warning("learner checkpoint not written, training goes on: %s", error)
 
 
-def _copied(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
+def _copied(tensors: Iterable[Tensor]) -> list[Any]:
     """Return an event for each GPU that copies: it comes when the copies that were ordered so far are made.
 
     The loop's later orders wait on the device, so an optimizer's next step does not change what is copied.
     """
     events = []
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+    for device in {tensor.device for tensor in tensors if has_streams(tensor.device)}:
         events.append(record_event(device))
     return events
 

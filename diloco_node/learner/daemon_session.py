@@ -19,9 +19,10 @@ from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError, StorageError
 from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.daemon_link import LearnerLink
+from diloco_node.learner.fragment_settings import ENCODER_VARIABLE, FragmentSettings
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
+from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.run_clock import RunClock
@@ -451,13 +452,14 @@ def fragments_of(
 
 
 def settings_of(welcome: Welcome) -> FragmentSettings:
-    """Return what the Welcome fixes for the fragments."""
+    """Return what the Welcome and `[learner] encode` fix for the fragments."""
     return FragmentSettings(
         region=welcome.region,
         incarnation=welcome.incarnation,
         codec_up=welcome.codec_up,
         carry=welcome.carry,
         carry_steps_limit=welcome.carry_steps_limit,
+        encode="device" if os.environ.get(ENCODER_VARIABLE) == "device" else "host",
     )
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from diloco_node.errors import LearnerError
+
+DEVICES: Final = ("cuda", "xpu")
+"""Modules of torch with a generator for each device; ROCm's is `cuda`."""
 
 
 def generator_states() -> dict[str, Any]:
@@ -22,9 +25,12 @@ def generator_states() -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        generators = torch.cuda.default_generators
-        states |= {f"cuda{number}": generator.get_state() for number, generator in enumerate(generators)}
+    for kind in DEVICES:
+        module = getattr(torch, kind)
+        generators = module.default_generators if module.is_initialized() else ()
+        states |= {f"{kind}{number}": generator.get_state() for number, generator in enumerate(generators)}
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
     return states
 
 
@@ -40,10 +46,13 @@ def restore_generators(states: Mapping[str, Any]) -> None:
         np.random.set_state(states["numpy"])
     if "torch" in states:
         torch.set_rng_state(states["torch"])
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for number in range(devices):
-        if f"cuda{number}" in states:
-            torch.cuda.set_rng_state(states[f"cuda{number}"], number)
+    for kind in DEVICES:
+        module = getattr(torch, kind)
+        for number in range(module.device_count() if module.is_available() else 0):
+            if f"{kind}{number}" in states:
+                module.set_rng_state(states[f"{kind}{number}"], number)
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states["mps"])
 
 
 class KeptGenerator:

@@ -17,7 +17,6 @@ snapshot of the fragment replaces it. Asked again for the same version and base 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,10 +24,11 @@ from torch import Tensor
 
 from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import CarryMode, Codec, FragmentPosition
+from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.contribution_area import ContributionArea
-from diloco_node.learner.layouts.device import ROOMS, DeviceLane, Room, has_streams
+from diloco_node.learner.fragment_settings import FragmentSettings
+from diloco_node.learner.layouts.device import DeviceLane, Room, encodes_there, has_streams, page_locked
 from diloco_node.learner.layouts.shard_map import ShardMap, join, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, host_values
 from diloco_node.learner.rank_exchange import RankExchange
@@ -47,17 +47,6 @@ from diloco_node.wire.learner_link import (
 )
 
 Answer = SnapshotReady | SnapshotDenied | OfferApplied
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentSettings:
-    """The settings that the daemon's Welcome fixes for the fragments; names as there."""
-
-    region: str
-    incarnation: int
-    codec_up: Codec
-    carry: CarryMode
-    carry_steps_limit: int
 
 
 class LearnerFragments:
@@ -124,8 +113,12 @@ class LearnerFragments:
         # The encoder's thread alone writes there.
         self._contributions = ContributionArea(manifest, settings.codec_up, contribution_area)
         sizes = [local.size for local in self._owned]
+        # Whether a device encodes what rank 0 holds on it.
+        self._is_encoded_there = self._is_first and encodes_there(
+            tensors.devices, settings.codec_up, settings.encode, is_gathered=self._is_gathered
+        )
         # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded.
-        self._base = list(torch.split(host_room(sum(sizes)), sizes))
+        self._base = list(torch.split((page_locked if self._is_encoded_there else host_room)(sum(sizes)), sizes))
         self._rooms = SnapshotRooms(max(sizes))
         # Per fragment all that this rank applies: what it owns, then what it follows.
         self._resident = list(map(join, self._owned, self._followed))
@@ -242,7 +235,7 @@ class LearnerFragments:
         local = self._owned[request.fragment]
         buffer = self._rooms.take()
         values = buffer[: local.size]
-        fetch = None if self._lane is None else self._lane.pack(local, values)
+        fetch = None if self._lane is None else self._lane.pack(local, values, is_kept=self._is_encoded_there)
         if fetch is None:
             self.tensors.read(local, values)
         facts = SnapshotFacts(
@@ -275,17 +268,20 @@ class LearnerFragments:
         """In the worker. Base can't change meanwhile: `is_busy` says so."""
         # A step that others may merge must not be forgotten by a power cut: the counters first.
         durable = self._worker.disk.submit(self._before_ready)
+        room = None
         if snapshot.fetch is not None:
-            snapshot.fetch.result()
+            room = snapshot.fetch.result()
             snapshot.fetch = None  # its callback holds the snapshot
-        answer = self._encoded(snapshot)
+        answer = self._encoded(snapshot, room)
+        if self._lane is not None and room is not None:
+            self._lane.give_back(room)
         durable.result()
         snapshot.answer = answer
         snapshot.encoded.set()
         if answer is not None:
             self._answer(answer)
 
-    def _encoded(self, snapshot: HeldSnapshot) -> SnapshotReady | SnapshotDenied | None:
+    def _encoded(self, snapshot: HeldSnapshot, room: Room | None) -> SnapshotReady | SnapshotDenied | None:
         """The answer; None on ranks other than 0."""
         index = snapshot.facts.fragment
         difference: Tensor | None = None
@@ -298,7 +294,10 @@ class LearnerFragments:
             if difference is not None:
                 norms = self._contributions.encode_difference(index, difference.numpy())
             else:
-                norms = self._contributions.encode(index, self._base[index].numpy(), snapshot.values.numpy())
+                base, lane = self._base[index], self._lane
+                blocks = self._contributions.blocks[index]
+                rows = None if lane is None or room is None else lane.encode(room, base, blocks)
+                norms = self._contributions.encode(index, base.numpy(), snapshot.values.numpy(), rows)
         except PayloadCorrupt as error:
             return SnapshotDenied(index, snapshot.facts.version, f"step {snapshot.facts.step}: {error}")
         settings = self.settings
@@ -315,7 +314,7 @@ class LearnerFragments:
         """Whether an order can be carried out at this boundary, after `ahead` others of its kind."""
         if self._lane is None:
             return True
-        return ahead < (self._lane.free_down if isinstance(order, SnapshotRequested) else ROOMS - len(self._incoming))
+        return ahead < (self._lane.free_down if isinstance(order, SnapshotRequested) else self._lane.free_up)
 
     def is_coming(self, index: int) -> bool:
         """Whether a version of this fragment is on its way to all ranks."""

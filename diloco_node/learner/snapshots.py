@@ -59,7 +59,7 @@ class HeldSnapshot:
 
     Attributes:
         values: shape (owned size,), float32, CPU; the first part of `buffer`, which comes from the rooms.
-        fetch: done when they have come from the device; None if the model is on the CPU.
+        fetch: done when they have come from the device, with the room that is still needed; None without a device.
         answer: set by the encoder when it is done and the counters are durable.
         encoded: set by the encoder after `answer`.
     """
@@ -67,7 +67,7 @@ class HeldSnapshot:
     facts: SnapshotFacts
     values: Tensor
     buffer: Tensor
-    fetch: Future[None] | None = None
+    fetch: Future[Room | None] | None = None
     answer: SnapshotReady | SnapshotDenied | None = None
     encoded: threading.Event = field(default_factory=threading.Event)
 

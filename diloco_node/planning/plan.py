@@ -45,6 +45,12 @@ LEARNER_BYTES: Final = 12
 
 LEARNER_CHECKPOINTS_KEPT: Final = 2
 
+COPY_BYTES: Final = 8
+"""Two moments of the learner, copied before they are written; the memory stays for the next checkpoint."""
+
+GPU_ROOMS: Final = 6
+"""Fragments for which a learner on a GPU has memory there, and as much of the host's."""
+
 
 @dataclass(frozen=True, slots=True)
 class FragmentSize:
@@ -299,6 +305,8 @@ class Storage:
     Attributes:
         daemon: parameters and momentum.
         base: what the learner applied last (beside its own model and optimizer, which are not counted).
+        copies: of AdamW's moments in the learner, for its checkpoints.
+        rooms: more, of a learner on a GPU, for fragments on their way: page-locked, and as much on the GPU.
         shared: memory that both see: the fragments on their way in, the encoded contributions on their way out.
         rounds: snapshots, held stripes, sums and merged stripes of the rounds in flight, at the largest fragment.
         residual: error feedback, if on.
@@ -308,6 +316,8 @@ class Storage:
 
     daemon: int
     base: int
+    copies: int
+    rooms: int
     shared: int
     rounds: int
     residual: int
@@ -316,8 +326,8 @@ class Storage:
 
     @property
     def memory(self) -> int:
-        """All that is in RAM."""
-        return self.daemon + self.base + self.shared + self.rounds + self.residual
+        """All that is in RAM, but for `rooms`."""
+        return self.daemon + self.base + self.copies + self.shared + self.rounds + self.residual
 
     @property
     def disk(self) -> int:
@@ -336,6 +346,8 @@ def storage(workload: Workload) -> Storage:
     return Storage(
         daemon=STATE_BYTES * values,
         base=BASE_BYTES * values,
+        copies=COPY_BYTES * values,
+        rooms=GPU_ROOMS * BASE_BYTES * largest,
         shared=BASE_BYTES * values + workload.total(settings.codec_up),
         rounds=min(settings.rounds_in_flight_max, len(workload.fragments)) * round_bytes,
         residual=-(-4 * values // regions) if settings.error_feedback else 0,

@@ -43,8 +43,8 @@ USAGE_CODE: Final = 2
 
 ORDER: Final = b"fork"
 PID_BYTES_MAX: Final = 16
-DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/neuron", "/dev/vfio/")
-"""Devices that drivers of accelerators open: NVIDIA, AMD, Intel, TPU, Trainium. Their state does not survive a fork."""
+DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/neuron", "/dev/vfio/", "/dev/dxg")
+"""Drivers' devices: NVIDIA, AMD, Intel, TPU, Trainium, any in Windows' Linux. Their state does not survive a fork."""
 
 
 def preload(modules: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Final
 
 from diloco_node.core import messages, types
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.wire import link_messages, measure_messages
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
@@ -35,6 +36,7 @@ ENTRY_BODIES: Final[dict[int, type]] = {
     108: types.SummaryBody,
     109: types.ExtendedBody,
     110: types.RevokedBody,
+    111: MembershipBody,
 }
 
 MESSAGES: Final[dict[int, type]] = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.types import (
     Ballot,
     Contribution,
@@ -46,6 +47,8 @@ BODIES: tuple[EntryBody, ...] = (
     FinishedBody((4,), "steps_max"),
     ExtendedBody(800, 0),
     RevokedBody("eu", b"\x12" * 32),
+    MembershipBody("ap", "contributor", "ap.example:4317"),
+    MembershipBody("ap", "former"),
 )
 LINES = (
     "#1 term 1 genesis: run my-run of eu, us-east, 1 fragments, settings cdcdcdcdcdcd, model abababababab",
@@ -60,6 +63,8 @@ LINES = (
     "#9 term 1 finished: versions 4 to 4: steps_max",
     "#10 term 1 extended: goes on to 800 steps, any number of tokens",
     "#11 term 1 revoked: certificate 121212121212 of eu",
+    "#12 term 1 membership: ap is a contributor at ap.example:4317",
+    "#13 term 1 membership: ap is a former member",
 )
 
 

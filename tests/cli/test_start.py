@@ -19,6 +19,7 @@ from diloco_node.learner.builtin.trainer import (
     read_settings_file,
     settings_from,
 )
+from diloco_node.learner.fragment_settings import ENCODER_VARIABLE
 from diloco_node.main import main
 from diloco_node.supervisor.preload import forkable_command
 from diloco_node.supervisor.supervisor import run_supervisor
@@ -83,6 +84,7 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert spec.env == {
         "DILOCO_TRAINER": str(folder / "trainer.json"),
         "DILOCO_SPIKES": "warn",
+        "DILOCO_ENCODER": "host",
         "DILOCO_PLACE": "0/3",
     }
     assert spec.hang_s == 300.0
@@ -257,6 +259,7 @@ def test_the_trainer_reads_what_start_has_checked(tmp_path: Path, monkeypatch: p
     start_cmd.prepare(resolve(Flag("model.schedule_steps", "70", "--set")), "eu", [])
     assert SETTINGS_VARIABLE == start_cmd.TRAINER_VARIABLE
     assert ON_SPIKE_VARIABLE == start_cmd.ON_SPIKE_VARIABLE
+    assert ENCODER_VARIABLE == start_cmd.ENCODER_VARIABLE
     monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "state/eu/trainer.json"))
     settings = settings_from(read_settings_file())
     text = (str(tmp_path / "text.txt"),)

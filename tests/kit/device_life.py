@@ -17,9 +17,10 @@ from torch import nn
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import CarryMode, Codec, Contribution
 from diloco_node.learner.contribution_area import area_sizes
+from diloco_node.learner.fragment_settings import Encoder, FragmentSettings
 from diloco_node.learner.layouts.shard_map import ShardMap, agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
+from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.pull_back import VERSIONS_MAX
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.wire.learner_link import NO_SNAPSHOT, SnapshotReady, SnapshotRequested, VersionOffered
@@ -30,7 +31,8 @@ STEPS: Final = 30
 ORDERS_MAX: Final = 2
 """Of each kind at one boundary: as many as a lane has rooms."""
 
-SHAPES: Final = ((40, 24), (24,), (24, 64), (64,), (64, 24), (300,), (31, 17), (7,))
+SHAPES: Final = ((140, 64), (24,), (64, 131), (64,), (64, 24), (300,), (31, 170), (7,))
+"""Pieces that travel in blocks of codes, of which some do not end with a block, and small ones."""
 
 PATIENCE_S: Final = 60.0
 
@@ -67,6 +69,7 @@ class Life:
     Args:
         places: devices of the parameters, in turn. kind: `LearnerFragments`, or one with a planted fault.
         holdings: by rank the numbers of its parameters. All ranks are in this process.
+        encode: what encodes contributions.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Life:
         seed: int = 1,
         kind: type[LearnerFragments] = LearnerFragments,
         holdings: Sequence[Sequence[int]] = ALONE,
+        encode: Encoder = "host",
     ) -> None:
         self.seed = seed
         self.dtype = dtype
@@ -95,7 +99,7 @@ class Life:
             kind(
                 tensors[rank],
                 self.manifest,
-                FragmentSettings("us-east", 1, Codec.INT4, CarryMode.CARRY, 96),
+                FragmentSettings("us-east", 1, Codec.INT4, CarryMode.CARRY, 96, encode),
                 version_area=self.area if rank == 0 else None,
                 contribution_area=self.contributions if rank == 0 else None,
                 answer=self.heard.put,
@@ -232,6 +236,7 @@ def complaints(
     expected: Callable[[torch.dtype, int], Outcome],
     stop_at: int | None = None,
     holdings: Sequence[Sequence[int]] = ALONE,
+    encode: Encoder = "host",
 ) -> list[str]:
     """What is wrong with lives on devices, under all schedules; at most `stop_at` complaints.
 
@@ -243,7 +248,7 @@ def complaints(
         for schedule in fake_device.SCHEDULES:
             fake_device.reset()
             fake_device.schedule(schedule, seed=seed)
-            life = Life(PLACES[place], dtype=dtype, seed=seed, kind=kind, holdings=holdings)
+            life = Life(PLACES[place], dtype=dtype, seed=seed, kind=kind, holdings=holdings, encode=encode)
             if kind is not LearnerFragments:
                 # Its looks at each boundary give the worker time, in which some faults do no harm.
                 life.fragments.revert._pull_back._versions = VERSIONS_MAX

@@ -6,6 +6,8 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import cast
 
 from diloco_node.core.events import (
     Effect,
@@ -18,10 +20,13 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.membership.replacement import DiskReplacement
+from diloco_node.core.membership.replacement import DiskReplacement, Rounds
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, RoundBody
 from tests.kit.ledger_kit import HEARTBEAT_NS, TIMEOUT_NS, a_core, a_discard, a_round, disk_of
+
+NO_ROUNDS = cast(Rounds, SimpleNamespace(let_go=lambda _: True))
+"""Of a leader that merges nothing."""
 
 
 @dataclass
@@ -97,7 +102,9 @@ class Network:
             meaning=self.meaning(name),
         )
 
-        self.replacements[name] = DiskReplacement(self.cores[name], RoundHistory(1), heartbeat_ns=HEARTBEAT_NS)
+        self.replacements[name] = DiskReplacement(
+            self.cores[name], RoundHistory(1), NO_ROUNDS, heartbeat_ns=HEARTBEAT_NS
+        )
 
     def crash(self, name: str) -> None:
         self.incarnations[name] += 1

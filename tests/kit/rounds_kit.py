@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.merge.weights import weight
@@ -130,9 +131,9 @@ def context_of(
     effects: EffectBuffer | None = None,
 ) -> RoundContext:
     """The run of these tests as a region sees it."""
+    history.roster = Roster.of_voters(regions, history.roster.disks)
     return RoundContext(
         region=region,
-        regions=regions,
         manifest=manifest,
         settings=settings,
         history=history,
@@ -163,11 +164,12 @@ class Neighbourhood:
         applied_index: int = 1_000,
         budget: RateLimits = NO_LIMITS,
         leaving: bool = False,
+        echo: int = 0,
     ) -> None:
         """A heartbeat of a peer arrives."""
         self._sequences[peer] += 1
         peers = tuple(sorted(hears if hears is not None else set(self.regions) - {peer}))
-        beat = Heartbeat(self._sequences[peer], 0, 0, peers, learner, applied_index, (), budget, leaving)
+        beat = Heartbeat(self._sequences[peer], echo, 0, peers, learner, applied_index, (), budget, leaving)
         self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns)
 
     def all_hear(self, learner: LearnerStatus, *, now_ns: int) -> None:

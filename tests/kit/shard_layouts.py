@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from tests.kit.fakecuda import fake_device
+
 TRAINED_BUFFER: Final = "experts.load"
 
 STAGES: Final = (("embed_tokens", "lm_head"), ("up", "experts"), ("down",), ("small", "frozen"))
@@ -32,7 +34,7 @@ def build() -> Any:
 
 def cut(layout: str) -> tuple[Any, dict[str, Any]]:
     """The model in one of these ways, and the masters of its parameters."""
-    model = build()
+    model = build().to("cpu" if layout.startswith("whole") else _device_type())
     if layout.endswith("masters"):
         model = model.bfloat16()
     model = _WAYS[layout](model)
@@ -45,7 +47,11 @@ def cut(layout: str) -> tuple[Any, dict[str, Any]]:
 def _mesh(*sizes: int, names: tuple[str, ...] | None = None) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(_device_type(), sizes, mesh_dim_names=names)
+
+
+def _device_type() -> str:
+    return "cuda" if fake_device.is_installed() else "cpu"
 
 
 def _world() -> int:

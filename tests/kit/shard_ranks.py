@@ -22,6 +22,7 @@ import numpy as np
 from diloco_node.core.types import Codec
 from diloco_node.shared_memory import MemoryStore
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, OfferApplied, SnapshotReady
+from tests.kit.fakecuda import fake_device
 from tests.kit.ports import free_port
 from tests.kit.shard_layouts import TRAINED_BUFFER, cut
 
@@ -29,7 +30,13 @@ SETTLE_S = 0.01
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["diloco_node.learner.warm", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", __name__]
+    [
+        *(["tests.kit.fakecuda.installed"] if fake_device.is_installed() else []),
+        "diloco_node.learner.warm",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        __name__,
+    ]
 )
 
 
@@ -162,7 +169,12 @@ def serve(link: Connection, environment: dict[str, str]) -> None:
 
     os.environ.update(environment)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if fake_device.is_installed():
+        from tests.kit.fakecuda.host_collectives import begin_ranks
+
+        begin_ranks()
+    else:
+        dist.init_process_group("gloo")
     rank = Rank()
     while True:
         try:
@@ -244,12 +256,13 @@ class Rank:
         import torch
 
         seed = zlib.crc32(f"{name} {self.steps}".encode())
-        whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.01
+        draw = torch.Generator("cpu").manual_seed(seed)
+        whole = torch.randn(parameter.shape, generator=draw, device="cpu") * 0.01
         box = self.tensors.boxes[name]
         if not box:
-            return torch.zeros(parameter.to_local().shape)
+            return torch.zeros(parameter.to_local().shape, device=parameter.device)
         cuts = tuple(slice(low, low + size) for low, size in zip(box[0].offsets, box[0].sizes, strict=True))
-        return whole[cuts]
+        return whole[cuts].to(parameter.device)
 
     def _set_gradient(self, name: str, parameter: Any) -> None:
         from torch.distributed.tensor import DTensor
@@ -308,7 +321,11 @@ class Rank:
         if small is None:  # on another stage
             return {}
         with torch.no_grad():
-            return {"small": digest(small(torch.arange(10.0, dtype=small.weight.dtype).view(2, 5)))}
+            return {
+                "small": digest(
+                    small(torch.arange(10.0, dtype=small.weight.dtype, device=small.weight.device).view(2, 5))
+                )
+            }
 
     def checkpoint(self) -> None:
         self.diloco.checkpoint()
@@ -369,6 +386,6 @@ def digest(values: Any) -> str:
 
     # A copy: torch can't free memory that numpy has seen, as FSDP2 frees a parameter that it has gathered.
     data: bytes = (
-        values.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+        values.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).cpu().numpy().tobytes()
     )
     return hashlib.sha256(data).hexdigest()[:16]

@@ -30,6 +30,7 @@ class Small:
         slower: how many times as long the steps of each region take, in the order of their names. Versions are then
             taken at the next step boundary, as real learners do.
         host_type: what carries the effects out.
+        joiners: how many of the regions, the last by name, do not found the run.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Small:
         loss: float = 0.0,
         slower: tuple[int, ...] = (),
         host_type: type[Host] = Host,
+        joiners: int = 0,
         **settings: object,
     ) -> None:
         def setup(rng: object, _: int) -> object:
@@ -68,6 +70,7 @@ class Small:
                 slower=dict(zip(setup_.regions, slower, strict=False)),
                 apply_lag_max=0 if slower else setup_.apply_lag_max,
                 is_theta_shared=False,
+                joiners=setup_.regions[len(setup_.regions) - joiners :],
             )
 
         def links(_: object, setup_: object) -> dict[tuple[str, str], FakeLink]:

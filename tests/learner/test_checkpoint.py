@@ -376,11 +376,11 @@ def test_state_on_a_gpu_is_copied_as_it_was_when_the_loop_goes_on_at_once(tmp_pa
 
 
 class OnDevice(torch.Tensor):
-    """A tensor on a GPU, as far as one can tell."""
+    """A tensor on a GPU of another maker, as far as one can tell."""
 
     @property
-    def is_cuda(self) -> bool:
-        return True
+    def device(self) -> Any:
+        return torch.device("xpu:0")
 
 
 class Moments:

@@ -17,8 +17,9 @@ from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError
 from diloco_node.learner.contribution_area import area_sizes
+from diloco_node.learner.fragment_settings import FragmentSettings
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
+from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.wire.learner_link import OfferApplied, SnapshotDenied, SnapshotReady, SnapshotRequested, VersionOffered
 
 SEED = 499

@@ -8,6 +8,7 @@ import pytest
 
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire import link_messages as k
@@ -50,6 +51,7 @@ BODIES: list[t.EntryBody] = [
     t.SummaryBody(1024, b"d" * 32),
     t.ExtendedBody(800, 0),
     t.RevokedBody("eu", b"c" * 32),
+    MembershipBody("ap", "contributor", "ap.example:4317"),
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [

@@ -225,6 +225,8 @@ def _storage_table(plan: Plan) -> Any:
     words = {
         "daemon": "parameters and momentum",
         "base": "in the learner, beside its own model and optimizer",
+        "copies": "there: AdamW's moments, copied for checkpoints",
+        "rooms": "more in a learner on a GPU: page-locked, and as much on the GPU",
         "shared": "between the two: fragments in, encoded contributions out",
         "rounds": "in flight: snapshots, stripes, sums, payloads",
         "residual": "error feedback",
@@ -244,9 +246,8 @@ def _add_size(table: Any, name: str, size: int, values: int, words: str) -> None
 
 def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
     sizes = plan.storage
-    items = [("daemon", sizes.daemon), ("base", sizes.base), ("shared", sizes.shared), ("rounds", sizes.rounds)]
-    if sizes.residual:
-        items.append(("residual", sizes.residual))
+    names = ("daemon", "base", "copies", "shared", "rounds", *(["residual"] if sizes.residual else []), "rooms")
+    items = [(name, getattr(sizes, name)) for name in names]
     return [*items, ("checkpoints", sizes.checkpoints), ("payloads", sizes.payloads)]
 
 

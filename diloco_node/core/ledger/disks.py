@@ -7,7 +7,7 @@ committed and the new folder has caught up, names the new one. A region that an 
 readmit it takes that away, and then its folder is named as a new one is.
 
 As in Raft's changes of a single member, an entry counts from the moment when it is in the log, committed or not, and
-goes with it when it is overwritten. The majority is always that of all regions, whether a folder of them counts or not.
+goes with it when it is overwritten. The majority is always that of all voters, whether a folder of them counts or not.
 
 Before genesis nobody is named. A run is founded by all: the founder needs the vote of every region, none of which may
 know a view. Else a folder that was just emptied could found the run a second time.
@@ -19,22 +19,18 @@ size of the majority, so that two majorities always meet in a folder that has lo
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from itertools import pairwise
-from typing import Final
 
-from diloco_node.core.types import EXPELLED, DiskNamedBody, Entry, GenesisBody
-
-NO_DISK: Final = b""
-"""In place of an id: no folder of this region counts."""
+from diloco_node.core.ledger.roster import NO_DISK, Roster, majority_of
+from diloco_node.core.types import EXPELLED, Entry
 
 
 def expulsion_fault(disks: Mapping[str, bytes], region: str, alive: Container[str] | None = None) -> str:
     """Say why a region can't be expelled: the others could commit nothing without it. Empty if it can.
 
     Args:
-        disks: per region of the run the id that the log names. alive: who is there now; None: all.
+        disks: per voter the id that the log names. alive: who is there now; None: all.
     """
-    needed = len(disks) // 2 + 1
+    needed = majority_of(len(disks))
     voting = [
         name
         for name, disk in sorted(disks.items())
@@ -46,45 +42,50 @@ def expulsion_fault(disks: Mapping[str, bytes], region: str, alive: Container[st
 
 
 class DiskView:
-    """The folders that the log names, one per region.
+    """The members that the log names, and the folder of each.
 
     Args:
-        voters: all regions.
-        disks: per region the folder that earlier entries named, if the log begins later than entry 1.
+        voters: the regions that found the run.
+        base: the roster of earlier entries, if the log begins later than entry 1; or per region its folder.
 
     Attributes:
         known_index: the entries up to here were looked at.
+        roster: after the last of them.
     """
 
-    def __init__(self, voters: Iterable[str], disks: Mapping[str, bytes] | None = None) -> None:
-        self._voters = tuple(voters)
-        self._base = dict(disks or {})
-        self._changes: list[tuple[int, dict[str, bytes]]] = []
+    def __init__(self, voters: Iterable[str], base: Roster | Mapping[str, bytes] | None = None) -> None:
+        self._founders = Roster.of_voters(voters)
+        self._changes: list[tuple[int, Roster]] = []
         self.known_index = 0
+        self._base: Roster | None = None
+        self.roster = self._founders
+        if base:
+            self.begin(base if isinstance(base, Roster) else Roster.of_voters(base, base), 0)
 
     @property
     def has_view(self) -> bool:
         """Whether the log names folders: the run is founded."""
-        return bool(self._base) or bool(self._changes)
+        return self._base is not None or bool(self._changes)
 
     @property
     def last_change_index(self) -> int:
         """Index of the entry that last changed the view; 0 if none in the log did."""
         return self._changes[-1][0] if self._changes else 0
 
-    def begin(self, disks: Mapping[str, bytes], index: int) -> None:
+    def begin(self, roster: Roster, index: int) -> None:
         """The log begins anew after this index, and this is what the entries up to there name."""
-        self._base, self._changes, self.known_index = dict(disks), [], index
+        self._base, self._changes, self.known_index = roster, [], index
+        self.roster = roster
 
     def disk_of(self, region: str) -> bytes:
         """The id of the region's folder that counts; empty if none does."""
-        disk = self.current.get(region, NO_DISK)
+        disk = self.roster.disks.get(region, NO_DISK)
         return NO_DISK if disk == EXPELLED else disk
 
     @property
     def expelled(self) -> frozenset[str]:
         """The regions that are expelled."""
-        return frozenset(region for region, disk in self.current.items() if disk == EXPELLED)
+        return frozenset(region for region, disk in self.roster.disks.items() if disk == EXPELLED)
 
     def counts(self, region: str, disk: bytes) -> bool:
         """Whether this folder is the one of its region that counts."""
@@ -92,37 +93,26 @@ class DiskView:
 
     def named_at(self, region: str) -> int:
         """Index of the entry that named the region's folder last; 0 if it is summed up."""
-        named_at, disk = 0, self._base.get(region, NO_DISK)
-        for index, view in self._changes:
-            if view.get(region, NO_DISK) != disk:
-                named_at, disk = index, view.get(region, NO_DISK)
+        named_at, disk = 0, NO_DISK if self._base is None else self._base.disks.get(region, NO_DISK)
+        for index, roster in self._changes:
+            if roster.disks.get(region, NO_DISK) != disk:
+                named_at, disk = index, roster.disks.get(region, NO_DISK)
         return named_at
-
-    def replaced(self, region: str, after_index: int) -> int:
-        """How often the entries after an index name another folder of the region, in place of one that was lost."""
-        views = pairwise([(0, self._base), *self._changes])
-        changes = [(before, after) for (_, before), (index, after) in views if index > after_index and region in before]
-        return sum(after[region] not in (before[region], NO_DISK, EXPELLED) for before, after in changes)
 
     def follow(self, entries: Iterable[Entry]) -> None:
         """Take the entries that were added to the log."""
         for entry in entries:
-            body = entry.body
             if entry.index <= self.known_index:
                 continue
             self.known_index = entry.index
-            if isinstance(body, GenesisBody):
-                self._changes.append((entry.index, dict(zip(body.regions, body.disks, strict=False))))
-            elif isinstance(body, DiskNamedBody) and body.region in self._voters:
-                self._changes.append((entry.index, {**self.current, body.region: body.disk}))
+            roster = self.roster.after(entry)
+            if roster is not self.roster:
+                self._changes.append((entry.index, roster))
+                self.roster = roster
 
     def on_truncation(self, first: int) -> None:
         """The log has forgotten its entries from `first` on."""
         self.known_index = min(self.known_index, first - 1)
         while self._changes and self._changes[-1][0] >= first:
             self._changes.pop()
-
-    @property
-    def current(self) -> Mapping[str, bytes]:
-        """Per region the id that the log names, NO_DISK or EXPELLED; none before genesis."""
-        return self._changes[-1][1] if self._changes else self._base
+        self.roster = self._changes[-1][1] if self._changes else self._base or self._founders

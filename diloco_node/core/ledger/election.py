@@ -10,13 +10,14 @@ another voter and another candidate. A term grows by at most TERM_STEP_MAX at a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
 from diloco_node.core.cadence import CEILING, Cadence
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.log import ReplicaLog
+from diloco_node.core.ledger.roster import majority_of
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.messages import RequestVote, RequestVoteReply
 
@@ -32,11 +33,6 @@ _MASK: Final = (1 << 64) - 1
 
 LASTING_TIMEOUTS: Final = 60
 """A term that lasted for so many election timeouts did not come to nothing, though perhaps nobody had work for it."""
-
-
-def majority_of(voters: int) -> int:
-    """How many of so many voters are a majority: two of two, two of three, three of four, three of five."""
-    return voters // 2 + 1
 
 
 def majority_value(values: Iterable[int]) -> int:
@@ -137,11 +133,12 @@ class Election:
     """Term, vote, role and election timer. The ledger calls it and replicates as the role says.
 
     Args:
-        region: this voter. peers: the others. disk: its folder's id.
+        region: this voter. disk: its folder's id.
         timeout_ns: the timer is drawn from 1 to 2 times this, or times what `timeout_ns` grows to.
         term, voted_for: as the disk holds them.
         seed: of the timer; the region's name is mixed in.
-        log, disks: read only. gate: takes the messages, and holds them back until term and vote are on disk.
+        log, disks: read only; the latter knows who votes. gate: takes the messages, and holds them back until term and
+            vote are on disk.
 
     Attributes:
         role, term: as they are now, on disk or not.
@@ -158,7 +155,6 @@ class Election:
         self,
         *,
         region: str,
-        peers: Sequence[str],
         disk: bytes,
         timeout_ns: int,
         term: int,
@@ -179,8 +175,6 @@ class Election:
         self._region = region
         self._disk = disk
         self._disks = disks
-        # All the others, in the order in which they are asked.
-        self._peers = tuple(peers)
         self._timeout_ns = timeout_ns
         self.cadence = Cadence(timeout_ns)
         self.backoff = TermBackoff(timeout_ns, now_ns)
@@ -274,10 +268,11 @@ class Election:
 
     def missing_votes(self) -> int:
         """How many votes are missing: for a majority of the folders that count, or for all of them to found a run."""
-        voters = len(self._peers) + 1
+        voters = self._disks.roster.voters
         if not self._disks.has_view:
-            return voters - len(self.votes)
-        return majority_of(voters) - sum(self._disks.counts(name, disk) for name, disk in self.votes.items())
+            return sum(name not in self.votes for name in voters)
+        votes = (name in voters and self._disks.counts(name, disk) for name, disk in self.votes.items())
+        return majority_of(len(voters)) - sum(votes)
 
     def answer(
         self, peer: str, request: RequestVote, *, is_up_to_date: bool, has_leader_contact: bool, now_ns: int
@@ -319,5 +314,6 @@ class Election:
     def _request_votes(self, term: int, *, pre_vote: bool) -> None:
         log = self._log
         request = RequestVote(term, pre_vote, log.last_index, log.last_term, self._disk, self._disks.has_view)
-        for peer in self._peers:
-            self._gate.send(peer, request)
+        for peer in self._disks.roster.voters:
+            if peer != self._region:
+                self._gate.send(peer, request)

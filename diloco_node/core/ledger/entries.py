@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from enum import StrEnum
 from typing import Any, Final, get_args, get_type_hints
 
 import msgpack
 
 from diloco_node.core.bounds import CORE_BOUNDS, HASH, INDEX
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.shapes import (
     REGION_FIELDS,
     Bound,
@@ -34,7 +36,6 @@ from diloco_node.core.types import (
     DiskNamedBody,
     Entry,
     EntryBody,
-    EntryKind,
     ExtendedBody,
     FinishedBody,
     GenesisBody,
@@ -53,6 +54,23 @@ ZERO_HASH: Final = bytes(32)
 ENTRY_BYTES_MAX: Final = 3 << 20
 """Longest encoded entry, below the limit of a control message. A round of 64 learners and 4,000 pieces takes 2.4 MB."""
 
+
+class EntryKind(StrEnum):
+    """The kind of a ledger entry. `LEADER` is the empty entry a new leader begins its term with."""
+
+    GENESIS = "genesis"
+    LEADER = "leader"
+    ROUND = "round"
+    DISCARDED = "discarded"
+    FINISHED = "finished"
+    DISK_NAMED = "disk-named"
+    SNAPSHOT = "snapshot"
+    SUMMARY = "summary"
+    EXTENDED = "extended"
+    REVOKED = "revoked"
+    MEMBERSHIP = "membership"
+
+
 _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.GENESIS.value: GenesisBody,
     EntryKind.LEADER.value: LeaderBody,
@@ -64,6 +82,7 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.SUMMARY.value: SummaryBody,
     EntryKind.EXTENDED.value: ExtendedBody,
     EntryKind.REVOKED.value: RevokedBody,
+    EntryKind.MEMBERSHIP.value: MembershipBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6

@@ -5,8 +5,8 @@ start that is known of another life, or with a log that ends before what it told
 copy. Its votes and acknowledgements count no more, as those of a folder that was lost, until the leader has had it
 named anew (`core.membership.replacement`).
 
-What is known is in memory: who restarted since has forgotten it. A copy of the last life that lacks nothing committed
-is not found out; it may lack a vote.
+This is in memory only: a region that restarted since has forgotten it. A copy of the last life that lacks nothing
+committed is not found out; it may lack a vote.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.ledger.disks import NO_DISK, DiskView, expulsion_fault
+from diloco_node.core.ledger.disks import DiskView, expulsion_fault
+from diloco_node.core.ledger.roster import NO_DISK
 from diloco_node.core.types import FolderLife
 
 LIFE_BITS: Final = 32
@@ -83,7 +84,7 @@ class FolderLives:
         Where they can't (one of two regions), it counts all the same: nothing is committed that the others lack.
         """
         memory = self._memory(peer)
-        return memory is not None and bool(memory.fault) and not expulsion_fault(self._disks.current, peer)
+        return memory is not None and bool(memory.fault) and not expulsion_fault(self._disks.roster.voter_disks, peer)
 
     def _memory(self, peer: str) -> _Memory | None:
         """Return what is known of the folder that counts: one that was named anew since is another one."""

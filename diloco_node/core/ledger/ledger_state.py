@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_node.core.ledger.disks import DiskView
-from diloco_node.core.ledger.election import Election, Role, TermClaims, majority_of, majority_value
+from diloco_node.core.ledger.election import Election, Role, TermClaims, majority_value
 from diloco_node.core.ledger.entry_gate import EntryGate, Meaning, check_held
 from diloco_node.core.ledger.folder_lives import FolderLives
 from diloco_node.core.ledger.log import ReplicaLog
-from diloco_node.core.ledger.replication import Follower, Following
+from diloco_node.core.ledger.replication import Follower, Following, majority_contact_ns
+from diloco_node.core.ledger.roster import Roster, majority_of
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.types import NO_BASE, Entry, EntryBody, FolderLife, LeaderBody, LedgerBase, RoundBody
 
@@ -22,7 +23,8 @@ class LedgerState:
     """The state of one voter, and the questions that change nothing.
 
     Args:
-        region: this voter. voters: all of them, this one too; the same on every region.
+        region: this voter. voters: the regions that found the run, the same on every region; without this one if it
+            joins a run that has begun.
         disk: id of this voter's folder. life: of the folder (`FolderLife`).
         named: the folders that count before entry 1, by region; None: the log itself begins the run.
         heartbeat_ns: between two heartbeats of a leader.
@@ -38,7 +40,7 @@ class LedgerState:
         meaning: of entries; None: each makes sense. Raises StorageError when what the disk held makes none.
         base: what the disk held instead of the first entries. has_base: whether it holds the states that the base
             stands for. base_fault: why a base can't be one of this run's ledger; empty if it can.
-        named_by: the folders that the entries of a base name.
+        named_by: the members that the entries of a base name.
     """
 
     def __init__(
@@ -61,19 +63,16 @@ class LedgerState:
         base: LedgerBase = NO_BASE,
         has_base: Callable[[], bool] = lambda: True,
         base_fault: Callable[[LedgerBase], str] = lambda _: "",
-        named_by: Callable[[LedgerBase], Mapping[str, bytes]] = lambda _: {},
+        named_by: Callable[[LedgerBase], Roster] = lambda _: Roster({}),
         life: int = 0,
     ) -> None:
-        if region not in voters or len(set(voters)) != len(voters):
-            raise ValueError(f"{region!r} is not exactly once among the voters {sorted(voters)}")
+        if len(set(voters)) != len(voters):
+            raise ValueError(f"a region is there twice: {sorted(voters)}")
         if not 0 < 2 * heartbeat_ns <= election_timeout_ns:
             raise ValueError(f"an election timeout of {election_timeout_ns} ns for heartbeats of {heartbeat_ns} ns")
         if entries and entries[-1].term > term:
             raise ValueError(f"term {term} is older than the last entry, of term {entries[-1].term}")
         self._region = region
-        # Sorted, this region among them; the same for the life of the run. `_peers` are the others.
-        self._voters = tuple(sorted(voters))
-        self._peers = tuple(peer for peer in self._voters if peer != region)
         self._heartbeat_ns = heartbeat_ns
         self._election_timeout_ns = election_timeout_ns
         # The id of this region's folder. It goes with every vote and acknowledgement, and never changes.
@@ -87,7 +86,7 @@ class LedgerState:
         # A base that a leader sent, until the rest of the core has taken it.
         self._new_base: LedgerBase | None = None
         check_held(base, entries, meaning)
-        self.disks = DiskView(self._voters, named_by(base) if base.index else disks)
+        self.disks = DiskView(sorted(voters), named_by(base) if base.index else disks)
         self.disks.known_index = base.index
         self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self.disks.follow(entries)
@@ -98,7 +97,6 @@ class LedgerState:
         self._entry_gate = EntryGate(self._log, meaning)
         self._election = Election(
             region=region,
-            peers=self._peers,
             disk=disk,
             disks=self.disks,
             timeout_ns=election_timeout_ns,
@@ -128,8 +126,8 @@ class LedgerState:
         self.contradictions: dict[str, str] = {}
         # Followers that claim a newer term, and how often they were heeded.
         self._claims = TermClaims(election_timeout_ns)
-        # Only of a leader: the others, the folders that voted for it (of use before genesis), the last message to all,
-        # and the time of the next one. Begun anew in each term that it leads.
+        # Only of a leader: the other members, the folders that voted for it (of use before genesis), the last message
+        # to all, and the time of the next one. Begun anew in each term that it leads.
         self._followers: dict[str, Follower] = {}
         self._founders: dict[str, bytes] = {}
         self._sequence = 0
@@ -208,15 +206,16 @@ class LedgerState:
 
     @property
     def durable_indexes(self) -> dict[str, int]:
-        """Per voter, sorted, what is on its disk: as leader for all, else only for this region."""
+        """Per member, sorted, what is on its disk: as leader for all, else only for this region."""
         indexes = {peer: follower.durable_index for peer, follower in self._followers.items()}
         indexes[self._region] = self._log.durable_index
         return dict(sorted(indexes.items()))
 
     @property
     def reported_disks(self) -> dict[str, bytes]:
-        """As leader, the folders that the followers answer from in this term, of those that have answered."""
-        return {peer: follower.disk for peer, follower in self._followers.items() if follower.disk}
+        """As leader, the folders that the members answer from in this term, of those that have answered."""
+        members = self.disks.roster.names
+        return {peer: follower.disk for peer, follower in self._followers.items() if follower.disk and peer in members}
 
     @property
     def folder(self) -> FolderLife:
@@ -243,16 +242,20 @@ class LedgerState:
         """When the next TimerFired is due."""
         if not self.is_leader:
             return self._election.due_at_ns
-        return min(self._heartbeat_at_ns, self._heard_until_ns()) if self._peers else self._heartbeat_at_ns
+        return min(self._heartbeat_at_ns, self._heard_until_ns()) if self._has_rivals else self._heartbeat_at_ns
 
     @property
     def reason(self) -> str:
         """The leader or why there is none, and what is waited for: a line for status."""
-        quorum = majority_of(len(self._voters))
-        if self.disks.has_view and not self.disks.counts(self._region, self._disk):
-            return f"its folder is not the one that the ledger names: it catches up from {self.leader or 'nobody yet'}"
+        roster, disks = self.disks.roster, self.disks
+        is_named = not disks.has_view or disks.counts(self._region, self._disk)
+        if self._region not in roster.names or not is_named:
+            lack = "its folder is not the one that the ledger names"
+            if self._region not in roster.names:
+                lack = f"it is no member of the run {'any more' if self._region in roster.memberships else 'yet'}"
+            return f"{lack}: it catches up from {self.leader or 'nobody yet'}"
         if not self.disks.has_view and not self.leader:
-            silent = [name for name in self._peers if name not in self._election.votes]
+            silent = [name for name in roster.voters if name not in (self._region, *self._election.votes)]
             return f"the first start needs every region: waits for {', '.join(silent) or 'its own disk'}"
         if self.is_leader:
             state = f"leads term {self.term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
@@ -261,7 +264,7 @@ class LedgerState:
         if self.role in (Role.ASKING, Role.CANDIDATE):
             request = "asks who would vote" if self.role is Role.ASKING else f"stands for election in term {self.term}"
             voters = ", ".join(sorted(self._election.votes))
-            return f"no leader; {request}: {voters}; needs {quorum} of {len(self._voters)}"
+            return f"no leader; {request}: {voters}; needs {majority_of(len(roster.voters))} of {len(roster.voters)}"
         if not self.leader:
             return f"no leader in term {self.term} yet{self._entry_gate.reason}"
         state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
@@ -300,6 +303,22 @@ class LedgerState:
         """Whether an entry may go to disk (and so be acknowledged): its payload is there."""
         return self._has_payload(entry.body)
 
+    def _may_commit(self, index: int) -> bool:
+        """Whether an entry that is on a majority's disks may be committed for that: only one of the own term.
+
+        An older one may be on a majority and still be overwritten (figure 8 of the paper); it is committed by the first
+        entry of this term after it.
+        """
+        return self._log.term_at(index) == self.term
+
+    def _vote_to_persist(self) -> str:
+        """The vote as it goes to disk."""
+        return self._election.voted_for
+
+    def _is_up_to_date(self, last_index: int, last_term: int) -> bool:
+        """Whether a candidate's log holds at least what this one does."""
+        return (last_term, last_index) >= (self._log.last_term, self._log.last_index)
+
     @property
     def _fixed_index(self) -> int:
         """Entries up to there are never overwritten."""
@@ -310,24 +329,48 @@ class LedgerState:
         leader = self._region if self._led_term == self.term else self.leader
         return "" if leader == peer else leader
 
+    @property
+    def _has_rivals(self) -> bool:
+        """Whether other regions vote."""
+        return self.disks.roster.voters not in ((), (self._region,))
+
+    def _voting_followers(self) -> dict[str, Follower]:
+        """As leader, the followers that vote."""
+        voters = self.disks.roster.voters
+        return {peer: follower for peer, follower in self._followers.items() if peer in voters}
+
+    def _follow_roster(self, now_ns: int) -> None:
+        """As leader, begin to follow how far each new member is. A removed one is followed until it knows."""
+        for name in self.disks.roster.names:
+            if name not in self._followers and name != self._region:
+                self._followers[name] = Follower(next_index=self._log.last_index + 1, answered_ns=now_ns)
+
     def _may_stand(self) -> bool:
-        """A folder that does not count would only disturb; before the run is founded each may try."""
+        """Whether it votes, from a folder that counts: another would only disturb. Before the run is founded each may
+        try."""
         is_sound = not self.disks.has_view or self.disks.counts(self._region, self._disk)
-        return is_sound and not self._is_draining
+        return is_sound and not self._is_draining and self._region in self.disks.roster.voters
 
     def _hears_leader(self, now_ns: int, *, but: str = "") -> bool:
         """Whether a leader of this term is there (another than `but`) and has not offered its place."""
         if now_ns < self._offered_until_ns or not self.leader or self.leader == but:
             return False
-        return not self._peers or now_ns < self._heard_until_ns()
+        return not self._has_rivals or now_ns < self._heard_until_ns()
 
     def _agreed_index(self) -> int:
         """Return the last entry on a majority of the disks, in folders that count; before genesis, on all of them."""
         durable = {peer: (follower.disk, follower.durable_index) for peer, follower in self._followers.items()}
         durable[self._region] = (self._disk, self._log.durable_index)
+        votes = {name: durable[name] for name in self.disks.roster.voters}
         if not self.disks.has_view:
-            return min(index for _, index in durable.values())
-        return majority_value(index if self._counts(name, disk) else 0 for name, (disk, index) in durable.items())
+            return min(index for _, index in votes.values())
+        return majority_value(index if self._counts(name, disk) else 0 for name, (disk, index) in votes.items())
+
+    def _hear_majority(self) -> None:
+        """As leader, note when a majority was last heard."""
+        contact_ns, cadence = majority_contact_ns(self._voting_followers().values()), self._election.cadence
+        if cadence.heard_at_ns is None or contact_ns > cadence.heard_at_ns:
+            cadence.hear(contact_ns)
 
     def _counts(self, region: str, disk: bytes) -> bool:
         """Whether this folder counts: the ledger names it, and it is no older copy, as far as is known."""

@@ -1,4 +1,4 @@
-"""The replicated ledger of one voter: Raft with pre-vote for a fixed set of voters, without IO.
+"""The replicated ledger of one member: Raft with pre-vote, without IO. The log itself names who votes (`roster`).
 
 This ledger adds to Raft's rules:
 
@@ -46,7 +46,6 @@ from diloco_node.core.ledger.replication import (
     fault_in,
     fork_in,
     is_fork,
-    majority_contact_ns,
     most_complete,
 )
 from diloco_node.core.messages import (
@@ -165,25 +164,9 @@ class LedgerCore(LedgerState):
         self._log.compact(base)
         return self._flush()
 
-    def _may_commit(self, index: int) -> bool:
-        """Whether an entry that is on a majority's disks may be committed for that: only one of the own term.
-
-        An older one may be on a majority and still be overwritten (figure 8 of the paper); it is committed by the first
-        entry of this term after it.
-        """
-        return self._log.term_at(index) == self.term
-
-    def _vote_to_persist(self) -> str:
-        """The vote as it goes to disk."""
-        return self._election.voted_for
-
-    def _is_up_to_date(self, last_index: int, last_term: int) -> bool:
-        """Whether a candidate's log holds at least what this one does."""
-        return (last_term, last_index) >= (self._log.last_term, self._log.last_index)
-
     def _timer_fired(self, now_ns: int) -> None:
         if self.is_leader:
-            if self._peers and now_ns >= self._heard_until_ns():
+            if self._has_rivals and now_ns >= self._heard_until_ns():
                 self._note("no majority answers: steps down")
                 self._become_follower("", now_ns)
             elif now_ns >= self._heartbeat_at_ns:
@@ -199,7 +182,8 @@ class LedgerCore(LedgerState):
                 self._election.start_pre_vote(now_ns=now_ns)
 
     def _message_arrived(self, peer: str, message: Message, now_ns: int) -> None:
-        if peer not in self._peers:
+        members = self.disks.roster.names
+        if peer not in members and self._region in members and peer not in self._followers:
             self._note(f"{type(message).__name__} from {peer}, which is no voter: ignored", is_alarm=True)
             return
         match message:
@@ -292,8 +276,8 @@ class LedgerCore(LedgerState):
         self._offered_until_ns = now_ns
         self._election.lead(now_ns=now_ns)
         self._log.drop_staged()
-        next_index = self._log.last_index + 1
-        self._followers = {peer: Follower(next_index=next_index, answered_ns=now_ns) for peer in self._peers}
+        self._followers = {}
+        self._follow_roster(now_ns)
         self._note("leads")
         self._append(LeaderBody(self._region), now_ns)
         self._broadcast(now_ns)
@@ -305,13 +289,14 @@ class LedgerCore(LedgerState):
             return
         self._log.append(entry)
         self.disks.follow([entry])
-        for peer in self._peers:
+        self._follow_roster(now_ns)
+        for peer in self._followers:
             if self._followers[peer].has_more(self._log, commit_index=self._cluster_commit_index):
                 self._send_append(peer)
 
     def _broadcast(self, now_ns: int) -> None:
         self._heartbeat_at_ns = now_ns + self._heartbeat_ns
-        for peer in self._peers:
+        for peer in self._followers:
             self._send_append(peer)
 
     def _send_append(self, peer: str) -> None:
@@ -345,13 +330,20 @@ class LedgerCore(LedgerState):
             return
         self._advance_commit(now_ns)
         self.folders.hold(peer, min(follower.durable_index, self._cluster_commit_index))
+        if peer not in self.disks.roster.names and self._bids_farewell(peer, follower, answer.sequence):
+            del self._followers[peer]
+            return
         if follower.has_more(self._log, commit_index=self._cluster_commit_index):
             self._send_append(peer)
 
-    def _hear_majority(self) -> None:
-        contact_ns, cadence = majority_contact_ns(self._followers.values()), self._election.cadence
-        if cadence.heard_at_ns is None or contact_ns > cadence.heard_at_ns:
-            cadence.hear(contact_ns)
+    def _bids_farewell(self, peer: str, follower: Follower, sequence: int) -> bool:
+        """Whether a removed region knows that it is: that entry is on its disk, and it was told that it is
+        committed."""
+        since = self.disks.roster.memberships[peer].since
+        if follower.farewell_sequence == 0 and since <= min(follower.durable_index, self._cluster_commit_index):
+            self._send_append(peer)
+            follower.farewell_sequence = self._sequence
+        return 0 < follower.farewell_sequence <= sequence
 
     def _note_commit(self, index: int) -> None:
         """So much is committed now, on the disks of a majority."""
@@ -369,12 +361,13 @@ class LedgerCore(LedgerState):
 
     def _offer_leadership(self, why: str, now_ns: int) -> None:
         """Ask the live follower with the most on disk to take over; repeated with each heartbeat while it is needed."""
-        able = {peer: follower for peer, follower in self._followers.items() if self._counts(peer, follower.disk)}
+        followers = self._voting_followers()
+        able = {peer: follower for peer, follower in followers.items() if self._counts(peer, follower.disk)}
         successor = most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
         if successor:
             self._note(f"{why}: offers its place to {successor}")
             self._offered_until_ns = now_ns + self._election.timeout_ns
-            for peer in self._peers:
+            for peer in self._followers:
                 self._gate.send(peer, TimeoutNow(self.term, successor))
 
     def _append_entries(self, peer: str, request: AppendEntries, now_ns: int) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.ledger.election import majority_of
 from diloco_node.core.ledger.entries import encode_entry, verify_chain
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX, ReplicaLog
+from diloco_node.core.ledger.roster import majority_of
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, BaseSent
 from diloco_node.core.types import Entry
 from diloco_node.errors import ProtocolViolation
@@ -41,6 +41,7 @@ class Follower:
         heeded_sequence: refusals of earlier messages than this one are old news.
         is_certain: the last message named a previous entry that the follower had reported to be on its disk.
         base_age: messages since the base was sent.
+        farewell_sequence: the message that told a removed region so; 0: none yet.
     """
 
     next_index: int
@@ -52,6 +53,7 @@ class Follower:
     heeded_sequence: int = 0
     is_certain: bool = False
     base_age: int = BASE_AGAIN_MESSAGES
+    farewell_sequence: int = 0
 
     def next_message(self, log: ReplicaLog, *, term: int, sequence: int, commit_index: int) -> AppendEntries | BaseSent:
         """The heartbeat for this follower, with the next batch of entries if none is on its way; or the base that
@@ -139,9 +141,13 @@ class Follower:
 
 
 def majority_contact_ns(followers: Iterable[Follower]) -> int:
-    """When a majority, the leader counted, had last answered; at least one follower."""
+    """When a majority, the leader counted, had last answered; 0 if it is the leader alone.
+
+    Args:
+        followers: all that vote.
+    """
     answered_ns = sorted((follower.answered_ns for follower in followers), reverse=True)
-    return answered_ns[majority_of(len(answered_ns) + 1) - 2]
+    return answered_ns[majority_of(len(answered_ns) + 1) - 2] if answered_ns else 0
 
 
 def most_complete(followers: Mapping[str, Follower], *, answered_after_ns: int) -> str:

@@ -23,6 +23,8 @@ import msgpack
 
 from diloco_node.core.bounds import SUMMARY_BYTES_MAX
 from diloco_node.core.ledger.entries import canonical_codec
+from diloco_node.core.ledger.roster import KINDS, Membership, Roster
+from diloco_node.core.member_kind import MemberKind
 from diloco_node.core.shapes import OutOfBounds
 from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase, SnapshotBody
 from diloco_node.core.unpacking import unpack
@@ -92,6 +94,18 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Enrolled:
+    """A member of the run, or a former one; see `roster.Membership`."""
+
+    region: str
+    kind: str
+    disk: bytes
+    since: int
+    address: str
+    folders: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """The facts of the entries up to one index.
 
@@ -103,8 +117,7 @@ class RunSummary:
         last_rounds: per fragment the version of the run's last round; -1: it was not held yet.
         recent: per fragment how long its last gradients were (`core.merge.outliers.RecentRounds.packed`).
         rounds_committed: over all fragments.
-        disks: per region of genesis the disk that the view names; empty: those of genesis.
-        replaced: per region of genesis how often another disk was named; empty: never.
+        members: by name; empty: those of genesis.
         revocations: certificates, sorted.
     """
 
@@ -123,8 +136,7 @@ class RunSummary:
     rounds_committed: int
     joined: tuple[Joined, ...]
     recent: tuple[bytes, ...] = ()
-    disks: tuple[bytes, ...] = ()
-    replaced: tuple[int, ...] = ()
+    members: tuple[Enrolled, ...] = ()
     revocations: tuple[bytes, ...] = ()
 
 
@@ -176,10 +188,17 @@ def base_digest(base: LedgerBase) -> bytes:
     return hashlib.sha256(place + base.summary).digest()
 
 
-def named_disks(summary: RunSummary) -> dict[str, bytes]:
-    """The folder of each region that the entries name (`core.ledger.disks`)."""
-    genesis = summary.genesis[0]
-    return dict(zip(genesis.regions, summary.disks or genesis.disks, strict=True))
+def summed_roster(summary: RunSummary) -> Roster:
+    """The members that the entries name."""
+    if not summary.members:
+        genesis = summary.genesis[0]
+        return Roster.of_voters(genesis.regions, dict(zip(genesis.regions, genesis.disks, strict=True)))
+    return Roster(
+        {
+            line.region: Membership(MemberKind(line.kind), line.disk, line.since, line.address, line.folders)
+            for line in summary.members
+        }
+    )
 
 
 def _shape_fault(summary: RunSummary, fragments: int) -> str:
@@ -204,7 +223,12 @@ def _shape_fault(summary: RunSummary, fragments: int) -> str:
     if len(summary.genesis) != 1 or len(summary.genesis[0].fragment_digests) != fragments:
         return "it has no genesis"
     genesis = summary.genesis[0]
-    counts = {len(summary.disks), len(summary.replaced)}
-    if len(genesis.disks) != len(genesis.regions) or not counts <= {0, len(genesis.regions)}:
-        return "it does not name a folder for each region"
-    return ""
+    is_named = len(genesis.disks) == len(genesis.regions)
+    return _members_fault(summary) if is_named else "it does not name a folder for each region"
+
+
+def _members_fault(summary: RunSummary) -> str:
+    names = [line.region for line in summary.members]
+    if names != sorted(set(names)) or any(line.kind not in KINDS for line in summary.members):
+        return "its members are not sorted, are repeated, or of no kind that there is"
+    return "" if summed_roster(summary).voters else "nobody votes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +19,10 @@ OTHERS_AT_ONCE: Final = 4
 each: else their number would grow with the square of the regions. 16 regions, 5 a second: 380 a second, not 1,200."""
 
 STRIDE_MAX: Final = 5
+
+UNREAD_MAX: Final = 16
+"""A region that has more heartbeats to read is behind, and gets only those that go to all: so the leader of many
+regions on a starved machine catches up. Twelve are usual at most: a region reads and answers one in five."""
 
 SILENT_STRIDES: Final = 3
 """A region is not gone before two heartbeats to all in a row were lost."""
@@ -81,24 +86,27 @@ class Liveness:
         silent_heartbeats: int = SILENT_HEARTBEATS,
     ) -> None:
         self._region = region
-        # All regions of the run, this one too, sorted.
-        self._regions = tuple(sorted(regions))
         self.is_leaving = False
         self.folder: FolderLife | None = None
         self.patience = 1
-        self.stride = min(STRIDE_MAX, -(-(len(regions) - 1) // OTHERS_AT_ONCE) or 1)
+        self.stride = 1
         # Regular heartbeats since the last one to all, below `stride`.
         self._turn = 0
         # The median of how long the others may be silent, from the last heartbeat on.
         self._usual_limit_ns = 0
         # Between two regular heartbeats, where this process is in time.
         self._heartbeat_ns = heartbeat_ns
-        # The floor of how long a region may be silent.
-        self._silent_ns = max(silent_heartbeats, SILENT_STRIDES * self.stride) * heartbeat_ns
+        # The floor of how long a region may be silent; it grows with `stride`.
+        self._silent_heartbeats = silent_heartbeats
+        self._silent_ns = silent_heartbeats * heartbeat_ns
+        # Per region (incarnation, step, when that step was first seen); none without a learner.
+        self._stepped: dict[str, tuple[int, int, int]] = {}
+        # All regions, this one too, sorted; the others among them.
+        self._regions: tuple[str, ...] = ()
+        self._peers: dict[str, _Peer] = {}
+        self.follow(regions)
         # How late this region's own heartbeats were; nothing is heard with it.
         self._lag = Cadence(self._silent_ns)
-        # All others, sorted; none comes or goes.
-        self._peers = {name: _Peer(Cadence(self._silent_ns)) for name in sorted(regions) if name != region}
         # Heartbeats leave through it.
         self._effects = effects
         # Number of the last heartbeat.
@@ -109,15 +117,31 @@ class Liveness:
         self._own_learner: LearnerStatus | None = None
         # As the next heartbeat reports it.
         self._own_budget = NO_LIMITS
-        # Per region (incarnation, step, when that step was first seen); none without a learner.
-        self._stepped: dict[str, tuple[int, int, int]] = {}
+
+    def follow(self, regions: Iterable[str]) -> None:
+        """These are the regions from now on: forget who has gone, and wait for who has come."""
+        self._regions = tuple(sorted({*regions, self._region}))
+        self.stride = min(STRIDE_MAX, -(-(len(self._regions) - 1) // OTHERS_AT_ONCE) or 1)
+        silent_ns = max(self._silent_heartbeats, SILENT_STRIDES * self.stride) * self._heartbeat_ns
+        peers = {name: self._peer(name) for name in self._regions if name != self._region}
+        for peer in peers.values() if silent_ns != self._silent_ns else ():
+            # Heartbeats are rarer or more frequent now: what was learnt of their gaps is of no use.
+            heard_at_ns, peer.cadence = peer.cadence.heard_at_ns, Cadence(silent_ns)
+            peer.cadence.heard_at_ns = heard_at_ns
+        for name in self._peers.keys() - peers.keys():
+            self._stepped.pop(name, None)
+        self._peers, self._silent_ns = peers, silent_ns
+
+    def _peer(self, region: str) -> _Peer:
+        """Knowledge of another region; of one that is no member, there is none."""
+        return self._peers.get(region) or _Peer(Cadence(self._silent_ns))
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """A lost link is silence at once; a new one may lead to a new process, which counts from one again."""
         state = self._peers.get(peer)
         if state is None:
             return
-        state.sequence = 0
+        state.sequence, state.echo = 0, self._sequence
         if not is_up:
             state.cadence.heard_at_ns = None
 
@@ -186,7 +210,8 @@ class Liveness:
         self._sent_at_ns.pop(self._sequence - SENT_KEPT, None)
         hears = self.alive(now_ns=now_ns)
         for name, peer in self._peers.items():
-            if only_to in (None, name):
+            is_behind = self._sequence - peer.echo > UNREAD_MAX
+            if only_to is None or (only_to == name and not is_behind):
                 delay_ns = now_ns - peer.sequence_at_ns if peer.sequence else 0
                 beat = Heartbeat(
                     self._sequence,
@@ -209,7 +234,7 @@ class Liveness:
 
     def echo(self, region: str) -> int:
         """The last of this region's heartbeats that another region had when it sent its last one."""
-        return self._peers[region].echo
+        return self._peer(region).echo
 
     @property
     def silent_ns(self) -> int:
@@ -241,7 +266,7 @@ class Liveness:
             return True
         if listener == self._region:
             return self.is_alive(speaker, now_ns=now_ns)
-        return self.is_alive(listener, now_ns=now_ns) and speaker in self._peers[listener].hears
+        return self.is_alive(listener, now_ns=now_ns) and speaker in self._peer(listener).hears
 
     def reach_each_other(self, first: str, second: str, *, now_ns: int) -> bool:
         """Whether both hear each other."""
@@ -249,12 +274,12 @@ class Liveness:
             return True
         if self._region in (first, second):
             peer = second if first == self._region else first
-            return self.is_alive(peer, now_ns=now_ns) and self._region in self._peers[peer].hears
+            return self.is_alive(peer, now_ns=now_ns) and self._region in self._peer(peer).hears
         return self.hears(first, second, now_ns=now_ns) and self.hears(second, first, now_ns=now_ns)
 
     def learner(self, region: str) -> LearnerStatus | None:
         """The last status of the region's learner; None if there is no learner."""
-        return self._own_learner if region == self._region else self._peers[region].learner
+        return self._own_learner if region == self._region else self._peer(region).learner
 
     def stepped_at_ns(self, region: str) -> int | None:
         """When the region's learner was last seen to have made a step (or to have attached); None if there is none."""
@@ -263,23 +288,23 @@ class Liveness:
 
     def budget(self, region: str) -> RateLimits:
         """The ceilings that a region reported last; none before it did."""
-        return self._own_budget if region == self._region else self._peers[region].budget
+        return self._own_budget if region == self._region else self._peer(region).budget
 
     def applied_index(self, region: str) -> int:
         """The last ledger entry that another region reports as applied."""
-        return self._peers[region].applied_index
+        return self._peer(region).applied_index
 
     def has_left(self, region: str) -> bool:
         """Whether another region, or its learner, has told that it is about to stop, and has not come back since."""
-        return self._peers[region].is_leaving
+        return self._peer(region).is_leaving
 
     def rtt_ns(self, region: str) -> int:
         """Round-trip time; 0 if unknown, and to itself."""
-        return 0 if region == self._region else self._peers[region].rtt_ns
+        return 0 if region == self._region else self._peer(region).rtt_ns
 
     def hears_claimed(self, region: str) -> tuple[str, ...]:
         """Return the regions that another region reports to hear, by its last heartbeat."""
-        return self._peers[region].hears
+        return self._peer(region).hears
 
     def _measure_rtt(self, state: _Peer, beat: Heartbeat, now_ns: int) -> None:
         sent_at_ns = self._sent_at_ns.get(beat.echo)

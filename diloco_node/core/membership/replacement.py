@@ -1,18 +1,21 @@
 """A region whose folder was lost comes back with another one: the leader has the ledger name it, in two entries.
 
 An operator's order expels a region with one entry, and readmits it with another one, after which its folder is named.
-Another order revokes a certificate of a region.
+Another order revokes a certificate of a region, and a third kind changes the members (`member_change`). A region leaves
+once no open round has it: until then no new round does. So a round never has a member that the ledger does not name.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 from diloco_node.core.bounds import REVOKED
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.membership import member_change
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.rounds.history import RoundHistory
@@ -38,12 +41,23 @@ def incarnation_min(newest: int, replacements: int) -> int:
     return newest + 1 + LIVES_UNKNOWN_MAX * replacements
 
 
+class Rounds(Protocol):
+    """The open rounds of a leader (`core.rounds.leader`)."""
+
+    def let_go(self, region: str) -> bool:
+        """Leave a region out of new ballots; whether no open round has it any more."""
+        ...
+
+
 class DiskReplacement:
     """The leader's side: which change of the view is due. Asked with each heartbeat."""
 
-    def __init__(self, ledger: LedgerCore, history: RoundHistory, *, heartbeat_ns: int) -> None:
+    def __init__(self, ledger: LedgerCore, history: RoundHistory, rounds: Rounds, *, heartbeat_ns: int) -> None:
         self._ledger = ledger
         self._history = history
+        self._rounds = rounds
+        # The order by which a region leaves that an open round still has.
+        self._departure: EntryOrdered | None = None
         self._rest_ns = REST_HEARTBEATS * heartbeat_ns
         self._named_at_ns: dict[str, int] = {}
         self.commit_index_before = 0
@@ -59,8 +73,11 @@ class DiskReplacement:
             text = f"the folder of {peer} is an older copy: {reason}; it {answer}; never put a copy in its place"
             effects.note("disk", text, is_alarm=True)
 
-    def propose(self, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
+    def propose(self, effects: EffectBuffer, liveness: Liveness, *, now_ns: int) -> list[Effect]:
         """Put the change that is due into the ledger, and say so; what the ledger wants for it."""
+        departure, self._departure = self._departure, None
+        if departure is not None:
+            return self.carry_out(departure, effects, liveness, now_ns=now_ns)
         due = self.due(now_ns=now_ns)
         if due is None:
             return []
@@ -73,15 +90,22 @@ class DiskReplacement:
         ledger, disks, body = self._ledger, self._ledger.disks, order.body
         if not disks.has_view:
             return "the run has not begun: leave the region out of run.toml"
-        if fault := self._expulsion_fault(body) if isinstance(body, DiskNamedBody) else self._revocation_fault(order):
+        alive = liveness.alive(now_ns=now_ns)
+        if isinstance(body, MembershipBody):
+            fault = member_change.order_fault(
+                body, disks.roster, leader=ledger.leader, alive=alive, is_forced=order.is_forced
+            )
+        else:
+            fault = self._expulsion_fault(body) if isinstance(body, DiskNamedBody) else self._revocation_fault(order)
+        if fault:
             return fault
         if not ledger.is_settled:
             return f"only the leader can do it: give the order to {ledger.leader or 'it, when there is one'}"
         if max(disks.last_change_index, self._ordered_index) > ledger.cluster_commit_index:
             return "another change of the regions is not committed yet: try again"
-        if not order.is_cut_off:
+        if not order.is_cut_off or isinstance(body, MembershipBody):
             return ""
-        fault = expulsion_fault(disks.current, body.region, {ledger.leader, *liveness.alive(now_ns=now_ns)})
+        fault = expulsion_fault(disks.roster.voter_disks, body.region, {ledger.leader, *alive})
         return fault and f"{fault}{_renewal(body.region) * isinstance(body, RevokedBody)}"
 
     def _expulsion_fault(self, body: DiskNamedBody) -> str:
@@ -105,11 +129,11 @@ class DiskReplacement:
     def carry_out(self, order: EntryOrdered, effects: EffectBuffer, liveness: Liveness, *, now_ns: int) -> list[Effect]:
         """Put an operator's order into the ledger, if it still can be; what the ledger wants for it."""
         fault, body = self.order_fault(order, liveness, now_ns=now_ns), order.body
-        if isinstance(body, DiskNamedBody):
-            words = f"{'expels' if body.disk == EXPELLED else 'readmits'} {body.region}"
-        else:
-            words = f"revokes certificate {body.certificate.hex()[:16]} of {body.region}"
-        effects.note("disk", f"an operator {words}{fault and f': refused, {fault}'}", is_alarm=True)
+        is_leaver = isinstance(body, MembershipBody) and body.kind == MemberKind.FORMER
+        if not self._rounds.let_go(body.region if is_leaver and not fault else ""):
+            self._departure = order
+            return []
+        effects.note("disk", f"an operator {_words(order)}{fault and f': refused, {fault}'}", is_alarm=True)
         if fault:
             return []
         wishes = self._ledger.propose(body, now_ns=now_ns)
@@ -135,6 +159,16 @@ class DiskReplacement:
                 self._named_at_ns[region] = now_ns
                 return DiskNamedBody(region, disk)
         return None
+
+
+def _words(order: EntryOrdered) -> str:
+    match order.body:
+        case DiskNamedBody(region, disk):
+            return f"{'expels' if disk == EXPELLED else 'readmits'} {region}"
+        case RevokedBody(region, certificate):
+            return f"revokes certificate {certificate.hex()[:16]} of {region}"
+        case MembershipBody(region, kind):
+            return f"removes {region}" if kind == MemberKind.FORMER else f"makes {region} a {kind}"
 
 
 def _renewal(region: str) -> str:

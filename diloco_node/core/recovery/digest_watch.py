@@ -11,6 +11,7 @@ from collections import OrderedDict
 from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.ledger.roster import majority_of
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import FragmentDigest, SnapshotBody
 
@@ -39,12 +40,10 @@ class DigestWatch:
 
     Args:
         snapshot_versions: between two snapshots of a fragment.
-        history: read only. regions: how many there are.
+        history: read only; it knows who votes.
     """
 
-    def __init__(
-        self, fragments: int, effects: EffectBuffer, *, history: RoundHistory, regions: int, snapshot_versions: int
-    ) -> None:
+    def __init__(self, fragments: int, effects: EffectBuffer, *, history: RoundHistory, snapshot_versions: int) -> None:
         self._own: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in range(fragments)]
         self._pending: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in range(fragments)]
         self.reported: list[dict[str, OrderedDict[int, bytes]]] = [{} for _ in range(fragments)]
@@ -53,7 +52,6 @@ class DigestWatch:
         self._rotation = 0
         self._effects = effects
         self._history = history
-        self._regions = regions
         self._snapshot_versions = snapshot_versions
 
     def on_digest(self, fragment: int, version: int, digest: bytes, *, now_ns: int) -> None:
@@ -104,7 +102,7 @@ class DigestWatch:
         for fragment in range(len(self._own)):
             for version, digest in sorted(self._waiting(fragment).items(), reverse=True):
                 equal = sum(peer_digest == digest for peer_digest in self._peer_digests(fragment, version))
-                if version <= self._history.versions[fragment] and 2 * (1 + equal) > self._regions:
+                if version <= self._history.versions[fragment] and 1 + equal >= self._majority:
                     bodies.append(SnapshotBody(fragment, version, digest))
                     break
         return tuple(bodies)
@@ -116,7 +114,7 @@ class DigestWatch:
             for version, digest in self._waiting(fragment).items():
                 peer_digests = self._peer_digests(fragment, version)
                 if any(
-                    peer_digest != digest and 2 * peer_digests.count(peer_digest) > self._regions
+                    peer_digest != digest and peer_digests.count(peer_digest) >= self._majority
                     for peer_digest in peer_digests
                 ):
                     return fragment
@@ -155,9 +153,14 @@ class DigestWatch:
         version_named = 0 if newest is None else newest.version
         return {version: digest for version, digest in self._pending[fragment].items() if version > version_named}
 
+    @property
+    def _majority(self) -> int:
+        return majority_of(len(self._history.roster.voters))
+
     def _peer_digests(self, fragment: int, version: int) -> list[bytes]:
-        """Return the digests that the peers reported for a version."""
-        peer_digests = [digests.get(version) for _, digests in sorted(self.reported[fragment].items())]
+        """Return the digests that the voters among the peers reported for a version."""
+        voters, reported = self._history.roster.voters, sorted(self.reported[fragment].items())
+        peer_digests = [digests.get(version) for peer, digests in reported if peer in voters]
         return [digest for digest in peer_digests if digest is not None]
 
     def _compare(self, peer: str, fragment: int, version: int, digest: bytes | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -51,10 +51,16 @@ class Fetches:
     """Turns requests into fetch effects. After every call that changes something, call `pump`."""
 
     def __init__(self, *, region: str, regions: tuple[str, ...], effects: EffectBuffer) -> None:
-        self._others = tuple(sorted(name for name in regions if name != region))
+        self._region = region
+        self._others: tuple[str, ...] = ()
+        self.follow(regions)
         self._effects = effects
         self.pending: dict[int, _Fetch] = {}
         self._alive: frozenset[str] = frozenset()
+
+    def follow(self, regions: Iterable[str]) -> None:
+        """These are the regions from now on. A fetch from one that has gone ends as one from a lost peer does."""
+        self._others = tuple(sorted(name for name in regions if name != self._region))
 
     @property
     def is_idle(self) -> bool:

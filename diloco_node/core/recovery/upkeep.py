@@ -42,7 +42,6 @@ class Upkeep:
     def __init__(
         self,
         *,
-        regions: int,
         settings: RunSettings,
         ledger: LedgerCore,
         history: RoundHistory,
@@ -60,7 +59,6 @@ class Upkeep:
             self._fragments,
             effects,
             history=history,
-            regions=regions,
             snapshot_versions=settings.checkpoint_versions,
         )
         self._compaction = Compaction(

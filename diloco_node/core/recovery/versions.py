@@ -26,7 +26,7 @@ PAYLOADS_RATHER_MAX: Final = 8
 """A fragment that lacks more payloads than this is fetched as state: 8 bytes a value against about one per payload."""
 
 MISSING_ROUNDS: Final = PAYLOADS_RATHER_MAX + 2
-"""Of each fragment: with more of them no other thing would be fetched. One may be on its way as merged stripes."""
+"""Missing rounds of a fragment that are looked at: more would change no fetch. One may be on its way as stripes."""
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ class AuditPart:
         self, context: RoundContext, rounds: list[FollowedRound], committed_digest: Callable[[int, int], bytes]
     ) -> None:
         self._committed_digest = committed_digest
-        self._region, self._regions, self._effects = context.region, context.regions, context.effects
+        self._region, self._context, self._effects = context.region, context, context.effects
         self._secret, self._is_on = context.secret, context.settings.merge is not MergeRule.TRIMMED
         self._rounds, self._lapses, self._retreats = rounds, _Lapses(), _Lapses()
         self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
@@ -49,7 +49,7 @@ class AuditPart:
         announcement = ballot.announcement
         if ballot.digest and ballot.drawn is None and self._is_on and ballot.drawer == self._region:
             ballot.drawn = AuditDrawn(ballot.number, ballot.digest, (nonce_of(self._secret, ballot.number),))
-            for name in self._regions:
+            for name in self._context.regions:
                 self._effects.send(name, ballot.drawn)
         own = round_.contribution if ballot.has_contributed and not ballot.has_row_order else None
         is_payload_due = bool(ballot.digest) and not ballot.is_lost and not ballot.has_payload_order
@@ -130,12 +130,20 @@ class AuditPart:
             self._effects.note("audit", f"{text}: {ballot.leader} leaves them out, or {cause}", is_alarm=True)
         return ""
 
-    def give_up(self, ballot: FollowedBallot, leader: str) -> None:
-        """Take it that a leader opens another ballot in place of this one.
+    def give_up(self, ballot: FollowedBallot, leader: str, stripes: tuple[Stripe, ...]) -> None:
+        """Take it that a leader opens another ballot in place of this one, of these stripes.
 
-        Once the drawer has told its nonce the leader knows whether it will be audited.
+        Once the drawer has told its nonce the leader knows whether it will be audited. After an audit that finds
+        something it reduces alone what others reduced.
         """
-        if ballot.drawn is not None and ballot.leader == leader and self._retreats.note(ballot.number, {leader}):
+        reducers, reducers_before = ({cut.reducer for cut in cuts} for cuts in (stripes, ballot.announcement.stripes))
+        is_answer = reducers == {leader} != reducers_before
+        if (
+            ballot.drawn is not None
+            and ballot.leader == leader
+            and not is_answer
+            and self._retreats.note(ballot.number, {leader})
+        ):
             text = (
                 f"{leader} gave up {LAPSES_TOLD} ballots once they were drawn: it avoids audits, or links are too slow"
             )

@@ -94,7 +94,7 @@ class BallotClock:
 
     def __init__(self, context: RoundContext) -> None:
         self._fragments, self._settings, self._liveness = context.fragments, context.settings, context.liveness
-        self._others = len(context.regions) - 1
+        self._context = context
         self._took = [StepTime() for _ in context.fragments]
 
     def observe(self, fragment: int, duration_ns: int) -> None:
@@ -125,7 +125,7 @@ class BallotClock:
         up_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_up)
         down_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_down)
         reducers = len({stripe.reducer for stripe in stripes})
-        busiest_bytes = (up_bytes * max(1, reducers - 1) + down_bytes * self._others) // reducers
+        busiest_bytes = (up_bytes * max(1, reducers - 1) + down_bytes * (len(self._context.regions) - 1)) // reducers
         usual_ns = self._usual_ns(fragment)
         return ballot_deadline(
             minimum_ns=self._settings.ballot_deadline_min_ns,

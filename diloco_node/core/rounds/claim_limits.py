@@ -76,7 +76,7 @@ def discard_claim_fault(body: DiscardedBody, *, incarnation_known: int) -> str:
 def discard_contradiction(body: DiscardedBody, report: LearnerStatus | None) -> str:
     """Return what a learner's report says against its steps being lost; empty if nothing.
 
-    Of lives before the one that reports nobody knows here how far they came.
+    Nobody knows here how far earlier lives came.
 
     Args:
         report: with a position in each fragment; None: there is no learner.

@@ -1,4 +1,4 @@
-"""The run as one region sees it: the eight things that nearly every part of a round's protocol asks."""
+"""The run as one region sees it: what nearly every part of a round's protocol asks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RoundContext:
     replaced.
 
     Attributes:
-        region: this one. regions: all of the run, sorted.
+        region: this one.
         manifest: of the model.
         history: the committed past. liveness: who is there, and the learners' reports.
         effects: where messages and notes go.
@@ -25,13 +25,17 @@ class RoundContext:
     """
 
     region: str
-    regions: tuple[str, ...]
     manifest: Manifest
     settings: RunSettings
     history: RoundHistory
     liveness: Liveness
     effects: EffectBuffer
     secret: bytes
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The members of the run by the committed entries, sorted; this one too, if it is a member."""
+        return self.history.roster.names
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:

@@ -2,7 +2,7 @@
 
 An honest leader books what the region itself has reported, so a leader that books more is wrong. But a report that came
 here may be older than the entry. So the entry waits until the region has answered a heartbeat that this region sent
-later. Of its own learner a region knows it at once.
+later. A region knows it of its own learner at once.
 
 A region may tell each of the others something else, and have an honest leader refused. So its reports count against
 one leader only.

@@ -154,10 +154,15 @@ def member_fault(
 
 
 class Eligibility:
-    """The leader's questions about regions and learners; it remembers which incarnations of learners are over."""
+    """The leader's questions about regions and learners; it remembers which incarnations of learners are over.
+
+    Attributes:
+        leaver: a region that is about to leave the run: no new ballot has it. Empty: none is.
+    """
 
     def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
-        self._region, self._regions = context.region, context.regions
+        self.leaver = ""
+        self._region, self._context = context.region, context
         self._history, self._liveness = context.history, context.liveness
         self._book = book
         self._incarnations: dict[str, int] = {}
@@ -219,11 +224,11 @@ class Eligibility:
             probe: the region that is tried again, if its pause is over.
         """
         reducers = self._book.suspensions(BallotPart.REDUCER, probe=probe, now_ns=now_ns)
-        behind = (name for name in self._regions if self.is_behind(name, now_ns=now_ns))
+        behind = (name for name in self._context.regions if self.is_behind(name, now_ns=now_ns))
         leavers = (name for name in self._liveness.others if self._liveness.has_left(name))
         return assess_reachability(
             self._region,
-            self._regions,
+            tuple(name for name in self._context.regions if name != self.leaver),
             self._liveness,
             now_ns=now_ns,
             exclude={*exclude, *reducers, *behind, *leavers},

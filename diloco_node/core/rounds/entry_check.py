@@ -8,6 +8,7 @@ not. So a leader that was captured, or is broken, can put nothing into the ledge
 - Discarded steps follow the account, too.
 - After the end there are no more rounds, unless the run is extended.
 - A revoked certificate is of a region of the run, and there are not too many.
+- Leaders vote. A change of the members is one that the roster allows.
 
 The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
 rounds before, and no sum of contributions is longer than they are together. It is asked of entries of the term whose
@@ -20,14 +21,16 @@ until the entry is committed, and the account takes back its own changes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from diloco_node.core.bounds import REVOKED
 from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.disks import expulsion_fault
-from diloco_node.core.ledger.summary import RunSummary, decode_summary, named_disks
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.ledger.summary import RunSummary, decode_summary, summed_roster
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
@@ -42,7 +45,6 @@ from diloco_node.core.types import (
     DiscardedBody,
     DiskNamedBody,
     Entry,
-    EntryBody,
     ExtendedBody,
     FinishedBody,
     GenesisBody,
@@ -61,7 +63,7 @@ T = TypeVar("T")
 Coefficients = tuple[tuple[float, ...], ...]
 
 Run = tuple[str, str, str, tuple[str, ...]]
-"""run_id, settings_digest, manifest_digest and regions, sorted."""
+"""run_id, settings_digest, manifest_digest and the regions that found it, sorted; none: this one joins later."""
 
 
 def run_fault(run: Run, body: GenesisBody) -> str:
@@ -72,7 +74,7 @@ def run_fault(run: Run, body: GenesisBody) -> str:
     run_id, _, manifest_digest, regions = run
     pairs = (
         ("run.id", body.run_id, run_id),
-        ("regions", ", ".join(body.regions), ", ".join(regions)),
+        ("regions", ", ".join(body.regions), ", ".join(regions or body.regions)),
         ("model", body.manifest_digest, manifest_digest),
     )
     return "; ".join(f"its {label} is {there}, here it is {here}" for label, there, here in pairs if there != here)
@@ -86,26 +88,26 @@ class _Facts:
         versions: per fragment the last one; empty before genesis.
         snapshots: per fragment the version of the newest snapshot, 0 if there is none.
         recent: per fragment how long the gradients of its last rounds were.
-        disks: per region the id of its folder, empty for none. revocations: certificates.
+        roster: the members, before genesis the founders. revocations: certificates.
         summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
         end: of the run; None while it goes on.
     """
 
+    roster: Roster
     versions: tuple[int, ...] = ()
     snapshots: tuple[int, ...] = ()
     recent: tuple[RecentRounds, ...] = ()
-    disks: Mapping[str, bytes] = field(default_factory=dict)
     summary: int = 0
     end: FinishedBody | None = None
     revocations: frozenset[bytes] = frozenset()
 
-    def after(self, body: EntryBody) -> _Facts:
+    def after(self, entry: Entry) -> _Facts:
         """Return the facts after one more entry."""
+        body, roster = entry.body, self.roster.after(entry)
         if isinstance(body, GenesisBody):
             zeros = (0,) * len(body.fragment_digests)
-            disks = dict(zip(body.regions, body.disks, strict=True))
             recent = (RecentRounds(),) * len(zeros)
-            return replace(self, versions=zeros, snapshots=zeros, recent=recent, disks=disks)
+            return replace(self, roster=roster, versions=zeros, snapshots=zeros, recent=recent)
         if isinstance(body, RoundBody):
             contributions = [member.contribution for member in body.members]
             recent_rounds = self.recent[body.fragment].after(contributions, body.squared_norms)
@@ -116,8 +118,8 @@ class _Facts:
             )
         if isinstance(body, SnapshotBody):
             return replace(self, snapshots=_with(self.snapshots, body.fragment, body.version))
-        if isinstance(body, DiskNamedBody):
-            return replace(self, disks={**self.disks, body.region: body.disk})
+        if roster is not self.roster:
+            return replace(self, roster=roster)
         if isinstance(body, SummaryBody):
             return replace(self, summary=body.index)
         end = body if isinstance(body, FinishedBody) else None
@@ -150,22 +152,22 @@ class EntryCheck:
     ) -> None:
         self._run = run
         self._settings, self._witness = settings, witness
-        self._regions = frozenset(run[3])
         self._fragments = manifest.fragments
         self._blocks = [piece_blocks(fragment.piece_sizes) for fragment in manifest.fragments]
         self._account = Account()
-        self._facts = _Facts()
+        self._facts = _Facts(Roster.of_voters(run[3]))
         # The facts before each entry that may still be truncated, oldest first.
         self._before: deque[_Facts] = deque()
         self._rules: dict[type, Callable[[Any, Entry], str]] = {
             GenesisBody: self._genesis_fault,
-            LeaderBody: lambda body, _: self._region_fault(body.leader),
+            LeaderBody: lambda body, _: self._leader_fault(body.leader),
             RoundBody: self._round_fault,
             DiscardedBody: self._discard_fault,
             FinishedBody: self._finished_fault,
             ExtendedBody: lambda body, _: extension_fault(self._facts.end, body),
             DiskNamedBody: self._disk_fault,
             RevokedBody: self._revoked_fault,
+            MembershipBody: lambda body, _: self._facts.roster.change_fault(body),
             SnapshotBody: self._snapshot_fault,
             SummaryBody: self._summary_fault,
         }
@@ -188,10 +190,10 @@ class EntryCheck:
         # The base does not say how far the last named summary went, so `summary` begins at 0: an entry after the base
         # may name an older one.
         self._facts = _Facts(
+            summed_roster(summary),
             summary.versions,
             snapshots,
             self._recent_rounds(summary),
-            named_disks(summary),
             end=next(iter(summary.finished), None),
             revocations=frozenset(summary.revocations),
         )
@@ -255,7 +257,7 @@ class EntryCheck:
             # check answers alike after a whole log and after a base.
             self._account.close_old(len(self._fragments))
         self._before.append(self._facts)
-        self._facts = self._facts.after(entry.body)
+        self._facts = self._facts.after(entry)
 
     def back_to(self, index: int) -> None:
         """Take back the entries after this index: they are not in the log any more."""
@@ -292,9 +294,10 @@ class EntryCheck:
 
     def _disk_fault(self, body: DiskNamedBody, _: Entry) -> str:
         """Say what is wrong with the change of a folder: entries that take an id away and that name one alternate."""
-        disk = self._facts.disks.get(body.region, b"")
+        roster = self._facts.roster
+        disk = roster.disks.get(body.region, b"")
         if body.disk == EXPELLED != disk:
-            return self._region_fault(body.region) or expulsion_fault(self._facts.disks, body.region)
+            return self._region_fault(body.region) or expulsion_fault(roster.voter_disks, body.region)
         if bool(disk) == bool(body.disk):
             return f"{body.region}'s folder is {disk.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
         return self._region_fault(body.region)
@@ -302,7 +305,7 @@ class EntryCheck:
     def _revoked_fault(self, body: RevokedBody, _: Entry) -> str:
         if len(self._facts.revocations | {body.certificate}) > REVOKED:
             return f"{REVOKED} certificates are revoked already"
-        return self._region_fault(body.region)
+        return self._region_fault(body.region, is_former_welcome=True)
 
     def _snapshot_fault(self, body: SnapshotBody, _: Entry) -> str:
         fault = self._fragment_fault(body.fragment)
@@ -317,8 +320,16 @@ class EntryCheck:
         last = self._facts.summary
         return "" if last < body.index < entry.index else f"a summary up to entry {body.index}, after one up to {last}"
 
-    def _region_fault(self, name: str) -> str:
-        return "" if name in self._regions else f"{name} is no region of the run"
+    def _region_fault(self, name: str, *, is_former_welcome: bool = False) -> str:
+        roster = self._facts.roster
+        names = roster.memberships if is_former_welcome else roster.disks
+        return "" if name in names else f"{name} is no region of the run"
+
+    def _leader_fault(self, name: str) -> str:
+        if not self._run[3] and not self._facts.versions:
+            return ""  # This region joins, and learns from the next entries who founded the run.
+        is_voter = name in self._facts.roster.voters
+        return self._region_fault(name) or ("" if is_voter else f"{name} leads, and does not vote")
 
     def _fragment_fault(self, fragment: int) -> str:
         return "" if 0 <= fragment < len(self._fragments) else f"there is no fragment {fragment}"
@@ -330,7 +341,8 @@ class EntryCheck:
         return "" if body.versions == versions else f"ends at versions {body.versions}, the ledger is at {versions}"
 
     def _discard_fault(self, body: DiscardedBody, _: Entry) -> str:
-        return self._region_fault(body.learner) or self._fragment_fault(body.fragment) or self._account_fault(body)
+        fault = self._region_fault(body.learner, is_former_welcome=True)
+        return fault or self._fragment_fault(body.fragment) or self._account_fault(body)
 
     def _account_fault(self, body: Contribution | DiscardedBody) -> str:
         fault = self._account.fault(body)
@@ -353,7 +365,7 @@ class EntryCheck:
         return (
             self._members_fault(body)
             or self._numbers_fault(body, self._fragments[body.fragment])
-            or stripes_fault(body.stripes, regions=self._regions, blocks=sum(self._blocks[body.fragment]))
+            or stripes_fault(body.stripes, regions=self._facts.roster.disks, blocks=sum(self._blocks[body.fragment]))
             or self._projections_fault(body)
         )
 

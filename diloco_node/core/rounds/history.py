@@ -5,14 +5,16 @@ The leader and every member ask the same questions here before steps are merged,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from diloco_node.core.ledger.account import Account
-from diloco_node.core.ledger.summary import Joined, RunSummary, named_disks
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.ledger.summary import Enrolled, Joined, RunSummary, summed_roster
 from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.types import (
     EXPELLED,
     Contribution,
     DiscardedBody,
-    DiskNamedBody,
     Entry,
     ExtendedBody,
     FinishedBody,
@@ -67,6 +69,9 @@ class Snapshots:
 class RoundHistory:
     """The committed past, as far as rounds need it. Fed with committed entries in order.
 
+    Args:
+        founders: the regions that begin the run.
+
     Attributes:
         genesis: None until it is committed.
         versions: per fragment, the last committed version; -1 before genesis.
@@ -74,15 +79,15 @@ class RoundHistory:
         committed_at_ns: per fragment, when this region learnt of it.
         finished: the end of the run, once committed; None again when it is extended.
         snapshots: the states whose digests are in the ledger.
-        disks: per region, the folder that the committed view names; empty for none.
+        roster: the members, by the committed entries; before genesis the founders.
+        followers: called with the names of the members when the roster changes.
         expelled: regions whose folder is `EXPELLED`. revocations: certificates, by SHA-256.
-        replaced: per region, how often another folder was named in place of one that was lost.
         rounds_committed: over all fragments. rounds_included: per learner.
         recent: per fragment, its last rounds: how long an outer gradient usually is.
         account: whose steps are merged or discarded up to where.
     """
 
-    def __init__(self, fragments: int) -> None:
+    def __init__(self, fragments: int, founders: Iterable[str] = ()) -> None:
         self.recent = [RecentRounds() for _ in range(fragments)]
         self.genesis: GenesisBody | None = None
         self.versions = [-1] * fragments
@@ -93,8 +98,8 @@ class RoundHistory:
         self.account = Account()
         self.snapshots = Snapshots(fragments)
         self.rounds_included: dict[str, int] = {}
-        self.disks: dict[str, bytes] = {}
-        self.replaced: dict[str, int] = {}
+        self.roster = Roster.of_voters(founders)
+        self.followers: tuple[Callable[[tuple[str, ...]], None], ...] = ()
         self.expelled: frozenset[str] = frozenset()
         self.revocations: frozenset[bytes] = frozenset()
         self._last_rounds = [-1] * fragments
@@ -103,10 +108,10 @@ class RoundHistory:
         """Take the next committed entry."""
         self.account.take(entry)
         self.account.settle(entry.index)
+        self._follow(self.roster.after(entry))
         body = entry.body
         if isinstance(body, GenesisBody):
             self.genesis = body
-            self.disks = dict(zip(body.regions, body.disks, strict=False))
             self.snapshots.begin(body)
             self.versions = [0] * len(self.versions)
             self.version_entries = [entry.index] * len(self.versions)
@@ -122,21 +127,23 @@ class RoundHistory:
             self._last_rounds = [-1] * len(self.versions)
         elif isinstance(body, SnapshotBody):
             self.snapshots.add(body)
-        elif isinstance(body, DiskNamedBody):
-            self.disks[body.region] = body.disk
-            self._find_expelled()
-            self.replaced[body.region] = self.replaced.get(body.region, 0) + (body.disk not in (b"", EXPELLED))
         elif isinstance(body, RevokedBody):
             self.revocations |= {body.certificate}
 
-    def _find_expelled(self) -> None:
-        self.expelled = frozenset(region for region, disk in self.disks.items() if disk == EXPELLED)
+    def _follow(self, roster: Roster) -> None:
+        if roster is self.roster:
+            return
+        self.roster = roster
+        for follow in self.followers:
+            follow(roster.names)
+        self.expelled = frozenset(region for region, disk in self.roster.disks.items() if disk == EXPELLED)
 
     def sum_up(self) -> RunSummary:
         """Sum up all entries so far. It closes old incarnations: every region does it after the same entry."""
         fragments = len(self.versions)
         self.account.close_old(fragments)
         merged_tokens, discarded_tokens = self.account.totals(fragments)
+        memberships = self.roster.memberships.items() if self.genesis is not None else ()
         return RunSummary(
             genesis=() if self.genesis is None else (self.genesis,),
             finished=() if self.finished is None else (self.finished,),
@@ -153,8 +160,10 @@ class RoundHistory:
             rounds_committed=self.rounds_committed,
             recent=tuple(recent.packed() for recent in self.recent),
             joined=tuple(Joined(learner, rounds) for learner, rounds in sorted(self.rounds_included.items())),
-            disks=() if self.genesis is None else tuple(self.disks.get(name, b"") for name in self.genesis.regions),
-            replaced=() if self.genesis is None else tuple(self.replaced.get(name, 0) for name in self.genesis.regions),
+            members=tuple(
+                Enrolled(name, line.kind.value, line.disk, line.since, line.address, line.folders)
+                for name, line in memberships
+            ),
             revocations=tuple(sorted(self.revocations)),
         )
 
@@ -172,9 +181,7 @@ class RoundHistory:
         self.rounds_committed = summary.rounds_committed
         self.rounds_included = {line.learner: line.rounds for line in summary.joined}
         self.revocations = frozenset(summary.revocations)
-        self.disks = named_disks(summary)
-        self._find_expelled()
-        self.replaced = dict(zip(self.disks, summary.replaced, strict=False))
+        self._follow(summed_roster(summary))
 
     def last_version(self, learner: str, fragment: int) -> int:
         """Return the last version of the fragment that includes any incarnation of this learner; -1 if none does."""

@@ -27,7 +27,7 @@ class Judge:
 
     def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
         self.book = book
-        self._region, self._regions, self._effects = context.region, context.regions, context.effects
+        self._region, self._context, self._effects = context.region, context, context.effects
         self._settings, self._history = context.settings, context.history
         self._passed_over: set[str] = set()
         self._disputes: dict[str, set[str]] = {}
@@ -40,7 +40,7 @@ class Judge:
         Returns:
             Whether the fault is this region's: merged stripes of the others do not come here.
         """
-        findings = judge_absences(round_, len(self._regions))
+        findings = judge_absences(round_, len(self._context.regions))
         if not round_.trials:
             self.blame_all(round_, findings.blames, now_ns=now_ns)
             return self._region in findings.cut_off
@@ -58,7 +58,7 @@ class Judge:
 
     def judge_digests(self, round_: OpenRound, *, now_ns: int) -> str:
         """Blame reducers that told a wrong digest: the ballot can't commit. Return why, in words; empty if none did."""
-        blames = dispute_reducers(round_, len(self._regions))
+        blames = dispute_reducers(round_, len(self._context.regions))
         self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 
@@ -174,7 +174,7 @@ class Judge:
                 self._note(round_, f"{text}; left out for {pause_ns / NS_PER_S:.3g} s", is_alarm=True)
             else:
                 self._note(round_, text)
-        if round_.exclusions >= set(self._regions):
+        if round_.exclusions >= set(self._context.regions):
             round_.exclusions.clear()
         if round_.rejections.keys() >= set(round_.members) and not any(blame.is_proved for blame in blames):
             round_.rejections.clear()

@@ -67,8 +67,7 @@ class RoundLeader:
         self.rounds: dict[int, OpenRound] = {}
         self.is_in_the_way = False
         self._context, self._payloads = context, payloads
-        self._region, self._regions = context.region, context.regions
-        self._fragments, self._settings = context.fragments, context.settings
+        self._region, self._fragments, self._settings = context.region, context.fragments, context.settings
         self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
         # The leader's term, and the number of its last ballot in it; no two ballots share both.
         self._term = 0
@@ -132,10 +131,10 @@ class RoundLeader:
             predecessor: the leader before, if it handed leadership to this region.
         """
         self._is_acting, self._is_stale = True, True
-        self._book.begin(left_out, self._regions, predecessor=predecessor, now_ns=now_ns)
+        self._book.begin(left_out, self._context.regions, predecessor=predecessor, now_ns=now_ns)
         self._term, self._number = term, 0
         self._agenda = self._new_agenda()
-        for name in self._regions:
+        for name in self._context.regions:
             self.on_status(name, now_ns=now_ns)
         for fragment, version in sorted(reopen.items()):
             may_open = len(self.rounds) < self._settings.rounds_in_flight_max and self._history.finished is None
@@ -148,6 +147,7 @@ class RoundLeader:
         self.rounds.clear()
         self.proposals.clear()
         self._answers.clear()
+        self._eligibility.leaver = ""
         self._merges.clear()
         self._audit.clear()
         self._agenda = self._new_agenda()
@@ -215,6 +215,15 @@ class RoundLeader:
         round_ = next((candidate for candidate in self._open_rounds() if candidate.ballot == message.ballot), None)
         if round_ is not None and not round_.is_proposed:
             self._answers.take(round_, peer, message)
+
+    def let_go(self, region: str) -> bool:
+        """Leave a region that is about to leave the run out of new ballots; empty: none is.
+
+        Returns:
+            Whether no open round has it any more.
+        """
+        self._eligibility.leaver = region
+        return not any(region in (*round_.members, *round_.reducers) for round_ in self.rounds.values())
 
     def request_finish(self, reason: str) -> None:
         """End the run, as an operator or the scripts of a majority ask."""
@@ -301,7 +310,7 @@ class RoundLeader:
             return
         self._audit.draw(round_, partial(self._reaches, now_ns=now_ns), now_ns=now_ns)
         holders = round_.payload_holders()
-        if 2 * len(holders) <= len(self._regions):
+        if not self._history.roster.is_majority(holders):
             return
         if self._region in holders:
             self._propose_audited(round_, now_ns)
@@ -335,11 +344,15 @@ class RoundLeader:
 
     def _is_wrong(self, round_: OpenRound, now_ns: int) -> bool:
         """Check a merged ballot for contradictions; if there is one, open the next ballot and return True."""
+        stripes_here = self._payloads.merged_stripes(round_.fragment, round_.ballot)
+        facts = (stripes_here, dict(round_.merged_digests))
+        if facts == round_.judged:
+            return False
+        round_.judged = facts
         self._judge.answer_norms(round_, now_ns=now_ns)
         mismatch = round_.norm_mismatch()
         dispute = "" if mismatch else self._judge.judge_digests(round_, now_ns=now_ns)
         if not mismatch and not dispute:
-            stripes_here = self._payloads.merged_stripes(round_.fragment, round_.ballot)
             dispute = self._judge.judge_sums(round_, stripes_here, now_ns=now_ns)
         if dispute:
             self._next_ballot(round_, dispute, now_ns=now_ns)
@@ -452,7 +465,7 @@ class RoundLeader:
         self._agenda.on_abandon(round_.fragment, now_ns=now_ns)
 
     def _announce(self, round_: OpenRound) -> None:
-        for name in self._regions:
+        for name in self._context.regions:
             self._effects.send(name, round_.announcement)
 
     def _repeat(self, round_: OpenRound) -> None:
@@ -461,7 +474,7 @@ class RoundLeader:
         if round_.is_proposed:
             return
         names_done = round_.payload_holders() if round_.is_merged else round_.holders
-        for name in self._regions:
+        for name in self._context.regions:
             if name not in names_done:
                 self._effects.send(name, round_.announcement)
         self._audit.disclose(round_)

@@ -63,6 +63,7 @@ class OpenRound:
             ballot.
         decision, numbers: once the leader has decided.
         reports: of the merged stripes, by stripe. checked: stripes whose bytes were compared with them here.
+        judged: what was known of the merged stripes when nothing was wrong with them.
         holders: regions that have the merged payload on disk, with its digest.
         merged_digests: per region the digests of the merged stripes that it claims to have.
         draws: per region the nonce that it told. nonces: of the audit, once it is drawn.
@@ -92,6 +93,7 @@ class OpenRound:
     numbers: MergeNumbers | None = None
     reports: dict[int, ReductionReported] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
+    judged: object = None
     holders: dict[str, bytes] = field(default_factory=dict)
     merged_digests: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     draws: dict[str, AuditDrawn] = field(default_factory=dict)
@@ -120,7 +122,7 @@ class OpenRound:
         self.refusals, self.receipts, self.reports, self.holders, self.merged_digests = {}, {}, {}, {}, {}
         self.draws, self.nonces = {}, ()
         self.checked, self.projections, self.own_rows, self.projecting = set(), {}, {}, set()
-        self.decision, self.numbers, self.trials, self.held_since_ns = None, None, (), None
+        self.decision, self.numbers, self.judged, self.trials, self.held_since_ns = None, None, None, (), None
 
     def asks_again(self, *, spacing_max: int) -> bool:
         """Count a heartbeat; whether the ballot is announced again in it, after 1, 2, 4 and so on of them.

@@ -51,7 +51,7 @@ class RoundParticipant:
     def __init__(self, context: RoundContext, versions: Versions) -> None:
         self.left_out: tuple[LeftOut, ...] = ()
         self._region = context.region
-        self._peers = tuple(name for name in context.regions if name != context.region)
+        self._context = context
         self._settings, self._history, self._effects = context.settings, context.history, context.effects
         self._versions = versions
         self._learner: LearnerStatus | None = None
@@ -183,7 +183,7 @@ class RoundParticipant:
         if announcement.version <= self._history.versions[announcement.fragment]:
             return
         fault = stripes_fault(
-            announcement.stripes, regions=(self._region, *self._peers), blocks=self._blocks[announcement.fragment]
+            announcement.stripes, regions=self._context.regions, blocks=self._blocks[announcement.fragment]
         )
         if fault:
             text = f"ballot of {leader}: {fault}"
@@ -199,7 +199,7 @@ class RoundParticipant:
             if announcement.ballot <= ballot.number:
                 return
             if announcement.version <= round_.version:
-                self.audits.give_up(ballot, leader)
+                self.audits.give_up(ballot, leader, announcement.stripes)
                 self._effects.emit(CloseBallot(ballot.number, announcement.fragment, round_.version, committed=False))
         if announcement.version != round_.version:
             round_.version, round_.contribution, round_.sent_name, round_.requested_base = (
@@ -284,7 +284,7 @@ class RoundParticipant:
                         event.digest,
                         stripe.block_start,
                         stripe.block_stop,
-                        self._peers,
+                        tuple(name for name in self._context.regions if name != self._region),
                     )
                 )
 

@@ -46,7 +46,7 @@ class PayloadAudit:
     def __init__(self, context: RoundContext, judge: Judge) -> None:
         self._region, self._effects, self._judge = context.region, context.effects, judge
         self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
-        self._secret, self._regions = context.secret, context.regions
+        self._secret, self._context = context.secret, context
         self._is_on = context.settings.merge is not MergeRule.TRIMMED
         self._questions: dict[int, tuple[int, QuestionedPayload]] = {}
 
@@ -88,7 +88,7 @@ class PayloadAudit:
         if self._is_on and round_.is_merged and not round_.nonces:
             self._effects.send(drawer_of(round_.announcement, self._region) or self._region, round_.announcement)
         elif self.windows(round_):
-            for name in self._regions:
+            for name in self._context.regions:
                 if name not in round_.projections:
                     self._effects.send(name, AuditDrawn(round_.ballot, round_.digest, round_.nonces))
 

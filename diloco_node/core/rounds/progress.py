@@ -40,7 +40,7 @@ class RunProgress:
     """
 
     def __init__(self, context: RoundContext) -> None:
-        self._regions, self._fragments = context.regions, len(context.fragments)
+        self._context, self._fragments = context, len(context.fragments)
         self._settings, self._history, self._liveness = context.settings, context.history, context.liveness
         self._grew: dict[str, tuple[int, int]] = {}
         # The largest median so far: learners that join later do not take the run back.
@@ -49,7 +49,8 @@ class RunProgress:
     @property
     def has_quorum(self) -> bool:
         """Whether a majority of the regions has a learner, or had one: fewer end no run."""
-        return 2 * sum(self._has_learner(name) for name in self._regions) > len(self._regions)
+        regions = self._context.regions
+        return 2 * sum(self._has_learner(name) for name in regions) > len(regions)
 
     def _has_learner(self, name: str) -> bool:
         return self._liveness.learner(name) is not None or self.steps_of(name) > 0
@@ -61,7 +62,7 @@ class RunProgress:
         that was cut off would take itself for the run; so would the first region to go on after a stall of all.
         """
         names, recent = [], []
-        for name in self._regions:
+        for name in self._context.regions:
             if not self._has_learner(name):
                 continue  # it was never there: the run does not stand at its start for it
             steps = self.steps_of(name)

@@ -40,7 +40,7 @@ class RunEnd:
         self, context: RoundContext, versions: Versions, progress: RunProgress, bodies: Iterable[EntryBody] = ()
     ) -> None:
         self.is_final = False
-        self._progress, self._regions, self._settings = progress, context.regions, context.settings
+        self._progress, self._context, self._settings = progress, context, context.settings
         self._is_believed = False
         for body in bodies:
             self._is_believed = is_end(body) or (self._is_believed and not isinstance(body, ExtendedBody))
@@ -70,7 +70,7 @@ class RunEnd:
         """Pass the own order and vote on to all regions, this one too; repeated, for a message may be lost."""
         for request in (self._order, self._vote):
             if request is not None and self._history.finished is None:
-                for name in self._regions:
+                for name in self._context.regions:
                     self._effects.send(name, request)
 
     def take(self, region: str, request: FinishRequested, *, now_ns: int) -> str | None:
@@ -82,7 +82,7 @@ class RunEnd:
             self._effects.note("finish", f"{region}'s script wants the run to end: {request.reason}")
         self._votes[region] = (request.reason, now_ns)
         votes = self._present_votes(now_ns)
-        if 2 * len(votes) > len(self._regions):
+        if 2 * len(votes) > len(self._context.regions):
             self._reason = self._reason or "; ".join(dict.fromkeys(votes.values()))
         return self._reason
 
@@ -100,7 +100,7 @@ class RunEnd:
             return reason
         votes = self._present_votes(now_ns)
         words = "; ".join(f"{region} ({reason})" for region, reason in votes.items())
-        needs = len(self._regions) // 2 + 1
+        needs = len(self._context.regions) // 2 + 1
         return (
             f"scripts of {len(votes)} regions want the end: {words}; it takes {needs}, or an operator" if votes else ""
         )

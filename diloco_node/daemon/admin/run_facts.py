@@ -103,8 +103,8 @@ class RunFacts:
         return {
             "up_seconds": (self._now_ns() - self._begun_ns) / NS_PER_S,
             "run": self._run(),
-            "voters": [name for name in self._spec.regions if disks.disk_of(name)] if disks.has_view else None,
-            "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
+            "voters": [name for name in disks.roster.voters if disks.disk_of(name)] if disks.has_view else None,
+            "steps_of": {name: self._core.leader.progress.steps_of(name) for name in disks.roster.names},
             "token_account": self._account(learner),
             "standings": self._standings.document(),
             "tokens_ratio_max": self._spec.settings.tokens_ratio_max,

@@ -11,7 +11,6 @@ from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import (
-    EXPELLED,
     DiskNamedBody,
     Entry,
     FragmentPosition,
@@ -118,11 +117,9 @@ def read_merges(folder: Path, regions: Sequence[str], samples: Sequence[RunSampl
 
 def _replaced(summary: RunSummary | None, entries: Iterable[Entry]) -> set[str]:
     """Regions whose folder was lost and replaced in the run."""
-    names = {
-        entry.body.region for entry in entries if isinstance(entry.body, DiskNamedBody) and entry.body.disk != EXPELLED
-    }
-    if summary is not None and summary.replaced:
-        names |= {name for name, times in zip(summary.genesis[0].regions, summary.replaced, strict=True) if times}
+    names = {entry.body.region for entry in entries if isinstance(entry.body, DiskNamedBody) and not entry.body.disk}
+    if summary is not None:
+        names |= {line.region for line in summary.members if line.folders > 1 or (line.folders and not line.disk)}
     return names
 
 

@@ -34,14 +34,12 @@ class Cheat:
         name: for reports and commands.
         begin: lets a region do it; called before its first daemon.
         words: of alarms, by one of which honest regions name it.
-        is_borne: the others go on; else it only shows that checkers find it.
         commits_wrong: an audit finds its sums after some rounds, until which they may commit.
     """
 
     name: str
     begin: Callable[[Host], None]
     words: tuple[str, ...] = ()
-    is_borne: bool = True
     commits_wrong: bool = False
 
 

@@ -14,13 +14,23 @@ from typing import Any
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.ledger.entries import ZERO_HASH
-from diloco_node.core.types import Ballot, Contribution, DiscardedBody, Entry, GenesisBody, RoundBody, SnapshotBody
+from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.types import (
+    Ballot,
+    Contribution,
+    DiscardedBody,
+    Entry,
+    GenesisBody,
+    RoundBody,
+    SnapshotBody,
+)
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.audit import Audit
 from diloco_node.lab.sim.disk import Disk
 from diloco_node.lab.sim.fake_learner import FakeSnapshot
 from diloco_node.lab.sim.fake_tensors import state_digest
 from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.member_check import MemberCheck
 from diloco_node.lab.sim.oracle import Oracle
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.lab.sim.world import SECOND, World
@@ -89,6 +99,7 @@ class Checkers:
         self.accusations = 0
         self.tolerated: set[str] = set()
         self.audit = Audit(setup, self.violate)
+        self.members = MemberCheck(setup.founders, self.violate)
         self.oracle = Oracle(setup, self.violate, self._payload_of)
         self._world = world
         self._setup = setup
@@ -244,11 +255,12 @@ class Checkers:
             self.violate(f"chain: entry {entry.index} at {host.name} does not follow the committed history")
         self.history.append(entry)
         holders = [name for name in sorted(self.hosts) if self._keeps(self.hosts[name].disk, entry)]
-        if 2 * len(holders) <= len(self._setup.regions):
+        if not self.members.is_majority(host.core, holders, entry.index - 1):
             self.violate(f"durable: {host.name} commits entry {entry.index}, which is only on the disks of {holders}")
         body = entry.body
+        self.members.committed(body)
         if isinstance(body, GenesisBody):
-            self.oracle.genesis(body, [self.hosts[name].theta_0 for name in self._setup.regions])
+            self.oracle.genesis(body, [self.hosts[name].theta_0 for name in self._setup.founders])
         if isinstance(body, RoundBody):
             self.commits += 1
             if body.is_last and not self.is_end_due:
@@ -405,12 +417,14 @@ class Checkers:
                 key = (body.fragment, body.version, body.payload_digest)
                 holders = {name for name, host in self.hosts.items() if key in host.disk.payloads} | self.liars
                 self._check_majority(host, "holders", key, holders)
+            elif isinstance(body, MembershipBody):
+                self.members.check_leader(host.core, view.cluster_commit_index(host.core))
             elif isinstance(body, SnapshotBody):
                 key = (body.fragment, body.version, body.digest)
                 self._check_majority(host, "snapshot", key, self._finders.get(key, set()))
 
     def _check_majority(self, host: Host, label: str, key: tuple[int, int, bytes], names: set[str]) -> None:
-        if 2 * len(names) <= len(self._setup.regions):
+        if not self.members.is_majority(host.core, names, len(self.history)):
             self.violate(f"{label}: {host.name} proposes {key[:2]}, which only {sorted(names)} have")
 
     def _fetches(self, host: Host, effect: ev.FetchPayload) -> None:

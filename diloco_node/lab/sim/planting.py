@@ -17,7 +17,7 @@ def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns:
     """Return the real core, unharmed."""
     return RegionCore(
         region=region,
-        regions=setup.regions,
+        regions=setup.founders,
         run_id="simulated",
         settings_digest="simulated",
         manifest=setup.manifest,

@@ -29,6 +29,7 @@ class Setup:
         apply_lag_max: step boundaries that a learner may let pass before it takes a version.
         fsync_ns_min, fsync_ns_max: the time of one fsync on a healthy disk.
         slower: regions whose learners' steps take so many times as long.
+        joiners: regions that do not found the run: they start when a test says so.
     """
 
     regions: tuple[str, ...]
@@ -42,6 +43,12 @@ class Setup:
     fsync_ns_min: int
     fsync_ns_max: int
     slower: Mapping[str, int] = field(default_factory=dict)
+    joiners: tuple[str, ...] = ()
+
+    @property
+    def founders(self) -> tuple[str, ...]:
+        """The regions that found the run."""
+        return tuple(name for name in self.regions if name not in self.joiners)
 
 
 def draw_setup(rng: random.Random, regions: int) -> Setup:

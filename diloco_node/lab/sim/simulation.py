@@ -52,9 +52,6 @@ WORDS = "words"
 LIARS = (WORDS, *cheats.CHEATS)
 """How a region can lie: in words of its own (`liar`), or in right words about what it did wrongly (`cheats`)."""
 
-LIARS_DRAWN = (WORDS, *(name for name, cheat in cheats.CHEATS.items() if cheat.is_borne))
-"""Those that seeds draw."""
-
 LIARS_CHANCE = 0.2
 
 COMMITS_AFTER_HEALING = 2
@@ -109,13 +106,17 @@ class Simulation:
             self.hosts[name] = host
             self.network.join(name, host)
         self.checkers.hosts = self.hosts
-        self.honest = dict(self.hosts)
+        self.honest = {name: self.hosts[name] for name in self.setup.founders}
 
     def start(self) -> None:
-        """Start all regions within a second of each other."""
-        for name in self.setup.regions:
-            self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_learner)
-            self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_daemon)
+        """Start the founders within a second of each other."""
+        for name in self.setup.founders:
+            self.start_region(name)
+
+    def start_region(self, name: str) -> None:
+        """Start a region within a second."""
+        self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_learner)
+        self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_daemon)
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Let things happen until `is_done`, or until a checker found something."""
@@ -166,7 +167,7 @@ class Simulation:
         del self.honest[region]
         if kind != WORDS:
             cheat = cheats.CHEATS[kind]
-            checkers.words, checkers.oracle.excuses_sums = cheat.words, cheat.commits_wrong or not cheat.is_borne
+            checkers.words, checkers.oracle.excuses_sums = cheat.words, cheat.commits_wrong
             return Cheating(self.hosts[region], cheat)
         checkers.oracle.forgers = liars
         checkers.tolerated.update(TOLERATED)
@@ -248,7 +249,7 @@ def simulate(
     if liar is None and fault is None and effects == FAST and regions not in (1, 2):
         # A draw of its own, so that the other seeds' runs do not depend on it. Of two regions nobody knows who lies.
         rng = random.Random(f"liar of {seed}")
-        liar = rng.choice(LIARS_DRAWN) if rng.random() < LIARS_CHANCE else ""
+        liar = rng.choice(LIARS) if rng.random() < LIARS_CHANCE else ""
     elif liar is None:
         liar = fault.liar if fault is not None else ""
     # Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time.

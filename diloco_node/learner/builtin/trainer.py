@@ -32,6 +32,7 @@ from diloco_node.learner.builtin.data import Corpus, RegionSampler, Windows, loa
 from diloco_node.learner.builtin.model import ByteGPT, token_logits
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.sharding import begin_ranks, on_ranks, whole_norm
+from diloco_node.learner.layouts.device import has_streams
 
 SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
 
@@ -225,8 +226,8 @@ class Trainer:
 
     def _loop(self, diloco: Diloco, sampler: RegionSampler) -> Outcome:
         settings, steps = self.settings, 0
-        first: float | None = None
-        last: float | None = None
+        first: Tensor | None = None
+        last: Tensor | None = None
         tokens_per_step = settings.batch * settings.context
         steps_alone = settings.schedule_steps or SCHEDULE_STEPS_OPEN
         # By where the run is: a process that dies before it has made so many steps would never come to it.
@@ -238,27 +239,39 @@ class Trainer:
             loss, norm = self._inner_step(sampler.next_batch(), lr=lr)
             steps += 1
             time.sleep(max(0.0, settings.step_time_min - (time.monotonic() - start_s)))
-            last = float(loss)
-            first = last if steps == 1 else first
-            if not math.isfinite(last):
-                raise LearnerError(f"the loss is {last} at step {steps}: lower model.lr (now {settings.lr})")
+            last = loss
+            first = loss if first is None else first
+            # A device would be waited for. There `step` ends the run, or the next evaluation does.
+            if loss.is_cpu:
+                self._finite(loss, steps)
             diloco.step(tokens=tokens_per_step, loss=loss, grad_norm=norm)
             if diloco.global_step // interval > evaluation_count:
                 evaluation_count = diloco.global_step // interval
-                self._evaluate(diloco, steps, last)
+                self._evaluate(diloco, steps, self._finite(loss, steps))
+        first_loss, last_loss = (None if loss is None else self._finite(loss, steps) for loss in (first, last))
         if diloco.is_interrupted:  # others wait for its last steps, and its machine may be gone soon
-            return Outcome(steps, steps * tokens_per_step, first, last, None, None)
+            return Outcome(steps, steps * tokens_per_step, first_loss, last_loss, None, None)
         if diloco.is_attached:
             diloco.settle(SETTLE_S)
-        val_loss, everybodys = self._evaluate(diloco, steps, last)
-        return Outcome(steps, steps * tokens_per_step, first, last, val_loss, everybodys)
+        val_loss, everybodys = self._evaluate(diloco, steps, last_loss)
+        return Outcome(steps, steps * tokens_per_step, first_loss, last_loss, val_loss, everybodys)
+
+    def _finite(self, loss: Tensor, step: int) -> float:
+        """Read a loss. Raises LearnerError: it is not finite."""
+        value = float(loss)
+        if not math.isfinite(value):
+            raise LearnerError(f"the loss is {value} at step {step}: lower model.lr (now {self.settings.lr})")
+        return value
 
     def _inner_step(self, windows: Windows, *, lr: float) -> tuple[Tensor, Tensor]:
         """Make one step. Returns the loss, and the norm of the gradient before it was clipped."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        loss = self._loss(torch.from_numpy(windows).to(self.place.device))
+        batch = torch.from_numpy(windows)
+        if has_streams(self.place.device):
+            batch = batch.pin_memory()  # else the copy is waited for
+        loss = self._loss(batch.to(self.place.device, non_blocking=True))
         loss.backward()  # type: ignore[no-untyped-call]
         norm = whole_norm(clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX))
         self.optimizer.step()

@@ -21,7 +21,7 @@ import ctypes
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco_node.codec.blocks import FIRST_VALUE, FragmentBlocks
+from diloco_node.core.types import BLOCK_VALUES, Codec
+from diloco_node.errors import LearnerError
+from diloco_node.learner.fragment_settings import Encoder
+from diloco_node.learner.layouts.block_rows import (
+    LEVELS,
+    EncodedRows,
+    differing_bytes,
+    encode_rows,
+    is_in_rows,
+    row_bytes,
+    row_count,
+)
 from diloco_node.learner.layouts.shard_map import LocalFragment, Slab
 from diloco_node.learner.layouts.tensors import ModelTensors
 
@@ -136,14 +149,21 @@ class DeviceLane:
         """Fragments that can be packed without more memory."""
         return len(self._down)
 
+    @property
+    def free_up(self) -> int:
+        """Versions that can be sent without more memory."""
+        return len(self._up)
+
     # ---- down --------------------------------------------------------------------------------------------------------
 
-    def pack(self, local: LocalFragment, out: Tensor) -> Future[None]:
+    def pack(self, local: LocalFragment, out: Tensor, *, is_kept: bool = False) -> Future[Room | None]:
         """Order a copy of the values as they are now, behind what the loop has ordered; it is made when the future is.
 
         Args:
             out: shape (values,), float32, CPU; overwritten.
+            is_kept: the room stays as it is, for `encode` and `give_back`.
         """
+        check_not_capturing("call step() after each replay")
         room = self._down.popleft() if self._down else self._room(1, self._largest_down)
         room.stretches = self._stretches(local)
         for stretch in room.stretches:
@@ -160,10 +180,10 @@ class DeviceLane:
                 else:
                     torch._foreach_copy_(_views(row, stretch.spans, values), values)
             room.fills[stretch.device] = record_event(stretch.device)
-        return self._fetcher.submit(self._fetch, room, out)
+        return self._fetcher.submit(self._fetch, room, out, is_kept)
 
-    def _fetch(self, room: Room, out: Tensor) -> None:
-        """Wait for what was packed, and give the room back."""
+    def _fetch(self, room: Room, out: Tensor, is_kept: bool) -> Room | None:
+        """Wait for what was packed; return the room if it is kept."""
         for stretch in room.stretches:
             if not has_streams(stretch.device):
                 continue
@@ -176,7 +196,55 @@ class DeviceLane:
         for event in room.reads.values():
             event.synchronize()
         out.copy_(room.host[0, : out.numel()])
-        self._down.append(room)
+        if is_kept:
+            return room
+        self.give_back(room)
+        return None
+
+    def encode(self, room: Room, base: Tensor, blocks: FragmentBlocks) -> dict[int, EncodedRows]:
+        """Encode `base` minus what was packed, as far as devices can; waits. In the worker.
+
+        Args:
+            base: shape (values,), float32, CPU, page-locked.
+            blocks: of the fragment, of which this rank holds all.
+
+        Returns:
+            By number of the piece, in the room's memory.
+        """
+        numbers = {first: number for number, first in enumerate(blocks.layout[:-1, FIRST_VALUE].tolist())}
+        landing, end = room.host.view(-1).view(torch.uint8), 0
+        # As in `_fetch`, of all devices: what lands may lie where another device's values did.
+        for event in room.reads.values():
+            event.synchronize()
+        rows: dict[int, EncodedRows] = {}
+        for stretch in room.stretches:
+            pairs = [(slab, span) for slab, span in zip(stretch.slabs, stretch.spans, strict=True)]
+            pairs = [(slab, span) for slab, span in pairs if is_in_rows(blocks, numbers[slab.offset])]
+            if not pairs or not has_streams(stretch.device):
+                continue
+            counts = [row_count(slab.size) for slab, _ in pairs]
+            total = sum(counts)
+            squares_at, codes_at, end = end, end + 4 * total, end + row_bytes(blocks.codec) * total
+            squares, codes = landing[squares_at:codes_at].view(torch.int32), landing[codes_at:end].view(total, -1)
+            with self._on_side(stretch.device, "up"), torch.no_grad():
+                theta = room.rows(stretch)[0]
+                gradient = torch.zeros(total, BLOCK_VALUES, dtype=torch.float32, device=stretch.device)
+                targets = [
+                    values.view(-1)[: slab.size]
+                    for values, (slab, _) in zip(torch.split(gradient, counts), pairs, strict=True)
+                ]
+                for target, (slab, _) in zip(targets, pairs, strict=True):
+                    target.copy_(base[slab.span], non_blocking=True)
+                torch._foreach_sub_(targets, [theta[span] for _, span in pairs])
+                for place, values in zip((codes, squares), encode_rows(gradient, blocks.codec), strict=True):
+                    place.copy_(values, non_blocking=True)
+                room.reads[stretch.device] = record_event(stretch.device)
+            parts = zip(torch.split(codes, counts), torch.split(squares, counts), strict=True)
+            for (slab, _), (piece_codes, piece_squares) in zip(pairs, parts, strict=True):
+                rows[numbers[slab.offset]] = EncodedRows(piece_codes.numpy(), piece_squares.numpy())
+        for event in room.reads.values():
+            event.synchronize()
+        return rows
 
     # ---- up ----------------------------------------------------------------------------------------------------------
 
@@ -219,6 +287,7 @@ class DeviceLane:
         Args:
             is_anchored: whether own steps are kept; else the values are those of the version.
         """
+        check_not_capturing("call step() after each replay")
         self._tensors.reshard()
         for stretch in room.stretches:
             is_on_host = not has_streams(stretch.device)
@@ -241,7 +310,7 @@ class DeviceLane:
 
     def give_back(self, room: Room) -> None:
         """Nobody reads the room's host memory any more."""
-        self._up.append(room)
+        (self._down if len(room.host) == 1 else self._up).append(room)
 
     # ---- both --------------------------------------------------------------------------------------------------------
 
@@ -310,6 +379,26 @@ def has_streams(device: torch.device) -> bool:
     return device.type not in WITHOUT_STREAMS
 
 
+def encodes_there(devices: Collection[torch.device], codec: Codec, encode: Encoder, *, is_gathered: bool) -> bool:
+    """Whether contributions are encoded on the devices of the model; says why not, where that was asked for.
+
+    Args:
+        encode: `[learner] encode`. is_gathered: other ranks hold parts of the fragments.
+    """
+    if encode != "device":
+        return False
+    reasons = {
+        f"codec_up is {codec.value}, not int4 or int8": codec not in LEVELS,
+        "the model is not on a device with streams": not any(map(has_streams, devices)),
+        "ranks hold parts of the model, and blocks lie across them": is_gathered,
+    }
+    for device in filter(has_streams, devices) if not any(reasons.values()) else ():
+        reasons[f"{device} rounds otherwise than the host"] = differing_bytes(device, codec) > 0
+    for reason in [reason for reason, is_so in reasons.items() if is_so]:
+        log.warning('`[learner] encode = "device"`: the host encodes, for %s', reason)
+    return not any(reasons.values())
+
+
 def page_locked(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Zeros on the CPU, in pages that a device copies from and to without the host; in others if it must.
 
@@ -349,6 +438,13 @@ def record_event(device: torch.device) -> Any:
     event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
     event.record(module.current_stream(device))
     return event
+
+
+def check_not_capturing(advice: str) -> None:
+    """Raise LearnerError, with the advice, while a CUDA graph is captured: what is ordered would be a part of it."""
+    is_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_begun and torch.cuda.is_current_stream_capturing():
+        raise LearnerError(f"a step boundary inside of a CUDA graph's capture: {advice}")
 
 
 def relax_capture() -> None:

@@ -8,6 +8,7 @@ from diloco_node.core.events import MessageArrived, PersistLedger, Send
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.replication import BASE_AGAIN_MESSAGES, Follower
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, BaseSent
 from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 from tests.kit.ledger_kit import (
@@ -48,7 +49,10 @@ def a_core(entries: tuple[Entry, ...] = (), base: LedgerBase = NO_BASE, **more: 
         "has_payload": lambda _: True,
         "base": base,
     }
-    settings |= {"disk": disk_of("a"), "named_by": lambda _: {name: disk_of(name) for name in "abc"}}
+    settings |= {
+        "disk": disk_of("a"),
+        "named_by": lambda _: Roster.of_voters("abc", {name: disk_of(name) for name in "abc"}),
+    }
     return LedgerCore(**(settings | more))  # type: ignore[arg-type]
 
 
@@ -204,7 +208,7 @@ def test_a_base_is_taken_from_the_leader_of_the_term_only_and_only_if_it_is_of_t
     assert sends([old]) == [("b", ack(1, 1, False, 0))]
     assert core.base == NO_BASE
     core.disks.follow(())
-    core.disks.begin({}, 0)
+    core.disks.begin(Roster.of_voters("abc"), 0)
     core.handle(MessageArrived("b", sent(good)), now_ns=0)
     assert core.base == good
     assert core.disks.disk_of("c") == disk_of("c"), "the folders that count are those of the base"

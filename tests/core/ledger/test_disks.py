@@ -59,7 +59,7 @@ def test_the_view_follows_the_log_and_goes_back_with_it() -> None:
     view.follow(log)
     assert (view.last_change_index, view.disk_of("b")) == (4, OTHER)
     assert view.counts("a", disk_of("a"))
-    assert [view.replaced("a", 0), *(view.replaced("b", index) for index in (0, 3, 4))] == [0, 1, 1, 0]
+    assert [view.roster.replacements(name) for name in "abz"] == [0, 1, 0]
     view.on_truncation(4)
     assert view.disk_of("b") == b""
     assert not view.counts("b", b""), "no folder is not a folder"

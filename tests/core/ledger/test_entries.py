@@ -16,11 +16,13 @@ from diloco_node.core.bounds import FLOAT32_MAX, FRAGMENTS, INCARNATION_MAX, STE
 from diloco_node.core.ledger.entries import (
     ENTRY_BYTES_MAX,
     ZERO_HASH,
+    EntryKind,
     decode_entry,
     encode_entry,
     seal,
     verify_chain,
 )
+from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.shapes import REGION_PATTERN
 from diloco_node.core.types import (
     Ballot,
@@ -29,7 +31,6 @@ from diloco_node.core.types import (
     DiskNamedBody,
     Entry,
     EntryBody,
-    EntryKind,
     ExtendedBody,
     FinishedBody,
     GenesisBody,
@@ -57,10 +58,11 @@ BODIES: list[EntryBody] = [
     SummaryBody(1024, b"\x09" * 32),
     ExtendedBody(800, 0),
     RevokedBody("eu", b"\x0a" * 32),
+    MembershipBody("ap", "contributor", "ap.example:4317"),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "ea547ed1870ed783b497331f08ccadb83f1ee76789c7784fdf53d0cbbba63442"
+GOLDEN_CHAIN = "43324abaceb5fd3ba3fcb7bd3909484b6644df0b567b3bc2c68d69c6a848b240"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)
@@ -92,6 +94,7 @@ bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(FinishedBody, st.lists(versions, max_size=5).map(tuple), texts, steps, steps),
     st.builds(ExtendedBody, steps, steps),
     st.builds(RevokedBody, names, st.binary(min_size=32, max_size=32)),
+    st.builds(MembershipBody, names, st.sampled_from(MemberKind).map(str), texts),
     st.builds(SnapshotBody, st.integers(0, 1023), versions, st.binary(min_size=32, max_size=32)),
     st.builds(SummaryBody, st.integers(1, 2**48), st.binary(min_size=32, max_size=32)),
     st.builds(

@@ -13,6 +13,7 @@ from diloco_node.core.membership.liveness import (
     SILENT_HEARTBEATS,
     SILENT_STRIDES,
     STRIDE_MAX,
+    UNREAD_MAX,
 )
 from diloco_node.core.messages import Heartbeat
 from diloco_node.core.types import FragmentDigest, RateLimits
@@ -209,6 +210,22 @@ def test_with_many_regions_only_the_leader_hears_each_heartbeat() -> None:
         assert world.liveness.next_receiver("r01", is_last=True) is None, "who is about to go says so to all"
         silent = max(SILENT_HEARTBEATS, SILENT_STRIDES * stride)
         assert world.liveness.silent_ns == silent * SETTINGS.heartbeat_ns
+
+
+def test_who_reads_no_heartbeats_gets_only_those_that_go_to_all_until_it_reads_again() -> None:
+    world = Neighbourhood()
+
+    def receivers(only_to: str | None) -> list[str]:
+        world.liveness.beat(applied_index=0, digests=(), now_ns=0, only_to=only_to)
+        return [effect.peer for effect in world.effects.take() if isinstance(effect, Send)]
+
+    assert [receivers("b") for _ in range(UNREAD_MAX)] == [["b"]] * UNREAD_MAX
+    assert (receivers("b"), receivers(None), receivers("b")) == ([], ["b", "c"], [])
+    world.hear("b", now_ns=1, echo=world.liveness.sequence)
+    assert receivers("b") == ["b"]
+    assert receivers("c") == []
+    world.liveness.link_changed("c", is_up=True)
+    assert receivers("c") == ["c"], "the first message on a new link"
 
 
 def test_late_heartbeats_of_most_regions_are_no_reason_to_call_another_one_gone() -> None:

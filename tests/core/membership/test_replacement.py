@@ -11,8 +11,10 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.replacement import REST_HEARTBEATS, DiskReplacement
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import DiskNamedBody
+from tests.kit.ledger_network import NO_ROUNDS
 
 HEARTBEAT_NS = 10
+
 OLD, NEW = b"o" * 16, b"n" * 16
 
 
@@ -26,7 +28,9 @@ class Leads:
         self.cluster_commit_index = 9
         self.reported_disks = {"b": NEW, "c": b"c" * 16}
         self.durable_indexes = {"a": 9, "b": 0, "c": 9}
-        self.replacement = DiskReplacement(cast(LedgerCore, self), RoundHistory(1), heartbeat_ns=HEARTBEAT_NS)
+        self.replacement = DiskReplacement(
+            cast(LedgerCore, self), RoundHistory(1), NO_ROUNDS, heartbeat_ns=HEARTBEAT_NS
+        )
 
     def append(self, body: DiskNamedBody) -> None:
         self.disks.follow([seal(self.cluster_commit_index + 1, 1, ZERO_HASH, body)])

@@ -14,7 +14,7 @@ from diloco_node.core.ledger.account import INCARNATIONS_KEPT
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.ledger.summary import base_digest, decode_summary, encode_summary, named_disks
+from diloco_node.core.ledger.summary import base_digest, decode_summary, encode_summary, summed_roster
 from diloco_node.core.recovery.compaction import Compaction
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.history import RoundHistory
@@ -107,15 +107,14 @@ def test_how_often_a_folder_was_replaced_is_summed_up_and_counted_on_behind_the_
     sums, data = summed(entries[:cut])
     restored = RoundHistory(2)
     restored.restore(decode_summary(data, fragments=2), cut, now_ns=0)
-    view = DiskView("ab", named_disks(sums.sum_up()))
+    view = DiskView("ab", summed_roster(sums.sum_up()))
     view.known_index = cut
     view.follow(entries[cut:])
-    assert restored.replaced.get("b", 0) + view.replaced("b", cut) == 2, "in the sums, or in the log behind them"
+    assert view.roster.replacements("b") == 2, "in the sums, or in the log behind them"
     for entry in entries[cut:]:
         restored.apply(entry, now_ns=0)
     assert encode_summary(restored.sum_up()) == expected
-    assert (restored.replaced.get("a", 0), restored.replaced["b"], whole.replaced["b"]) == (0, 2, 2)
-    assert view.replaced("b", len(entries)) == 0
+    assert [history.roster.replacements(name) for history in (restored, whole) for name in "ab"] == [0, 2, 0, 2]
 
 
 def test_a_summary_is_bounded_however_often_learners_die() -> None:

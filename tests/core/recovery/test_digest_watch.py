@@ -26,9 +26,10 @@ def a_watch(fragments: int = 3, *, committed: int = 8, regions: int = 3) -> tupl
     """Every fragment is committed up to the same version; every fourth version is to be a snapshot."""
     effects = EffectBuffer("a")
     history = RoundHistory(fragments)
-    history.apply(seal(1, 1, ZERO_HASH, GenesisBody("run", "", "", ("a", "b", "c"), (GOOD,) * fragments)), now_ns=0)
+    names = tuple("abcdefg"[:regions])
+    history.apply(seal(1, 1, ZERO_HASH, GenesisBody("run", "", "", names, (GOOD,) * fragments)), now_ns=0)
     history.versions = [committed] * fragments
-    return DigestWatch(fragments, effects, history=history, regions=regions, snapshot_versions=4), effects
+    return DigestWatch(fragments, effects, history=history, snapshot_versions=4), effects
 
 
 def commit(watch: DigestWatch, body: SnapshotBody) -> None:
@@ -123,10 +124,11 @@ def test_a_snapshot_is_agreed_on_when_a_majority_tells_all_32_bytes_alike() -> N
 def test_exactly_half_of_the_regions_agree_to_no_snapshot(regions: int) -> None:
     watch, _ = a_watch(regions=regions)
     watch.on_digest(0, 4, GOOD, now_ns=0)
-    for peer in range(regions // 2 - 1):
-        watch.on_report(f"p{peer}", (FragmentDigest(0, 4, GOOD),))
+    *peers, last = "bcdefg"[: regions // 2]
+    for peer in (*peers, "no-voter"):
+        watch.on_report(peer, (FragmentDigest(0, 4, GOOD),))
     assert watch.majority_snapshots() == ()
-    watch.on_report("z", (FragmentDigest(0, 4, GOOD),))
+    watch.on_report(last, (FragmentDigest(0, 4, GOOD),))
     assert watch.majority_snapshots() == (SnapshotBody(0, 4, GOOD),)
 
 

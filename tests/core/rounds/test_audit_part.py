@@ -176,12 +176,13 @@ def test_a_leader_that_gives_up_what_would_be_audited_is_told_once_and_one_that_
         desk.next_ballot(number)
         drawer = drawer_of(desk.ballot.announcement, "a")
         if number % 4 == 0:
-            desk.audits.give_up(desk.ballot, "a")
+            desk.audits.give_up(desk.ballot, "a", STRIPES)
             assert desk.alarms() == [], "nothing was drawn, so the leader knows nothing"
         desk.take(drawer, desk.nonce(drawer))
         if number % 4 == 0:
-            desk.audits.give_up(desk.ballot, "b")
-            desk.audits.give_up(desk.ballot, "a")
+            desk.audits.give_up(desk.ballot, "b", STRIPES)
+            desk.audits.give_up(desk.ballot, "a", (Stripe("a", 0, 3),))
+            desk.audits.give_up(desk.ballot, "a", STRIPES)
             alarms += desk.alarms()
             assert len(alarms) == (number >= 4 * LAPSES_TOLD)
     assert f"a gave up {LAPSES_TOLD} ballots once they were drawn" in alarms[0]
@@ -191,5 +192,5 @@ def test_a_leader_that_gives_up_what_would_be_audited_is_told_once_and_one_that_
         drawer = drawer_of(seldom.ballot.announcement, "a")
         seldom.take(drawer, seldom.nonce(drawer))
         if number % 40 == 0:
-            seldom.audits.give_up(seldom.ballot, "a")
+            seldom.audits.give_up(seldom.ballot, "a", STRIPES)
     assert seldom.alarms() == []

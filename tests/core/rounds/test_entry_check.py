@@ -12,6 +12,7 @@ from diloco_node.core.bounds import REVOKED
 from diloco_node.core.ledger.account import INCARNATIONS_KEPT
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.summary import encode_summary
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.merge.numbers import MergeNumbers, merge_numbers
 from diloco_node.core.merge.outliers import ROUNDS_KEPT, RecentRounds
 from diloco_node.core.merge.weights import to_float32
@@ -95,6 +96,13 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
         DiskNamedBody("b", b"x" * 16),
         RevokedBody("b", b"x" * 32),
         RevokedBody("b", b"x" * 32),
+        MembershipBody("d", "contributor"),
+        DiskNamedBody("d", b"y" * 16),
+        MembershipBody("d", "voter"),
+        LeaderBody("d"),
+        MembershipBody("c", "former"),
+        DiscardedBody("c", 1, 0, 9, 12, 1, "its last steps"),
+        RevokedBody("c", b"z" * 32),
     )
 
 
@@ -139,6 +147,7 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
         (DiskNamedBody("mallory", b"x" * 16), "mallory is no region"),
         (DiskNamedBody("b", b"x" * 16), "b's folder is 0202"),
         (RevokedBody("mallory", b"x" * 32), "mallory is no region"),
+        (MembershipBody("d", "voter"), "d is no member: add it first"),
         (FinishedBody((1, 0), "x"), "ends at versions (1, 0), the ledger is at (0, 0)"),
         (FinishedBody((0,), "x"), "ends at versions (0,)"),
     ],
@@ -161,6 +170,33 @@ def test_what_can_not_follow_genesis(body: EntryBody, says: str) -> None:
 )
 def test_what_can_not_follow_a_round(body: EntryBody, says: str) -> None:
     assert says in fault_of(body, GENESIS, FIRST)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (FIRST, "b is no region"),
+        (replace(FIRST, members=FIRST.members[:1], stripes=(Stripe("b", 0, BLOCKS[0]),)), "b is no region"),
+        (replace(a_round("a", "d", fragment=1), stripes=(Stripe("d", 0, BLOCKS[1]),)), ""),
+        (LeaderBody("b"), "b is no region"),
+        (LeaderBody("d"), "d leads, and does not vote"),
+        (DiskNamedBody("b", b"x" * 16), "b is no region"),
+        (MembershipBody("d", "voter"), "the disk of d does not hold yet"),
+    ],
+)
+def test_the_roster_of_its_entry_says_who_may_be_in_one(body: EntryBody, says: str) -> None:
+    fault = fault_of(body, GENESIS, MembershipBody("b", "former"), MembershipBody("d", "contributor"))
+    assert says in fault if says else fault == ""
+
+
+def test_a_region_that_joins_takes_any_founders_of_its_run_for_right() -> None:
+    check = EntryCheck((*RUN[:3], ()), MANIFEST, SETTINGS)
+    ledger = Ledger()
+    for body in (LeaderBody("c"), GENESIS, MembershipBody("d", "contributor")):
+        entry = ledger.add(body)
+        assert check.fault(entry) == ""
+        check.take(entry)
+    assert "mallory is no region" in check.fault(ledger.add(LeaderBody("mallory")))
 
 
 def test_a_leader_can_not_fill_the_ledger_with_revoked_certificates() -> None:

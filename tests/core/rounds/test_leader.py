@@ -83,7 +83,7 @@ class Office:
         self.is_drawn = True
         self.leader = RoundLeader(context, RunProgress(context), self)
         self.notes: list[Note] = []
-        self.commit(GENESIS)
+        self.commit(replace(GENESIS, regions=regions))
         self.leader.begin(3, {}, now_ns=self.now_ns)
 
     def merged_stripes(self, _fragment: int, _number: Ballot) -> dict[int, tuple[bytes, tuple[float, ...]]]:

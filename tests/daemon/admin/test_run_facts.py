@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from diloco_node.core.ledger.disks import NO_DISK, DiskView
+from diloco_node.core.ledger.disks import DiskView
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import RunSettings
 from diloco_node.daemon.admin.run_facts import RunFacts, cpu_pressure, disk_space
@@ -99,9 +100,9 @@ def test_a_run_without_an_end_has_none(script: Scripted) -> None:
 
 def test_a_region_votes_while_the_ledger_names_its_folder(script: Scripted) -> None:
     assert script.document()["voters"] is None, "before the run has begun nobody is named"
-    script.ledger.disks.begin({"eu": b"e", "us": b"u"}, 1)
+    script.ledger.disks.begin(Roster.of_voters(("eu", "us"), {"eu": b"e", "us": b"u"}), 1)
     assert script.document()["voters"] == ["eu", "us"]
-    script.ledger.disks.begin({"eu": NO_DISK, "us": b"u"}, 2)
+    script.ledger.disks.begin(Roster.of_voters(("eu", "us"), {"us": b"u"}), 2)
     assert script.document()["voters"] == ["us"]
 
 

@@ -159,6 +159,15 @@ def _patch_torch() -> None:
             torch.accelerator.set_stream(before)
             torch.accelerator.set_device_index(device)
 
+    resize = torch.UntypedStorage.resize_
+
+    def resize_storage(storage: torch.UntypedStorage, size: int) -> None:
+        if storage.device.type == "cuda":
+            _loaded().fakecuda_resize(ctypes.c_void_p(storage._cdata), ctypes.c_size_t(size))
+        else:
+            resize(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_storage  # type: ignore[assignment,method-assign]
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
     cuda._initialized = True

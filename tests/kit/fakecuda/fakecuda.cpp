@@ -520,7 +520,8 @@ class Call {
 
   std::vector<IValue> run() {
     std::vector<IValue> shapes;
-    if (!find_shapes(shapes)) return run_now();
+    if (is_in_place()) shapes.resize(operator_.schema().returns().size());
+    else if (!find_shapes(shapes)) return run_now();
     std::vector<std::pair<View, size_t>> targets;
     std::vector<IValue> results;
     for (size_t at = 0; at < shapes.size(); ++at) {
@@ -557,6 +558,15 @@ class Call {
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) number.unsafeGetTensorImpl()->set_wrapped_number(true);
     views_.emplace_back();
     numbers_.push_back(number);
+  }
+
+  // Whether all that it writes is there. Most calls are such, and torch finds shapes in slow Python.
+  bool is_in_place() const {
+    for (size_t at = 0; at < operator_.schema().returns().size(); ++at) {
+      const IValue* input = alias_of(at);
+      if (!input || !input->isTensor() || !input->toTensor().numel()) return false;
+    }
+    return true;
   }
 
   bool find_shapes(std::vector<IValue>& shapes) {
@@ -733,5 +743,13 @@ void fakecuda_schedule(int main_streams, int other_streams, uint64_t seed) {
 void fakecuda_forbid_waits(int is_forbidden) { is_wait_forbidden = is_forbidden; }
 
 int fakecuda_devices() { return DEVICES; }
+
+// `UntypedStorage.resize_`, which a CPU build lacks: the values are lost, as FSDP2 wants to have it.
+void fakecuda_resize(void* storage, size_t size) {
+  auto* impl = static_cast<c10::StorageImpl*>(storage);
+  c10::DeviceGuard guard(impl->device());
+  impl->set_data_ptr_noswap(device_allocator.allocate(size));
+  impl->set_nbytes(size);
+}
 
 }

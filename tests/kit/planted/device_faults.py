@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from diloco_node.learner.fragment_settings import Encoder
 from diloco_node.learner.local_fragments import LearnerFragments
 
 LANE: Final = "diloco_node.learner.layouts.device"
@@ -19,19 +20,20 @@ FRAGMENTS: Final = "diloco_node.learner.local_fragments"
 
 @dataclass(frozen=True, slots=True)
 class DeviceFault:
-    """A text that is once in a module, and what stands there instead; dtype: of the parameters that show it."""
+    """A text that is once in a module, and what stands there instead; dtype and encoder of the life that shows it."""
 
     module: str
     text: str
     instead: str
     dtype: torch.dtype = torch.float32
+    encode: Encoder = "host"
 
 
 def planted(fault: DeviceFault) -> type[LearnerFragments]:
     """`LearnerFragments` with the fault; the modules themselves stay as they are."""
     lane, revert, fragments = (_copied(name, fault) for name in (LANE, REVERT, FRAGMENTS))
     for module in (revert, fragments):
-        for name in set(vars(module)) & {"DeviceLane", "LateNumbers", "Room", "page_locked", "ROOMS"}:
+        for name in set(vars(module)) & {"DeviceLane", "LateNumbers", "Room", "encodes_there", "page_locked", "ROOMS"}:
             setattr(module, name, getattr(lane, name))
     fragments.RevertCheck = revert.RevertCheck  # type: ignore[attr-defined]
     kind: type[LearnerFragments] = fragments.LearnerFragments  # type: ignore[attr-defined]
@@ -59,8 +61,8 @@ DEVICE_FAULTS: Final = {
     ),
     "encoder-does-not-wait": DeviceFault(
         LANE,
-        "        for event in room.reads.values():\n            event.synchronize()\n",
-        "",
+        "        for event in room.reads.values():\n            event.synchronize()\n        out.copy_",
+        "        out.copy_",
     ),
     "packing-into-what-is-copied": DeviceFault(
         LANE,
@@ -69,12 +71,12 @@ DEVICE_FAULTS: Final = {
     ),
     "room-down-given-back-early": DeviceFault(
         LANE,
-        "        return self._fetcher.submit(self._fetch, room, out)\n",
-        "        self._down.appendleft(room)\n        return self._fetcher.submit(self._fetch, room, out)\n",
+        "        return self._fetcher.submit(self._fetch, room, out, is_kept)\n",
+        "        self._down.appendleft(room)\n        return self._fetcher.submit(self._fetch, room, out, is_kept)\n",
     ),
     "packed-behind-the-next-step": DeviceFault(
         FRAGMENTS,
-        "            snapshot.fetch.result()\n",
+        "            room = snapshot.fetch.result()\n",
         "            self.tensors.read(self._owned[snapshot.facts.fragment], snapshot.values)\n",
     ),
     "encoded-before-it-was-fetched": DeviceFault(
@@ -89,8 +91,8 @@ DEVICE_FAULTS: Final = {
     ),
     "training-thread-fetches": DeviceFault(
         LANE,
-        "        return self._fetcher.submit(self._fetch, room, out)\n",
-        "        self._fetch(room, out)\n        return self._fetcher.submit(int)\n",
+        "        return self._fetcher.submit(self._fetch, room, out, is_kept)\n",
+        "        self._fetch(room, out, is_kept)\n        return self._fetcher.submit(lambda: None)\n",
     ),
     "snapshot-in-the-room": DeviceFault(
         LANE, "        out.copy_(room.host[0, : out.numel()])\n", "        out.set_(room.host[0, : out.numel()])\n"
@@ -155,6 +157,23 @@ DEVICE_FAULTS: Final = {
     ),
     "anchor-not-sent": DeviceFault(LANE, "range(2 if anchor else 1)", "range(1)"),
     "pageable-rooms-and-words": DeviceFault(LANE, "pin_memory=True)", "pin_memory=False)"),
+    # ---- what a device encodes
+    "codes-not-waited-for": DeviceFault(
+        LANE,
+        "        for event in room.reads.values():\n            event.synchronize()\n        return rows\n",
+        "        return rows\n",
+        encode="device",
+    ),
+    "packed-over-what-is-encoded": DeviceFault(
+        LANE,
+        "                    place.copy_(values, non_blocking=True)\n"
+        "                room.reads[stretch.device] = record_event(stretch.device)\n",
+        "                    place.copy_(values, non_blocking=True)\n",
+        encode="device",
+    ),
+    "blocks-not-filled-up": DeviceFault(
+        LANE, "gradient = torch.zeros(total", "gradient = torch.empty(total", encode="device"
+    ),
     # ---- the check of reverted versions
     "verdict-waited-for": DeviceFault(
         LANE,

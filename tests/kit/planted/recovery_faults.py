@@ -20,7 +20,7 @@ def _agree_with_half(core: Any) -> None:
         for fragment in range(len(watch._own)):
             for version, digest in sorted(watch._waiting(fragment).items(), reverse=True):
                 equal = watch._peer_digests(fragment, version).count(digest)
-                if version <= core.history.versions[fragment] and 2 * (1 + equal) >= watch._regions:
+                if version <= core.history.versions[fragment] and 2 * (1 + equal) >= len(core.history.roster.voters):
                     bodies.append(SnapshotBody(fragment, version, digest))
                     break
         return tuple(bodies)
@@ -95,7 +95,7 @@ def _believe_half(core: Any) -> None:
     judge = core.leader._judge
 
     def judge_half(round_: Any, *, now_ns: int) -> str:
-        observers = len(judge._regions) - 1
+        observers = len(core.history.roster.names) - 1
         blames = [evidence._disputed(round_, reducer, observers - 1) for reducer in round_.reducers]
         proved = [blame for blame in blames if blame is not None and observers > 1]
         judge.blame_all(round_, proved, now_ns=now_ns)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import diloco_node
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts import device as device_module
 from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.learner.loss import LateLoss
 from diloco_node.wire.learner_link import NO_SNAPSHOT, OfferApplied, SnapshotReady, SnapshotRequested, VersionOffered
 from tests.kit.device_life import FRAGMENTS, ON_THE_CPU, PLACES, RANKS, Life, Outcome, complaints
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.fakecuda import fake_device
 from tests.kit.learner_kit import Toy, region_folder
 from tests.kit.planted.device_faults import DEVICE_FAULTS, planted
+from tests.kit.shard_ranks import states
 
 pytestmark = [
     pytest.mark.device,
@@ -27,6 +32,10 @@ pytestmark = [
 folder = pytest.fixture(region_folder)
 
 BOUNDARIES = 1000
+ROUNDS = 4
+SHARDED = {2: ["fsdp", "fsdp-masters", "offload", "tp", "experts", "ddp"], 4: ["fsdp", "hsdp", "fsdp-tp"]}
+"""By number of ranks. The models of one rank, "whole" ones, are on the CPU."""
+
 DAEMONS = 3
 
 
@@ -41,6 +50,57 @@ def test_bits_are_those_of_the_cpu_under_every_schedule(dtype: torch.dtype, plac
     assert not complaints(LearnerFragments, dtype=dtype, place=place, expected=on_the_cpu)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_device_encodes_is_what_the_host_encodes(dtype: torch.dtype, place: str) -> None:
+    assert not complaints(LearnerFragments, dtype=dtype, place=place, expected=on_the_cpu, encode="device")
+    assert fake_device.operators().get("amax.out", 0) >= FRAGMENTS, "codes were packed there"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_without_streams_comes_to_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Apple's (MPS): values go the host's way, and are waited for."""
+    monkeypatch.setattr(device_module, "WITHOUT_STREAMS", ("cpu", "cuda"))
+    monkeypatch.setattr(fake_device, "no_waits", nullcontext)
+    life = Life(PLACES["one device"], dtype=dtype)
+    assert life.fragments._lane is None
+    assert life.run() == on_the_cpu(dtype, 1)
+    late = LateLoss()
+    late.offer(torch.tensor(3.5, device="cuda"))
+    assert late.newest() == 3.5
+
+
+def test_devices_of_other_makers_have_what_the_lane_calls() -> None:
+    """It names no maker: what it takes from `torch.cuda` and its streams and events, `torch.xpu` has."""
+    for module in (torch.cuda, torch.xpu):
+        assert {"Event", "Stream", "current_stream", "default_generators", "is_initialized", "stream"} <= set(
+            dir(module)
+        )
+        assert {"query", "record", "synchronize"} <= set(dir(module.Event))
+        assert "wait_event" in dir(module.Stream)
+
+
+def test_a_boundary_inside_of_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(PLACES["one device"])
+    life.fragments.take(VersionOffered(0, 0, NO_SNAPSHOT))
+    life.fragments._worker.drain()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(LearnerError, match="inside of a CUDA graph's capture: call step\\(\\) after each replay"):
+        life.fragments.finish(0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    life.close()
+
+
+def test_an_optimizer_that_is_captured_can_not_count_its_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, step="auto"):
+        toy.model(torch.ones(3, 6)).sum().backward()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(LearnerError, match="would miss its replays"):
+            toy.optimizer.step()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_ranks_come_to_the_bits_of_one_on_the_cpu(ranks: str) -> None:
     assert not complaints(LearnerFragments, holdings=RANKS[ranks], expected=on_the_cpu)
@@ -50,7 +110,9 @@ def test_ranks_come_to_the_bits_of_one_on_the_cpu(ranks: str) -> None:
 def test_a_planted_fault_is_found(name: str) -> None:
     """Each drops one wait, one order or one buffer of the lane."""
     fault = DEVICE_FAULTS[name]
-    found = complaints(planted(fault), dtype=fault.dtype, seeds=(1, 2, 3), expected=on_the_cpu, stop_at=1)
+    found = complaints(
+        planted(fault), dtype=fault.dtype, seeds=(1, 2, 3), expected=on_the_cpu, stop_at=1, encode=fault.encode
+    )
     fake_device.reset()
     print(f"{name}: {found}")
     assert found
@@ -107,6 +169,22 @@ def test_a_new_daemon_may_write_when_no_place_is_read_any_more() -> None:
     life.fragments.finish(0)
     assert set(life.fragments.vector(0).tolist()) == {2.0}
     life.close()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return states(1, ["whole", "whole-masters"], tmp_path_factory.mktemp("whole"), rounds=ROUNDS)
+
+
+@pytest.mark.parametrize("count", SHARDED)
+def test_ranks_that_hold_parts_of_a_model_come_to_the_bits_of_one_on_the_cpu(
+    count: int, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """FSDP2, tensor parallelism, experts and two-dimensional meshes, on devices of as many processes."""
+    for layout, outcome in states(count, SHARDED[count], tmp_path, rounds=ROUNDS).items():
+        expected = whole["whole-masters" if layout.endswith("masters") else "whole"]
+        assert outcome == expected, layout
+        assert expected["first"] != expected["last"]
 
 
 def assert_true(value: bool) -> None:

@@ -1,0 +1,156 @@
+"""The roster of a run: its members, the kind and the folder of each, as the entries of the ledger name them. Pure.
+
+Genesis names the first members, which all vote. After it one entry changes one region (`MembershipBody`). A region is
+added as a contributor, which never changes the majority. It becomes a voter by a further entry, once the log names its
+folder: then its disk holds what was committed. A voter may become a contributor again, and each member may leave.
+
+An entry counts from the moment when it is in the log, as in Raft's changes of a single member. So the log, the check of
+its next entry and the committed history each have a roster of their own: they stand at different entries.
+
+A former member is remembered, for its learner's account is. It may come back, as a contributor.
+
+Source: Ongaro's dissertation (2014), section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from diloco_node.core.bounds import REGIONS
+from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.types import EXPELLED, DiskNamedBody, Entry, GenesisBody
+
+KINDS: Final = frozenset(MemberKind)
+NO_DISK: Final = b""
+"""In place of an id: no folder of this region counts."""
+
+
+def majority_of(voters: int) -> int:
+    """How many of so many voters are a majority: two of two, two of three, three of four, three of five."""
+    return voters // 2 + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A region's place in the run.
+
+    Attributes:
+        disk: the id of its folder that counts; NO_DISK or EXPELLED: none does.
+        since: index of the entry that gave it this kind; 0: of none.
+        address: where the others dial it; empty: run.toml says so, or it dials them.
+        folders: how many the log has named so far; each but the first one in place of one that was lost.
+    """
+
+    kind: MemberKind
+    disk: bytes = NO_DISK
+    since: int = 0
+    address: str = ""
+    folders: int = 1
+
+
+class Roster:
+    """The memberships at one entry of the ledger. It never changes: `after` gives another one.
+
+    Attributes:
+        memberships: by name, sorted; former members too.
+        names: the members, sorted.
+        voters: those of them that count for a majority, sorted.
+        disks: per member the folder that the log names; see `Membership`.
+    """
+
+    __slots__ = ("disks", "memberships", "names", "voters")
+
+    def __init__(self, memberships: Mapping[str, Membership]) -> None:
+        self.memberships = dict(sorted(memberships.items()))
+        members = {name: line for name, line in self.memberships.items() if line.kind is not MemberKind.FORMER}
+        self.names = tuple(members)
+        self.voters = tuple(name for name, line in members.items() if line.kind is MemberKind.VOTER)
+        self.disks = {name: line.disk for name, line in members.items()}
+
+    @classmethod
+    def of_voters(cls, names: Iterable[str], disks: Mapping[str, bytes] | None = None, *, since: int = 0) -> Roster:
+        """Make the roster of a run whose regions all vote, from these folders."""
+        named_disks = disks or {}
+        return cls({name: Membership(MemberKind.VOTER, named_disks.get(name, NO_DISK), since) for name in names})
+
+    @property
+    def voter_disks(self) -> dict[str, bytes]:
+        """Per voter the folder that the log names."""
+        return {name: self.disks[name] for name in self.voters}
+
+    def kind_of(self, region: str) -> MemberKind:
+        """The kind of a region now; FORMER also for one that never was a member."""
+        line = self.memberships.get(region)
+        return MemberKind.FORMER if line is None else line.kind
+
+    def replacements(self, region: str) -> int:
+        """How often the log named another folder of the region, in place of one that was lost."""
+        line = self.memberships.get(region)
+        return 0 if line is None else max(0, line.folders - 1)
+
+    def is_majority(self, names: Iterable[str]) -> bool:
+        """Whether a majority of the voters is among these regions."""
+        return len(set(names) & set(self.voters)) >= majority_of(len(self.voters))
+
+    def after(self, entry: Entry) -> Roster:
+        """The roster after one more entry; itself if the entry changes nothing of it."""
+        body = entry.body
+        if isinstance(body, GenesisBody):
+            disks = dict(zip(body.regions, body.disks, strict=False))
+            return Roster.of_voters(body.regions, disks, since=entry.index)
+        if isinstance(body, DiskNamedBody) and body.region in self.disks:
+            line = self.memberships[body.region]
+            folders = line.folders + (body.disk not in (NO_DISK, EXPELLED))
+            return self._with(body.region, replace(line, disk=body.disk, folders=folders))
+        if isinstance(body, MembershipBody) and body.kind in KINDS:
+            kind = MemberKind(body.kind)
+            last = self.memberships.get(body.region, Membership(kind, folders=0))
+            disk = NO_DISK if kind is MemberKind.FORMER else self.disks.get(body.region, NO_DISK)
+            line = Membership(kind, disk, entry.index, body.address or last.address, last.folders)
+            return self._with(body.region, line)
+        return self
+
+    def change_fault(self, body: MembershipBody) -> str:
+        """Say why this can't be the next change, whoever is there now; empty if it can."""
+        region, before = body.region, self.kind_of(body.region)
+        if body.kind not in KINDS:
+            return f"there is no kind of member {body.kind!r}"
+        kind = MemberKind(body.kind)
+        if kind is before:
+            return f"{region} is {'no member of the run' if kind is MemberKind.FORMER else f'a {kind} already'}"
+        if region not in self.memberships and len(self.memberships) >= REGIONS:
+            return f"{len(self.memberships)} regions are or were members of this run, which is as many as there can be"
+        if kind is MemberKind.VOTER:
+            return self._promotion_fault(region)
+        if before is MemberKind.VOTER:
+            return vote_fault({name: disk for name, disk in self.voter_disks.items() if name != region}, region)
+        return ""
+
+    def _promotion_fault(self, region: str) -> str:
+        if region not in self.disks:
+            return f"{region} is no member: add it first, it gets its vote once its disk holds what is committed"
+        disk = self.disks[region]
+        if disk == EXPELLED:
+            return f"{region} is expelled: readmit it first"
+        return "" if disk else f"the disk of {region} does not hold yet what is committed: it gets no vote before"
+
+    def _with(self, name: str, line: Membership) -> Roster:
+        return Roster({**self.memberships, name: line})
+
+
+def vote_fault(disks: Mapping[str, bytes], region: str) -> str:
+    """Say why the others can't do without the vote of this region; empty if they can.
+
+    Args:
+        disks: per voter that would be left the folder that the log names.
+    """
+    if not disks:
+        return f"{region} is the only voter"
+    quorum = majority_of(len(disks))
+    voting = [name for name, disk in disks.items() if disk not in (NO_DISK, EXPELLED)]
+    if len(voting) >= quorum:
+        return ""
+    names = ", ".join(voting) or "none"
+    return f"without {region} {quorum} of {len(disks)} voters must vote, and only {len(voting)} can: {names}"

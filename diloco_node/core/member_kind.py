@@ -1,0 +1,28 @@
+"""Kinds of members, and the entry that changes a region's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class MemberKind(StrEnum):
+    """The kind of a member of the run: a voter counts for majorities, a contributor trains and does not vote."""
+
+    VOTER = "voter"
+    CONTRIBUTOR = "contributor"
+    FORMER = "former"
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipBody:
+    """The kind of a region from this entry on (`core.ledger.roster`): the view changes, one region at a time.
+
+    Attributes:
+        kind: a `MemberKind`.
+        address: where the others dial it, "host:port"; empty: it dials them.
+    """
+
+    region: str
+    kind: str
+    address: str = ""

@@ -1,0 +1,44 @@
+"""The arithmetic of a change of the members: what it would leave, and whether that can and should be. Pure.
+
+`Roster.change_fault` is about the ledger alone, and every region asks it. The questions here are the leader's, and
+depend on who is there now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from diloco_node.core.ledger.roster import Roster, majority_of
+from diloco_node.core.member_kind import MemberKind, MembershipBody
+
+
+def order_fault(
+    body: MembershipBody, roster: Roster, *, leader: str, alive: Container[str], is_forced: bool = False
+) -> str:
+    """Say why an operator's order can't be carried out now, with its arithmetic; empty if it can.
+
+    Args:
+        alive: the regions that are there, beside the leader.
+        is_forced: the operator takes the risk that the next failure stops merging; not that this change does.
+    """
+    region = body.region
+    if fault := roster.change_fault(body):
+        return fault
+    before = roster.voters
+    after = [name for name in before if name != region] + [region] * (body.kind == MemberKind.VOTER)
+    if set(after) == set(before):
+        return ""
+    if region == leader:
+        return f"{region} leads: stop it first, and give the order to the region that leads then"
+    there = [name for name in after if name == leader or name in alive]
+    quorum = majority_of(len(after))
+    if len(there) < quorum:
+        names = ", ".join(sorted(there))
+        return f"it makes {len(after)} voters, of which {quorum} must be there, and only {names} would be"
+    is_riskier = len(after) < len(before) and region in alive and len(there) == quorum
+    if not is_riskier or is_forced:
+        return ""
+    silent = [name for name in before if name != leader and name not in alive]
+    state = f"{len(before)} voters, {'of which ' + ', '.join(silent) + ' silent' if silent else 'all are there'}"
+    verb = "removing" if body.kind == MemberKind.FORMER else "taking the vote of"
+    return f"{state}: {verb} {region} leaves {len(after)}, and the next failure stops merging; --force takes that risk"

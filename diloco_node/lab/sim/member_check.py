@@ -1,0 +1,89 @@
+"""The members of a simulated run, followed from above: who may count, who may be merged, how changes follow each other.
+
+It shares nothing with `core.ledger.roster`. It reads the committed entries, and for a core that leads those of its log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.types import DiskNamedBody, EntryBody, GenesisBody, RoundBody
+from diloco_node.lab.sim import core_parts as view
+
+Kinds = dict[str, str]
+"""By region, "voter" or "contributor"; who left is not there."""
+
+
+class MemberCheck:
+    """Follows the committed history.
+
+    Attributes:
+        kinds: of the members, by the committed entries.
+    """
+
+    def __init__(self, founders: Iterable[str], violate: Callable[[str], None]) -> None:
+        self.kinds: Kinds = dict.fromkeys(founders, "voter")
+        # Regions whose folder an entry names since they were added.
+        self._named = set(self.kinds)
+        self._violate = violate
+
+    def committed(self, body: EntryBody) -> None:
+        """Take a committed entry."""
+        if isinstance(body, RoundBody):
+            names = {member.contribution.learner for member in body.members}
+            names |= {stripe.reducer for stripe in body.stripes}
+            if strangers := sorted(names - self.kinds.keys()):
+                self._violate(f"members: {body.fragment}/{body.version} is of {strangers}, of whom the run has none")
+        elif isinstance(body, DiskNamedBody) and body.disk:
+            self._named.add(body.region)
+        elif isinstance(body, MembershipBody):
+            self._check_change(body)
+        _take(self.kinds, body)
+
+    def _check_change(self, body: MembershipBody) -> None:
+        before = self.kinds.get(body.region)
+        if before is None:
+            self._named.discard(body.region)
+        if body.kind == "voter" and (before != "contributor" or body.region not in self._named):
+            self._violate(f"members: {body} gives a vote to who has not shown that it holds the state")
+        if before is None and body.kind != "contributor":
+            self._violate(f"members: {body} is of no member")
+
+    def check_leader(self, core: Any, index: int) -> None:
+        """A leader has one change of the members open at a time.
+
+        Args:
+            index: entries that are committed.
+        """
+        changes = [body for body in _open_bodies(core, index) if isinstance(body, MembershipBody)]
+        if len(changes) > 1:
+            self._violate(f"members: {len(changes)} changes are open at once: {changes}")
+
+    def is_majority(self, core: Any, names: Iterable[str], index: int) -> bool:
+        """Whether these are a majority of those who vote by the log of a core.
+
+        Args:
+            index: of the last entry that `committed` has taken.
+        """
+        kinds = dict(self.kinds)
+        for body in _open_bodies(core, index):
+            _take(kinds, body)
+        voters = {name for name, kind in kinds.items() if kind == "voter"}
+        return 2 * len(voters & set(names)) > len(voters)
+
+
+def _open_bodies(core: Any, index: int) -> list[EntryBody]:
+    last, base = view.last_index(core), view.base_index(core)
+    return [view.entry(core, at).body for at in range(max(index, base) + 1, last + 1)]
+
+
+def _take(kinds: Kinds, body: EntryBody) -> None:
+    if isinstance(body, GenesisBody):
+        kinds.clear()
+        kinds.update(dict.fromkeys(body.regions, "voter"))
+    elif isinstance(body, MembershipBody) and body.kind == "former":
+        kinds.pop(body.region, None)
+    elif isinstance(body, MembershipBody):
+        kinds[body.region] = body.kind

@@ -1,0 +1,25 @@
+"""What a run and a region have settled for a learner's fragments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from diloco_node.core.types import CarryMode, Codec
+
+Encoder = Literal["host", "device"]
+
+ENCODER_VARIABLE: Final = "DILOCO_ENCODER"
+"""`[learner] encode`, as `diloco-node start` tells it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSettings:
+    """What the daemon's Welcome fixes, names as there, and which processor encodes."""
+
+    region: str
+    incarnation: int
+    codec_up: Codec
+    carry: CarryMode
+    carry_steps_limit: int
+    encode: Encoder = "host"

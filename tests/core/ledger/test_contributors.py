@@ -1,0 +1,123 @@
+"""Contributors in the ledger: they follow and acknowledge it, and count for nothing until the log gives them a vote."""
+
+from __future__ import annotations
+
+from diloco_node.core.events import Effect, TimerFired
+from diloco_node.core.ledger.election import Role
+from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.messages import AppendEntries, RequestVote, RequestVoteReply
+from diloco_node.core.types import DiskNamedBody
+from tests.kit.ledger_kit import (
+    a_core,
+    a_discard,
+    a_leader,
+    ack,
+    arrive,
+    disk_of,
+    sends,
+    vote,
+    vote_request,
+    write_all,
+)
+
+ADDED = MembershipBody("d", "contributor")
+
+
+def lead_with_contributor() -> tuple[LedgerCore, int]:
+    """A settled leader of three voters, with a contributor whose folder is named: four entries, all committed."""
+    core, effects, now_ns = a_leader()
+    write_all(core, effects, now_ns)
+    arrive(core, "b", ack(1, 1, True, 1), now_ns)
+    for body in (ADDED, DiskNamedBody("d", disk_of("d")), a_discard(1)):
+        write_all(core, core.propose(body, now_ns=now_ns), now_ns)
+    arrive(core, "b", ack(1, 9, True, 4), now_ns)
+    assert core.cluster_commit_index == 4
+    return core, now_ns
+
+
+def test_an_acknowledgement_of_a_contributor_commits_nothing_and_of_a_voter_does() -> None:
+    core, now_ns = lead_with_contributor()
+    write_all(core, core.propose(a_discard(2), now_ns=now_ns), now_ns)
+    arrive(core, "d", ack(1, 99, True, 5), now_ns)
+    assert (core.durable_indexes["d"], core.cluster_commit_index) == (5, 4)
+    arrive(core, "b", ack(1, 99, True, 5), now_ns)
+    assert core.cluster_commit_index == 5
+
+
+def test_a_vote_counts_from_the_entry_that_gives_it() -> None:
+    """Of four voters three are needed, for that entry already."""
+    core, now_ns = lead_with_contributor()
+    write_all(core, core.propose(MembershipBody("d", "voter"), now_ns=now_ns), now_ns)
+    arrive(core, "b", ack(1, 99, True, 5), now_ns)
+    assert core.cluster_commit_index == 4
+    arrive(core, "d", ack(1, 99, True, 5), now_ns)
+    assert core.cluster_commit_index == 5
+
+
+def test_a_vote_is_gone_from_the_entry_that_takes_it() -> None:
+    core, now_ns = lead_with_contributor()
+    write_all(core, core.propose(MembershipBody("c", "contributor"), now_ns=now_ns), now_ns)
+    arrive(core, "c", ack(1, 99, True, 5), now_ns)
+    assert core.cluster_commit_index == 4, "of two voters both are needed"
+    arrive(core, "b", ack(1, 99, True, 5), now_ns)
+    assert core.cluster_commit_index == 5
+
+
+def test_a_leader_that_hears_contributors_alone_steps_down() -> None:
+    core, now_ns = lead_with_contributor()
+    for _ in range(40):
+        now_ns = max(now_ns, core.wake_at_ns)
+        core.handle(TimerFired(), now_ns=now_ns)
+        if not core.is_leader:
+            return
+        arrive(core, "d", ack(1, core._sequence, True, 4), now_ns)
+    raise AssertionError("it still leads")
+
+
+def contributor() -> LedgerCore:
+    """Region d, of which a, b and c know that it is a contributor, and which does not know it yet."""
+    return a_core("d", ("a", "b", "c"))
+
+
+def asked(effects: list[Effect]) -> list[str]:
+    return [peer for peer, message in sends(effects) if isinstance(message, RequestVote)]
+
+
+def test_who_has_no_vote_asks_for_none_and_gives_one_when_asked() -> None:
+    """Its log may just not have the entry yet that gives it a vote: else two of three can be stuck."""
+    core = contributor()
+    for _ in range(5):
+        assert asked(core.handle(TimerFired(), now_ns=core.wake_at_ns)) == []
+    assert core.role is Role.FOLLOWER
+    answers = sends(write_all(core, arrive(core, "a", vote_request(1, False, 0, 0))))
+    assert answers == [("a", vote(1, False, True))]
+    assert "no member of the run yet" in core.reason
+
+
+def test_votes_of_contributors_are_not_counted_nor_asked_for() -> None:
+    core, now_ns = lead_with_contributor()
+    core.handle(TimerFired(), now_ns=now_ns + 10**9)
+    assert not core.is_leader
+    effects = core.handle(TimerFired(), now_ns=core.wake_at_ns)
+    assert asked(effects) == ["b", "c"]
+    arrive(core, "d", RequestVoteReply(core.term + 1, True, True, b""))
+    assert core.role is Role.ASKING
+    arrive(core, "b", RequestVoteReply(core.term + 1, True, True, b""))
+    assert core.role is Role.CANDIDATE
+
+
+def test_a_removed_region_is_told_and_then_nothing_is_sent_to_it() -> None:
+    core, now_ns = lead_with_contributor()
+    arrive(core, "d", ack(1, 20, True, 4), now_ns)
+    write_all(core, core.propose(MembershipBody("d", "former"), now_ns=now_ns), now_ns)
+    arrive(core, "d", ack(1, 21, True, 5), now_ns)
+    assert "d" in core.durable_indexes, "it is not committed yet"
+    arrive(core, "b", ack(1, 21, True, 5), now_ns)
+    effects = arrive(core, "d", ack(1, 22, True, 5), now_ns)
+    (farewell,) = [message for peer, message in sends(effects) if peer == "d"]
+    assert isinstance(farewell, AppendEntries)
+    assert farewell.commit_index == 5
+    arrive(core, "d", ack(1, farewell.sequence, True, 5), now_ns)
+    assert core.durable_indexes.keys() == set("abc")
+    assert sends(arrive(core, "d", ack(1, farewell.sequence, True, 5), now_ns)) == []

@@ -1,0 +1,94 @@
+"""core/ledger/roster.py: entries change one membership at a time, and say nothing that can't follow."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_node.core.bounds import REGIONS
+from diloco_node.core.ledger.disks import DiskView
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.roster import Membership, Roster
+from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.types import EXPELLED, DiskNamedBody, EntryBody, GenesisBody
+from tests.kit.ledger_kit import disk_of
+
+GENESIS = GenesisBody("run", "m", "s", tuple("abc"), (bytes(32),), tuple(map(disk_of, "abc")))
+ADDED = MembershipBody("d", "contributor", "d.example:4317")
+
+
+def roster_of(*bodies: EntryBody) -> Roster:
+    """The roster after these, from index 1; each of them can be."""
+    roster = Roster.of_voters("abc")
+    for index, body in enumerate(bodies, start=1):
+        assert not isinstance(body, MembershipBody) or roster.change_fault(body) == "", body
+        roster = roster.after(seal(index, 1, ZERO_HASH, body))
+    return roster
+
+
+def test_a_region_is_added_gets_a_folder_then_a_vote_and_leaves() -> None:
+    named, voter = DiskNamedBody("d", disk_of("d")), MembershipBody("d", "voter")
+    roster = roster_of(GENESIS, ADDED)
+    assert (roster.names, roster.voters) == (("a", "b", "c", "d"), ("a", "b", "c"))
+    assert roster.memberships["d"] == Membership(MemberKind.CONTRIBUTOR, b"", 2, "d.example:4317", 0)
+    roster = roster_of(GENESIS, ADDED, named, voter)
+    assert roster.voters == ("a", "b", "c", "d")
+    assert roster.memberships["d"] == Membership(MemberKind.VOTER, disk_of("d"), 4, "d.example:4317", 1)
+    roster = roster_of(GENESIS, ADDED, named, voter, MembershipBody("a", "contributor"), MembershipBody("d", "former"))
+    assert (roster.names, roster.voters) == (("a", "b", "c"), ("b", "c"))
+    assert roster.disks.keys() == set("abc"), "its folder counts for nothing any more"
+
+
+def test_a_region_that_comes_back_is_a_contributor_without_a_folder_and_its_lives_are_remembered() -> None:
+    bodies = (GENESIS, MembershipBody("c", "former"), MembershipBody("c", "contributor"))
+    roster = roster_of(*bodies)
+    assert (roster.kind_of("c"), roster.disks["c"], roster.replacements("c")) == (MemberKind.CONTRIBUTOR, b"", 0)
+    assert roster_of(*bodies, DiskNamedBody("c", b"x" * 16)).replacements("c") == 1, "whose folder may be another one"
+    assert roster_of(GENESIS, ADDED, DiskNamedBody("d", disk_of("d"))).replacements("d") == 0, "its first one"
+
+
+@pytest.mark.parametrize(
+    ("bodies", "change", "fault"),
+    [
+        ((), MembershipBody("a", "king"), "there is no kind of member 'king'"),
+        ((), MembershipBody("d", "former"), "d is no member of the run"),
+        ((), MembershipBody("a", "voter"), "a is a voter already"),
+        ((), MembershipBody("d", "voter"), "d is no member: add it first"),
+        ((ADDED,), MembershipBody("d", "voter"), "the disk of d does not hold yet what is committed"),
+        ((DiskNamedBody("a", EXPELLED), MembershipBody("a", "contributor")), MembershipBody("a", "voter"), "readmit"),
+        (
+            (DiskNamedBody("a", b""),),
+            MembershipBody("b", "former"),
+            "without b 2 of 2 voters must vote, and only 1 can: c",
+        ),
+        (
+            (MembershipBody("a", "former"), MembershipBody("b", "contributor")),
+            MembershipBody("c", "former"),
+            "c is the only voter",
+        ),
+    ],
+)
+def test_a_change_that_can_not_be_is_refused_with_its_arithmetic(
+    bodies: tuple[EntryBody, ...], change: MembershipBody, fault: str
+) -> None:
+    assert fault in roster_of(GENESIS, *bodies).change_fault(change)
+
+
+def test_so_many_regions_and_no_more_are_ever_members() -> None:
+    former = {f"r{number}": Membership(MemberKind.FORMER) for number in range(REGIONS - 3)}
+    roster = Roster({**Roster.of_voters("abc").memberships, **former})
+    assert "which is as many as there can be" in roster.change_fault(ADDED)
+    assert roster.change_fault(MembershipBody("r1", "contributor")) == "", "one that comes back is none more"
+
+
+def test_a_majority_is_of_voters() -> None:
+    roster = roster_of(GENESIS, ADDED)
+    assert [roster.is_majority(names) for names in ("a", "ad", "ab", "abd")] == [False, False, True, True]
+
+
+def test_the_view_goes_back_when_its_entries_are_overwritten() -> None:
+    view = DiskView("abc")
+    log = [seal(index, 1, ZERO_HASH, body) for index, body in enumerate((GENESIS, ADDED), start=1)]
+    view.follow(log)
+    assert (view.roster.names, view.last_change_index) == (("a", "b", "c", "d"), 2)
+    view.on_truncation(2)
+    assert (view.roster.names, view.last_change_index) == (("a", "b", "c"), 1)

@@ -1,0 +1,224 @@
+"""Regions come and go in mid-run: a contributor joins, trains and is merged, gets a vote, and another region leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_node.core.events import Effect
+from diloco_node.core.ledger.disks import DiskView
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.operator_orders import EntryOrdered
+from diloco_node.core.types import RoundBody
+from diloco_node.lab.sim import core_parts as view
+from diloco_node.lab.sim.member_check import MemberCheck
+from tests.kit.rounds_kit import committed_round, contribution
+from tests.kit.small_world import Small
+
+
+@pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+def order(small: Small, region: str, kind: str, *, is_forced: bool = False) -> str:
+    """Give the order to the leader; why it can't be carried out."""
+    host = small.hosts[small.leader()]
+    change = EntryOrdered(MembershipBody(region, kind), is_cut_off=kind == "former", is_forced=is_forced)
+    fault: str = host.core.replacement.order_fault(change, host.core.liveness, now_ns=small.world.now_ns)
+    host.post(change)
+    return fault
+
+
+def start(small: Small, region: str) -> None:
+    """Start a joiner: from now on everything is demanded of it, too."""
+    small.sim.start_region(region)
+    small.sim.honest[region] = small.hosts[region]
+
+
+def stop(small: Small, region: str) -> None:
+    """End a region that has left the run."""
+    small.hosts[region].kill_daemon()
+    small.hosts[region].kill_learner()
+    del small.sim.honest[region], small.hosts[region]
+
+
+def merged(small: Small, after: int) -> set[str]:
+    """Learners in the rounds that were committed after so many entries."""
+    rounds = [body for body in small.bodies()[after:] if isinstance(body, RoundBody)]
+    assert rounds
+    return {member.contribution.learner for body in rounds for member in body.members}
+
+
+def roster(small: Small, region: str) -> Roster:
+    found: Roster = small.hosts[region].core.history.roster
+    return found
+
+
+@pytest.mark.parametrize(("regions", "summary_entries"), [(4, 12), pytest.param(5, 1024, marks=pytest.mark.seeds)])
+def test_a_region_joins_is_merged_and_gets_a_vote_and_another_leaves(
+    patch: pytest.MonkeyPatch, regions: int, summary_entries: int
+) -> None:
+    small = Small(patch, regions, joiners=1, summary_entries=summary_entries)
+    (joiner,) = small.sim.setup.joiners
+    small.go(6)
+    assert order(small, joiner, "voter").startswith(f"{joiner} is no member: add it first")
+    assert order(small, joiner, "contributor") == ""
+    small.go(3)
+    assert roster(small, small.leader()).kind_of(joiner) == "contributor", "before it is there"
+    assert order(small, joiner, "voter").startswith(f"the disk of {joiner} does not hold yet")
+    start(small, joiner)
+    small.go(8)
+    count = len(small.bodies())
+    small.go(5)
+    assert merged(small, count) == set(small.hosts), "a contributor trains and is merged"
+    assert all(roster(small, name).voters == small.sim.setup.founders for name in small.hosts)
+    assert not small.hosts[joiner].core.ledger._may_stand()
+    assert order(small, joiner, "voter") == ""
+    small.go(2)
+    assert all(roster(small, name).voters == small.sim.setup.regions for name in small.hosts)
+    small.settle()
+
+    leaver = next(name for name in small.others() if name != joiner)
+    assert order(small, leaver, "former") == ""
+    small.go(5)
+    assert "no member of the run any more" in small.hosts[leaver].core.ledger.reason, "it is told"
+    assert leaver not in small.hosts[small.leader()].core.ledger.durable_indexes, "and then nobody sends to it"
+    stop(small, leaver)
+    count = len(small.bodies())
+    small.go(5)
+    assert merged(small, count) == set(small.hosts)
+    assert roster(small, joiner).voters == tuple(sorted(small.hosts))
+    small.settle()
+
+
+def test_regions_that_never_come_cost_nothing_and_one_that_is_gone_is_removed(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 5, joiners=2)
+    small.go(6)
+    for joiner in small.sim.setup.joiners:
+        assert order(small, joiner, "contributor") == ""
+        small.go(1)
+    leader = small.leader()
+    gone, other = (name for name in small.sim.setup.founders if name != leader)
+    small.hosts[gone].kill_daemon()
+    small.go(3)
+    count = len(small.bodies())
+    small.go(4)
+    assert merged(small, count) == {leader, other}
+    assert "it makes 2 voters, of which 2 must be there" in order(small, other, "former")
+    assert order(small, gone, "former") == "", "it needs only the others"
+    small.go(2)
+    for joiner in small.sim.setup.joiners:
+        assert order(small, joiner, "former") == ""
+        small.go(1)
+    assert roster(small, leader).names == tuple(sorted((leader, other)))
+    stop(small, gone)
+    for joiner in small.sim.setup.joiners:
+        del small.hosts[joiner]
+    assert [note for note in small.alarms() if "can't be" in note.text] == []
+    small.settle()
+
+
+@pytest.mark.seeds
+def test_contributors_do_not_count_for_the_majority_nor_stand_for_election(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 5, joiners=2)
+    small.go(8)
+    for joiner in small.sim.setup.joiners:
+        start(small, joiner)
+        assert order(small, joiner, "contributor") == ""
+        small.go(8)
+    first, second = (name for name in small.sim.setup.founders if name != small.leader())
+    for name in (first, second):
+        small.hosts[name].kill_daemon()
+    count = len(small.bodies())
+    small.go(15)
+    assert len(small.bodies()) <= count + 2, "one of three voters and two contributors commit nothing"
+    assert not any(view.is_leader(host.core) for host in small.hosts.values() if host.core is not None)
+    small.hosts[first].start_daemon()
+    small.go(20)
+    assert len(small.bodies()) > count + 4, "two of three voters do"
+    small.hosts[second].start_daemon()
+    small.settle()
+
+
+@pytest.mark.seeds
+def test_the_vote_of_a_contributor_that_is_counted_is_found(patch: pytest.MonkeyPatch) -> None:
+    class Eager(DiskView):
+        """Counts every member."""
+
+        @property
+        def roster(self) -> Roster:
+            eager = Roster(self._roster.memberships)
+            eager.voters = eager.names
+            return eager
+
+        @roster.setter
+        def roster(self, roster: Roster) -> None:
+            self._roster = roster
+
+    small = Small(patch, 5, joiners=1)
+    (joiner,) = small.sim.setup.joiners
+    small.go(8)
+    start(small, joiner)
+    assert order(small, joiner, "contributor") == ""
+    small.go(15)
+    for host in small.hosts.values():
+        disks = host.core.ledger.disks
+        before = disks.__dict__.pop("roster")
+        disks.__class__, disks.roster = Eager, before
+    away = [name for name in small.others() if name != joiner][:2]
+    for name in away:
+        small.hosts[name].kill_daemon()
+    small.sim.run_until(lambda: small.world.now_ns > 60_000_000_000)
+    assert any("durable: " in text for text in small.sim.checkers.violations)
+
+
+def test_two_changes_that_are_open_at_once_are_found(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 5, joiners=1)
+    (joiner,) = small.sim.setup.joiners
+    small.go(8)
+    leader = small.leader()
+    small.cut(leader)
+    assert order(small, joiner, "contributor") == ""
+    assert "another change of the regions is not committed yet" in order(small, small.others()[0], "former")
+    core = small.hosts[leader].core
+
+    def propose_anyway(event: EntryOrdered, *_: object, now_ns: int) -> list[Effect]:
+        effects: list[Effect] = core.ledger.propose(event.body, now_ns=now_ns)
+        return effects
+
+    patch.setattr(core.replacement, "carry_out", propose_anyway)
+    small.hosts[leader].post(EntryOrdered(MembershipBody(small.others()[0], "former"), is_cut_off=True))
+    assert any("2 changes are open at once" in text for text in small.sim.checkers.violations)
+
+
+def test_a_region_that_an_open_round_has_leaves_after_it_and_no_new_round_has_it(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 4)
+    small.go(6)
+    leaver = small.others()[0]
+    host = small.hosts[small.leader()]
+    small.sim.run_until(lambda: any(leaver in round_.members for round_ in host.core.leader.rounds.values()))
+    ballots = {round_.ballot for round_ in host.core.leader.rounds.values()}
+    assert order(small, leaver, "former", is_forced=True) == ""
+    assert roster(small, host.name).kind_of(leaver) == "voter", "its contribution counts"
+    small.go(5)
+    assert roster(small, host.name).kind_of(leaver) == "former"
+    late = [body for body in small.bodies() if isinstance(body, RoundBody) and body.ballot > max(ballots)]
+    assert late
+    assert leaver not in {member.contribution.learner for body in late for member in body.members}
+
+
+def test_a_removed_regions_contribution_that_is_merged_is_found() -> None:
+    violations: list[str] = []
+    check = MemberCheck(("a", "b", "c"), violations.append)
+    round_ = committed_round(0, 1, [contribution("b")])
+    check.committed(round_)
+    assert violations == []
+    check.committed(MembershipBody("b", "former"))
+    check.committed(round_)
+    assert violations == ["members: 0/1 is of ['b'], of whom the run has none"]
+    check.committed(MembershipBody("b", "voter"))
+    assert "gives a vote to who has not shown that it holds the state" in violations[1]
