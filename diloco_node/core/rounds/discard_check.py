@@ -1,4 +1,4 @@
-"""Steps that a leader books as lost, compared with what their region reports of its learner.
+"""Steps that a leader books as lost, compared with the number that their region reports to be made.
 
 An honest leader books what the region itself has reported, so a leader that books more is wrong. But a report that came
 here may be older than the entry. So the entry waits until the region has answered a heartbeat that this region sent
