@@ -181,7 +181,13 @@ def refused(small: Small, liar: str) -> set[str]:
 
 def lost(work: Contribution) -> DiscardedBody:
     return DiscardedBody(
-        work.learner, work.incarnation, work.fragment, work.step_from, work.step_to, work.tokens, "it pleases me"
+        work.learner,
+        work.incarnation,
+        work.fragment,
+        work.step_from,
+        work.step_to + (1 << 20),
+        work.tokens,
+        "it pleases me",
     )
 
 

@@ -79,14 +79,13 @@ def discard_contradiction(body: DiscardedBody, report: LearnerStatus | None) -> 
     Nobody knows here how far earlier lives came.
 
     Args:
-        report: with a position in each fragment; None: there is no learner.
+        report: the last one; None: there is no learner.
     """
     if report is None or body.incarnation < report.incarnation:
         return ""
     if body.incarnation > report.incarnation:
         return f"its incarnation is {report.incarnation}, not {body.incarnation}"
-    step = report.positions[body.fragment].included_step
-    return f"it carries all steps from {step} on" if body.step_to > step else ""
+    return f"it has made {report.step} steps" if body.step_to > report.step else ""
 
 
 def _usual_tokens(learners: Iterable[LearnerStatus]) -> float | None:

@@ -88,14 +88,14 @@ def _weigh_the_first(body: RoundBody) -> dict[str, Any]:
 
 
 def _throw_away(host: Host) -> None:
-    """In place of each round it books the steps of another region's contribution as lost."""
+    """In place of each round it books steps as lost that another region has never made."""
 
     def spoil(body: EntryBody) -> EntryBody:
         members = body.members if isinstance(body, RoundBody) else ()
         work = next((member.contribution for member in members if member.contribution.learner != host.name), None)
         if work is None:
             return body
-        steps = (work.step_from, work.step_to, work.tokens)
+        steps = (work.step_from, work.step_to + (1 << 20), work.tokens)
         return DiscardedBody(work.learner, work.incarnation, work.fragment, *steps, "it pleases me")
 
     host.spoil_core = partial(view.spoil_proposals, spoil=spoil)

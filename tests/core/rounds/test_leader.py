@@ -776,8 +776,8 @@ def test_discard_waits_while_an_open_round_may_include_the_steps() -> None:
     announcement = office.open()
     office.contribute(announcement, "b")
     bodies = DiscardReported((DISCARD, replace(DISCARD, fragment=1)))
-    office.answer("b", bodies)
-    assert not office.leader.proposals, "its learner lives, and carries these steps, by its last report"
+    office.answer("b", DiscardReported((replace(DISCARD, fragment=1, step_to=10_000),)))
+    assert not office.leader.proposals, "its learner has not made so many, by its last report"
     office.report(status(0, incarnation=2), "b")
     office.answer("b", bodies)
     assert list(office.leader.proposals) == [replace(DISCARD, fragment=1)]
