@@ -1,4 +1,4 @@
-"""What a run and a region have settled for a learner's fragments."""
+"""Settings of a learner's fragments: those of the run, and those of its region."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENCODER_VARIABLE: Final = "DILOCO_ENCODER"
 
 @dataclass(frozen=True, slots=True)
 class FragmentSettings:
-    """What the daemon's Welcome fixes, names as there, and which processor encodes."""
+    """Facts that the Welcome of the daemon fixes, by its names, and which processor encodes."""
 
     region: str
     incarnation: int

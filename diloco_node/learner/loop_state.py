@@ -155,7 +155,7 @@ class LoopState:
 
     def _unmerged(self) -> dict[str, Tensor]:
         """Buffers and parameters of the model that are in no merge and no checkpoint, but in its `state_dict()`."""
-        names, followed = self._tensors.names, self._tensors.followed
+        names, merge_names = self._tensors.names, self._tensors.followed
         transient = {
             plain_name(f"{prefix}.{name}".lstrip("."))
             for prefix, module in self._tensors.model.named_modules()
@@ -164,7 +164,7 @@ class LoopState:
         present = {
             name: tensor
             for name, tensor in self._tensors.present().items()
-            if name not in transient and name not in followed and tensor not in names and _is_plain(tensor)
+            if name not in transient and name not in merge_names and tensor not in names and _is_plain(tensor)
         }
         by_id = {id(tensor): name for name, tensor in reversed(present.items()) if id(tensor) not in self._member_ids}
         return {name: present[name] for name in reversed(by_id.values())}

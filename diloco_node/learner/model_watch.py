@@ -189,12 +189,12 @@ class ModelWatch:
 
     def _places_now(self) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
         """Return what the modules hold: the dictionaries themselves, and their values."""
-        merged = set(self._tensors.followed.values())
+        merge_tensors = set(self._tensors.followed.values())
         modules = [*self._tensors.model.modules()]
         holders: list[dict[str, Any]] = [
             holder for module in modules for holder in (module._parameters, module._modules)
         ]
-        holders += [module._buffers for module in modules if not merged.isdisjoint(module._buffers.values())]
+        holders += [module._buffers for module in modules if not merge_tensors.isdisjoint(module._buffers.values())]
         return [(holder, tuple(holder.values())) for holder in holders]
 
     def _check_model(self) -> None:
