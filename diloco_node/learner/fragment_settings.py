@@ -1,4 +1,4 @@
-"""What a run and a region have settled for a learner's fragments."""
+"""The settings of a run and a region for a learner's fragments."""
 
 from __future__ import annotations
 
