@@ -1,4 +1,4 @@
-"""Settings of a learner's fragments: those of the run, and those of its region."""
+"""The settings of a run and a region for a learner's fragments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENCODER_VARIABLE: Final = "DILOCO_ENCODER"
 
 @dataclass(frozen=True, slots=True)
 class FragmentSettings:
-    """Facts that the Welcome of the daemon fixes, by its names, and which processor encodes."""
+    """What the daemon's Welcome fixes, names as there, and which processor encodes."""
 
     region: str
     incarnation: int

@@ -413,7 +413,7 @@ def test_a_snapshot_is_encoded_while_the_counters_go_to_the_disk_and_announced_a
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
     encode = bench.fragments._encoded
-    bench.fragments._encoded = lambda taken: (encode(taken), encoded.set())[0]  # type: ignore[method-assign]
+    bench.fragments._encoded = lambda *taken: (encode(*taken), encoded.set())[0]  # type: ignore[method-assign]
     bench.fragments.snapshot(SnapshotRequested(0, 1, 0))
     assert bench.answers.empty()
     bench.fragments.encode_taken()

@@ -93,11 +93,11 @@ def differing_bytes(device: torch.device, codec: Codec) -> int:
     exponents = np.repeat(np.linspace(-135, 90, _PROBE_VALUES // BLOCK_VALUES).astype(int), BLOCK_VALUES)
     values[_PROBE_VALUES // 4 :] *= np.exp2(exponents.astype(np.float32))[_PROBE_VALUES // 4 :]
     blocks = FragmentBlocks([_PROBE_VALUES], codec)
-    expected: U8 = np.zeros(blocks.encoded_bytes, np.uint8)
-    norms = kernels.encode_delta(blocks, values, np.zeros_like(values), expected)
+    kernel_bytes: U8 = np.zeros(blocks.encoded_bytes, np.uint8)
+    norms = kernels.encode_delta(blocks, values, np.zeros_like(values), kernel_bytes)
     rows, squares = encode_rows(torch.from_numpy(values).view(-1, BLOCK_VALUES).to(device), codec)
     copy = EncodedRows(rows.cpu().numpy(), squares.cpu().numpy())
-    return int((copy.code_bytes.reshape(-1) != expected).sum()) + int(squared_norm(copy) != norms[0])
+    return int((copy.code_bytes.reshape(-1) != kernel_bytes).sum()) + int(squared_norm(copy) != norms[0])
 
 
 def squared_norm(rows: EncodedRows) -> float:
