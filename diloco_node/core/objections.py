@@ -45,6 +45,7 @@ class Objections:
                     self._end.believe()
                 effects += ledger.payload_arrived(now_ns=now_ns)
             elif fault:
+                self._discards.heed(body)
                 return effects + ledger.refuse(body, fault, now_ns=now_ns)
             elif end_doubt:
                 if since_ns is not None and now_ns - since_ns >= self._patience_ns:

@@ -3,6 +3,9 @@
 An honest leader books what the region itself has reported, so a leader that books more is wrong. But a report that came
 here may be older than the entry. So the entry waits until the region has answered a heartbeat that this region sent
 later. A region knows it of its own learner at once.
+
+A region may tell each of the others something else, and have an honest leader refused. So its reports count against
+one leader only.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ class DiscardCheck:
         self._region, self._liveness, self._ended = context.region, context.liveness, ended
         # The steps that are doubted, and the last heartbeat before that.
         self._question: tuple[DiscardedBody, int] | None = None
+        # Regions whose reports had a leader refused.
+        self._heeded: set[str] = set()
         # What a majority has committed all the same.
         self._believed: EntryBody | None = None
 
     def doubt(self, body: EntryBody, *, now_ns: int) -> str:
         """Return what the region's last report says against its steps being lost; empty if nothing."""
-        if not isinstance(body, DiscardedBody) or body == self._believed:
+        if not isinstance(body, DiscardedBody) or body == self._believed or body.learner in self._heeded:
             return ""
         if body.learner == self._region and body.incarnation in self._ended:
             steps = self._ended[body.incarnation]
@@ -51,3 +56,8 @@ class DiscardCheck:
     def believe(self, body: EntryBody) -> None:
         """Take an entry all the same: a majority did."""
         self._believed = body
+
+    def heed(self, body: EntryBody) -> None:
+        """The leader is refused for this entry."""
+        if isinstance(body, DiscardedBody) and body.learner != self._region:
+            self._heeded.add(body.learner)

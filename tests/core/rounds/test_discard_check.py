@@ -80,6 +80,14 @@ def test_only_a_report_that_is_newer_than_the_entry_is_held_against_a_leader() -
     assert desk.fault(lost(4, 0, 40)) == desk.doubt(lost(4, 0, 40)) == ""
 
 
+def test_the_reports_of_one_region_count_against_one_leader_only() -> None:
+    desk, body = Desk(), lost(4, 0, 8)
+    desk.hear(STATUS)
+    assert desk.doubt(body)
+    desk.check.heed(body)
+    assert desk.doubt(body) == desk.doubt(lost(5, 0, 8)) == ""
+
+
 def test_what_a_majority_committed_is_doubted_no_more() -> None:
     desk, body = Desk(), lost(4, 0, 8)
     desk.hear(STATUS)
@@ -93,4 +101,5 @@ def test_of_its_own_learner_a_region_knows_at_once_how_far_each_life_came() -> N
     assert desk.doubt(lost(2, 0, 50, learner="b")) == ""
     assert "incarnation 2 made 50 steps" in desk.fault(lost(2, 0, 51, learner="b"))
     desk.liveness.own_learner(STATUS, now_ns=0)
+    desk.check.heed(lost(3, 0, 91, learner="b"))
     assert "it has made 90 steps" in desk.fault(lost(3, 0, 91, learner="b"))
