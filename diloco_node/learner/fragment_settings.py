@@ -15,7 +15,7 @@ ENCODER_VARIABLE: Final = "DILOCO_ENCODER"
 
 @dataclass(frozen=True, slots=True)
 class FragmentSettings:
-    """What the daemon's Welcome fixes, names as there, and which processor encodes."""
+    """Facts that the Welcome of the daemon fixes, by its names, and which processor encodes."""
 
     region: str
     incarnation: int
