@@ -29,7 +29,8 @@ test: $(STAMP)
 .PHONY: test-device
 test-device: $(STAMP)
 	$(PYTEST) $(PARALLEL) 2 -p tests.kit.fakecuda.plugin -m 'not e2e and not seeds and not system' $(PYTEST_ARGS) \
-	  tests/learner/layouts/test_device.py tests/learner/test_local_fragments.py tests/kit/test_fakecuda.py
+	  tests/learner/layouts/test_device.py tests/learner/layouts/test_block_rows.py tests/learner/test_local_fragments.py \
+	  tests/learner/test_loss.py tests/kit/test_fakecuda.py
 
 test-all: test-device test-rest
 
