@@ -64,6 +64,7 @@ class _OptimizerRecord:
     Attributes:
         size: parameters in its groups. tensors: those that are merged, by name.
         writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
+        counted_steps: of the optimizer whose steps count, when this one's last step began.
         is_stepping: it is in a step: what it writes was not noted yet.
         sample: of its largest tensor at that time: a load changes all of them.
         before: samples of its tensors before a step after which its states are looked at, by name.
@@ -75,6 +76,7 @@ class _OptimizerRecord:
     tensors: dict[str, Tensor]
     writes: list[int] = field(default_factory=list)
     steps: int = 0
+    counted_steps: int = 0
     is_stepping: bool = False
     sample: Tensor | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
@@ -245,6 +247,8 @@ class ModelWatch:
         # A step may call that of its base class, of which the hooks tell, too.
         if not record.is_stepping and COPY_LOOKS & {record.steps + 1, record.steps + 2}:
             record.before = {name: sample_of(tensor) for name, tensor in record.tensors.items()}
+        if not record.is_stepping:
+            record.counted_steps = self._counted_steps()
         record.is_stepping = True
         if self._written:
             self._compare(is_trained=False)
@@ -260,8 +264,25 @@ class ModelWatch:
             self._note_records()
         record.is_stepping = False
         record.steps += 1
+        if self._counted not in (None, optimizer, *inner_of(optimizer)):
+            self._check_counted(optimizer, record)
         if record.steps in COPY_LOOKS:
             self._look_at_states(optimizer, record)
+
+    def _counted_steps(self) -> int:
+        record = None if self._counted is None else self._optimizers.get(self._counted)
+        return 0 if record is None else record.steps
+
+    def _check_counted(self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord) -> None:
+        """Refuse an optimizer that trains in place of the one whose steps are counted. One around that steps it, too:
+        torchtitan's container is an optimizer itself."""
+        counted_tensors = set() if self._counted is None else set(parameters_of(self._counted))
+        is_in_place = not counted_tensors.isdisjoint(record.tensors.values())
+        if is_in_place and record.counted_steps == self._counted_steps():
+            raise LearnerError(
+                f'{kind_of(optimizer)} makes a step, and attach(step="auto") counts those of another optimizer: give '
+                "attach() the one that trains, after it was made"
+            )
 
     def _record_of(self, optimizer: torch.optim.Optimizer) -> _OptimizerRecord | None:
         """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
@@ -280,11 +301,6 @@ class ModelWatch:
                 f"This region would train them alone. {REMEDY}"
             )
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
-        if tensors and self._counted not in (None, optimizer, *inner_of(optimizer)):
-            raise LearnerError(
-                f'{kind_of(optimizer)} makes a step, and attach(step="auto") counts those of another optimizer: give '
-                "attach() the one that trains, after it was made"
-            )
         self._optimizers[optimizer] = _OptimizerRecord(size, tensors) if tensors else None
         return self._optimizers[optimizer]
 

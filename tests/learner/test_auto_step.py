@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.forward_watch import ForwardWatch, count_tokens
+from diloco_node.learner.several_optimizers import parameters_of
 from diloco_node.wire.learner_link import Report
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import region_folder
@@ -83,6 +84,28 @@ def train(model: Language, optimizer: torch.optim.Optimizer, *, micro_batches: i
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())
+
+
+class Container(torch.optim.Optimizer):
+    """Optimizers as one, as torchtitan's container: with hooks of its own, and no wrapper of one."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self.members = members
+        super().__init__([parameter for member in members for parameter in parameters_of(member)], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for member in self.members:
+            member.step(closure)
+
+
+def test_the_container_of_the_optimizer_that_counts_is_none_in_its_place(folder: Path) -> None:
+    model = Language()
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    container = Container(first)
+    with FakeDaemon(folder), diloco_node.attach(model, first, step="auto") as diloco:
+        for _ in range(3):
+            train(model, container)
+        assert diloco.steps == 3
 
 
 def test_another_optimizer_whose_steps_nobody_would_count_is_refused(folder: Path) -> None:
