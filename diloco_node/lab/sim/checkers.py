@@ -289,14 +289,18 @@ class Checkers:
     def _acknowledges(self, host: Host, peer: str, message: msg.AppendEntriesReply) -> None:
         if not message.accepted or not message.durable_index:
             return
-        memory = self._memories[host.name]
+        memory, is_late = self._memories[host.name], message.term < view.term(host.core)
         if message.durable_index > view.last_index(host.core):
+            if is_late:
+                return  # as below
             self.violate(f"durable: {host.name} acknowledges {message.durable_index}, beyond its log")
             return
         is_base = message.durable_index == view.base_index(host.core)
         entry = self.history[message.durable_index - 1] if is_base else view.entry(host.core, message.durable_index)
         if memory.acknowledged == (entry.index, entry.hash):
             return
+        if is_late and entry.hash != message.durable_hash:
+            return  # it waited until a newer term was on disk, whose leader overwrites what it names
         memory.acknowledged = (entry.index, entry.hash)
         self._check_age(host, f"acknowledges entry {entry.index}")
         self._promised[message.disk] = max(self._promised.get(message.disk, 0), min(entry.index, len(self.history)))

@@ -33,8 +33,9 @@ DAEMON_SEEDS = range(1)
 MANY_DAEMON_SEEDS = [range(1, 5)]
 """Only where there is time."""
 
-GRAY_COMMITS_MIN = 3
-"""Bulk is broken all the time there: of 24 seeds two made 3 and 4 commits, and the others 7 to 37."""
+FEW_COMMITS_MIN = {"gray": 3, "elections": 5}
+"""Of 24 seeds in which bulk is broken all the time two made 3 and 4 commits, and the others 7 to 37. Of 30 in which
+leaders go all the time one made 5, and the others 8 to 49."""
 
 SEEDS_MAX = 100
 """A planted fault must be found within so many seeds; most are by the first three."""
@@ -120,7 +121,7 @@ def test_a_seed_keeps_every_promise_under_faults_and_makes_progress_after_healin
     report = simulate(seed, schedule=schedule)
     assert report.is_good, format_report(report)
     assert report.events >= 3000, format_report(report)
-    commits_min = GRAY_COMMITS_MIN if report.schedule == "gray" else COMMITS_MIN
+    commits_min = FEW_COMMITS_MIN.get(report.schedule, COMMITS_MIN)
     assert report.commits >= commits_min, format_report(report)
     assert sum(report.faults.values()) >= FAULTS_MIN, format_report(report)
 
