@@ -201,7 +201,8 @@ def test_two_regions_train_over_the_kernel_s_netem_while_their_clock_jumps_and_e
     command = f"{JUMPS.format(history=history)}{demo} --folder '{tmp_path}/run' --json > '{tmp_path}/report.json'"
     log = boot(tmp_path, command, memory="4G")
     assert "guest ended with 0" in log, log[-4000:]
-    check_that_rounds_went_on([json.loads(line) for line in history.read_text().splitlines()[1:]])
+    rows = [json.loads(line) for line in history.read_text().splitlines()[1:]]
+    check_that_rounds_went_on([row for row in rows if "mark" not in row])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["wan"]["backend"] == "netem"
     for pair in report["wan"]["pairs"]:
