@@ -60,7 +60,7 @@ class RegionCore:
         recovered: what the disk held at start.
         seed: of the election timeouts. secret: at random; of the nonces of audits.
         now_ns: monotonic time.
-        silent_heartbeats: after so many without a word a region counts as gone.
+        silent_heartbeats: after so many without a word a region counts as gone. may_change_members: see `EntryCheck`.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class RegionCore:
         secret: bytes,
         now_ns: int,
         silent_heartbeats: int = SILENT_HEARTBEATS,
+        may_change_members: bool = False,
     ) -> None:
         self._region = region
         self._manifest = manifest
@@ -124,7 +125,8 @@ class RegionCore:
         self.participant = RoundParticipant(context, self.versions)
         self._discards = DiscardReporter(context)
         self._objections = Objections(context, self.versions, self.end, self._discards.ended)
-        check = EntryCheck(run, manifest, settings, witness=self.participant.audits.entry_fault)
+        witness = self.participant.audits.entry_fault
+        check = EntryCheck(run, manifest, settings, witness=witness, may_change_members=may_change_members)
         self.ledger = LedgerCore(
             region=region,
             voters=peers,

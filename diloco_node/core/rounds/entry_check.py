@@ -140,6 +140,8 @@ class EntryCheck:
         manifest: of the model. settings: of the run.
         witness: what this region itself did or got in a round otherwise than its entry says, by the coefficients of
             the members' pieces; empty if nothing.
+        may_change_members: accept changes of the roster. Nobody orders one yet, and a leader that made one up could
+            take the others' votes away, one after the other.
     """
 
     def __init__(
@@ -149,9 +151,10 @@ class EntryCheck:
         settings: RunSettings,
         *,
         witness: Callable[[RoundBody, Coefficients], str] = lambda *_: "",
+        may_change_members: bool = False,
     ) -> None:
         self._run = run
-        self._settings, self._witness = settings, witness
+        self._settings, self._witness, self._may_change_members = settings, witness, may_change_members
         self._fragments = manifest.fragments
         self._blocks = [piece_blocks(fragment.piece_sizes) for fragment in manifest.fragments]
         self._account = Account()
@@ -167,7 +170,7 @@ class EntryCheck:
             ExtendedBody: lambda body, _: extension_fault(self._facts.end, body),
             DiskNamedBody: self._disk_fault,
             RevokedBody: self._revoked_fault,
-            MembershipBody: lambda body, _: self._facts.roster.change_fault(body),
+            MembershipBody: lambda body, _: self._membership_fault(body),
             SnapshotBody: self._snapshot_fault,
             SummaryBody: self._summary_fault,
         }
@@ -203,9 +206,13 @@ class EntryCheck:
     def base_fault(self, base: LedgerBase) -> str:
         """Return why `begin` would refuse a base; empty if it would not."""
         try:
-            self._recent_rounds(decode_summary(base.summary, fragments=len(self._fragments)))
+            summary = decode_summary(base.summary, fragments=len(self._fragments))
+            self._recent_rounds(summary)
         except ProtocolViolation as error:
             return str(error)
+        voters = summed_roster(summary).voters
+        if not self._may_change_members and voters != tuple(sorted(self._run[3])):
+            return f"its voters are {', '.join(voters)}, and no operator can order that"
         return ""
 
     def fault(self, entry: Entry) -> str:
@@ -368,6 +375,11 @@ class EntryCheck:
             or stripes_fault(body.stripes, regions=self._facts.roster.disks, blocks=sum(self._blocks[body.fragment]))
             or self._projections_fault(body)
         )
+
+    def _membership_fault(self, body: MembershipBody) -> str:
+        if not self._may_change_members:
+            return f"{body.region} becomes {body.kind!r}, and no operator can order that"
+        return self._facts.roster.change_fault(body)
 
     def _members_fault(self, body: RoundBody) -> str:
         names = [member.contribution.learner for member in body.members]

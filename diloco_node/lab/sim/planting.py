@@ -26,6 +26,7 @@ def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns:
         seed=seed,
         secret=hashlib.sha256(f"{seed}/{region}".encode()).digest(),
         now_ns=now_ns,
+        may_change_members=True,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_node.core.events import Send, TimerFired
+from diloco_node.core.events import TimerFired
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
@@ -12,7 +12,7 @@ from diloco_node.core.ledger.folder_lives import FolderLives, next_life, starts_
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import RequestVoteReply
 from diloco_node.core.types import DiskNamedBody, FolderLife
-from tests.kit.ledger_kit import a_core, a_leader, ack, arrive, disk_of, vote, vote_request, write_all
+from tests.kit.ledger_kit import a_core, a_leader, ack, arrive, disk_of, sends, vote, vote_request, write_all
 
 NAMES = ("a", "b", "c")
 LIVES = [next_life(start << 32, 7) for start in range(9)]
@@ -104,9 +104,11 @@ def test_neither_votes_nor_acknowledgements_of_an_older_copy_count() -> None:
     assert voter.role is Role.ASKING
     arrive(voter, "c", vote(1, True, True), now_ns)
     assert voter.role is Role.CANDIDATE
-    effects = arrive(a_voter(), "b", vote_request(1, False, 9, 1), now_ns)
-    answers = [effect.message for effect in effects if isinstance(effect, Send)]
-    assert not any(isinstance(answer, RequestVoteReply) and answer.granted for answer in answers)
+    for candidate, is_granted in (("c", True), ("b", False)):
+        voter = a_voter()
+        effects = arrive(voter, candidate, vote_request(1, False, 9, 1), now_ns)
+        answers = [message for _, message in sends(write_all(voter, effects))]
+        assert [answer.granted for answer in answers if isinstance(answer, RequestVoteReply)] == [is_granted]
 
 
 def a_voter() -> LedgerCore:

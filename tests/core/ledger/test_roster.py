@@ -36,6 +36,7 @@ def test_a_region_is_added_gets_a_folder_then_a_vote_and_leaves() -> None:
     roster = roster_of(GENESIS, ADDED, named, voter, MembershipBody("a", "contributor"), MembershipBody("d", "former"))
     assert (roster.names, roster.voters) == (("a", "b", "c"), ("b", "c"))
     assert roster.disks.keys() == set("abc"), "its folder counts for nothing any more"
+    assert roster.memberships["d"].disk == b"", "nor is it remembered"
 
 
 def test_a_region_that_comes_back_is_a_contributor_without_a_folder_and_its_lives_are_remembered() -> None:

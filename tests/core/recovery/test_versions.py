@@ -15,7 +15,7 @@ from diloco_node.core.events import (
     SetStatesAside,
 )
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
-from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX, Versions
+from diloco_node.core.recovery.versions import MISSING_ROUNDS, PAYLOADS_RATHER_MAX, Versions
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Entry, EntryBody, LearnerStatus, Recovered, RoundBody, SnapshotBody
 from tests.kit.rounds_kit import (
@@ -215,6 +215,16 @@ def test_many_missing_payloads_are_fetched_as_the_state_of_a_snapshot() -> None:
     disk.fetches.forget(0)
     assert disk.requests(*many) == [(0, 8, True)]
     assert disk.fetches.pending[0].digest == b"8" * 32
+
+
+def test_rounds_that_are_looked_at_are_enough_to_choose_the_state() -> None:
+    """One of them may be on its way as merged stripes."""
+    disk = Disk()
+    disk.begin()
+    disk.versions.learn(GENESIS)
+    disk.versions.learn(SnapshotBody(0, 64, b"8" * 32))
+    bodies = [committed_round(0, version, ()) for version in range(2, MISSING_ROUNDS + 1)]
+    assert disk.requests(*bodies) == [(0, 64, True)]
 
 
 def test_where_theta_zero_is_gone_the_newest_snapshot_takes_its_place() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.events import Effect
 from diloco_node.core.messages import Heartbeat
+from diloco_node.core.objections import Objections
 from diloco_node.core.rounds.discard_check import DiscardCheck
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import DiscardedBody, FragmentPosition, LearnerStatus
@@ -86,6 +89,37 @@ def test_the_reports_of_one_region_count_against_one_leader_only() -> None:
     assert desk.doubt(body)
     desk.check.heed(body)
     assert desk.doubt(body) == desk.doubt(lost(5, 0, 8)) == ""
+
+
+class Ledger:
+    """A log with one entry that waits; it counts refusals."""
+
+    def __init__(self, body: DiscardedBody) -> None:
+        self.body, self.refusals = body, 0
+
+    def missing_payloads(self, *, rounds_max: int) -> tuple[DiscardedBody, ...]:
+        return (self.body,)
+
+    def is_staged(self, _: DiscardedBody) -> bool:
+        return True
+
+    def refuse(self, _body: DiscardedBody, _fault: str, *, now_ns: int) -> list[Effect]:
+        self.refusals += 1
+        return []
+
+
+def test_no_region_has_leader_after_leader_refused() -> None:
+    desk, ledger = Desk(), Ledger(lost(4, 0, 8))
+    nothing = SimpleNamespace(payload_fault=lambda _: "", doubt=lambda _, now_ns: "")
+    context = context_of(RoundHistory(2), region="b", effects=EffectBuffer("b"), liveness=desk.liveness)
+    objections = Objections(context, nothing, nothing, {})  # type: ignore[arg-type]
+    for body, refusals in ((ledger.body, 1), (lost(5, 0, 8), 1)):
+        ledger.body = body
+        desk.hear(STATUS)
+        objections.raise_against(ledger, now_ns=0)  # type: ignore[arg-type]
+        desk.hear(STATUS, echo=desk.beat())
+        objections.raise_against(ledger, now_ns=0)  # type: ignore[arg-type]
+        assert ledger.refusals == refusals
 
 
 def test_what_a_majority_committed_is_doubted_no_more() -> None:

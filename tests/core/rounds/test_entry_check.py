@@ -57,7 +57,7 @@ SUM_EVERY = 4
 
 
 def new_check() -> EntryCheck:
-    return EntryCheck(RUN, MANIFEST, replace(SETTINGS, summary_entries=SUM_EVERY))
+    return EntryCheck(RUN, MANIFEST, replace(SETTINGS, summary_entries=SUM_EVERY), may_change_members=True)
 
 
 def check_after(*bodies: EntryBody) -> tuple[EntryCheck, Ledger]:
@@ -189,8 +189,20 @@ def test_the_roster_of_its_entry_says_who_may_be_in_one(body: EntryBody, says: s
     assert says in fault if says else fault == ""
 
 
+def test_no_leader_changes_the_members_where_nobody_can_order_it() -> None:
+    check, ledger = EntryCheck(RUN, MANIFEST, SETTINGS), Ledger()
+    for body in (LeaderBody("c"), GENESIS):
+        check.take(ledger.add(body))
+    for body in (MembershipBody("b", "former"), MembershipBody("b", "contributor"), MembershipBody("d", "contributor")):
+        assert "no operator can order that" in check.fault(ledger.add(body))
+    for bodies, says in (((GENESIS,), ""), ((GENESIS, MembershipBody("b", "former")), "its voters are a, c, and no")):
+        base = LedgerBase(len(bodies), 1, ZERO_HASH, encode_summary(history_of(*bodies).sum_up()))
+        assert check.base_fault(base).startswith(says)
+        assert bool(check.base_fault(base)) == bool(says)
+
+
 def test_a_region_that_joins_takes_any_founders_of_its_run_for_right() -> None:
-    check = EntryCheck((*RUN[:3], ()), MANIFEST, SETTINGS)
+    check = EntryCheck((*RUN[:3], ()), MANIFEST, SETTINGS, may_change_members=True)
     ledger = Ledger()
     for body in (LeaderBody("c"), GENESIS, MembershipBody("d", "contributor")):
         entry = ledger.add(body)
