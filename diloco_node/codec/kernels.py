@@ -44,8 +44,7 @@ def encode(
     """Encode a span.
 
     Args:
-        blocks: layout of the fragment.
-        values: shape (values of the span,), float32. Not changed.
+        blocks: layout of the fragment. values: shape (values of the span,), float32. Not changed.
         out: writable bytes of the span; overwritten. Half written when the values are refused.
         block_start, block_stop: the span; to the end of the fragment by default.
 
@@ -75,8 +74,7 @@ def encode_delta(
         As `encode`.
 
     Raises:
-        PayloadCorrupt: as `encode`, for the difference.
-        ValueError: as `encode`.
+        PayloadCorrupt: as `encode`, for the difference. ValueError: as `encode`.
     """
     return _encode(blocks, base, theta, out, block_start, block_stop)
 
@@ -122,10 +120,8 @@ def accumulate(
     With coefficients of -1 and the encoded sum itself, what remains in `acc` is the quantisation residual.
 
     Args:
-        blocks: layout of the fragment.
-        payload: bytes of the span.
-        block_start, block_stop: the span.
-        coefficients: shape (pieces,), float32.
+        blocks: layout of the fragment. payload: bytes of the span.
+        block_start, block_stop: the span. coefficients: shape (pieces,), float32.
         acc: shape (values of the span,), float32; changed in place, and half changed when the bytes are refused.
 
     Returns:
@@ -163,8 +159,7 @@ def outer_step(
     `d = factors[piece] * decoded`, `m = mu * m + d`, `theta = theta - lr * (d + mu * m)`.
 
     Args:
-        blocks: layout of the fragment.
-        payload: bytes of the span of the merged payload.
+        blocks: layout of the fragment. payload: bytes of the span of the merged payload.
         factors: shape (pieces,), float32; share and radius of the merge.
         lr: outer learning rate; rounded to float32.
         mu: outer momentum, 0 for plain SGD; rounded to float32.

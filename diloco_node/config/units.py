@@ -54,11 +54,7 @@ class Duration:
 
 
 def parse_duration(value: object) -> Duration:
-    """`"200ms"`, `"1.5s"`, `"10min"`.
-
-    Raises:
-        ValueError: with a text that completes "SETTING is VALUE: ...".
-    """
+    """`"200ms"`, `"1.5s"`, `"10min"`. Raises ValueError: with a text that completes "SETTING is VALUE: ..."."""
     if isinstance(value, Duration):
         return value
     if isinstance(value, bool) or not isinstance(value, str | int | float):

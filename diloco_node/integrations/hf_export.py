@@ -46,8 +46,7 @@ def save_model(
     """Write weights, `config.json` and the tokenizer.
 
     Args:
-        folder: empty.
-        tensors: merged ones, under the names of `model.named_parameters()`.
+        folder: empty. tensors: merged ones, under the names of `model.named_parameters()`.
         config: what config.json says.
         base: folder or name of a saved model, for frozen parameters and buffers. None: as the config makes them.
         tokenizer: folder or name of a model that may have one. dtype: such as "bfloat16".

@@ -48,11 +48,7 @@ class EndlessLoader:
         self._loader = make(0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches without end.
-
-        Raises:
-            LearnerError: a whole epoch has none.
-        """
+        """Batches without end. Raises LearnerError: a whole epoch has none."""
         is_whole = False  # the first may have been restored at its end
         while True:
             count = 0

@@ -65,11 +65,7 @@ class PreparedLoader:
         self._seed = getattr(self._sampler, self._seed_name, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches without end.
-
-        Raises:
-            LearnerError: a whole epoch has none.
-        """
+        """Batches without end. Raises LearnerError: a whole epoch has none."""
         while True:
             before = self.batch
             for batch in self._loader:

@@ -70,11 +70,7 @@ _REMEDY: Final = "Don't start this region from a copy of an older state: others 
 
 
 class VoteFile:
-    """Term and vote, replaced as a whole.
-
-    Attributes:
-        term, voted_for: as on disk; 0 and "" before the first vote.
-    """
+    """Term and vote, replaced as a whole. term, voted_for: as on disk; 0 and "" before the first vote."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / VOTE_NAME

@@ -80,11 +80,7 @@ class SpareFiles:
             old.unlink(missing_ok=True)
 
     def write_ahead(self, size_bytes: int) -> None:
-        """See that there are `SPARES_AHEAD` of about this size.
-
-        Raises:
-            StorageError: the disk refused.
-        """
+        """See that there are `SPARES_AHEAD` of about this size. Raises StorageError: the disk refused."""
         for _ in range(SPARES_AHEAD - self.count(size_bytes)):
             path = self.new_path()
             try:
@@ -122,11 +118,7 @@ class PayloadDraft:
             raise disk_error("write", self._path, error) from error
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Put bytes into their place; they are on the disk when this returns.
-
-        Raises:
-            StorageError: the disk refused.
-        """
+        """Put bytes into their place; they are on the disk when this returns. Raises StorageError: the disk refused."""
         try:
             write_at(self._descriptor, offset, data)
             os.fdatasync(self._descriptor)

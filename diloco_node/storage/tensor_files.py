@@ -43,8 +43,7 @@ class TensorHeader:
     """The header of a file.
 
     Attributes:
-        kind: "payload" or "state".
-        fragment, version: whose it is.
+        kind: "payload" or "state". fragment, version: whose it is.
         digest: of a payload: SHA-256 over its stripes' digests; of a state: what the caller gave.
         content_bytes: after the header.
         checksum: of the content of a state: BLAKE3. Empty for a payload, whose digest checks it.

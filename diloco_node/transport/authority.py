@@ -106,8 +106,7 @@ def add_regions(
 
     Args:
         folder: of the authority. regions: at least one that has none yet.
-        run_id: None: as the authority's name has it.
-        now: start of validity; the clock's when None.
+        run_id: None: as the authority's name has it. now: start of validity; the clock's when None.
 
     Raises:
         ConfigError: a bad name; a region has files already; the key of the authority is not there, or does not fit;

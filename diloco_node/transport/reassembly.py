@@ -20,11 +20,7 @@ ISLANDS_MAX: Final = 4096
 
 
 class Reassembly:
-    """The bookkeeping of one transfer; the bytes themselves are the caller's.
-
-    Args:
-        raw_bytes: of the whole transfer.
-    """
+    """The bookkeeping of one transfer; the bytes themselves are the caller's. raw_bytes: of the whole transfer."""
 
     def __init__(self, raw_bytes: int) -> None:
         self._raw_bytes = raw_bytes

@@ -251,8 +251,7 @@ class Caller:
 
     Attributes:
         region, tls_name: what its certificate says; empty where it says nothing usable.
-        address: its IP address and port.
-        certificate: DER; empty where TLS tells none.
+        address: its IP address and port. certificate: DER; empty where TLS tells none.
     """
 
     region: str

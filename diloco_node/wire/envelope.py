@@ -220,8 +220,7 @@ def check_hello(ours: Hello, peer: Hello, *, certificate_region: str) -> None:
     """Whether the two sides belong together.
 
     Args:
-        ours: what we sent, or would send, on this stream.
-        peer: what came.
+        ours: what we sent, or would send, on this stream. peer: what came.
         certificate_region: the peer's name as its certificate has it.
 
     Raises:

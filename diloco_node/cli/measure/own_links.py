@@ -25,11 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """This end: our certificate, and run.toml.
-
-    Attributes:
-        name: of our region.
-    """
+    """This end: our certificate, and run.toml. name: of our region."""
 
     name: str
     identity: Identity

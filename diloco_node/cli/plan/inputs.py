@@ -40,8 +40,7 @@ class Source:
     Attributes:
         origin: "--parameters 5e9", "run.toml (built-in model)", "state/us-east".
         values: parameters, when only the size is known; the fragments are then equal.
-        manifest: the cut of a known model, else None.
-        settings: of the run, before flags.
+        manifest: the cut of a known model, else None. settings: of the run, before flags.
         regions: names; empty when nobody named them.
         step_time_ns, rtt_ns: as a running region tells them; 0 when unknown.
         limits: ceilings by region, wire bytes per second, the least of the day.
@@ -67,11 +66,7 @@ class Source:
         return {region: rates.ingress for region, rates in self.limits.items() if rates.ingress is not None}
 
     def sizes(self, fragments: int) -> tuple[FragmentSize, ...]:
-        """The model cut into this many fragments.
-
-        Raises:
-            ConfigError: it can't be cut so fine.
-        """
+        """The model cut into this many fragments. Raises ConfigError: it can't be cut so fine."""
         from diloco_node.planning.sizes import even_sizes, fragment_sizes
 
         if self.manifest is not None:
@@ -86,11 +81,7 @@ class Source:
 
 
 def parse_parameters(text: str) -> int:
-    """`5e9`, `5B`, `350M`, `5_000_000_000`.
-
-    Raises:
-        ConfigError: it is no whole number from 1 to 2^40.
-    """
+    """`5e9`, `5B`, `350M`, `5_000_000_000`. Raises ConfigError: it is no whole number from 1 to 2^40."""
     unit = _LARGE.get(text[-1:], 1)
     number = text[:-1] if unit != 1 else text
     try:
@@ -105,11 +96,7 @@ def parse_parameters(text: str) -> int:
 
 
 def parse_overhead(text: str) -> Fraction:
-    """`6%` as 6/100.
-
-    Raises:
-        ConfigError: without a percent sign, or not from 0 to 100.
-    """
+    """`6%` as 6/100. Raises ConfigError: without a percent sign, or not from 0 to 100."""
     try:
         percent = Decimal(text[:-1].strip()) if text.endswith("%") else None
     except InvalidOperation:
@@ -210,8 +197,7 @@ class Mesh:
     """Results of `measure mesh`, per ordered pair of regions.
 
     Attributes:
-        regions: names, sorted.
-        rtt_ns: round trip. Pairs that could not be measured are missing.
+        regions: names, sorted. rtt_ns: round trip. Pairs that could not be measured are missing.
         goodput: payload bytes per second, when nothing else was sent.
     """
 

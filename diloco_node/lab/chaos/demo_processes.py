@@ -89,11 +89,7 @@ class DemoFile:
     supervisors: Mapping[str, Process | None] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Write it, whole or not at all.
-
-        Raises:
-            StorageError: the folder can't be written.
-        """
+        """Write it, whole or not at all. Raises StorageError: the folder can't be written."""
         document = {
             "format": _FORMAT,
             "demo": dataclasses.asdict(self.demo),
@@ -110,11 +106,7 @@ class DemoFile:
 
     @classmethod
     def load(cls, folder: Path) -> DemoFile:
-        """Read it.
-
-        Raises:
-            ConfigError: it is missing or not of this version.
-        """
+        """Read it. Raises ConfigError: it is missing or not of this version."""
         path = folder / DEMO_FILE
         try:
             document = json.loads(path.read_text())

@@ -53,8 +53,7 @@ class PlannedFault:
     """A fault at its time.
 
     Attributes:
-        at_ns: from the beginning of the training.
-        kind: one of KINDS.
+        at_ns: from the beginning of the training. kind: one of KINDS.
         lasts_ns: how long; 0 for a kind that is over at once.
     """
 
@@ -132,11 +131,7 @@ def storm(
 
 
 def parse_victims(text: str) -> tuple[str, ...]:
-    """`daemon,learner` as a tuple without repetitions.
-
-    Raises:
-        ValueError: a name is none of VICTIMS.
-    """
+    """`daemon,learner` as a tuple without repetitions. Raises ValueError: a name is none of VICTIMS."""
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     unknown = [name for name in names if name not in VICTIMS]
     if unknown or not names:
@@ -145,11 +140,7 @@ def parse_victims(text: str) -> tuple[str, ...]:
 
 
 def parse_target(text: str, regions: Sequence[str]) -> FaultTarget:
-    """`us-east`, or `us-east.daemon`.
-
-    Raises:
-        ConfigError: there is no such region, or it has no such part.
-    """
+    """`us-east`, or `us-east.daemon`. Raises ConfigError: there is no such region, or it has no such part."""
     if text in regions:
         return FaultTarget(text)
     region, _, process = text.rpartition(".")

@@ -129,8 +129,7 @@ def build_report(
     """The demo's report, one JSON object; the fields are described in docs/lab/demo.md.
 
     Args:
-        folder: with one folder per region, all daemons ended.
-        regions: their names.
+        folder: with one folder per region, all daemons ended. regions: their names.
         wan, outage: what a demo on an emulated WAN adds (see `lab.demo.demo_wan`); None without one.
 
     Raises:

@@ -111,8 +111,7 @@ class FakeLearner:
     """An incarnation of a region's learner.
 
     Attributes:
-        life: over when the process is dead.
-        step, tokens: since the start of this incarnation.
+        life: over when the process is dead. step, tokens: since the start of this incarnation.
         parts: per fragment.
     """
 

@@ -68,8 +68,7 @@ class Host:
 
     Attributes:
         name, setup, world, network, disk.
-        core: of the daemon's current life, None while it is down.
-        plane: that daemon's data plane.
+        core: of the daemon's current life, None while it is down. plane: that daemon's data plane.
         learner: the current incarnation, None while it is down.
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
         disk_factor: how many times slower than usual the disk is.

@@ -226,8 +226,7 @@ def simulate(
     """Run one seed.
 
     Args:
-        seed: any integer.
-        regions: 1 to 7; 0 lets the seed choose 3 to 5.
+        seed: any integer. regions: 1 to 7; 0 lets the seed choose 3 to 5.
         events: facts given to cores in phase one; more if by then there are too few commits or faults, up to
             EVENTS_STRETCH times as many.
         fault: planted into every region.

@@ -175,8 +175,7 @@ class FakeNetwork:
     after a detection delay, if it has not been undone by then.
 
     Attributes:
-        links: by (from, to).
-        places: by name, set by `join`.
+        links: by (from, to). places: by name, set by `join`.
         frame_spoilers, bulk_spoilers: by source, what changes its frames and transfers as they leave.
     """
 

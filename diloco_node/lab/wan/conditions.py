@@ -22,11 +22,7 @@ class Conditions:
         self._changes: dict[Scope, PathChange] = {}
 
     def cut(self, scope: Scope) -> None:
-        """Let nothing pass there; again: no difference.
-
-        Raises:
-            ConfigError: a region is not in the topology.
-        """
+        """Let nothing pass there; again: no difference. Raises ConfigError: a region is not in the topology."""
         self._check(scope)
         self._cuts[scope] = None
 

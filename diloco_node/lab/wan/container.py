@@ -259,11 +259,7 @@ def cut(attachment: Attachment, regions: Sequence[str]) -> list[str]:
 
 
 def heal(attachment: Attachment) -> list[str]:
-    """Take all cuts back.
-
-    Raises:
-        DilocoError: see `cut`.
-    """
+    """Take all cuts back. Raises DilocoError: see `cut`."""
     run_ip("link", "set", _device_of(attachment), "up")
     for address in attachment.peers.values():
         _remove_void(address)

@@ -153,11 +153,7 @@ def scope_of(command: Mapping[str, Any]) -> Scope:
 
 
 def change_of(command: Mapping[str, Any]) -> PathChange:
-    """The change that a `set` command names.
-
-    Raises:
-        ConfigError: a value is malformed, or there is none.
-    """
+    """The change that a `set` command names. Raises ConfigError: a value is malformed, or there is none."""
     limits = {"delay_ns": DELAY_NS_MAX, "jitter_ns": DELAY_NS_MAX, "loss_ppm": PPM}
     values: dict[str, Any] = {}
     for key, most in limits.items():

@@ -157,8 +157,7 @@ def down(run: str) -> list[str]:
         Lines on what was done, and on processes that still run in its namespaces (they are left alone).
 
     Raises:
-        ConfigError: there is nothing of that name.
-        DilocoError: something can't be removed.
+        ConfigError: there is nothing of that name. DilocoError: something can't be removed.
     """
     if run not in runs():
         raise ConfigError(f"no emulation {run}; there are: {', '.join(runs()) or 'none'}")

@@ -42,11 +42,7 @@ _SYSCTLS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a region lives.
-
-    Attributes:
-        region: its name. namespace: of the network. address: of the region.
-    """
+    """Where a region lives. region: its name. namespace: of the network. address: of the region."""
 
     region: str
     namespace: str
@@ -54,11 +50,7 @@ class Place:
 
 
 def run_name(text: str) -> str:
-    """A run's name from a file's: `us-4` becomes `us4`.
-
-    Raises:
-        ConfigError: nothing usable is left.
-    """
+    """A run's name from a file's: `us-4` becomes `us4`. Raises ConfigError: nothing usable is left."""
     name = _shortened(text)
     if _RUN.fullmatch(name) is None:
         raise ConfigError(f"{text!r} gives no name for an emulation; name it by --name with letters and digits")
@@ -125,11 +117,7 @@ def create(namespace: str) -> None:
 
 
 def remove(namespace: str) -> None:
-    """Remove a namespace of ours; nothing when it is gone.
-
-    Raises:
-        DilocoError: it can't be removed, or is not ours.
-    """
+    """Remove a namespace of ours; nothing when it is gone. Raises DilocoError: it can't be removed, or is not ours."""
     if run_of(namespace) is None:
         raise DilocoError(f"network namespace {namespace} is not ours; it is left alone")
     if (NETNS_FOLDER / namespace).exists():

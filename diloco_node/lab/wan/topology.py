@@ -169,11 +169,7 @@ class Topology:
         return tuple(region.name for region in self.regions)
 
     def region(self, name: str) -> RegionLink:
-        """A region by name.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """A region by name. Raises ConfigError: there is none."""
         for region in self.regions:
             if region.name == name:
                 return region
@@ -249,11 +245,7 @@ def parse_topology(text: str, *, name: str) -> Topology:
 
 
 def parse_loss(value: object) -> int:
-    """`"0.1%"` in parts per million.
-
-    Raises:
-        ValueError: with a text that completes "SETTING is VALUE: ...".
-    """
+    """`"0.1%"` in parts per million. Raises ValueError: with a text that completes "SETTING is VALUE: ..."."""
     text = str(value).strip()
     if not isinstance(value, str) or not text.endswith("%"):
         raise ValueError('it must be a share in percent, such as "0.1%"')
