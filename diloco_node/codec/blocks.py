@@ -70,8 +70,7 @@ class FragmentBlocks:
         layout: int64, shape (pieces + 1, 4), read-only. Per piece: its first block, first value, first byte, and its
             kind (`KIND_OF_CODEC`); the last row holds the totals. The compiled loops read it.
 
-    Raises:
-        ValueError: there is no piece, or a piece without values.
+    Raises ValueError: there is no piece, or a piece without values.
     """
 
     def __init__(self, piece_sizes: Sequence[int], codec: Codec) -> None:

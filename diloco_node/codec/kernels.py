@@ -51,9 +51,8 @@ def encode(
     Returns:
         Shape (pieces,), float64: squared norm of the *decoded* values of the span per piece, 0 for pieces outside.
 
-    Raises:
-        PayloadCorrupt: a value is NaN, infinite or above 2^100 in magnitude; the message names the block and piece.
-        ValueError: an array has another size, type or layout than the span asks for.
+    Raises PayloadCorrupt: a value is NaN, infinite or above 2^100 in magnitude; the message names the block and piece.
+    ValueError: an array has another size, type or layout than the span asks for.
     """
     return _encode(blocks, values, None, out, block_start, block_stop)
 
@@ -73,8 +72,7 @@ def encode_delta(
     Returns:
         As `encode`.
 
-    Raises:
-        PayloadCorrupt: as `encode`, for the difference. ValueError: as `encode`.
+    Raises PayloadCorrupt: as `encode`, for the difference. ValueError: as `encode`.
     """
     return _encode(blocks, base, theta, out, block_start, block_stop)
 
@@ -87,8 +85,7 @@ def squared_norms(blocks: FragmentBlocks, payload: Buffer, block_start: int = 0,
     Returns:
         Shape (pieces,), float64, as `encode`.
 
-    Raises:
-        PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote.
+    Raises PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote.
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
@@ -127,9 +124,8 @@ def accumulate(
     Returns:
         Shape (pieces,), float64: squared norm of the decoded values (without the coefficient) of the span per piece.
 
-    Raises:
-        PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote.
-        ValueError: another array does not fit.
+    Raises PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote. ValueError: another array does
+    not fit.
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)

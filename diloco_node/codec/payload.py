@@ -91,8 +91,7 @@ def compress_chunk(raw: memoryview, policy: CompressionPolicy | None = None) -> 
     Returns:
         (True, one zstd frame), or (False, raw itself) when it does not pay.
 
-    Raises:
-        ValueError: the chunk is too long.
+    Raises ValueError: the chunk is too long.
     """
     if raw.nbytes > CHUNK_RAW_BYTES_MAX:
         raise ValueError(f"a chunk has at most {CHUNK_RAW_BYTES_MAX} bytes, got {raw.nbytes}")
@@ -115,8 +114,7 @@ def decompress_chunk(data: bytes | memoryview, target: memoryview) -> None:
         data: what arrived, and nothing after it.
         target: writable, exactly the raw bytes of the chunk. Untouched when the chunk is refused.
 
-    Raises:
-        PayloadCorrupt: see the module's docstring for the reasons.
+    Raises PayloadCorrupt: see the module's docstring for the reasons.
     """
     try:
         header = zstandard.get_frame_parameters(data)

@@ -173,8 +173,7 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
     Args:
         path: run.toml; None: `run.toml` in the current folder. flags: from the command line.
 
-    Raises:
-        ConfigError: naming the setting, its origin, the bad value, and what would work.
+    Raises ConfigError: naming the setting, its origin, the bad value, and what would work.
     """
     path = path if path is not None else Path(DEFAULT_NAME)
     sources = Sources()

@@ -92,8 +92,7 @@ class Rate:
 def parse_rate(value: object) -> Rate:
     """`"2Gbit/s"`, `"25MB/s"`, `"1.5Gbit/s"`; a fraction of a byte is dropped.
 
-    Raises:
-        ValueError: with a text that completes "SETTING is VALUE: ...".
+    Raises ValueError: with a text that completes "SETTING is VALUE: ...".
     """
     if isinstance(value, Rate):
         return value

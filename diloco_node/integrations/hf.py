@@ -55,8 +55,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Join the run: the model gets its parameters.
 
-        Raises:
-            LearnerError: a launcher has started several ranks, and the trainer trains each of them by itself.
+        Raises LearnerError: a launcher has started several ranks, and the trainer trains each of them by itself.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise LearnerError(

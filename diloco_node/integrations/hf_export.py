@@ -51,8 +51,7 @@ def save_model(
         base: folder or name of a saved model, for frozen parameters and buffers. None: as the config makes them.
         tokenizer: folder or name of a model that may have one. dtype: such as "bfloat16".
 
-    Raises:
-        ConfigError: the tensors do not fit the config, or the base can't be loaded.
+    Raises ConfigError: the tensors do not fit the config, or the base can't be loaded.
     """
     plain = {name: torch.from_numpy(values) for name, values in tensors.items()}
     kind: torch.dtype = getattr(torch, dtype)

@@ -38,8 +38,7 @@ class PreparedLoader:
         epoch: how many are done, over all lives. batch: how many of the present one were given.
         token_count: of the batches that it gave, for `attach` to compare.
 
-    Raises:
-        LearnerError: its position can't be kept; the message says why.
+    Raises LearnerError: its position can't be kept; the message says why.
     """
 
     def __init__(self, loader: Any) -> None:

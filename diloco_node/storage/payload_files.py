@@ -97,8 +97,7 @@ class PayloadDraft:
     Args:
         spares: where its file comes from, and goes when it is discarded. size_bytes: of the whole file.
 
-    Raises:
-        StorageError: the disk refused.
+    Raises StorageError: the disk refused.
     """
 
     def __init__(self, spares: SpareFiles, size_bytes: int) -> None:
@@ -128,8 +127,7 @@ class PayloadDraft:
     def finish(self, path: Path, header: bytes) -> None:
         """Write the first bytes and give the file its name: durable when this returns.
 
-        Raises:
-            StorageError: the disk refused; there is no file of that name then, or the one before.
+        Raises StorageError: the disk refused; there is no file of that name then, or the one before.
         """
         try:
             write_at(self._descriptor, 0, header)

@@ -110,8 +110,7 @@ def write_state(path: Path, theta: F32, momentum: F32, *, fragment: int, version
 def read_header(path: Path) -> TensorHeader:
     """Read the header and check it against its checksum, the file's name and size.
 
-    Raises:
-        DamagedFile: it is. StorageError: missing, or it can't be read now.
+    Raises DamagedFile: it is. StorageError: missing, or it can't be read now.
     """
     try:
         with path.open("rb") as file:
@@ -143,8 +142,7 @@ def read_content(path: Path) -> tuple[TensorHeader, U8]:
     Returns:
         The header, and shape (content_bytes,), uint8, owned by the caller.
 
-    Raises:
-        DamagedFile: it is. StorageError: missing, or it can't be read now.
+    Raises DamagedFile: it is. StorageError: missing, or it can't be read now.
     """
     header = read_header(path)
     try:

@@ -113,8 +113,7 @@ class BulkInbound:
     async def feed(self, frame: bytes, connection: int = 0) -> None:
         """Take one frame; waits while frames before it are missing, and while `DECODING_MAX` chunks are being decoded.
 
-        Raises:
-            ProtocolViolation, PayloadCorrupt: the link must be dropped.
+        Raises ProtocolViolation, PayloadCorrupt: the link must be dropped.
         """
         if self._failure is not None:
             raise self._failure

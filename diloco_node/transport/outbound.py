@@ -143,8 +143,7 @@ class BulkOutbound:
 
         The body is not read any more when this returns, raises or is cancelled.
 
-        Raises:
-            LinkLost: the link is down or went down before the end.
+        Raises LinkLost: the link is down or went down before the end.
         """
         self._raise_if_lost()
         lane = BULK_LANES[type(header)]

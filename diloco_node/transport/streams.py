@@ -296,8 +296,7 @@ def make_server(
         serve: called with (lane, context) for each call; it ends with it.
         handshake_s: connections that have not finished TLS by then are closed.
 
-    Raises:
-        BindError: the address can't be taken. IdentityError: TLS does not accept our certificate.
+    Raises BindError: the address can't be taken. IdentityError: TLS does not accept our certificate.
     """
     handshake = ("grpc.server_handshake_timeout_ms", max(1, int(handshake_s * 1000)))
     connections = ("grpc.max_allowed_incoming_connections", connections_max())
@@ -377,8 +376,7 @@ async def dial(
 
     All addresses of a name are tried (`transport.addresses`).
 
-    Raises:
-        LinkLost: names the peer, the address, the stage that failed, and the time it took.
+    Raises LinkLost: names the peer, the address, the stage that failed, and the time it took.
     """
     loop = asyncio.get_running_loop()
     started_s = loop.time()

@@ -121,9 +121,7 @@ def _least_limits(config: NodeConfig, regions: Iterable[str]) -> dict[str, RateL
 def source_of_config(config: NodeConfig, path: Path | None) -> Source:
     """The model and the budget of run.toml; the model as a region that ran here knows it, else the built-in trainer's.
 
-    Raises:
-        StorageError: a region's manifest is damaged.
-        ConfigError: the model can't be cut into that many fragments.
+    Raises StorageError: a region's manifest is damaged. ConfigError: the model can't be cut into that many fragments.
     """
     from diloco_node.daemon.manifest_file import load_manifest
 
@@ -151,8 +149,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
 def source_of_state(folder: Path) -> Source:
     """Read a region's folder, and ask its daemon if that answers.
 
-    Raises:
-        StorageError: the region has not seen its model yet, or a file is damaged.
+    Raises StorageError: the region has not seen its model yet, or a file is damaged.
     """
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
@@ -172,8 +169,7 @@ def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
     """Ceilings by region, the least of the day: of all regions as run.toml has them now; where that is not at hand, of
     this region as it was started.
 
-    Raises:
-        ConfigError: run.toml is wrong.
+    Raises ConfigError: run.toml is wrong.
     """
     from diloco_node.config.resolve import load_config
 
@@ -222,8 +218,7 @@ class Mesh:
         without a budget (egress, ingress) is taken to have a line as fast as its best link. A pair that was not
         measured has no limit of its own.
 
-        Raises:
-            ConfigError: a region is not in the mesh.
+        Raises ConfigError: a region is not in the mesh.
         """
         missing = sorted(set(regions) - set(self.regions))
         if missing:
@@ -244,8 +239,7 @@ class Mesh:
 def read_mesh(path: Path) -> Mesh:
     """A file as `measure mesh --json` writes it; other keys than the ones named are passed over.
 
-    Raises:
-        ConfigError: it can't be read, is not of that shape, or has no pair.
+    Raises ConfigError: it can't be read, is not of that shape, or has no pair.
     """
     try:
         if path.stat().st_size > MESH_BYTES_MAX:

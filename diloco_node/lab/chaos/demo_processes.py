@@ -137,8 +137,7 @@ class DemoFile:
             learner_pid: the number of the process that the daemon names as its learner, if it does. Only that number
                 among the region's own learner processes counts.
 
-        Raises:
-            ConfigError: there is no such region.
+        Raises ConfigError: there is no such region.
         """
         if target.region not in self.supervisors:
             raise ConfigError(f"{self.folder} has no region {target.region!r}")
@@ -188,8 +187,7 @@ def find_left_behind(state_dir: Path) -> list[Process]:
 def running_demo() -> Path:
     """The folder of the only demo that runs out of `runs/` here.
 
-    Raises:
-        ConfigError: there is none, or there are several.
+    Raises ConfigError: there is none, or there are several.
     """
     folders = []
     for path in sorted(Path("runs").glob(f"*/{DEMO_FILE}")):

@@ -108,8 +108,7 @@ def storm(
         mtbf_ns: mean time between two kills, over all regions. end_ns: there is none from here on.
         victims: of VICTIMS; their order does not matter.
 
-    Raises:
-        ConfigError: there would be more than FAULTS_MAX, or there is no victim of that name.
+    Raises ConfigError: there would be more than FAULTS_MAX, or there is no victim of that name.
     """
     for name in victims:
         if name not in VICTIMS:
@@ -156,8 +155,7 @@ def parse_target(text: str, regions: Sequence[str]) -> FaultTarget:
 def check_fault(fault: PlannedFault) -> None:
     """Refuse what can't be carried out.
 
-    Raises:
-        ConfigError: an unknown kind, a time out of range, or a kind that this part can't have.
+    Raises ConfigError: an unknown kind, a time out of range, or a kind that this part can't have.
     """
     if fault.kind not in KINDS:
         raise ConfigError(f"there is no fault {fault.kind!r}; there are {', '.join(KINDS)}")

@@ -236,8 +236,7 @@ def simulate(
         effects: who carries out what the cores want (`HOSTS`).
         commits_min, faults_min: of phase one.
 
-    Raises:
-        ConfigError: there is no such schedule, are no such effects, or they can't have a liar.
+    Raises ConfigError: there is no such schedule, are no such effects, or they can't have a liar.
     """
     if effects not in HOSTS:
         raise ConfigError(f"there are no effects {effects!r}; there are {', '.join(sorted(HOSTS))}")

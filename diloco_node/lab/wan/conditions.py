@@ -29,8 +29,7 @@ class Conditions:
     def change(self, scope: Scope, change: PathChange) -> None:
         """Degrade (or improve) paths; a later change of the same scope replaces the earlier one.
 
-        Raises:
-            ConfigError: a region is not in the topology.
+        Raises ConfigError: a region is not in the topology.
         """
         self._check(scope)
         self._changes[scope] = change
@@ -44,8 +43,7 @@ class Conditions:
         Returns:
             How many were taken back; 0 when there were none.
 
-        Raises:
-            ConfigError: a region is not in the topology.
+        Raises ConfigError: a region is not in the topology.
         """
         self._check(scope)
         is_whole = scope == Scope(scope.region)

@@ -111,9 +111,7 @@ class ControlServer:
 def request(path: Path, command: Mapping[str, Any], *, timeout_s: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
     """Send one command; the answer, without its "ok".
 
-    Raises:
-        PeersUnreachable: nobody serves the socket, or not in time.
-        ConfigError: the command was refused.
+    Raises PeersUnreachable: nobody serves the socket, or not in time. ConfigError: the command was refused.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -140,8 +138,7 @@ def request(path: Path, command: Mapping[str, Any], *, timeout_s: float = REQUES
 def scope_of(command: Mapping[str, Any]) -> Scope:
     """The scope that a command names.
 
-    Raises:
-        ConfigError: it is malformed; whether its regions exist is checked by `Conditions`.
+    Raises ConfigError: it is malformed; whether its regions exist is checked by `Conditions`.
     """
     region, peer = command.get("region"), command.get("other", "")
     direction = command.get("direction", "both")

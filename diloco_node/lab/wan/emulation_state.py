@@ -129,8 +129,7 @@ def start_ticks(pid: int) -> int:
 def stop_keeper(state: EmulationState) -> None:
     """End an emulation's keeper, if it is still the process that the state names.
 
-    Raises:
-        DilocoError: it does not end.
+    Raises DilocoError: it does not end.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not state.is_kept:

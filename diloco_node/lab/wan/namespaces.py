@@ -100,8 +100,7 @@ def run_of(namespace: str) -> str | None:
 def create(namespace: str) -> None:
     """Make a namespace, with loopback up and buffers for long fat links.
 
-    Raises:
-        DilocoError: it exists, or may not be made.
+    Raises DilocoError: it exists, or may not be made.
     """
     run_ip("netns", "add", namespace)
     run_ip("-n", namespace, "link", "set", "lo", "up")
@@ -141,8 +140,7 @@ def end_processes(run: str) -> list[int]:
 def run_ip(*arguments: str, script: str | None = None) -> str:
     """`ip` with arguments (and a -batch script on its standard input); what it printed.
 
-    Raises:
-        DilocoError: it failed, is missing or hangs; with what it said.
+    Raises DilocoError: it failed, is missing or hangs; with what it said.
     """
     return run_tool("ip", *arguments, script=script)
 

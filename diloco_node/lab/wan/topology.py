@@ -187,8 +187,7 @@ class Topology:
     def first(self, count: int) -> Topology:
         """The same with its first regions only; outages that name others are left out.
 
-        Raises:
-            ConfigError: it has fewer.
+        Raises ConfigError: it has fewer.
         """
         if count > len(self.regions):
             raise ConfigError(f"topology {self.name} has {len(self.regions)} regions, not {count}")
@@ -224,8 +223,7 @@ def parse_topology(text: str, *, name: str) -> Topology:
     Args:
         text: TOML. name: what the topology is called in messages, and how its namespaces are called.
 
-    Raises:
-        ConfigError: see load_topology.
+    Raises ConfigError: see load_topology.
     """
     try:
         document = tomllib.loads(text)
