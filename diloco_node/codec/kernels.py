@@ -196,8 +196,8 @@ def _encode(
 ) -> F64:
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
-    source = span.read_only(values, np.float32, "values")
-    subtrahend = None if minus is None else span.read_only(minus, np.float32, "theta")
+    source = span.checked(values, np.float32, "values")
+    subtrahend = None if minus is None else span.checked(minus, np.float32, "theta")
     target = span.writable(_as_bytes(out), np.uint8, "out", span.bytes_count)
     difference = np.empty(256, np.float32)
     bad_block = loops().encode_span(*span.place, source, subtrahend, target, norms, difference, *_scratch())
@@ -232,17 +232,11 @@ class _Span:
                 f"blocks [{self.block_start}, {self.block_stop}) have {self.bytes_count} encoded bytes, "
                 f"found {array.size}"
             )
-        return self.read_only(array, np.uint8, "encoded", self.bytes_count)
+        return self.checked(array, np.uint8, "encoded", self.bytes_count)
 
     def per_piece(self, array: F32, name: str) -> F32:
         """An array with one float32 per piece of the whole fragment."""
-        return self.read_only(array, np.float32, name, self.blocks.pieces)
-
-    def read_only(
-        self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None = None
-    ) -> NDArray[_Scalar]:
-        """The array itself, after the checks, whether it could be written or not."""
-        return self._checked(array, dtype, name, size)
+        return self.checked(array, np.float32, name, self.blocks.pieces)
 
     def writable(
         self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None = None
@@ -250,7 +244,7 @@ class _Span:
         """The array itself, after the checks."""
         if not array.flags.writeable:
             raise ValueError(f"{name} is read-only")
-        return self._checked(array, dtype, name, size)
+        return self.checked(array, dtype, name, size)
 
     def raise_if_corrupt(self, block: int) -> None:
         """Turn a loop's answer into the error."""
@@ -260,7 +254,10 @@ class _Span:
                 f"block {block} (piece {piece}) of the encoded fragment holds an illegal scale or value"
             )
 
-    def _checked(self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None) -> NDArray[_Scalar]:
+    def checked(
+        self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None = None
+    ) -> NDArray[_Scalar]:
+        """The array itself, after the checks, whether it could be written or not."""
         count = self.values_count if size is None else size
         if array.dtype != dtype or array.ndim != 1 or array.size != count or not array.flags.c_contiguous:
             raise ValueError(

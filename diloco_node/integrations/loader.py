@@ -24,11 +24,9 @@ class LoaderWithState(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is: nested values."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
         """Go on from there when it is iterated."""
-        ...
 
 
 class EndlessLoader:

@@ -108,15 +108,12 @@ class Stream(Protocol):
 
     async def read(self) -> bytes:
         """The next frame. Raises LinkLost at the end of the stream."""
-        ...
 
     async def write(self, frame: bytes) -> None:
         """Hand a frame to gRPC; waits while its windows are full. Raises LinkLost."""
-        ...
 
     def close(self, error: PeerError | None = None) -> None:
         """End both directions now; what was not sent yet is lost. An accepted stream sends the peer the error."""
-        ...
 
 
 class DialedStream:

@@ -146,19 +146,15 @@ class NetworkEnd(Protocol):
     @property
     def daemon_life(self) -> Life | None:
         """The life of the daemon that listens here, None while none does."""
-        ...
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
         """An encoded control message from a peer."""
-        ...
 
     def transfer_arrived(self, peer: str, header: bytes, body: bytes) -> None:
         """A whole bulk transfer from a peer, its header encoded."""
-        ...
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """The connection to the peer came up or went down."""
-        ...
 
 
 FrameSpoiler = Callable[[str, bytes], bytes]
