@@ -17,7 +17,7 @@ from diloco_node.atomic_file import sync_folder
 from diloco_node.core.ledger.folder_lives import LIFE_BITS, next_life
 from diloco_node.core.types import DISK_ID_BYTES
 from diloco_node.errors import DiskRefused
-from diloco_node.storage.durable import disk_error, replace_file
+from diloco_node.storage.durable import disk_error, disk_errors, replace_file
 
 DISK_ID_NAME: Final = "disk.id"
 _MAGIC: Final = b"DLDISK1\n"
@@ -72,18 +72,15 @@ class DiskIdFile:
 
     def retire(self) -> None:
         """Take the id away for good; durable when this returns. Raises StorageError."""
-        try:
+        with disk_errors("set aside", self._path):
             set_aside(self._path)
-        except OSError as error:
-            raise disk_error("set aside", self._path, error) from error
         self.value, self.life = b"", 0
 
 
 def set_aside(path: Path) -> str:
     """Rename a damaged file, never over another one, and make that durable.
 
-    Returns:
-        The new name; empty if the file is not there.
+    Returns: the new name; empty if the file is not there.
 
     Raises OSError: the disk refuses.
     """

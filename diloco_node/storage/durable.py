@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +36,15 @@ def disk_error(verb: str, path: Path, error: OSError) -> DiskRefused:
     return DiskRefused(f"can't {verb} {path}: {remedy}")
 
 
+@contextlib.contextmanager
+def disk_errors(verb: str, path: Path) -> Iterator[None]:
+    """Raise each OSError of a block as `disk_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(verb, path, error) from error
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder, and those above it that are missing; durable when this returns. Raises OSError.
 
@@ -53,10 +62,8 @@ def replace_file(path: Path, data: Sequence[bytes | memoryview]) -> None:
 
     Raises StorageError: the disk refused; the old file, if any, is untouched.
     """
-    try:
+    with disk_errors("write", path):
         atomic_file.replace_file(path, data, is_durable=True)
-    except OSError as error:
-        raise disk_error("write", path, error) from error
 
 
 def remove_temporaries(folder: Path) -> None:

@@ -46,7 +46,7 @@ from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import LedgerLost, PeerError, StorageError
 from diloco_node.state_names import LEDGER_NAME
-from diloco_node.storage.durable import disk_error, replace_file
+from diloco_node.storage.durable import disk_error, disk_errors, replace_file
 
 VOTE_NAME: Final = "vote.bin"
 LEDGER_END_NAME: Final = "ledger.end"
@@ -146,7 +146,7 @@ class LedgerFile:
         """
         if not is_new and not self.exists:
             raise StorageError(f"{self._path} is missing, the vote beside it is not. {_REMEDY}")
-        try:
+        with disk_errors("open", self._path):
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             data = self._path.read_bytes()
             if is_new and len(data) <= len(_LOG_HEADER) and data in (_LOG_HEADER[: len(data)], bytes(len(data))):
@@ -162,8 +162,6 @@ class LedgerFile:
             # Earlier frames were on the disk before the last one was begun.
             write_at(self._descriptor, self._last_frame, data[self._last_frame : self._end])
             os.fsync(self._descriptor)
-        except OSError as error:
-            raise disk_error("open", self._path, error) from error
         entries = self.decode(bodies, previous_index=self.base.index, previous_hash=self.base.hash)
         self.last_index = self.base.index + len(entries)
         return entries
@@ -174,14 +172,11 @@ class LedgerFile:
         A torn end is passed over: a daemon may be writing it just now. Raises StorageError: damaged, missing, or it
         can't be read.
         """
-        try:
-            with self._path.open("rb") as file:
-                durable = self._durable_frames()  # before the data: a daemon may append meanwhile
-                data = file.read()
-                # Else the daemon has begun a new file meanwhile, and the number may be that file's.
-                is_current = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-        except OSError as error:
-            raise disk_error("read", self._path, error) from error
+        with disk_errors("read", self._path), self._path.open("rb") as file:
+            durable = self._durable_frames()  # before the data: a daemon may append meanwhile
+            data = file.read()
+            # Else the daemon has begun a new file meanwhile, and the number may be that file's.
+            is_current = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
         if data[: len(_LOG_HEADER)] != _LOG_HEADER:
             raise self._damage(0, "its header is not that of a ledger of this version")
         bodies = self._read_frames(data)
@@ -202,8 +197,7 @@ class LedgerFile:
         """Write one frame; durable when this returns.
 
         Args:
-            truncate_from: forget the entries from this index on first; 0: none.
-            entries: the ones that follow.
+            truncate_from: forget the entries from this index on first; 0: none. entries: the ones that follow.
 
         Raises StorageError: the disk refused; try again. After a failed fdatasync nobody knows what of this file is on
         disk, so the next try begins by copying the log to a new one. LedgerLost: what was durable can't be read back
@@ -317,12 +311,10 @@ class LedgerFile:
 
     def _move_to_new_file(self) -> None:
         """Copy the frames that were durable to a new file that takes the place of this one. Raises as `append`."""
-        try:
+        with disk_errors("copy", self._path):
             data = _read_range(self._descriptor, self._end)
             self._check_copy(data)
             self._replace([data])
-        except OSError as error:
-            raise disk_error("copy", self._path, error) from error
 
     def _replace(self, chunks: Sequence[bytes]) -> None:
         """Write a new file of these parts, which takes the place of this one. Raises OSError."""

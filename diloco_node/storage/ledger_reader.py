@@ -15,7 +15,7 @@ from diloco_node.core.recovery.replay_plan import find_genesis
 from diloco_node.core.types import NO_BASE, Entry, GenesisBody, LedgerBase
 from diloco_node.errors import StorageError
 from diloco_node.state_names import LEDGER_NAME
-from diloco_node.storage.durable import disk_error
+from diloco_node.storage.durable import disk_errors
 from diloco_node.storage.ledger_files import LedgerFile
 
 
@@ -40,10 +40,8 @@ class LedgerReader:
         Raises StorageError: damaged, missing, or it can't be read.
         """
         path = self._folder / self._name
-        try:
+        with disk_errors("read", path):
             stat = path.stat()
-        except OSError as error:
-            raise disk_error("read", path, error) from error
         status = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if status == self._status:
             return ()
@@ -74,8 +72,7 @@ def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[E
     Args:
         fragments: P.
 
-    Returns:
-        The base that the first entry follows, and all entries.
+    Returns: the base that the first entry follows, and all entries.
 
     Raises StorageError: a ledger is damaged or missing, or a kept one is of another run.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.atomic_file import TMP_SUFFIX, remove_if_possible, sync_folder, write_at
-from diloco_node.storage.durable import disk_error
+from diloco_node.storage.durable import disk_error, disk_errors
 
 SPARES_MAX: Final = 8
 """Files that are kept for later; further ones are removed."""
@@ -118,24 +118,20 @@ class PayloadDraft:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Put bytes into their place; they are on the disk when this returns. Raises StorageError: the disk refused."""
-        try:
+        with disk_errors("write", self._path):
             write_at(self._descriptor, offset, data)
             os.fdatasync(self._descriptor)
-        except OSError as error:
-            raise disk_error("write", self._path, error) from error
 
     def finish(self, path: Path, header: bytes) -> None:
         """Write the first bytes and give the file its name: durable when this returns.
 
         Raises StorageError: the disk refused; there is no file of that name then, or the one before.
         """
-        try:
+        with disk_errors("write", path):
             write_at(self._descriptor, 0, header)
             os.fdatasync(self._descriptor)
             self._path.rename(path)
             sync_folder(path.parent)
-        except OSError as error:
-            raise disk_error("write", path, error) from error
         os.close(self._descriptor)
 
     def discard(self) -> None:

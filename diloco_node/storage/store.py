@@ -36,7 +36,7 @@ from diloco_node.numeric import F32, U8
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage import tensor_files
 from diloco_node.storage.disk_id import DiskIdFile, set_aside
-from diloco_node.storage.durable import DamagedFile, disk_error, make_folder, remove_temporaries
+from diloco_node.storage.durable import DamagedFile, disk_errors, make_folder, remove_temporaries
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, VOTE_NAME, LedgerFile, VoteFile
 from diloco_node.storage.ledger_reader import LedgerReader, archive_path
 from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
@@ -83,13 +83,11 @@ class RegionStore:
         self._ledger = LedgerFile(folder)
 
     def _make(self) -> None:
-        try:
+        with disk_errors("use", self.folder):
             make_folder(self.folder)
             for path in (self._payloads, self._states):
                 path.mkdir(exist_ok=True)  # `load` makes the names durable
             self._lock = _lock(self.folder / "lock")
-        except OSError as error:
-            raise disk_error("use", self.folder, error) from error
 
     def load(self, fragments: int) -> Recovered:
         """Read and check everything that recovery needs. Once, before anything else.
@@ -120,13 +118,11 @@ class RegionStore:
 
     def _recover(self) -> tuple[Entry, ...]:
         """Entries, vote and an id; what a crash has left is cleared away. Raises StorageError: the disk refuses."""
-        try:
+        with disk_errors("read", self.folder):
             for folder in (self.folder, self._payloads, self._states):
                 remove_temporaries(folder)
                 # A process that was killed may have given names that are in the kernel's memory only.
                 sync_folder(folder)
-        except OSError as error:
-            raise disk_error("read", self.folder, error) from error
         try:
             entries = self._open_ledger()
         except DiskRefused:
@@ -166,11 +162,9 @@ class RegionStore:
         self._disk_id.retire()
         self._ledger.close()
         self.lost = why
-        try:
+        with disk_errors("set aside the damaged ledger in", self.folder):
             for name in (LEDGER_NAME, LEDGER_END_NAME, VOTE_NAME):
                 set_aside(self.folder / name)
-        except OSError as error:
-            raise disk_error("set aside the damaged ledger in", self.folder, error) from error
         self._vote, self._ledger = VoteFile(self.folder), LedgerFile(self.folder)
 
     def close(self) -> None:
@@ -278,8 +272,7 @@ class RegionStore:
     def read_payload(self, fragment: int, version: int, digest: bytes) -> U8:
         """A payload, checked against its checksum and its name.
 
-        Returns:
-            Shape (encoded bytes,), uint8, owned by the caller.
+        Returns: shape (encoded bytes,), uint8, owned by the caller.
 
         Raises StorageError: there is none, or it is damaged (it is set aside; fetch it from a peer).
         """
@@ -331,10 +324,8 @@ class RegionStore:
         for version, path in self._files(self._states, fragment):
             if version >= version_min:
                 self._put_aside(path)
-        try:
+        with disk_errors("use", self._states):
             sync_folder(self._states)
-        except OSError as error:
-            raise disk_error("use", self._states, error) from error
 
     def state_digest(self, fragment: int, version: int) -> bytes:
         """The digest that was given with the state. Raises StorageError: there is none, or its header is damaged."""
@@ -361,14 +352,12 @@ class RegionStore:
         surplus = [path for version, path in states[:-STATES_KEPT] if first <= version < keep_from_version]
         # An archive's folder has more and more names: it is not even listed.
         payloads = [] if self._is_archive else self._files(self._payloads, fragment)
-        try:
+        with disk_errors("remove old files from", self.folder):
             for path in surplus:
                 path.unlink(missing_ok=True)
             for version, path in payloads:
                 if version < keep_from_version and version <= oldest_kept:
                     self._spares.give(path)
-        except OSError as error:
-            raise disk_error("remove old files from", self.folder, error) from error
 
     # ---- reading and setting aside ----
 
@@ -404,10 +393,8 @@ class RegionStore:
     def _put_aside(self, path: Path) -> None:
         if self._is_read_only:
             return
-        try:
+        with disk_errors("set aside", path):
             path.rename(path.with_name(path.name + ".damaged"))
-        except OSError as error:
-            raise disk_error("set aside", path, error) from error
         self.set_aside.append(path.name)
 
     def _newest_state(self, files: Sequence[tuple[int, Path]]) -> tuple[int, bytes]:

@@ -139,8 +139,7 @@ def read_header(path: Path) -> TensorHeader:
 def read_content(path: Path) -> tuple[TensorHeader, U8]:
     """Header and content, both checked.
 
-    Returns:
-        The header, and shape (content_bytes,), uint8, owned by the caller.
+    Returns: the header, and shape (content_bytes,), uint8, owned by the caller.
 
     Raises DamagedFile: it is. StorageError: missing, or it can't be read now.
     """

@@ -23,7 +23,7 @@ from diloco_node.atomic_file import sync_folder
 from diloco_node.core.bounds import INCARNATION_MAX, STEP_MAX, TOKENS_MAX
 from diloco_node.errors import StorageError
 from diloco_node.file_lock import lock_file
-from diloco_node.storage.durable import disk_error, make_folder, replace_file
+from diloco_node.storage.durable import disk_errors, make_folder, replace_file
 
 _COUNTERS: Final = struct.Struct("<QQ")
 _CHECKSUM: Final = struct.Struct("<I")
@@ -143,8 +143,7 @@ def _decode(raw: bytes) -> tuple[int, int] | None:
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:
     """Bring an incarnation's file up to what the shared memory says, durably, also while it counts on.
 
-    Returns:
-        Return the bytes of the file now.
+    Returns: the bytes of the file now.
 
     Raises StorageError: as for `read_trained`.
     """
@@ -165,15 +164,13 @@ def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> T
 @contextmanager
 def _lock(path: Path) -> Iterator[int]:
     """The file, for this process alone: learner and daemon both save, and the older count must not come last."""
-    try:
+    with disk_errors("save", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             lock_file(descriptor, path, waits=True)
             yield descriptor
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise disk_error("save", path, error) from error
 
 
 def _slot_start(incarnation: int) -> int:
@@ -230,9 +227,7 @@ def _counter_path(state_dir: Path, incarnation: int) -> Path:
 
 def _counter_files(state_dir: Path) -> list[tuple[int, Path]]:
     folder = state_dir / "learner"
-    try:
+    with disk_errors("read", folder):
         files = [(path.name.removeprefix("trained-"), path) for path in folder.glob("trained-*")]
-    except OSError as error:
-        raise disk_error("read", folder, error) from error
     numbers = ((int(number), path) for number, path in files if number.isdecimal() and len(number) <= _DIGITS_MAX)
     return sorted((number, path) for number, path in numbers if number <= INCARNATION_MAX)
