@@ -44,8 +44,7 @@ class Ending:
     """The run is being closed by this leader.
 
     Attributes:
-        reason: what ended it, in words.
-        pending: fragments whose last round is not committed (or given up).
+        reason: what ended it, in words. pending: fragments whose last round is not committed (or given up).
         ready_by_ns: until then a last round waits for every live learner, afterwards it takes those that can.
         give_up_ns: per fragment, when its last round is given up; set when it is the fragment's turn.
     """
@@ -66,8 +65,7 @@ def end_reason(
     """Why the run ends now; empty while it goes on. A single learner's claims about itself end no run.
 
     Args:
-        steps: of each learner that counts (`RunProgress.learner_steps`).
-        tokens: merged, mean over the fragments.
+        steps: of each learner that counts (`RunProgress.learner_steps`). tokens: merged, mean over the fragments.
         booked_tokens: tokens of each that the ledger has booked; asked only when enough are merged.
         reason_ordered: an operator's or the scripts' reason, empty if there was no request.
     """
@@ -103,8 +101,7 @@ class Agenda:
     """Asked for one step after the other until there is none. Built anew for each term of a leader.
 
     Attributes:
-        reason: why no (further) round is open, in words.
-        wake_at_ns: when to ask again even if nothing happens.
+        reason: why no (further) round is open, in words. wake_at_ns: when to ask again even if nothing happens.
     """
 
     def __init__(self, context: RoundContext, eligibility: Eligibility, progress: RunProgress) -> None:

@@ -194,8 +194,7 @@ def plan_next(
     Args:
         round_: the round with the failed ballot. stripes: of the next ballot.
         usable: contributions of the failed ballot that may still be merged.
-        able: learners that could contribute to a fresh round, sorted.
-        reachable: regions that the leader can talk to.
+        able: learners that could contribute to a fresh round, sorted. reachable: regions that the leader can talk to.
         is_late: the deadline was missed; else somebody was lost.
     """
     places = {stripe: index for index, stripe in enumerate(stripes)}

@@ -43,8 +43,7 @@ def claim_fault(
     """Return why the numbers in another region's contribution can't be true; empty if they can.
 
     Args:
-        contribution: of another region; its steps are at least one.
-        report: the last one of its learner.
+        contribution: of another region; its steps are at least one. report: the last one of its learner.
         reports: the last ones of all live learners, with or without that one.
         incarnation_known: the newest in the ledger, -1 if there is none.
     """

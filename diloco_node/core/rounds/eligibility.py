@@ -242,8 +242,7 @@ class Eligibility:
         Args:
             rejections: learners that may not, each with the reason.
 
-        Returns:
-            Members, sorted; and the learners that step but can't join, with reasons.
+        Returns: members, sorted; and the learners that step but can't join, with reasons.
         """
         members, ineligible = [], []
         for name in reachability.learners:

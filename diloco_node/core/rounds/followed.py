@@ -126,8 +126,7 @@ class FollowedRound:
     """The round of one fragment that this region follows; the facts that outlive its ballots.
 
     Attributes:
-        version: of the round that the rest is about.
-        ballot: the current one; None before one was opened.
+        version: of the round that the rest is about. ballot: the current one; None before one was opened.
         contribution: the learner's, for this round. sent_name: the name of the one that was sent to the reducers.
         requested_base: the base against which a snapshot was requested; None while none is being taken.
         arrivals: contributions and block ranges in this region's memory, in the order of arrival, each with its

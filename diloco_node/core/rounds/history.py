@@ -73,8 +73,7 @@ class RoundHistory:
         founders: the regions that begin the run.
 
     Attributes:
-        genesis: None until it is committed.
-        versions: per fragment, the last committed version; -1 before genesis.
+        genesis: None until it is committed. versions: per fragment, the last committed version; -1 before genesis.
         version_entries: per fragment, the index of the entry that committed it.
         committed_at_ns: per fragment, when this region learnt of it.
         finished: the end of the run, once committed; None again when it is extended.

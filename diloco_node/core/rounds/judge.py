@@ -33,8 +33,7 @@ class Judge:
 
         The short deadline of a ballot that tries a region is only that region's business.
 
-        Returns:
-            Whether the fault is this region's: merged stripes of the others do not come here.
+        Returns: whether the fault is this region's: merged stripes of the others do not come here.
         """
         findings = judge_absences(round_, len(self._context.regions))
         if not round_.trials:
@@ -85,8 +84,7 @@ class Judge:
         stripes all by itself. Norms that do not add up then are the member's own fault; and so they are if the leader
         reduced alone before.
 
-        Returns:
-            The members' fault, in words; empty if the leader is to reduce all stripes first.
+        Returns: the members' fault, in words; empty if the leader is to reduce all stripes first.
         """
         assert round_.decision is not None
         fault = "its stripes do not add up to the norms it named"

@@ -26,15 +26,7 @@ from diloco_node.core.rounds.opening import Opening
 from diloco_node.core.rounds.payload_audit import PayloadAudit
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import SuspicionBook
-from diloco_node.core.types import (
-    Ballot,
-    Entry,
-    EntryBody,
-    ExtendedBody,
-    FinishedBody,
-    RoundBody,
-    Stripe,
-)
+from diloco_node.core.types import Ballot, Entry, EntryBody, ExtendedBody, FinishedBody, RoundBody, Stripe
 from diloco_node.numeric import NS_PER_S
 
 RoundMessage = BallotAnswer | DiscardReported
@@ -192,17 +184,13 @@ class RoundLeader:
         del self.rounds[body.fragment]
         if round_.ballot != body.ballot:
             return
-        took_ns = now_ns - round_.opened_at_ns
         self._agenda.on_commit(round_, now_ns=now_ns)
         self._judge.on_commit(round_)
         self._clock.observe(body.fragment, now_ns - round_.ballot_at_ns)
         names = ", ".join(member.contribution.learner for member in body.members)
-        self._effects.note(
-            "committed",
-            f"ballot {body.ballot} with {names}, share {body.share:.3g}, after {took_ns / NS_PER_S:.3f} s",
-            fragment=body.fragment,
-            version=body.version,
-        )
+        took_s = (now_ns - round_.opened_at_ns) / NS_PER_S
+        text = f"ballot {body.ballot} with {names}, share {body.share:.3g}, after {took_s:.3f} s"
+        self._note("committed", text, round_)
 
     def on_answer(self, peer: str, message: RoundMessage, *, now_ns: int) -> None:
         """Take a region's answer to a ballot."""
@@ -218,8 +206,7 @@ class RoundLeader:
     def let_go(self, region: str) -> bool:
         """Leave a region that is about to leave the run out of new ballots; empty: none is.
 
-        Returns:
-            Whether no open round has it any more.
+        Returns: whether no open round has it any more.
         """
         self._eligibility.leaver = region
         return not any(region in (*round_.members, *round_.reducers) for round_ in self.rounds.values())
@@ -398,13 +385,8 @@ class RoundLeader:
         self.rounds[fragment] = round_
         self._agenda.opener.on_open(opening, now_ns=now_ns)
         without = "; without " + ", ".join(f"{name} ({why})" for name, why in ineligible) if ineligible else ""
-        self._effects.note(
-            "open",
-            f"ballot {round_.ballot}: {opening.reason}; members {', '.join(members)}{without}; reducers "
-            f"{', '.join(round_.reducers)}; deadline {round_.deadline.derivation}",
-            fragment=fragment,
-            version=version,
-        )
+        text = f"{opening.reason}; members {', '.join(members)}{without}; reducers {', '.join(round_.reducers)}"
+        self._note("open", f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
         self._announce(round_)
         return True
 
@@ -444,24 +426,19 @@ class RoundLeader:
             contributions=plan.contributions,
             now_ns=now_ns,
         )
-        self._effects.note(
-            "ballot",
-            f"ballot {round_.ballot}: {reason}; members {', '.join(round_.members)}; "
-            f"reducers {', '.join(round_.reducers)}; "
-            f"deadline {round_.deadline.derivation}",
-            fragment=round_.fragment,
-            version=round_.version,
-        )
+        text = f"{reason}; members {', '.join(round_.members)}; reducers {', '.join(round_.reducers)}"
+        self._note("ballot", f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
         self._announce(round_)
         self._try_decide(round_, now_ns)
 
     def _abandon(self, round_: OpenRound, reason: str, *, now_ns: int) -> None:
         """Give the round up. The fragment stays at its version and is opened again when it can be."""
-        self._effects.note(
-            "abandoned", f"ballot {round_.ballot}: {reason}", fragment=round_.fragment, version=round_.version
-        )
+        self._note("abandoned", f"ballot {round_.ballot}: {reason}", round_)
         del self.rounds[round_.fragment]
         self._agenda.on_abandon(round_.fragment, now_ns=now_ns)
+
+    def _note(self, kind: str, text: str, round_: OpenRound) -> None:
+        self._effects.note(kind, text, fragment=round_.fragment, version=round_.version)
 
     def _announce(self, round_: OpenRound) -> None:
         for name in self._context.regions:

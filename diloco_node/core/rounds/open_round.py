@@ -243,12 +243,11 @@ class OpenRound:
             return self.missing_members()
         if self.is_merged:
             return tuple(name for name in regions if name not in self.holders)
-        unheld = tuple(
-            contribution.learner
-            for contribution in self.decision.contributions
-            if not self.is_received(contribution.learner)
-        )
-        return unheld or self.late_reducers()
+        return self._late_contributors() or self.late_reducers()
+
+    def _late_contributors(self) -> tuple[str, ...]:
+        learners = [contribution.learner for contribution in self.decision.contributions] if self.decision else []
+        return tuple(name for name in learners if not self.is_received(name))
 
     def wait_reason(self) -> str:
         """Return what the round waits for, in words."""
@@ -257,11 +256,9 @@ class OpenRound:
         if self.decision is None:
             return f"waits for contributions of {', '.join(self.missing_members())}"
         if not self.is_merged:
-            late = self.late_reducers()
-            learners = [contribution.learner for contribution in self.decision.contributions]
-            unheld = [name for name in learners if not self.is_received(name)]
-            on_the_way = f", stripes of {', '.join(unheld)} are on their way" if unheld else ""
-            return f"waits for merged stripes of {', '.join(late)}{on_the_way}"
+            late = self._late_contributors()
+            on_the_way = f", stripes of {', '.join(late)} are on their way" if late else ""
+            return f"waits for merged stripes of {', '.join(self.late_reducers())}{on_the_way}"
         return f"waits for a majority to have the payload on disk, {', '.join(sorted(self.holders)) or 'nobody'} has"
 
     def report_fault(self, peer: str, report: ReductionReported, pieces: int) -> str:

@@ -28,8 +28,7 @@ class Opening:
     """A round to open.
 
     Attributes:
-        reason: in words.
-        due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
+        reason: in words. due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
         is_last: it is the run's last round of this fragment.
         leavers: learners, with their incarnations, for which it is opened early.
     """
@@ -173,11 +172,7 @@ class Opener:
             # It waits for nothing but this: its fragments go before those of others.
             return self._settings.sync_every if status.step > position.included_step else -1
         return overdue_steps(
-            fragment,
-            position,
-            status.step,
-            sync_every=self._settings.sync_every,
-            fragments=self._fragments,
+            fragment, position, status.step, sync_every=self._settings.sync_every, fragments=self._fragments
         )
 
     def _learners(self, fragment: int, reachability: Reachability, eligibility: Eligibility) -> list[LearnerDue]:

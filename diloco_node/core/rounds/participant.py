@@ -106,9 +106,8 @@ class RoundParticipant:
         rounds = []
         for fragment, round_ in enumerate(self.rounds):
             if round_.ballot is not None and round_.version > self._history.versions[fragment]:
-                rounds.append(
-                    (fragment, round_.version, round_.ballot.number, self._wait_reason(round_, round_.ballot))
-                )
+                reason = self._wait_reason(round_, round_.ballot)
+                rounds.append((fragment, round_.version, round_.ballot.number, reason))
         return rounds
 
     def standing(self, fragment: int) -> tuple[int, Ballot, str, tuple[str, ...]] | None:
@@ -119,16 +118,20 @@ class RoundParticipant:
         version, ballot = round_.version, round_.ballot
         if ballot.digest:
             return version, ballot.number, "commit", ()
-        if self._region in ballot.announcement.members and not ballot.has_contributed and not ballot.refusal:
+        if self._owes(ballot):
             return version, ballot.number, "gather", (self._region,)
         if ballot.decision is None and ballot.own_stripes(self._region):
             return version, ballot.number, "gather", ()
         return version, ballot.number, "reduce", ballot.lacking_reducers()
 
+    def _owes(self, ballot: FollowedBallot) -> bool:
+        """Whether this region's learner has yet to answer the ballot."""
+        return self._region in ballot.announcement.members and not ballot.has_contributed and not ballot.refusal
+
     def _wait_reason(self, round_: FollowedRound, ballot: FollowedBallot) -> str:
         if ballot.digest:
             return "waits for the commit" if self._is_stored(round_, ballot) else "writes the payload"
-        if self._region in ballot.announcement.members and not ballot.has_contributed and not ballot.refusal:
+        if self._owes(ballot):
             return "waits for the learner's snapshot" if round_.requested_base is not None else "waits for the learner"
         if ballot.decision is None and ballot.own_stripes(self._region):
             return f"waits for the decision of {ballot.leader}"
@@ -136,17 +139,12 @@ class RoundParticipant:
 
     def learner_changed(self, status: LearnerStatus | None) -> None:
         """Take the learner's report; None: it is gone. A new incarnation knows nothing of the old one's snapshots."""
-        is_new_incarnation = status is not None and (
-            self._learner is None or self._learner.incarnation != status.incarnation
-        )
+        is_new = status is not None and (self._learner is None or self._learner.incarnation != status.incarnation)
         for round_ in self.rounds:
+            contribution = round_.contribution
             if status is None:
                 round_.requested_base = None
-            elif (
-                is_new_incarnation
-                and round_.contribution is not None
-                and round_.contribution.incarnation != status.incarnation
-            ):
+            elif is_new and contribution is not None and contribution.incarnation != status.incarnation:
                 round_.contribution = None
         self._learner = status
         self._dirty.update(range(len(self.rounds)))
@@ -182,14 +180,9 @@ class RoundParticipant:
         round_ = self.rounds[announcement.fragment]
         if announcement.version <= self._history.versions[announcement.fragment]:
             return
-        fault = stripes_fault(
-            announcement.stripes, regions=self._context.regions, blocks=self._blocks[announcement.fragment]
-        )
-        if fault:
-            text = f"ballot of {leader}: {fault}"
-            self._effects.note(
-                "ballot", text, fragment=announcement.fragment, version=announcement.version, is_alarm=True
-            )
+        blocks = self._blocks[announcement.fragment]
+        if fault := stripes_fault(announcement.stripes, regions=self._context.regions, blocks=blocks):
+            self._alarm("ballot", f"ballot of {leader}: {fault}", announcement)
             return
         ballot = round_.ballot
         if ballot is not None:
@@ -202,12 +195,8 @@ class RoundParticipant:
                 self.audits.give_up(ballot, leader, announcement.stripes)
                 self._effects.emit(CloseBallot(ballot.number, announcement.fragment, round_.version, committed=False))
         if announcement.version != round_.version:
-            round_.version, round_.contribution, round_.sent_name, round_.requested_base = (
-                announcement.version,
-                None,
-                None,
-                None,
-            )
+            round_.version = announcement.version
+            round_.contribution = round_.sent_name = round_.requested_base = None
         self.left_out = tuple(
             LeftOut(name.region, name.part, name.reason[:REASON_SHOWN_MAX])
             for name in announcement.left_out[:LEFT_OUT_SHOWN_MAX]
@@ -230,8 +219,7 @@ class RoundParticipant:
         ballot = round_.ballot
         fault = decision_fault(decision, ballot.announcement, self._pieces[decision.fragment])
         if fault:
-            text = f"decision of {ballot.leader}: {fault}"
-            self._effects.note("decision", text, fragment=decision.fragment, version=round_.version, is_alarm=True)
+            self._alarm("decision", f"decision of {ballot.leader}: {fault}", ballot.announcement)
             return
         if ballot.decision is None:
             ballot.decision = decision
@@ -333,12 +321,7 @@ class RoundParticipant:
 
     def _contribute(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         announcement = ballot.announcement
-        if (
-            self._region not in announcement.members
-            or ballot.has_contributed
-            or ballot.refusal
-            or round_.requested_base is not None
-        ):
+        if not self._owes(ballot) or round_.requested_base is not None:
             return
         reason = self._decline_reason(announcement.fragment)
         if reason:
@@ -365,12 +348,12 @@ class RoundParticipant:
             return
         for index, stripe in ballot.own_stripes(self._region):
             blocks = (stripe.block_start, stripe.block_stop)
-            is_whole = all(
-                (name_of(contribution), blocks) in round_.arrivals for contribution in decision.contributions
-            )
-            if index in ballot.sum_orders or not is_whole:
+            names = map(name_of, decision.contributions)
+            if index in ballot.sum_orders or not all((name, blocks) in round_.arrivals for name in names):
                 continue
-            order = self._order_of_sum(decision.contributions)
+            # Float32 sums depend on the order. So it follows the learners' names, not the leader's list or the arrival.
+            places = range(len(decision.contributions))
+            order = sorted(places, key=lambda place: decision.contributions[place].learner)
             ballot.sum_orders[index] = order
             self._effects.emit(
                 ReduceStripe(
@@ -389,13 +372,11 @@ class RoundParticipant:
     def _store(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         if ballot.digest or len(ballot.merged_digests) < len(ballot.announcement.stripes):
             return
-        ballot.digest = payload_digest(
-            [ballot.merged_digests[index] for index in range(len(ballot.announcement.stripes))]
-        )
+        fragment, stripes = ballot.announcement.fragment, ballot.announcement.stripes
+        ballot.digest = payload_digest([ballot.merged_digests[index] for index in range(len(stripes))])
         if self._is_stored(round_, ballot):
             self._effects.send(ballot.leader, ballot.durable_report())
         else:
-            fragment, stripes = ballot.announcement.fragment, ballot.announcement.stripes
             self._effects.emit(StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes))
 
     def _may_contribute(self, fragment: int, version: int) -> str:
@@ -428,13 +409,6 @@ class RoundParticipant:
             return "no steps since the last inclusion"
         return ""
 
-    def _order_of_sum(self, contributions: tuple[Contribution, ...]) -> list[int]:
-        """Return the places of the contributions in the order in which they are added.
-
-        Float32 sums depend on the order. So it follows the learners' names, not the leader's list or the arrival.
-        """
-        return sorted(range(len(contributions)), key=lambda place: contributions[place].learner)
-
     def _repeat_reports(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         """Send all reports of this ballot again; any of them may have been lost."""
         if ballot.has_contributed and round_.contribution is not None:
@@ -454,6 +428,9 @@ class RoundParticipant:
     def _report_stripes(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         for name in round_.received_names(ballot, self._region):
             self._effects.send(ballot.leader, StripesReceived(ballot.number, *name))
+
+    def _alarm(self, kind: str, text: str, ballot: BallotOpened) -> None:
+        self._effects.note(kind, text, fragment=ballot.fragment, version=ballot.version, is_alarm=True)
 
     def _decline(self, ballot: FollowedBallot, reason: str) -> None:
         ballot.refusal = reason

@@ -122,8 +122,7 @@ class PayloadAudit:
         Args:
             projection: of the payload, by this region; without windows if it has none.
 
-        Returns:
-            Why the leader has to reduce all stripes alone, in words; empty if the payload may commit.
+        Returns: why the leader has to reduce all stripes alone, in words; empty if the payload may commit.
         """
         assert round_.decision is not None
         self._answer(round_, now_ns=now_ns)

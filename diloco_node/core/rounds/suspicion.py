@@ -63,8 +63,7 @@ class _Suspect:
     """The record of one region in one role.
 
     Attributes:
-        failures: in a row. failed_at_ns: the last one.
-        level: how often it was suspended, less what was forgiven.
+        failures: in a row. failed_at_ns: the last one. level: how often it was suspended, less what was forgiven.
         until_ns: it is suspended, and may be tried from then on; None: it takes part.
         clean: ballots without a fault since the last one.
     """
@@ -90,20 +89,15 @@ class SuspicionBook:
         Args:
             opened_at_ns: of that ballot.
 
-        Returns:
-            How long it is suspended from now on; None if it is not, or was already.
+        Returns: how long it is suspended from now on; None if it is not, or was already.
         """
         suspect = self._suspects.setdefault((blame.region, blame.part), _Suspect(blame.reason))
         is_same_cause = opened_at_ns < suspect.failed_at_ns
         is_out = suspect.until_ns is not None and now_ns < suspect.until_ns
         if is_out or (is_same_cause and not blame.is_proved):
             return None  # Ballots that were open at the same time fail together, and say it once.
-        suspect.failures, suspect.failed_at_ns, suspect.clean, suspect.reason = (
-            suspect.failures + 1,
-            now_ns,
-            0,
-            blame.reason,
-        )
+        suspect.failures, suspect.clean = suspect.failures + 1, 0
+        suspect.failed_at_ns, suspect.reason = now_ns, blame.reason
         if suspect.failures < FAILURES_MAX and suspect.level == 0 and not blame.is_proved:
             return None
         pause_ns = self._pause_ns << min(suspect.level, DOUBLINGS_MAX)
