@@ -136,7 +136,7 @@ def test_contributors_do_not_count_for_the_majority_nor_stand_for_election(patch
     count = len(small.bodies())
     small.go(15)
     assert len(small.bodies()) <= count + 2, "one of three voters and two contributors commit nothing"
-    assert not any(view.is_leader(host.core) for host in small.hosts.values() if host.core is not None)
+    assert not any(view.ledger(host.core).is_leader for host in small.hosts.values() if host.core is not None)
     small.hosts[first].start_daemon()
     small.go(20)
     assert len(small.bodies()) > count + 4, "two of three voters do"

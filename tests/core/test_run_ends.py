@@ -86,8 +86,7 @@ def test_a_finished_run_goes_on_in_the_same_ledger(patch: pytest.MonkeyPatch) ->
         host.kill_daemon()
     for host in small.hosts.values():
         host.setup = replace(host.setup, settings=replace(host.setup.settings, steps_max=110))
-        host.start_daemon()
-        host.start_learner()
+        host.start()
     small.go(4)
     assert [body for body in small.bodies() if isinstance(body, ExtendedBody)] == [ExtendedBody(110, 0)]
     assert len(ends(small)) == 1

@@ -133,8 +133,7 @@ class Small:
         """Cut a region from all others, both directions."""
         pairs = [(name, peer) for peer in sorted(self.hosts) if peer != name]
         pairs += [(peer, name) for name, peer in pairs]
-        for source, target in pairs:
-            self.sim.network.cut(source, target)
+        self.sim.network.cut_all(pairs)
         return pairs
 
     def heal(self, pairs: list[tuple[str, str]]) -> None:

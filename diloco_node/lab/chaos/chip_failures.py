@@ -30,8 +30,7 @@ class FailureModel:
     """Values that the paper leaves open.
 
     Attributes:
-        step_s: of an inner step.
-        down_s, up_s: reconfiguring after a slice was lost, and after it is back.
+        step_s: of an inner step. down_s, up_s: reconfiguring after a slice was lost, and after it is back.
         slice_chips: chips that go with a failing one.
         return_s: mean time until a slice is back. return_alpha, return_shape: of its exponentiated Weibull law.
         repair_s: mean time that a learner without elasticity waits for its slice, beside down_s and up_s.

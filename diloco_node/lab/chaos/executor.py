@@ -34,8 +34,7 @@ class StruckFault:
     """Outcome of a fault.
 
     Attributes:
-        at_ns: when it was carried out, on the plan's clock.
-        pids: the processes that it struck; none: nobody was there.
+        at_ns: when it was carried out, on the plan's clock. pids: the processes that it struck; none: nobody was there.
         stopped_ns: of a notice, how long the machine took to stop; 0 of others. kills: processes left at its end.
     """
 
@@ -72,8 +71,7 @@ class FaultExecutor:
 
     Args:
         load: reads the demo's file; anew for each fault, for supervisors come and go.
-        now_ns: the plan's clock: 0 is the beginning of the training.
-        told: called with each fault when it begins.
+        now_ns: the plan's clock: 0 is the beginning of the training. told: called with each fault when it begins.
         attached: the process that a region's daemon names as its learner; None: it names none just now.
 
     Attributes:

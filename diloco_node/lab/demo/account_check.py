@@ -73,8 +73,7 @@ def check_account(
         summary: what stands for the entries before the first one; None: there are none.
         lost_regions: learners whose region's folder was replaced: counts of theirs may be missing from `totals`.
 
-    Returns:
-        The report. It never raises for what is wrong in the data: that is a fault in the report.
+    Returns: the report. It never raises for what is wrong in the data: that is a fault in the report.
     """
     checker = _Checker(totals, len(fragment_sizes), positions or {}, lost_regions)
     if summary is not None:
@@ -208,9 +207,7 @@ class _Checker:
         """Closed incarnations leave only sums: together they trained what was merged or discarded."""
         if learner in self._lost:
             return  # a count may be among those that were lost
-        tokens_trained = sum(
-            pair[1] for (name, number), pair in self._trained.items() if name == learner and number <= newest
-        )
+        tokens_trained = self._tokens_up_to(learner, newest)
         for fragment, bookings in enumerate(tokens):
             if bookings != tokens_trained:
                 self._fault(
@@ -307,14 +304,15 @@ class _Checker:
 
     def _closed_uncounted(self) -> int:
         """Tokens that closed incarnations booked, of those whose counts were lost."""
-        closed_tokens = 0
-        for learner, (newest, tokens) in self._closed.items():
-            if learner in self._lost:
-                counted_tokens = (
-                    pair[1] for (name, number), pair in self._trained.items() if name == learner and number <= newest
-                )
-                closed_tokens += max(0, max(tokens, default=0) - sum(counted_tokens))
-        return closed_tokens
+        return sum(
+            max(0, max(tokens, default=0) - self._tokens_up_to(learner, newest))
+            for learner, (newest, tokens) in self._closed.items()
+            if learner in self._lost
+        )
+
+    def _tokens_up_to(self, learner: str, newest: int) -> int:
+        """Tokens that incarnations up to this one counted."""
+        return sum(pair[1] for (name, number), pair in self._trained.items() if name == learner and number <= newest)
 
 
 def _label(identity: _Identity, fragment: int) -> str:

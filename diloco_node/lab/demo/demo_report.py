@@ -9,15 +9,7 @@ from typing import Any
 
 from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
-from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import (
-    DiskNamedBody,
-    Entry,
-    FragmentPosition,
-    LearnerStatus,
-    LedgerBase,
-    RoundBody,
-)
+from diloco_node.core.types import DiskNamedBody, Entry, FragmentPosition, LearnerStatus, LedgerBase, RoundBody
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.errors import StorageError
@@ -83,9 +75,8 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
 
     Raises StorageError: a folder is damaged or incomplete.
     """
-    manifest = _manifest(folder / regions[0])
-    base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
-    summary = _summary(base, len(manifest.fragments))
+    sizes, base, entries = _ledger(folder, regions)
+    summary = _summary(base, len(sizes))
     counters = {
         (region, counter.incarnation): (counter.steps, counter.tokens)
         for region in regions
@@ -94,7 +85,7 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
     return check_account(
         entries,
         counters,
-        fragment_sizes=[fragment.size for fragment in manifest.fragments],
+        fragment_sizes=sizes,
         positions=positions,
         summary=summary,
         lost_regions=_replaced(summary, entries),
@@ -106,8 +97,7 @@ def read_merges(folder: Path, regions: Sequence[str], samples: Sequence[RunSampl
 
     Raises StorageError: a folder is damaged or incomplete.
     """
-    sizes = [fragment.size for fragment in _manifest(folder / regions[0]).fragments]
-    base, entries = longest_ledger([folder / region for region in regions], len(sizes))
+    sizes, base, entries = _ledger(folder, regions)
     return timed_merges(entries, samples, sizes) if base.index == 0 else None
 
 
@@ -131,9 +121,8 @@ def build_report(
     Raises StorageError: something that a finished run has is missing or damaged.
     """
     reports = {region: read_region_report(folder / region) for region in regions}
-    manifest = _manifest(folder / regions[0])
-    base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
-    summary = _summary(base, len(manifest.fragments))
+    sizes, base, entries = _ledger(folder, regions)
+    summary = _summary(base, len(sizes))
     rounds_before = 0 if summary is None else summary.rounds_committed
     positions = {
         region: learner_status(report["learner"])
@@ -207,8 +196,10 @@ def learner_status(document: dict[str, Any]) -> LearnerStatus:
     )
 
 
-def _manifest(state_dir: Path) -> Manifest:
-    manifest = load_manifest(state_dir)
+def _ledger(folder: Path, regions: Sequence[str]) -> tuple[list[int], LedgerBase, tuple[Entry, ...]]:
+    """The size of each fragment, then the longest ledger."""
+    state_dirs = [folder / region for region in regions]
+    manifest = load_manifest(state_dirs[0])
     if manifest is None:
-        raise StorageError(f"{state_dir}: the region never learnt its model; see logs/learner.log there")
-    return manifest
+        raise StorageError(f"{state_dirs[0]}: the region never learnt its model; see logs/learner.log there")
+    return [fragment.size for fragment in manifest.fragments], *longest_ledger(state_dirs, len(manifest.fragments))

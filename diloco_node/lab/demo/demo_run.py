@@ -338,13 +338,7 @@ class Demo:
             view.line(f"compiled the codec's kernels in {seconds:.0f} s (cached for the next time)")
 
     async def watch(
-        self,
-        view: LiveView,
-        started_s: float,
-        *,
-        until: Any,
-        limit_s: float | None,
-        purpose: str = "",
+        self, view: LiveView, started_s: float, *, until: Any, limit_s: float | None, purpose: str = ""
     ) -> None:
         """Poll and draw until something is so.
 

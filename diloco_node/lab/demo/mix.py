@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from diloco_node.cli.options import parse_option
@@ -65,17 +66,12 @@ def parse_mix(speeds: str, batches: str, names: Sequence[str], *, ranks: str = "
     """
     mix = LearnerMix(
         parse_option("--speeds", speeds, _speeds),
-        parse_option("--batches", batches, _batches),
-        parse_option("--ranks", ranks, _ranks),
+        parse_option("--batches", batches, partial(_counts, most=BATCH_MAX)),
+        parse_option("--ranks", ranks, partial(_counts, most=RANKS_MAX)),
         parse_option("--shard", shards, _shards),
     )
-    lists: dict[str, Sequence[object]] = {
-        "--speeds": mix.speeds,
-        "--batches": mix.batches,
-        "--ranks": mix.ranks,
-        "--shard": mix.shards,
-    }
-    for flag, values in lists.items():
+    lists = (mix.speeds, mix.batches, mix.ranks, mix.shards)
+    for flag, values in zip(("--speeds", "--batches", "--ranks", "--shard"), lists, strict=True):
         if values and len(values) != len(names):
             raise ConfigError(f"{flag} has {len(values)} values for {len(names)} regions: give one for each, in order")
     return mix
@@ -88,17 +84,10 @@ def _speeds(text: str) -> tuple[float, ...]:
     return values
 
 
-def _batches(text: str) -> tuple[int, ...]:
+def _counts(text: str, *, most: int) -> tuple[int, ...]:
     values = tuple(int(word) for word in text.split(",")) if text else ()
-    if values and not (min(values) >= 1 and max(values) <= BATCH_MAX):
-        raise ValueError(f"use whole numbers from 1 to {BATCH_MAX}")
-    return values
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    values = tuple(int(word) for word in text.split(",")) if text else ()
-    if values and not (min(values) >= 1 and max(values) <= RANKS_MAX):
-        raise ValueError(f"use whole numbers from 1 to {RANKS_MAX}")
+    if values and not (min(values) >= 1 and max(values) <= most):
+        raise ValueError(f"use whole numbers from 1 to {most}")
     return values
 
 

@@ -36,8 +36,7 @@ class RegionProcess:
         namespace: the network namespace it runs in, "" for this process's own. It is asked over its Unix socket, which
             reaches into any namespace and puts no bytes on the interface that carries the run.
         program: what Python runs instead of `diloco-node`. env: added to this process's environment.
-        settings: for `start --set`, beyond those of the file.
-        process: the supervisor; None before the start.
+        settings: for `start --set`, beyond those of the file. process: the supervisor; None before the start.
         status: the last status document that was read; {} before the first.
         answered_s: when it was read, on the monotonic clock; minus infinity if the last try read none.
         asking: the try that is under way, or the last one.

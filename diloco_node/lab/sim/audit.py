@@ -46,8 +46,7 @@ class Audit:
     """Follows the committed history.
 
     Attributes:
-        lines: by (learner, incarnation, fragment).
-        liars: their learners' accounts are not looked at.
+        lines: by (learner, incarnation, fragment). liars: their learners' accounts are not looked at.
     """
 
     def __init__(self, setup: Setup, violate: Callable[[str], None]) -> None:

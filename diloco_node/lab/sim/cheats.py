@@ -176,8 +176,7 @@ def _bring_back_old_folder(host: Host) -> None:
         # A learner that gets a number again ends as soon as it takes a version, and the next one gets another number.
         older.counters = host.disk.counters
         host.disk = older
-        host.start_daemon()
-        host.start_learner()
+        host.start()
 
     host.world.after(OLD_AFTER_NS, None, take)
 

@@ -15,15 +15,7 @@ from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import (
-    Ballot,
-    Contribution,
-    DiscardedBody,
-    Entry,
-    GenesisBody,
-    RoundBody,
-    SnapshotBody,
-)
+from diloco_node.core.types import Ballot, Contribution, DiscardedBody, Entry, GenesisBody, RoundBody, SnapshotBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.audit import Audit
 from diloco_node.lab.sim.disk import Disk
@@ -216,8 +208,8 @@ class Checkers:
             return
         if commit_index < memory.commit_index:
             self.violate(f"commit: {host.name} went back from {memory.commit_index} to {commit_index}")
-        for index in range(max(memory.commit_index, view.base_index(host.core)) + 1, commit_index + 1):
-            entry = view.entry(host.core, index)
+        for index in range(max(memory.commit_index, ledger.base.index) + 1, commit_index + 1):
+            entry = ledger.entry(index)
             if index <= len(self.history):
                 self._check_same(host, entry)
             else:
@@ -226,9 +218,10 @@ class Checkers:
 
     def _check_own_term(self, host: Host, memory: RegionMemory) -> None:
         """An entry that a leader commits by counting disks must be of its own term."""
-        index, term = view.cluster_commit_index(host.core), view.term(host.core)
+        ledger = view.ledger(host.core)
+        index, term = ledger.cluster_commit_index, ledger.term
         if index > memory.counted_index and memory.led_term == term:
-            entry = view.entry(host.core, index)
+            entry = ledger.entry(index)
             if entry.term != term:
                 self.violate(f"old term: {host.name} in term {term} commits entry {index} of term {entry.term}")
         memory.counted_index, memory.led_term = index, term
@@ -238,9 +231,10 @@ class Checkers:
 
         The last such entry is enough: the hashes of all before are in its own.
         """
-        index_max = min(index, view.last_index(host.core), len(self.history))
-        if index_max > view.base_index(host.core):
-            self._check_same(host, view.entry(host.core, index_max))
+        ledger = view.ledger(host.core)
+        index_max = min(index, ledger.last_index, len(self.history))
+        if index_max > ledger.base.index:
+            self._check_same(host, ledger.entry(index_max))
         memory.known_index = index
 
     def _check_same(self, host: Host, entry: Entry) -> None:
@@ -282,21 +276,24 @@ class Checkers:
         leader = self._leaders.setdefault(message.term, host.name)
         if leader != host.name:
             self.violate(f"leaders: {leader} and {host.name} both lead term {message.term}")
+        self._check_vote(host, message.term, host.name, f"leads term {message.term}")
+
+    def _check_vote(self, host: Host, term: int, candidate: str, action: str) -> None:
         disk = host.disk
-        if disk.votes.get(message.term, "").split(" ")[0] != host.name:
-            self.violate(f"vote: {host.name} leads term {message.term}, its disk has {disk.term} {disk.voted_for!r}")
+        if disk.votes.get(term, "").split(" ")[0] != candidate:
+            self.violate(f"vote: {host.name} {action}, its disk has {disk.term} {disk.voted_for!r}")
 
     def _acknowledges(self, host: Host, peer: str, message: msg.AppendEntriesReply) -> None:
         if not message.accepted or not message.durable_index:
             return
-        memory, is_late = self._memories[host.name], message.term < view.term(host.core)
-        if message.durable_index > view.last_index(host.core):
+        ledger, index = view.ledger(host.core), message.durable_index
+        memory, is_late = self._memories[host.name], message.term < ledger.term
+        if index > ledger.last_index:
             if is_late:
                 return  # as below
-            self.violate(f"durable: {host.name} acknowledges {message.durable_index}, beyond its log")
+            self.violate(f"durable: {host.name} acknowledges {index}, beyond its log")
             return
-        is_base = message.durable_index == view.base_index(host.core)
-        entry = self.history[message.durable_index - 1] if is_base else view.entry(host.core, message.durable_index)
+        entry = self.history[index - 1] if index == ledger.base.index else ledger.entry(index)
         if memory.acknowledged == (entry.index, entry.hash):
             return
         if is_late and entry.hash != message.durable_hash:
@@ -315,7 +312,7 @@ class Checkers:
 
     def _check_age(self, host: Host, action: str) -> None:
         """A folder never comes back as it was before it acknowledged what is committed."""
-        last_index, promise = view.last_index(host.core), self._promised.get(host.disk.id, 0)
+        last_index, promise = view.ledger(host.core).last_index, self._promised.get(host.disk.id, 0)
         if last_index < promise:
             self.violate(f"age: {host.name} {action}, its folder ends at {last_index}, and has acknowledged {promise}")
 
@@ -327,16 +324,12 @@ class Checkers:
             self.violate(f"vote: {host.name} votes for {vote} and {peer} in term {message.term}")
         self._check_up_to_date(host, peer, message.term)
         self._check_age(host, f"votes for {peer}")
-        disk = host.disk
-        if disk.votes.get(message.term, "").split(" ")[0] != peer:
-            self.violate(
-                f"vote: {host.name} votes for {peer} in {message.term}, its disk has {disk.term} {disk.voted_for!r}"
-            )
+        self._check_vote(host, message.term, peer, f"votes for {peer} in {message.term}")
 
     def _check_up_to_date(self, host: Host, peer: str, term: int) -> None:
         """A voter elects nobody whose log ends before its own."""
         candidate = self.hosts[peer].core
-        if peer in self.liars or candidate is None or view.term(candidate) != term:
+        if peer in self.liars or candidate is None or view.ledger(candidate).term != term:
             return
         # While the vote is written, entries may join the log that waited for their payload. They are acknowledged to
         # nobody before the new leader has them. With one of this very term somebody else was elected meanwhile.
@@ -388,8 +381,9 @@ class Checkers:
 
     def _is_booking(self, host: Host, contribution: Contribution) -> bool:
         """Whether steps of the same account are in the leader's log as discarded, but not committed yet."""
-        open_entries = range(view.cluster_commit_index(host.core) + 1, view.last_index(host.core) + 1)
-        bodies = [view.entry(host.core, index).body for index in open_entries]
+        ledger = view.ledger(host.core)
+        open_entries = range(ledger.cluster_commit_index + 1, ledger.last_index + 1)
+        bodies = [ledger.entry(index).body for index in open_entries]
         account = (contribution.learner, contribution.incarnation, contribution.fragment)
         return any(
             isinstance(body, DiscardedBody) and (body.learner, body.incarnation, body.fragment) == account
@@ -411,18 +405,19 @@ class Checkers:
         """A leader proposes only what a majority has: a round's payload on disk, a snapshot's bytes in memory."""
         if effect.voted_for:
             self._memories[host.name].voted.setdefault(effect.term, view.log_end(host.core))
-        if not view.is_leader(host.core):
+        ledger = view.ledger(host.core)
+        if not ledger.is_leader:
             return
         for entry in effect.entries:
             body = entry.body
-            if entry.term != view.term(host.core):
+            if entry.term != ledger.term:
                 continue
             if isinstance(body, RoundBody):
                 key = (body.fragment, body.version, body.payload_digest)
                 holders = {name for name, host in self.hosts.items() if key in host.disk.payloads} | self.liars
                 self._check_majority(host, "holders", key, holders)
             elif isinstance(body, MembershipBody):
-                self.members.check_leader(host.core, view.cluster_commit_index(host.core))
+                self.members.check_leader(host.core, ledger.cluster_commit_index)
             elif isinstance(body, SnapshotBody):
                 key = (body.fragment, body.version, body.digest)
                 self._check_majority(host, "snapshot", key, self._finders.get(key, set()))
@@ -486,15 +481,11 @@ class Checkers:
 
 
 def _missing_theta_0(disk: Disk, body: GenesisBody) -> list[int]:
-    states = disk.states
     rotten = {key[0] for key in disk.rotten}
-    return [
-        fragment
-        for fragment, digest in enumerate(body.fragment_digests)
-        if (fragment not in states and fragment not in rotten)
-        or (
-            fragment in states
-            and states[fragment].version == 0
-            and state_digest(states[fragment].theta, states[fragment].momentum) != digest
-        )
-    ]
+    missing = []
+    for fragment, digest in enumerate(body.fragment_digests):
+        state = disk.states.get(fragment)
+        is_other = state is not None and state.version == 0 and state_digest(state.theta, state.momentum) != digest
+        if is_other or (state is None and fragment not in rotten):
+            missing.append(fragment)
+    return missing

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from diloco_node.core.ledger.raft import LedgerCore
     from diloco_node.core.rounds.leader import RoundLeader
     from diloco_node.core.rounds.participant import RoundParticipant
-    from diloco_node.core.types import Entry, EntryBody
+    from diloco_node.core.types import EntryBody
 
 
 def ledger(core: Any) -> LedgerCore:
@@ -19,51 +19,16 @@ def ledger(core: Any) -> LedgerCore:
     return ledger_core
 
 
-def commit_index(core: Any) -> int:
-    """The last entry that the region takes as committed and has on its disk."""
-    return ledger(core).commit_index
-
-
-def cluster_commit_index(core: Any) -> int:
-    """The last entry that it takes as committed, on its own disk or not."""
-    return ledger(core).cluster_commit_index
-
-
-def last_index(core: Any) -> int:
-    """The last entry of its log."""
-    return ledger(core).last_index
-
-
 def log_end(core: Any) -> tuple[int, int]:
     """Term and index of the last entry of its log."""
     log = ledger(core)._log
     return log.last_term, log.last_index
 
 
-def entry(core: Any, index: int) -> Entry:
-    """An entry of its log, from 1."""
-    return ledger(core).entry(index)
-
-
-def base_index(core: Any) -> int:
-    """Up to here its log is summed up."""
-    return ledger(core).base.index
-
-
 def merged_incarnation(core: Any, learner: str) -> int:
     """The newest incarnation of the learner in its ledger; -1 if there is none."""
     incarnation: int = core.history.incarnation(learner)
     return incarnation
-
-
-def is_leader(core: Any) -> bool:
-    """Whether it leads."""
-    return ledger(core).is_leader
-
-
-def term(core: Any) -> int:
-    """Its term."""
-    return ledger(core).term
 
 
 def rounds(core: Any) -> RoundLeader:

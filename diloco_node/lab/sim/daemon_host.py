@@ -112,8 +112,7 @@ class DaemonHost(Host):
     """A region with the real effects.
 
     Attributes:
-        loop, hands, transport: of the daemon's current life.
-        folder_disk: the disk, with the faults that it can have.
+        loop, hands, transport: of the daemon's current life. folder_disk: the disk, with the faults that it can have.
         spoil_effects: plants a fault into the effects of each daemon.
         break_chance: of each transfer, to break half-way. drop_chance: of each control message, to find the queue full.
     """

@@ -57,14 +57,8 @@ class ResidualKey(NamedTuple):
 
 def contribution_key(contribution: Contribution, block_start: int, block_stop: int) -> ContributionKey:
     """Where a reducer keeps this stripe."""
-    return ContributionKey(
-        contribution.learner,
-        contribution.incarnation,
-        contribution.fragment,
-        contribution.snapshot,
-        block_start,
-        block_stop,
-    )
+    name = (contribution.learner, contribution.incarnation, contribution.fragment, contribution.snapshot)
+    return ContributionKey(*name, block_start, block_stop)
 
 
 class DataPlane:
@@ -238,13 +232,7 @@ class DataPlane:
         settings = self._setup.settings
         lr, mu = outer_of(settings, body)
         delta = layout.spread(body.factors, 0, layout.blocks) * tensors.decode(payload.data, settings.codec_down)
-        theta, momentum = outer_step(
-            self.theta[body.fragment],
-            self.momentum[body.fragment],
-            delta,
-            lr=lr,
-            mu=mu,
-        )
+        theta, momentum = outer_step(self.theta[body.fragment], self.momentum[body.fragment], delta, lr=lr, mu=mu)
         self.theta[body.fragment] = theta
         if not body.is_last:
             self.momentum[body.fragment] = momentum

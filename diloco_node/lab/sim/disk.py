@@ -53,8 +53,7 @@ class Disk:
     """Disk of a region: fsynced contents, and writes on their way.
 
     Attributes:
-        term, voted_for, base, entries: the ledger file; the entries follow the base.
-        payloads: complete payload files.
+        term, voted_for, base, entries: the ledger file; the entries follow the base. payloads: complete payload files.
         states: per fragment the newest state file; at version 0 perhaps Theta_0 of a genesis that never was.
         older_states: state files by fragment and version, the newest one too.
         counters: per incarnation of this region's learner (steps, tokens) trained, as persisted.

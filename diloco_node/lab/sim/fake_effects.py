@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +34,13 @@ class FakeEffects:
             ev.PersistLedger: self._persist,
             ev.TakeSnapshot: self._take_snapshot,
             ev.SendContribution: self._send_contribution,
-            ev.ReduceStripe: self._reduce,
+            ev.ReduceStripe: partial(self._do_soon, self._report_reduction),
             ev.SendMerged: self._send_merged,
             ev.StorePayload: self._store_payload,
             Project: self._project,
             ProjectContributions: self._project_contributions,
-            ev.ApplyVersion: self._apply,
-            ev.AdoptState: self._adopt,
+            ev.ApplyVersion: partial(self._do_soon, self._applied),
+            ev.AdoptState: partial(self._do_soon, self._adopted),
             ev.OfferVersion: self._offer,
             ev.FetchPayload: host.fetches.ask,
             ev.FetchState: host.fetches.ask,
@@ -48,7 +49,7 @@ class FakeEffects:
             ev.CloseBallot: self._close_ballot,
             ev.StopLearner: self._stop_learner,
             ev.WriteFinal: self._write_final,
-            ev.Note: self._note,
+            ev.Note: lambda effect: host.world.note(host.name, effect, effect.kind.encode()),
         }
 
     def perform(self, effect: ev.Effect) -> None:
@@ -125,8 +126,8 @@ class FakeEffects:
             else:
                 self._host.transfer(stripe.reducer, header, body)
 
-    def _reduce(self, effect: ev.ReduceStripe) -> None:
-        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), self._report_reduction, effect)
+    def _do_soon(self, work: Callable[[Any], None], effect: ev.Effect) -> None:
+        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), work, effect)
 
     def _report_reduction(self, effect: ev.ReduceStripe) -> None:
         answer = self._host.plane.reduce(effect)
@@ -158,16 +159,10 @@ class FakeEffects:
     def _close_ballot(self, effect: ev.CloseBallot) -> None:
         self._host.plane.close(effect)
 
-    def _apply(self, effect: ev.ApplyVersion) -> None:
-        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), self._applied, effect)
-
     def _applied(self, effect: ev.ApplyVersion) -> None:
         body = effect.body
         if self._host.plane.apply(body):
             self._version_ready(body.fragment, body.version, is_on_disk=False)
-
-    def _adopt(self, effect: ev.AdoptState) -> None:
-        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), self._adopted, effect)
 
     def _adopted(self, effect: ev.AdoptState) -> None:
         if self._host.plane.adopt(effect.fragment, effect.version):
@@ -209,6 +204,3 @@ class FakeEffects:
         self._host.write_file(
             lambda: setattr(self._host, "has_final", True), lambda: self._host.post(ev.FinalWritten())
         )
-
-    def _note(self, effect: ev.Note) -> None:
-        self._host.world.note(self._host.name, effect, effect.kind.encode())

@@ -45,8 +45,7 @@ class FakeSnapshot:
     Attributes:
         values: the parameters when it was taken, shape (n,), float32.
         work: the sum of all inner updates of this incarnation up to then, shape (n,), float64.
-        encoded: the outer gradient against the base, bf16.
-        version: what the round that it was last wanted for makes.
+        encoded: the outer gradient against the base, bf16. version: what the round that it was last wanted for makes.
     """
 
     contribution: Contribution
@@ -107,8 +106,7 @@ class FakeLearner:
     """An incarnation of a region's learner.
 
     Attributes:
-        life: over when the process is dead. step, tokens: since the start of this incarnation.
-        parts: per fragment.
+        life: over when the process is dead. step, tokens: since the start of this incarnation. parts: per fragment.
     """
 
     def __init__(

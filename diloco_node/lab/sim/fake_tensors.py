@@ -33,8 +33,7 @@ class FragmentLayout:
     """Where the pieces and blocks of one fragment lie.
 
     Attributes:
-        pieces: values of each piece.
-        piece_starts: first value of each piece, and one past the last.
+        pieces: values of each piece. piece_starts: first value of each piece, and one past the last.
         block_starts: first value of each block, and one past the last; blocks never cross the edge of a piece.
     """
 

@@ -121,9 +121,10 @@ class FakeTransport:
             self._world.after(WATCH_NS, life, self._watch, life, peer, number, transfer)
         if self._world.rng.random() < max(link.loss, self._host.break_chance):
             self._network.dropped += 1
-            self._host.after(self._world.draw_ns(0, wait_ns), self._break, peer, number)
+            loss = LinkLost(f"{peer}: broke off")
+            self._host.after(self._world.draw_ns(0, wait_ns), self._end, peer, number, loss)
         else:
-            self._host.after(wait_ns, self._sent, peer, number)
+            self._host.after(wait_ns, self._end, peer, number, None)
 
     def _watch(self, life: Life, peer: str, number: int, transfer: OutgoingBody) -> None:
         """At the receiver: whether the sender is still there."""
@@ -133,19 +134,12 @@ class FakeTransport:
         elif number in self._outgoing:
             self._world.after(WATCH_NS, life, self._watch, life, peer, number, transfer)
 
-    def _sent(self, peer: str, number: int) -> None:
-        """The last byte leaves, if it has not been given up."""
+    def _end(self, peer: str, number: int, error: LinkLost | None) -> None:
+        """The last byte leaves, or the network breaks it half-way, if it has not been given up."""
         if number in self._outgoing:
             transfer = self._outgoing[number][1]
-            self._carry(peer, number, transfer, is_whole=True)
-            self._host.loop.enter(_open, transfer.gate, None)
-
-    def _break(self, peer: str, number: int) -> None:
-        """The network breaks it half-way."""
-        if number in self._outgoing:
-            transfer = self._outgoing[number][1]
-            self._carry(peer, number, transfer, is_whole=False)
-            self._host.loop.enter(_open, transfer.gate, LinkLost(f"{peer}: broke off"))
+            self._carry(peer, number, transfer, is_whole=error is None)
+            self._host.loop.enter(_open, transfer.gate, error)
 
     def _carry(self, peer: str, number: int, transfer: OutgoingBody, *, is_whole: bool) -> None:
         link = self._network.links[self._host.name, peer]

@@ -80,13 +80,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "loop starved": 1,
         "one-way cut": 1,
     },
-    "away": {
-        "region away": 4,
-        "leader killed": 2,
-        "learner killed": 2,
-        "flaky links": 1,
-        "slow disk": 1,
-    },
+    "away": {"region away": 4, "leader killed": 2, "learner killed": 2, "flaky links": 1, "slow disk": 1},
 }
 """Odds of each fault, by schedule."""
 
@@ -158,8 +152,8 @@ class Chaos:
             "power cut": self._cut_power,
             "partition": self._partition,
             "one-way cut": self._one_way,
-            "flaky links": self._flaky,
-            "slow links": self._slow_links,
+            "flaky links": partial(self._change_links, loss=0.25, duplicate=0.3, slower=1),
+            "slow links": partial(self._change_links, loss=0.0, duplicate=0.0, slower=8),
             "slow disk": self._slow_disk,
             "region away": self._cut_power,
             "leader dies after its append": self._raft.kill_after_append,
@@ -191,8 +185,7 @@ class Chaos:
                 self._undo.pop(number)()
         for name in self._names:
             with excusing():
-                self._hosts[name].start_daemon()
-                self._hosts[name].start_learner()
+                self._hosts[name].start()
         for usual in self._usual.values():
             usual.loss = 0.0
         self._set_links()
@@ -251,7 +244,7 @@ class Chaos:
     def _kill_leader(self) -> Callable[[], None] | None:
         for name in self._names:
             host = self._hosts[name]
-            if host.core is not None and view.is_leader(host.core):
+            if host.core is not None and view.ledger(host.core).is_leader:
                 host.kill_daemon()
                 return host.start_daemon
         return None
@@ -300,12 +293,7 @@ class Chaos:
             return None
         host.kill_daemon(is_power_cut=True)
         host.kill_learner(is_power_cut=True)
-
-        def start() -> None:
-            host.start_daemon()
-            host.start_learner()
-
-        return start
+        return host.start
 
     def _partition(self) -> Callable[[], None] | None:
         """Two groups that do not hear each other; each may be the larger one."""
@@ -326,22 +314,7 @@ class Chaos:
         return self._cut([(source, region) for source in sources])
 
     def _cut(self, pairs: list[tuple[str, str]]) -> Callable[[], None] | None:
-        if not pairs:
-            return None
-        for source, target in pairs:
-            self._network.cut(source, target)
-
-        def mend() -> None:
-            for source, target in pairs:
-                self._network.mend(source, target)
-
-        return mend
-
-    def _flaky(self) -> Callable[[], None] | None:
-        return self._change_links(loss=0.25, duplicate=0.3, slower=1)
-
-    def _slow_links(self) -> Callable[[], None] | None:
-        return self._change_links(loss=0.0, duplicate=0.0, slower=8)
+        return self._network.cut_all(pairs) if pairs else None
 
     def _lose_votes(self) -> Callable[[], None] | None:
         """The leader dies, and half of what the others say about it is lost."""
@@ -385,8 +358,4 @@ class Chaos:
         if host.disk_factor != 1:
             return None
         host.disk_factor = SLOW_FACTOR
-
-        def restore() -> None:
-            host.disk_factor = 1
-
-        return restore
+        return partial(setattr, host, "disk_factor", 1)

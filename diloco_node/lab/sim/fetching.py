@@ -44,11 +44,8 @@ class FakeFetches:
             self._failed(key, "asked again")
         self._number += 1
         self._open[key] = FakeFetch(effect, self._number)
-        want: msg.Message
-        if isinstance(effect, ev.FetchPayload):
-            want = msg.PayloadRequested(effect.fragment, effect.version, effect.digest)
-        else:
-            want = msg.StateRequested(effect.fragment, effect.version, effect.digest)
+        kind = msg.PayloadRequested if is_payload else msg.StateRequested
+        want = kind(effect.fragment, effect.version, effect.digest)
         self._host.network.send(self._host.name, effect.peer, encode_control(want))
         self._host.after(FETCH_SILENCE_NS, self._late, key, self._number)
 
@@ -107,23 +104,17 @@ class FakeFetches:
 
     def serve(self, peer: str, message: msg.PayloadRequested | msg.StateRequested) -> None:
         """A peer asks."""
+        name, disk = (message.fragment, message.version, message.digest), self._host.disk
+        state = disk.older_states.get((message.fragment, message.version))
         if isinstance(message, msg.PayloadRequested):
-            payload = self._host.disk.payloads.get((message.fragment, message.version, message.digest))
-            if payload is not None:
-                header = msg.Payload(message.fragment, message.version, message.digest)
-                self._host.transfer(peer, header, payload.data)
+            if name in disk.payloads:
+                self._host.transfer(peer, msg.Payload(*name), disk.payloads[name].data)
                 return
-            self._refuse(peer, message.fragment, message.version)
+        elif state is not None and tensors.state_digest(state.theta, state.momentum) == message.digest:
+            self._host.transfer(peer, msg.State(*name), state.theta.tobytes() + state.momentum.tobytes())
             return
-        state = self._host.disk.older_states.get((message.fragment, message.version))
-        if state is None or tensors.state_digest(state.theta, state.momentum) != message.digest:
-            self._refuse(peer, message.fragment, message.version)
-            return
-        body = state.theta.tobytes() + state.momentum.tobytes()
-        self._host.transfer(peer, msg.State(message.fragment, message.version, message.digest), body)
-
-    def _refuse(self, peer: str, fragment: int, version: int) -> None:
-        self._host.network.send(self._host.name, peer, encode_control(msg.Refused(fragment, version, "gone")))
+        refusal = msg.Refused(message.fragment, message.version, "gone")
+        self._host.network.send(self._host.name, peer, encode_control(refusal))
 
 
 def _is_answer(order: ev.FetchPayload | ev.FetchState, header: msg.Payload | msg.State) -> bool:

@@ -67,8 +67,7 @@ class Host:
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
         disk_factor: how many times slower than usual the disk is.
         contribution_area: what the learner encoded last, by fragment; it lies in the supervisor's memory.
-        make_core: builds the core of each life of the daemon.
-        effects, fetches: carry out what the core wants.
+        make_core: builds the core of each life of the daemon. effects, fetches: carry out what the core wants.
         fsync_is_late: plants a fault: writes are answered before they are durable.
     """
 
@@ -132,6 +131,11 @@ class Host:
     def daemon_life(self) -> Life | None:
         """The current life of the daemon."""
         return self._life
+
+    def start(self) -> None:
+        """Start what is down of the daemon and the learner."""
+        self.start_daemon()
+        self.start_learner()
 
     def start_daemon(self) -> None:
         """Start a daemon from what the disk holds."""

@@ -58,12 +58,7 @@ def reports(hunt: Hunt, *, jobs: int) -> Generator[SimReport, None, None]:
         jobs: processes; 1 runs everything in this one.
     """
     run = partial(
-        simulate,
-        regions=hunt.regions,
-        events=hunt.events,
-        schedule=hunt.schedule,
-        liar=hunt.liar,
-        fault=hunt.fault,
+        simulate, regions=hunt.regions, events=hunt.events, schedule=hunt.schedule, liar=hunt.liar, fault=hunt.fault
     )
     seeds = iter(range(hunt.first, hunt.last + 1))
     if jobs == 1:

@@ -67,8 +67,8 @@ class MemberCheck:
 
 
 def _open_bodies(core: Any, index: int) -> list[EntryBody]:
-    last, base = view.last_index(core), view.base_index(core)
-    return [view.entry(core, at).body for at in range(max(index, base) + 1, last + 1)]
+    last, base = view.ledger(core).last_index, view.ledger(core).base.index
+    return [view.ledger(core).entry(at).body for at in range(max(index, base) + 1, last + 1)]
 
 
 def _take(kinds: Kinds, body: EntryBody) -> None:

@@ -47,13 +47,10 @@ class RaftFaults:
 
     def kill_after_append(self, deaths: int = 1) -> Undo | None:
         """Kill a leader while its last entry is on few disks; it comes back soon. `deaths` of them in a row."""
-        if self._trap is not None:
-            return None
-        self._trap_until_ns = self._world.now_ns + TRAP_NS
 
         def is_sprung() -> bool:
             leader = self._leader()
-            if leader is None or view.last_index(leader.core) <= view.cluster_commit_index(leader.core):
+            if leader is None or view.ledger(leader.core).last_index <= view.ledger(leader.core).cluster_commit_index:
                 return False
             self._kill(leader)
             self._trap = None
@@ -61,8 +58,7 @@ class RaftFaults:
                 self.kill_after_append(deaths - 1)
             return self._trap is None
 
-        self._trap = is_sprung
-        return _nothing
+        return self._set_trap(is_sprung)
 
     def figure_8(self) -> Undo | None:
         """Leaders that die again and again, each with a tail that few have."""
@@ -70,22 +66,24 @@ class RaftFaults:
 
     def kill_after_commit(self) -> Undo | None:
         """Kill a leader that alone knows of a commit."""
-        if self._trap is not None:
-            return None
-        self._trap_until_ns = self._world.now_ns + TRAP_NS
 
         def is_sprung() -> bool:
             leader = self._leader()
             if leader is None:
                 return False
             peers = [host.core for name, host in self._hosts.items() if name != leader.name and host.core is not None]
-            index = view.cluster_commit_index(leader.core)
-            if not peers or index <= max(view.cluster_commit_index(core) for core in peers):
+            index = view.ledger(leader.core).cluster_commit_index
+            if not peers or index <= max(view.ledger(core).cluster_commit_index for core in peers):
                 return False
             self._kill(leader)
             return True
 
-        self._trap = is_sprung
+        return self._set_trap(is_sprung)
+
+    def _set_trap(self, is_sprung: Callable[[], bool]) -> Undo | None:
+        if self._trap is not None:
+            return None
+        self._trap, self._trap_until_ns = is_sprung, self._world.now_ns + TRAP_NS
         return _nothing
 
     def isolate_leader(self) -> Undo | None:
@@ -122,21 +120,14 @@ class RaftFaults:
 
     def _leader(self) -> Host | None:
         """The one with the highest term of those that lead, as far as they know."""
-        leading = [host for host in self._hosts.values() if host.core is not None and view.is_leader(host.core)]
-        return max(leading, key=lambda host: view.term(host.core), default=None)
+        leading = [host for host in self._hosts.values() if host.core is not None and view.ledger(host.core).is_leader]
+        return max(leading, key=lambda host: view.ledger(host.core).term, default=None)
 
     def _isolate(self, names: list[str]) -> Undo | None:
         peers = [name for name in self._names if name not in names]
         pairs = [(source, target) for source in names for target in peers]
         pairs += [(target, source) for source, target in pairs]
-        for source, target in pairs:
-            self._network.cut(source, target)
-
-        def mend() -> None:
-            for source, target in pairs:
-                self._network.mend(source, target)
-
-        return mend if pairs else None
+        return self._network.cut_all(pairs) if pairs else None
 
 
 def _nothing() -> None:

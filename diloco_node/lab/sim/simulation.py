@@ -14,7 +14,6 @@ import gc
 import random
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,8 +67,7 @@ class Simulation:
     """A world built from a seed; `simulate` drives it.
 
     Attributes:
-        world, network, setup, hosts, checkers.
-        honest: regions of which everything is demanded: all but a liar.
+        world, network, setup, hosts, checkers. honest: regions of which everything is demanded: all but a liar.
     """
 
     def __init__(
@@ -229,15 +227,87 @@ def simulate(
         seed: any integer. regions: 1 to 7; 0 lets the seed choose 3 to 5.
         events: facts given to cores in phase one; more if by then there are too few commits or faults, up to
             EVENTS_STRETCH times as many.
-        fault: planted into every region.
-        schedule: which faults (`fault_storm.SCHEDULES`); empty lets the seed choose.
+        fault: planted into every region. schedule: which faults (`fault_storm.SCHEDULES`); empty lets the seed choose.
         liar: how one region lies (`LIARS`); empty: none does; None lets the seed choose. It is turned honest, or cut
             off, before progress is demanded of the others.
-        effects: who carries out what the cores want (`HOSTS`).
-        commits_min, faults_min: of phase one.
+        effects: who carries out what the cores want (`HOSTS`). commits_min, faults_min: of phase one.
 
     Raises ConfigError: there is no such schedule, are no such effects, or they can't have a liar.
     """
+    _check_names(schedule, liar, effects)
+    is_liar_drawn = liar is None
+    lies = _draw_lies(seed, regions, fault, effects) if liar is None else liar
+    with _uncollected(), lowered_limits(seed) as limits:
+        simulation = Simulation(seed, regions=regions, fault=fault, host_type=HOSTS[effects])
+        world, checkers = simulation.world, simulation.checkers
+        simulation.start()
+        schedule_drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
+        chaos = Chaos(
+            world,
+            simulation.network,
+            simulation.hosts,
+            checkers,
+            schedule=schedule or (fault.schedule if fault is not None else "") or schedule_drawn,
+            mean_gap_events=world.rng.choice((150, 250, 400)),
+        )
+        culprit = simulation.begin_lies(lies) if lies else None
+
+        def has_seen_enough() -> bool:
+            chaos.poll()
+            if world.events < events:
+                return False
+            return world.events >= EVENTS_STRETCH * events or (
+                checkers.commits >= commits_min and chaos.total >= faults_min
+            )
+
+        simulation.run_until(has_seen_enough)
+        ends_under_faults = world.rng.random() < ENDS_UNDER_FAULTS and culprit is None
+        if ends_under_faults:
+            _ask_for_end(simulation)
+            last_event = world.events + events // 5
+
+            def has_gone_on() -> bool:
+                chaos.poll()
+                return world.events >= last_event
+
+            simulation.run_until(has_gone_on)
+        events_under_faults, healed_ns = world.events, world.now_ns
+        with simulation.finding():
+            chaos.heal(simulation.excusing_liars)
+        if culprit is not None:
+            _end_lies(simulation, culprit)
+        if not ends_under_faults:
+            _demand_progress(simulation)
+        _demand_end(simulation)
+        return SimReport(
+            seed=seed,
+            regions=len(simulation.setup.regions),
+            events_wanted=events,
+            fault=fault.name if fault is not None else "",
+            effects=effects,
+            events=world.events,
+            events_under_faults=events_under_faults,
+            commits=checkers.commits,
+            faults=dict(sorted(chaos.injected.items())),
+            virtual_seconds=world.now_ns / SECOND,
+            heal_seconds=(world.now_ns - healed_ns) / SECOND,
+            messages_dropped=simulation.network.dropped,
+            violations=tuple(checkers.violations),
+            trace_digest=world.trace_digest(),
+            trace_tail=tuple(world.trace_tail()),
+            schedule=chaos.schedule,
+            is_schedule_drawn=not schedule,
+            liar=culprit.region if culprit is not None else "",
+            lies=dict(sorted(culprit.lies.items())) if culprit is not None else {},
+            wrong_sums=len(checkers.oracle.wrong_sums),
+            accusations=checkers.accusations,
+            limits=limits,
+            lie=lies,
+            is_liar_drawn=is_liar_drawn,
+        )
+
+
+def _check_names(schedule: str, liar: str | None, effects: str) -> None:
     if effects not in HOSTS:
         raise ConfigError(f"there are no effects {effects!r}; there are {', '.join(sorted(HOSTS))}")
     if schedule and schedule not in SCHEDULES:
@@ -246,111 +316,28 @@ def simulate(
         raise ConfigError(f"a region lies only with the effects {FAST!r}")
     if liar and liar not in LIARS:
         raise ConfigError(f"nobody lies about {liar!r}; there are {', '.join(LIARS)}")
-    is_liar_drawn = liar is None
-    if liar is None and fault is None and effects == FAST and regions not in (1, 2):
-        # A draw of its own, so that the other seeds' runs do not depend on it. Of two regions nobody knows who lies.
-        rng = random.Random(f"liar of {seed}")
-        liar = rng.choice(LIARS_DRAWN) if rng.random() < LIARS_CHANCE else ""
-    elif liar is None:
-        liar = fault.liar if fault is not None else ""
-    # Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time.
+
+
+def _draw_lies(seed: int, regions: int, fault: Fault | None, effects: str) -> str:
+    if fault is not None:
+        return fault.liar
+    if effects != FAST or regions in (1, 2):
+        return ""  # of two regions nobody knows who lies
+    # A draw of its own, so that the other seeds' runs do not depend on it.
+    rng = random.Random(f"liar of {seed}")
+    return rng.choice(LIARS_DRAWN) if rng.random() < LIARS_CHANCE else ""
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        with lowered_limits(seed) as limits:
-            report = _simulate(
-                seed,
-                regions=regions,
-                events=events,
-                fault=fault,
-                schedule=schedule,
-                lies=liar,
-                effects=effects,
-                commits_min=commits_min,
-                faults_min=faults_min,
-            )
-        return replace(report, limits=limits, lie=liar, is_liar_drawn=is_liar_drawn)
+        yield
     finally:
         if was_collecting:
             gc.enable()
-
-
-def _simulate(
-    seed: int,
-    *,
-    regions: int,
-    events: int,
-    fault: Fault | None,
-    schedule: str,
-    lies: str,
-    effects: str,
-    commits_min: int,
-    faults_min: int,
-) -> SimReport:
-    simulation = Simulation(seed, regions=regions, fault=fault, host_type=HOSTS[effects])
-    world, checkers = simulation.world, simulation.checkers
-    simulation.start()
-    schedule_drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
-    chaos = Chaos(
-        world,
-        simulation.network,
-        simulation.hosts,
-        checkers,
-        schedule=schedule or (fault.schedule if fault is not None else "") or schedule_drawn,
-        mean_gap_events=world.rng.choice((150, 250, 400)),
-    )
-    liar = simulation.begin_lies(lies) if lies else None
-
-    def has_seen_enough() -> bool:
-        chaos.poll()
-        if world.events < events:
-            return False
-        return world.events >= EVENTS_STRETCH * events or (
-            checkers.commits >= commits_min and chaos.total >= faults_min
-        )
-
-    simulation.run_until(has_seen_enough)
-    ends_under_faults = world.rng.random() < ENDS_UNDER_FAULTS and liar is None
-    if ends_under_faults:
-        _ask_for_end(simulation)
-        last_event = world.events + events // 5
-
-        def has_gone_on() -> bool:
-            chaos.poll()
-            return world.events >= last_event
-
-        simulation.run_until(has_gone_on)
-    events_under_faults, healed_ns = world.events, world.now_ns
-    with simulation.finding():
-        chaos.heal(simulation.excusing_liars)
-    if liar is not None:
-        _end_lies(simulation, liar)
-    if not ends_under_faults:
-        _demand_progress(simulation)
-    _demand_end(simulation)
-    return SimReport(
-        seed=seed,
-        regions=len(simulation.setup.regions),
-        events_wanted=events,
-        fault=fault.name if fault is not None else "",
-        effects=effects,
-        events=world.events,
-        events_under_faults=events_under_faults,
-        commits=checkers.commits,
-        faults=dict(sorted(chaos.injected.items())),
-        virtual_seconds=world.now_ns / SECOND,
-        heal_seconds=(world.now_ns - healed_ns) / SECOND,
-        messages_dropped=simulation.network.dropped,
-        violations=tuple(checkers.violations),
-        trace_digest=world.trace_digest(),
-        trace_tail=tuple(world.trace_tail()),
-        schedule=chaos.schedule,
-        is_schedule_drawn=not schedule,
-        liar=liar.region if liar is not None else "",
-        lies=dict(sorted(liar.lies.items())) if liar is not None else {},
-        wrong_sums=len(checkers.oracle.wrong_sums),
-        accusations=checkers.accusations,
-    )
 
 
 def _end_lies(simulation: Simulation, liar: Liar | Cheating) -> None:

@@ -99,21 +99,16 @@ class Troubles:
         hosts = list(self._hosts.values())
         if len(hosts) < MAJORITY_NEEDS or any(host.core is None for host in hosts):
             return None
-        index, name = max((view.cluster_commit_index(host.core), host.name) for host in hosts)
+        index, name = max((view.ledger(host.core).cluster_commit_index, host.name) for host in hosts)
         core = self._hosts[name].core
-        if index <= view.base_index(core) or view.ledger(core).disks.last_change_index > index:
+        if index <= view.ledger(core).base.index or view.ledger(core).disks.last_change_index > index:
             return None
-        last, disks = view.entry(core, index), view.ledger(core).disks
+        last, disks = view.ledger(core).entry(index), view.ledger(core).disks
         if any(not disks.counts(host.name, host.disk.id) or not host.disk.holds(last) for host in hosts):
             return None
         host = self._pick()
         host.lose_disk()
-
-        def start() -> None:
-            host.start_daemon()
-            host.start_learner()
-
-        return start
+        return host.start
 
     def _break_transfers(self) -> Undo | None:
         host = self._pick()

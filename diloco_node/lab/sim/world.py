@@ -81,8 +81,7 @@ class World:
         """Add a line to the trace.
 
         Args:
-            place: the region it happened in, or "world".
-            subject: shown in the tail of a report; formatted only then.
+            place: the region it happened in, or "world". subject: shown in the tail of a report; formatted only then.
             fingerprint: what of it goes into the digest of the trace; must not depend on hash order.
         """
         self._noted += b"%d %s " % (self.now_ns, place.encode())
@@ -233,6 +232,17 @@ class FakeNetwork:
         assert link.cuts > 0, (source, target)
         link.cuts -= 1
         self._detect(source, target)
+
+    def cut_all(self, pairs: list[tuple[str, str]]) -> Callable[[], None]:
+        """Cut directions; the result mends them."""
+        for source, target in pairs:
+            self.cut(source, target)
+
+        def mend_all() -> None:
+            for source, target in pairs:
+                self.mend(source, target)
+
+        return mend_all
 
     def daemon_changed(self, name: str) -> None:
         """The daemon at this place started or died: the others notice."""

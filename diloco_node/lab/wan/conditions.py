@@ -40,8 +40,7 @@ class Conditions:
         Args:
             scope: a region alone takes back everything that names it, at either end; else exactly this scope.
 
-        Returns:
-            How many were taken back; 0 when there were none.
+        Returns: how many were taken back; 0 when there were none.
 
         Raises ConfigError: a region is not in the topology.
         """

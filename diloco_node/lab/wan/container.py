@@ -70,12 +70,7 @@ def load_attachment(environment: Mapping[str, str]) -> Attachment:
     addresses = {name: _ipv4(name, settings.address) for name, settings in config.regions.items()}
     for name in addresses:
         topology.region(name)
-    return Attachment(
-        region=region,
-        address=addresses.pop(region),
-        peers=addresses,
-        topology=topology,
-    )
+    return Attachment(region=region, address=addresses.pop(region), peers=addresses, topology=topology)
 
 
 def _required(environment: Mapping[str, str], name: str, example: str) -> str:

@@ -151,8 +151,7 @@ def _is_ready(stream: IO[str]) -> bool:
 def down(run: str) -> list[str]:
     """End an emulation and remove everything of it, also when it crashed.
 
-    Returns:
-        Lines on what was done, and on processes that still run in its namespaces (they are left alone).
+    Returns: lines on what was done, and on processes that still run in its namespaces (they are left alone).
 
     Raises ConfigError: there is nothing of that name. DilocoError: something can't be removed.
     """

@@ -105,8 +105,7 @@ class Fabric:
         Args:
             source, target: numbers of the regions. size: bytes on the wire. packets: that it stands for.
 
-        Returns:
-            (when its first, when its last byte reaches the other region's downlink); None: it is dropped.
+        Returns: (when its first, when its last byte reaches the other region's downlink); None: it is dropped.
         """
         number = source * self._count + target
         state = self._paths[number]
@@ -141,8 +140,7 @@ class Fabric:
         Args:
             first_ns, last_ns: what `admit` said.
 
-        Returns:
-            When it may be handed over; None: dropped (the queue is full, or the path was cut meanwhile).
+        Returns: when it may be handed over; None: dropped (the queue is full, or the path was cut meanwhile).
         """
         number = source * self._count + target
         if self._paths[number].is_cut:

@@ -63,8 +63,7 @@ def without(packet: bytes, numbers: Sequence[int]) -> list[bytes]:
     Args:
         packet: as `wire_size` counts it. numbers: numbers of lost packets, from 0, rising; not empty.
 
-    Returns:
-        Packets, one per run of survivors, in order; each with its own length, sequence number and checksums.
+    Returns: packets, one per run of survivors, in order; each with its own length, sequence number and checksums.
     """
     _, count = wire_size(packet)
     runs, start = [], 0

@@ -42,11 +42,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path as FilePath
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from diloco_node.config.units import Duration, Rate, parse_duration, parse_rate
 from diloco_node.errors import ConfigError
@@ -62,6 +62,8 @@ PPM: Final = 1_000_000
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _PATH_KEYS: Final = ("delay", "jitter", "loss", "rate")
 _DIRECTIONS: Final = ("both", "out", "in")
+
+T = TypeVar("T")
 
 Pair = tuple[str, str]
 """(source, destination)."""
@@ -274,8 +276,8 @@ class _Reader:
                 raise ConfigError(f"{where}: a region's name has small letters, digits and dashes, at most 32")
             table = _as_table(entry, where)
             _refuse_unknown(table, {"egress", "ingress"}, where)
-            egress = _rate(_required(table, "egress", where, "2Gbit/s"), f"{where} egress")
-            ingress = _rate(table["ingress"], f"{where} ingress") if "ingress" in table else egress
+            egress = _parse(_required(table, "egress", where, "2Gbit/s"), f"{where} egress", parse_rate)
+            ingress = _parse(table["ingress"], f"{where} ingress", parse_rate) if "ingress" in table else egress
             regions.append(RegionLink(name, egress, ingress))
         return tuple(regions)
 
@@ -369,8 +371,8 @@ def _change(table: dict[str, Any], where: str) -> PathChange | None:
     return PathChange(
         delay_ns=_duration(table["delay"], f"{where} delay") if "delay" in table else None,
         jitter_ns=_duration(table["jitter"], f"{where} jitter") if "jitter" in table else None,
-        loss_ppm=_loss(table["loss"], f"{where} loss") if "loss" in table else None,
-        rate=_rate(table["rate"], f"{where} rate") if "rate" in table else None,
+        loss_ppm=_parse(table["loss"], f"{where} loss", parse_loss) if "loss" in table else None,
+        rate=_parse(table["rate"], f"{where} rate", parse_rate) if "rate" in table else None,
     )
 
 
@@ -429,21 +431,11 @@ def _required(table: dict[str, Any], key: str, where: str, example: str) -> obje
 
 
 def _duration(value: object, where: str) -> int:
+    return _parse(value, where, parse_duration).ns
+
+
+def _parse(value: object, where: str, parse: Callable[[object], T]) -> T:
     try:
-        return parse_duration(value).ns
-    except ValueError as error:
-        raise ConfigError(f"{where} is {value!r}: {error}") from None
-
-
-def _rate(value: object, where: str) -> Rate:
-    try:
-        return parse_rate(value)
-    except ValueError as error:
-        raise ConfigError(f"{where} is {value!r}: {error}") from None
-
-
-def _loss(value: object, where: str) -> int:
-    try:
-        return parse_loss(value)
+        return parse(value)
     except ValueError as error:
         raise ConfigError(f"{where} is {value!r}: {error}") from None

@@ -64,8 +64,7 @@ def open_tun(namespace: str, device: str = DEVICE) -> int:
     """Create a tun device in a namespace, with segmentation and checksums left to us; it lives as long as the
     descriptor.
 
-    Returns:
-        The descriptor, non-blocking: each read gives one packet (see `segments`), each write takes one.
+    Returns: the descriptor, non-blocking: each read gives one packet (see `segments`), each write takes one.
 
     Raises DilocoError: the kernel has no tun, or it is not allowed here.
     """
