@@ -105,19 +105,14 @@ def lift_quarantine(
 ) -> None:
     """Readmit a peer that was expelled, or shut out after three protocol violations; `status` says who is, and why."""
     folder = region_folder(place, config)
-    is_lifted = bool(give_order(folder, "quarantine/lift", {"peer": peer})["lifted"])
-    if is_lifted:
+    if give_order(folder, "quarantine/lift", {"peer": peer})["lifted"]:
         typer.echo(f"{folder.name} readmits {peer}: its strikes are forgotten")
     else:
         typer.echo(f"{folder.name} has nothing against {peer}")
 
 
 @learner.command("start")
-def start_learner(
-    *,
-    place: RegionArgument = None,
-    config: ConfigOption = None,
-) -> None:
+def start_learner(*, place: RegionArgument = None, config: ConfigOption = None) -> None:
     """Start the learner again that was stopped after it crashed again and again; `status` says so."""
     folder = region_folder(place, config)
     was = str(give_order(folder, "learner/start", {})["was"])

@@ -114,8 +114,7 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     Args:
         rows: a cell for each of COLUMNS. width: of the output in characters; None: no line is wrapped or shortened.
 
-    Returns:
-        The heading, then the rows. Columns that don't fit are left out, see LEFT_OUT.
+    Returns: the heading, then the rows. Columns that don't fit are left out, see LEFT_OUT.
     """
     hidden: list[str] = []
 
@@ -128,14 +127,10 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
         return width is not None and max(map(len, lines)) > width
 
     table = layout(2)
-    gap = 1 if is_too_wide(table) else 2
-    for column in LEFT_OUT:
-        table = layout(gap)
-        if not is_too_wide(table):
-            break
-        hidden.append(column)
-    else:
-        table = layout(gap)
+    for column in ("", *LEFT_OUT):
+        if is_too_wide(table):
+            hidden.append(column)
+            table = layout(1)
     lines = table[:1]
     for line, row in zip(table[1:], rows, strict=True):
         lines += [line, *wrap_text(row[-1], width, first=INDENT)]

@@ -61,8 +61,7 @@ class FragmentBlocks:
     """The block layout of one fragment under one codec. Immutable; safe to share between threads.
 
     Args:
-        piece_sizes: values per piece, in fragment order; each at least 1.
-        codec: how the fragment is to travel.
+        piece_sizes: values per piece, in fragment order; each at least 1. codec: how the fragment is to travel.
 
     Attributes:
         piece_sizes: as given. codec: as given. values: values of the fragment.

@@ -48,8 +48,7 @@ def encode(
         out: writable bytes of the span; overwritten. Half written when the values are refused.
         block_start, block_stop: the span; to the end of the fragment by default.
 
-    Returns:
-        Shape (pieces,), float64: squared norm of the *decoded* values of the span per piece, 0 for pieces outside.
+    Returns: shape (pieces,), float64: squared norm of the *decoded* values of the span per piece, 0 for pieces outside.
 
     Raises PayloadCorrupt: a value is NaN, infinite or above 2^100 in magnitude; the message names the block and piece.
     ValueError: an array has another size, type or layout than the span asks for.
@@ -69,8 +68,7 @@ def encode_delta(
         out: writable bytes of the span; overwritten.
         block_start, block_stop: the span; to the end of the fragment by default.
 
-    Returns:
-        As `encode`.
+    Returns: as `encode`.
 
     Raises PayloadCorrupt: as `encode`, for the difference. ValueError: as `encode`.
     """
@@ -82,8 +80,7 @@ def squared_norms(blocks: FragmentBlocks, payload: Buffer, block_start: int = 0,
 
     Run it on a stripe when it arrives: what passes here is not refused by `accumulate`, `decode` or `outer_step` later.
 
-    Returns:
-        Shape (pieces,), float64, as `encode`.
+    Returns: shape (pieces,), float64, as `encode`.
 
     Raises PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote.
     """
@@ -156,8 +153,7 @@ def outer_step(
 
     Args:
         blocks: layout of the fragment. payload: bytes of the span of the merged payload.
-        factors: shape (pieces,), float32; share and radius of the merge.
-        lr: outer learning rate; rounded to float32.
+        factors: shape (pieces,), float32; share and radius of the merge. lr: outer learning rate; rounded to float32.
         mu: outer momentum, 0 for plain SGD; rounded to float32.
         theta: shape (values of the span,), float32; changed in place.
         momentum: shape (values of the span,), float32; changed in place.

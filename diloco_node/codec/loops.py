@@ -177,15 +177,7 @@ def _encode_bf16(
 
 @_compile_part
 def _encode_codes(
-    kind: int,
-    x: F32,
-    first: int,
-    n: int,
-    scale: np.float32,
-    inverse: np.float32,
-    out: U8,
-    to: int,
-    codes: U8,
+    kind: int, x: F32, first: int, n: int, scale: np.float32, inverse: np.float32, out: U8, to: int, codes: U8
 ) -> float:
     """Scale and codes of an int4 or int8 block. |x * inverse| <= levels * (1 + 2^-22): there is nothing to clip."""
     pairs = codes.view(np.uint16)

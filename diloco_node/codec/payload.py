@@ -84,8 +84,7 @@ _contexts = _Contexts()
 def compress_chunk(raw: memoryview) -> tuple[bool, bytes | memoryview]:
     """Compress one chunk if it pays. Safe in any thread; releases the GIL while zstd works.
 
-    Returns:
-        (True, one zstd frame), or (False, raw itself) when it does not pay.
+    Returns: (True, one zstd frame), or (False, raw itself) when it does not pay.
 
     Raises ValueError: the chunk is too long.
     """

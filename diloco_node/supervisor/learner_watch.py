@@ -65,8 +65,7 @@ class LearnerWatch:
     Attributes:
         old_place: written by the life before this one.
         state: "running", "waiting" for its next start, "stopped" (a crash loop) or "done".
-        reason: the last fault, in words; empty if there was none.
-        crashes, hangs: since the supervisor was started.
+        reason: the last fault, in words; empty if there was none. crashes, hangs: since the supervisor was started.
         exit_code: of the last life that is over, negative for a signal; None before. restarts: lives but the first.
     """
 

@@ -50,8 +50,7 @@ _HAS_RANKS: Final = "starts its ranks itself, each as a process of its own"
 def forkable_command(command: Sequence[str]) -> tuple[int, str]:
     """Where in a learner's command the script, or `-m`, stands; or why the command can't be run in a fork.
 
-    Returns:
-        The index and "", or 0 and a reason.
+    Returns: the index and "", or 0 and a reason.
     """
     name = Path(command[0]).name
     if name in _LAUNCHERS:

@@ -19,8 +19,7 @@ class SupervisorSpec:
     """The processes to run, and the waits between their lives.
 
     Attributes:
-        region: for messages.
-        state_dir: the region's folder; logs go to `logs/daemon.log` and `logs/learner.log` in it.
+        region: for messages. state_dir: the region's folder; logs go to `logs/daemon.log` and `logs/learner.log` in it.
         daemon_command, learner_command: argument lists; no learner command: the region is a witness, or its learner
             is started by someone else.
         tracker_command: follows the run history, until the daemon has ended; restarted whatever it does.

@@ -80,8 +80,7 @@ def init_run(folder: Path, run_id: str, regions: Sequence[str], *, now: dt.datet
 
     Args:
         folder: made if it is not there. run_id: part of the certificates' name.
-        regions: at least one, each `[a-z0-9-]{1,63}`.
-        now: start of validity; the clock's when None.
+        regions: at least one, each `[a-z0-9-]{1,63}`. now: start of validity; the clock's when None.
 
     Raises ConfigError: a bad name, or some of the files are there already (nothing is overwritten).
     """
@@ -131,8 +130,7 @@ def renew_regions(
         folder: of the authority. regions: all that are there when empty.
         now: start of validity; the clock's when None. valid: for so long.
 
-    Returns:
-        Their names, sorted.
+    Returns: their names, sorted.
 
     Raises ConfigError: a region has no certificate here, or that of another; the key of the authority is not there, or
     does not fit; the authority is over.
@@ -151,8 +149,7 @@ def renew_regions(
 def renew_authority(folder: Path, *, now: dt.datetime | None = None) -> list[str]:
     """Make a new authority beside the old one, whose key is gone then. Both are trusted where the new `ca.pem` is.
 
-    Returns:
-        The regions that get the new `ca.pem`, sorted.
+    Returns: the regions that get the new `ca.pem`, sorted.
 
     Raises ConfigError: the key is not there, or does not fit; an older authority is not dropped yet.
     """
@@ -175,8 +172,7 @@ def renew_authority(folder: Path, *, now: dt.datetime | None = None) -> list[str
 def drop_old_authority(folder: Path) -> list[str]:
     """Trust the newest authority only, where the new `ca.pem` is.
 
-    Returns:
-        The regions that get the new `ca.pem`, sorted.
+    Returns: the regions that get the new `ca.pem`, sorted.
 
     Raises ConfigError: there is no older one, or a region's certificate is by it.
     """

@@ -88,8 +88,7 @@ class Bundle:
     def write_first(self, frame: bytes) -> asyncio.Future[None]:
         """Have a frame written over the first connection, after all that were handed to it before.
 
-        Returns:
-            Done when gRPC has the frame; never, if it does not get it.
+        Returns: done when gRPC has the frame; never, if it does not get it.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._first.append((frame, future))

@@ -27,13 +27,7 @@ from typing import Final, Protocol, TypeVar
 from diloco_node.codec.payload import decompress_chunk
 from diloco_node.errors import ProtocolViolation
 from diloco_node.transport.reassembly import Reassembly
-from diloco_node.wire.envelope import (
-    TransferAbort,
-    TransferBegin,
-    TransferChunk,
-    TransferEnd,
-    decode_bulk,
-)
+from diloco_node.wire.envelope import TransferAbort, TransferBegin, TransferChunk, TransferEnd, decode_bulk
 from diloco_node.wire.message_tables import BULK_LANES, BudgetLane, TransferHeader
 
 INLINE_BYTES_MAX: Final = 64 * 2**10

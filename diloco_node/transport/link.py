@@ -33,11 +33,7 @@ from diloco_node.backoff import Backoff
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
 from diloco_node.transport.greeting import answer, hear, lane_metadata
 from diloco_node.transport.intake import Intake
-from diloco_node.transport.kernel.congestion import (
-    METADATA_KEY,
-    CongestionControls,
-    decode_congestion_controls,
-)
+from diloco_node.transport.kernel.congestion import METADATA_KEY, CongestionControls, decode_congestion_controls
 from diloco_node.transport.link_status import LinkState, PeerStatus
 from diloco_node.transport.outbound import BulkOutbound
 from diloco_node.transport.peer_session import LinkEnvironment, Session
@@ -50,14 +46,7 @@ from diloco_node.transport.streams import (
     dial,
     raise_if_cancelled,
 )
-from diloco_node.wire.envelope import (
-    TRANSFER_CONNECTIONS_MAX,
-    Hello,
-    Lane,
-    check_joined,
-    encode_hello,
-    encode_joined,
-)
+from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX, Hello, Lane, check_joined, encode_hello, encode_joined
 
 _log = structlog.get_logger(part="transport")
 
@@ -155,8 +144,7 @@ class PeerLink:
         """Replace the session by one that is made with our newest certificate. The old one goes on until the new one is
         up, and if that fails. Without an address the session is dropped: the peer dials.
 
-        Returns:
-            Why it failed; None if it did not, or there is no session.
+        Returns: why it failed; None if it did not, or there is no session.
         """
         if self.session is None or self._dialing is not None:
             return None
@@ -316,8 +304,7 @@ class PeerLink:
     async def accept(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
         """Take one stream of the peer's dial, and keep it until its session ends.
 
-        Returns:
-            Why its session ended, if the peer broke the protocol; it has been counted already.
+        Returns: why its session ended, if the peer broke the protocol; it has been counted already.
 
         Raises PeerError: why the stream was refused.
         """

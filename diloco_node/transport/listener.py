@@ -44,8 +44,7 @@ class Listener:
 
     Args:
         identity: ours now. host, port: to bind; port 0 takes a free one.
-        serve: as for `make_server`. handshake_s: to finish TLS.
-        on_lost: called when gRPC has closed the port.
+        serve: as for `make_server`. handshake_s: to finish TLS. on_lost: called when gRPC has closed the port.
     """
 
     def __init__(

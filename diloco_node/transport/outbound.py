@@ -22,12 +22,7 @@ from diloco_node.errors import LinkLost
 from diloco_node.transport.bundle import Bundle
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import Stream
-from diloco_node.wire.envelope import (
-    encode_abort,
-    encode_begin,
-    encode_chunk,
-    encode_end,
-)
+from diloco_node.wire.envelope import encode_abort, encode_begin, encode_chunk, encode_end
 from diloco_node.wire.message_tables import BULK_LANES, BudgetLane, TransferHeader
 
 CONTROL_FRAMES_MAX: Final = 1024

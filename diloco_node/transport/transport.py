@@ -86,8 +86,7 @@ class GrpcTransport:
 
     Args:
         region: our name. run_id, epoch, settings_digest, manifest_digest: what both sides must agree on.
-        identity: from `certs.load_identity`.
-        listen: host and port; port 0 takes a free one, see `port`.
+        identity: from `certs.load_identity`. listen: host and port; port 0 takes a free one, see `port`.
         peers: the other regions, each with `host:port`, or None where we can't dial.
         handler: gets what arrives. executor: threads for compression and decoding.
         is_advertised: the others know our address. If not, we dial at once instead of giving them the first turn.

@@ -89,12 +89,10 @@ class Hello:
     """The first frame in each direction on each stream.
 
     Attributes:
-        protocol_version: of the sender.
-        run_id, epoch, settings_digest, manifest_digest: must be equal on both sides.
+        protocol_version: of the sender. run_id, epoch, settings_digest, manifest_digest: must be equal on both sides.
         region: must be the name in the sender's certificate.
         instance_id: 16 bytes per daemon process: its start by the wall clock, then 8 random bytes. The greater id is
-        that of the newer of two processes with one certificate.
-        lane: which of the two streams this is.
+        that of the newer of two processes with one certificate. lane: which of the two streams this is.
         dial: the dialer's count of attempts in this process; all streams of one pair carry the dialer's number.
         connection: of the bulk lane, which of its connections: 0 is the first, others join a session that is up.
         role: must be equal on both sides.

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.core.bounds import (
-    CORE_BOUNDS,
-    FRAGMENTS,
-    INDEX,
-    INDEX_MAX,
-    PIECES,
-    REGIONS,
-    STEP_MAX,
-)
+from diloco_node.core.bounds import CORE_BOUNDS, FRAGMENTS, INDEX, INDEX_MAX, PIECES, REGIONS, STEP_MAX
 from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole
 from diloco_node.wire.tensor_listing import LISTING_BYTES_MAX
 

@@ -218,8 +218,7 @@ class Welcome:
     Attributes:
         region: this region's name. region_index: its place in `regions`, which are sorted.
         incarnation: which life of the learner this is; the one in Attach unless that was NEW_PROCESS.
-        run_id: the run's name.
-        fragments: P. sync_every: H. merge: rule for tensors that are not embeddings or head.
+        run_id: the run's name. fragments: P. sync_every: H. merge: rule for tensors that are not embeddings or head.
         codec_up: of contributions. carry: mode. carry_steps_limit: steps up to which carry-over is exact.
         global_step: where the run is: steps of the median learner; 0 at its start.
         manifest_digest: of the fragments; the learner refuses to go on if its own differs.

@@ -56,8 +56,7 @@ class Limits:
     """Limits of one message, whatever its fields may hold.
 
     Attributes:
-        message_bytes_max: encoded size.
-        items_max: length of one array, before anything is built of it.
+        message_bytes_max: encoded size. items_max: length of one array, before anything is built of it.
     """
 
     message_bytes_max: int = 4 * 2**20
@@ -82,8 +81,7 @@ class Schema(Generic[T]):
         table: tag -> dataclass, for messages. Tags are part of the protocol: never reuse one.
         inner: tag -> dataclass, for dataclasses that occur inside a message as a member of a union. They are no
             messages by themselves. Tags may not overlap with those of `table`.
-        bounds: of every field, as `core.shapes.bound_of` finds them.
-        limits: sizes that encode and decode hold.
+        bounds: of every field, as `core.shapes.bound_of` finds them. limits: sizes that encode and decode hold.
 
     Raises TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
     ValueError: a type or a tag that occurs twice.

@@ -122,8 +122,7 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
     """Measure on links of our own to `measure serve` of the peers.
 
     Args:
-        document: see `measure.measurement.parse_request`.
-        on_partial: called with the results so far.
+        document: see `measure.measurement.parse_request`. on_partial: called with the results so far.
 
     Raises ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured.
     """

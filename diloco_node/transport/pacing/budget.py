@@ -195,8 +195,7 @@ class EgressBudget:
     def try_spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> bool:
         """Send a piece if it may go now and no other one waits for what it would take: `request` and `release` at once.
 
-        Returns:
-            Whether it goes; it counts as sent then, and nothing has changed if not.
+        Returns: whether it goes; it counts as sent then, and nothing has changed if not.
         """
         entry = self._peers[peer]
         rivals = (entry,) if self._region.rate_bytes_per_s is None else self._peers.values()
