@@ -63,8 +63,7 @@ class _UnixConnection(http.client.HTTPConnection):
 def target_in(folder: Path) -> Target:
     """The region whose state folder this is.
 
-    Raises:
-        ConfigError: its port file is damaged. OSError: there is none, or it can't be read.
+    Raises ConfigError: its port file is damaged. OSError: there is none, or it can't be read.
     """
     file = folder / ADMIN_PORT_NAME
     text = file.read_text().strip()
@@ -149,8 +148,7 @@ def post(
     Args:
         path: below /api/v1/. timeout_s: of each wait for the daemon; None: TIMEOUT_S.
 
-    Raises:
-        OSError, HTTPException: it does not answer, or its token can't be read.
+    Raises OSError, HTTPException: it does not answer, or its token can't be read.
     """
     token = (folder / ADMIN_TOKEN_NAME).read_text().strip()
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -166,8 +164,7 @@ def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any
     Args:
         path: below /api/v1/.
 
-    Raises:
-        ConfigError: it refuses. PeersUnreachable: it does not answer.
+    Raises ConfigError: it refuses. PeersUnreachable: it does not answer.
     """
     try:
         with post(folder, path, document) as answer:

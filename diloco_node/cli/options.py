@@ -38,8 +38,7 @@ def load(
         values: dotted key -> (flag as written, value); a value of None or () was not given.
         assignments: "KEY=VALUE" of `--set`; a flag of its own beats it.
 
-    Raises:
-        ConfigError: says what is wrong.
+    Raises ConfigError: says what is wrong.
     """
     from diloco_node.config.resolve import load_config
     from diloco_node.config.sources import Flag
@@ -61,8 +60,7 @@ def parse_option(flag: str, text: str, parse: Callable[[str], T]) -> T:
     Args:
         flag: as written. parse: raises ValueError with the reason.
 
-    Raises:
-        ConfigError: it has another form.
+    Raises ConfigError: it has another form.
     """
     try:
         return parse(text)

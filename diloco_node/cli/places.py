@@ -45,8 +45,7 @@ RegionsArgument = Annotated[
 def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
     """Find the admin ports of some regions, or of all regions of run.toml.
 
-    Raises:
-        ConfigError: a place is no region. PeersUnreachable: none of the run's regions has run here.
+    Raises ConfigError: a place is no region. PeersUnreachable: none of the run's regions has run here.
     """
     if not places:
         return _targets_of_run(config)
@@ -67,8 +66,7 @@ def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
 def targets_in(place: str) -> list[Target]:
     """Find the regions in a folder, at most two levels below it, or the one at an admin port; empty: it is neither.
 
-    Raises:
-        ConfigError: a port file is damaged.
+    Raises ConfigError: a port file is damaged.
     """
     from diloco_node.cli.admin_client import Target, target_in
 
@@ -93,9 +91,8 @@ def region_folder(place: str | None, config: Path | None, *, file: str = ADMIN_P
         place: as the user gave it; None: the only region on this machine. file: the command needs it in the folder;
             the default one is there when the region's daemon has run.
 
-    Raises:
-        ConfigError: the place is no region, or several; or no such region has that file here.
-        PeersUnreachable: no such region's daemon has run here.
+    Raises ConfigError: the place is no region, or several; or no such region has that file here. PeersUnreachable: no
+    such region's daemon has run here.
     """
     folders = [] if place is None else folders_with(file, Path(place))
     if not folders:

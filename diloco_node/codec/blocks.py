@@ -65,16 +65,12 @@ class FragmentBlocks:
         codec: how the fragment is to travel.
 
     Attributes:
-        piece_sizes: as given.
-        codec: as given.
-        values: values of the fragment.
-        block_count: blocks of the fragment.
-        encoded_bytes: bytes of the whole encoded fragment.
+        piece_sizes: as given. codec: as given. values: values of the fragment.
+        block_count: blocks of the fragment. encoded_bytes: bytes of the whole encoded fragment.
         layout: int64, shape (pieces + 1, 4), read-only. Per piece: its first block, first value, first byte, and its
             kind (`KIND_OF_CODEC`); the last row holds the totals. The compiled loops read it.
 
-    Raises:
-        ValueError: there is no piece, or a piece without values.
+    Raises ValueError: there is no piece, or a piece without values.
     """
 
     def __init__(self, piece_sizes: Sequence[int], codec: Codec) -> None:

@@ -45,8 +45,7 @@ def fragment_digest(theta: F32, momentum: F32, pool: Executor | None = None) -> 
         pool: hashes leaves side by side (BLAKE3 releases the GIL); None hashes them here. Don't pass the pool that
             this very call runs in: with all its threads waiting like that nothing would move.
 
-    Raises:
-        ValueError: the arrays differ in shape, or are not contiguous vectors of float32.
+    Raises ValueError: the arrays differ in shape, or are not contiguous vectors of float32.
     """
     for name, array in (("theta", theta), ("momentum", momentum)):
         if array.dtype != np.float32 or array.ndim != 1 or not array.flags.c_contiguous or array.shape != theta.shape:

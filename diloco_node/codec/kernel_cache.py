@@ -36,8 +36,7 @@ _lock: Final = threading.Lock()
 def loops() -> ModuleType:
     """Load the module `loops`: from the cache in a second, or compiled in some eight.
 
-    Raises:
-        ConfigError: numba is switched off, or this system runs no code that was made at run time.
+    Raises ConfigError: numba is switched off, or this system runs no code that was made at run time.
     """
     with _lock, _numba_cache(folder := cache_folder()):
         try:

@@ -44,17 +44,15 @@ def encode(
     """Encode a span.
 
     Args:
-        blocks: layout of the fragment.
-        values: shape (values of the span,), float32. Not changed.
+        blocks: layout of the fragment. values: shape (values of the span,), float32. Not changed.
         out: writable bytes of the span; overwritten. Half written when the values are refused.
         block_start, block_stop: the span; to the end of the fragment by default.
 
     Returns:
         Shape (pieces,), float64: squared norm of the *decoded* values of the span per piece, 0 for pieces outside.
 
-    Raises:
-        PayloadCorrupt: a value is NaN, infinite or above 2^100 in magnitude; the message names the block and piece.
-        ValueError: an array has another size, type or layout than the span asks for.
+    Raises PayloadCorrupt: a value is NaN, infinite or above 2^100 in magnitude; the message names the block and piece.
+    ValueError: an array has another size, type or layout than the span asks for.
     """
     return _encode(blocks, values, None, out, block_start, block_stop)
 
@@ -74,9 +72,7 @@ def encode_delta(
     Returns:
         As `encode`.
 
-    Raises:
-        PayloadCorrupt: as `encode`, for the difference.
-        ValueError: as `encode`.
+    Raises PayloadCorrupt: as `encode`, for the difference. ValueError: as `encode`.
     """
     return _encode(blocks, base, theta, out, block_start, block_stop)
 
@@ -89,8 +85,7 @@ def squared_norms(blocks: FragmentBlocks, payload: Buffer, block_start: int = 0,
     Returns:
         Shape (pieces,), float64, as `encode`.
 
-    Raises:
-        PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote.
+    Raises PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote.
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
@@ -122,18 +117,15 @@ def accumulate(
     With coefficients of -1 and the encoded sum itself, what remains in `acc` is the quantisation residual.
 
     Args:
-        blocks: layout of the fragment.
-        payload: bytes of the span.
-        block_start, block_stop: the span.
-        coefficients: shape (pieces,), float32.
+        blocks: layout of the fragment. payload: bytes of the span.
+        block_start, block_stop: the span. coefficients: shape (pieces,), float32.
         acc: shape (values of the span,), float32; changed in place, and half changed when the bytes are refused.
 
     Returns:
         Shape (pieces,), float64: squared norm of the decoded values (without the coefficient) of the span per piece.
 
-    Raises:
-        PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote.
-        ValueError: another array does not fit.
+    Raises PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote. ValueError: another array does
+    not fit.
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
@@ -163,8 +155,7 @@ def outer_step(
     `d = factors[piece] * decoded`, `m = mu * m + d`, `theta = theta - lr * (d + mu * m)`.
 
     Args:
-        blocks: layout of the fragment.
-        payload: bytes of the span of the merged payload.
+        blocks: layout of the fragment. payload: bytes of the span of the merged payload.
         factors: shape (pieces,), float32; share and radius of the merge.
         lr: outer learning rate; rounded to float32.
         mu: outer momentum, 0 for plain SGD; rounded to float32.
@@ -205,8 +196,8 @@ def _encode(
 ) -> F64:
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
-    source = span.read_only(values, np.float32, "values")
-    subtrahend = None if minus is None else span.read_only(minus, np.float32, "theta")
+    source = span.checked(values, np.float32, "values")
+    subtrahend = None if minus is None else span.checked(minus, np.float32, "theta")
     target = span.writable(_as_bytes(out), np.uint8, "out", span.bytes_count)
     difference = np.empty(256, np.float32)
     bad_block = loops().encode_span(*span.place, source, subtrahend, target, norms, difference, *_scratch())
@@ -241,17 +232,11 @@ class _Span:
                 f"blocks [{self.block_start}, {self.block_stop}) have {self.bytes_count} encoded bytes, "
                 f"found {array.size}"
             )
-        return self.read_only(array, np.uint8, "encoded", self.bytes_count)
+        return self.checked(array, np.uint8, "encoded", self.bytes_count)
 
     def per_piece(self, array: F32, name: str) -> F32:
         """An array with one float32 per piece of the whole fragment."""
-        return self.read_only(array, np.float32, name, self.blocks.pieces)
-
-    def read_only(
-        self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None = None
-    ) -> NDArray[_Scalar]:
-        """The array itself, after the checks, whether it could be written or not."""
-        return self._checked(array, dtype, name, size)
+        return self.checked(array, np.float32, name, self.blocks.pieces)
 
     def writable(
         self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None = None
@@ -259,7 +244,7 @@ class _Span:
         """The array itself, after the checks."""
         if not array.flags.writeable:
             raise ValueError(f"{name} is read-only")
-        return self._checked(array, dtype, name, size)
+        return self.checked(array, dtype, name, size)
 
     def raise_if_corrupt(self, block: int) -> None:
         """Turn a loop's answer into the error."""
@@ -269,7 +254,10 @@ class _Span:
                 f"block {block} (piece {piece}) of the encoded fragment holds an illegal scale or value"
             )
 
-    def _checked(self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None) -> NDArray[_Scalar]:
+    def checked(
+        self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None = None
+    ) -> NDArray[_Scalar]:
+        """The array itself, after the checks, whether it could be written or not."""
         count = self.values_count if size is None else size
         if array.dtype != dtype or array.ndim != 1 or array.size != count or not array.flags.c_contiguous:
             raise ValueError(

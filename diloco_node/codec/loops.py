@@ -28,9 +28,7 @@ from diloco_node.numeric import F32, F64, U8
 
 F = TypeVar("F", bound=Callable[..., Any])
 I32 = NDArray[np.int32]
-I8 = NDArray[np.int8]
 I64 = NDArray[np.int64]
-U16 = NDArray[np.uint16]
 
 INT4, INT8, BF16, FP32 = 0, 1, 2, 3
 

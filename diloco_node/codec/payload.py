@@ -81,28 +81,20 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def compress_chunk(raw: memoryview, policy: CompressionPolicy | None = None) -> tuple[bool, bytes | memoryview]:
+def compress_chunk(raw: memoryview) -> tuple[bool, bytes | memoryview]:
     """Compress one chunk if it pays. Safe in any thread; releases the GIL while zstd works.
-
-    Args:
-        raw: at most CHUNK_RAW_BYTES_MAX bytes.
-        policy: remembers whether chunks of this stream paid; None tries every time.
 
     Returns:
         (True, one zstd frame), or (False, raw itself) when it does not pay.
 
-    Raises:
-        ValueError: the chunk is too long.
+    Raises ValueError: the chunk is too long.
     """
     if raw.nbytes > CHUNK_RAW_BYTES_MAX:
         raise ValueError(f"a chunk has at most {CHUNK_RAW_BYTES_MAX} bytes, got {raw.nbytes}")
-    if raw.nbytes == 0 or (policy is not None and not policy.should_try()):
+    if raw.nbytes == 0:
         return False, raw
     frame = _contexts.compressor.compress(raw)
-    paid = len(frame) < PAYS_BELOW * raw.nbytes
-    if policy is not None:
-        policy.record(paid=paid)
-    return (True, frame) if paid else (False, raw)
+    return (True, frame) if len(frame) < PAYS_BELOW * raw.nbytes else (False, raw)
 
 
 def decompress_chunk(data: bytes | memoryview, target: memoryview) -> None:
@@ -115,8 +107,7 @@ def decompress_chunk(data: bytes | memoryview, target: memoryview) -> None:
         data: what arrived, and nothing after it.
         target: writable, exactly the raw bytes of the chunk. Untouched when the chunk is refused.
 
-    Raises:
-        PayloadCorrupt: see the module's docstring for the reasons.
+    Raises PayloadCorrupt: see the module's docstring for the reasons.
     """
     try:
         header = zstandard.get_frame_parameters(data)

@@ -23,8 +23,7 @@ def project(blocks: FragmentBlocks, encoded: U8, window: Window) -> tuple[float,
     Args:
         blocks: layout of the fragment. encoded: bytes of the window, shape (bytes,), uint8.
 
-    Raises:
-        PayloadCorrupt: it does not decode.
+    Raises PayloadCorrupt: it does not decode.
     """
     start, stop = window.block_start, window.block_stop
     values = np.empty(blocks.span_values(start, stop), np.float32)

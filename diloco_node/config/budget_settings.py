@@ -22,11 +22,7 @@ _TIME: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
 
 
 def parse_ceiling(value: object) -> Rate:
-    """A rate that can be kept as a ceiling.
-
-    Raises:
-        ValueError: with a text that completes "SETTING is VALUE: ...".
-    """
+    """A rate that can be kept as a ceiling. Raises ValueError: with a text that completes "SETTING is VALUE: ..."."""
     rate = parse_rate(value)
     if rate.bytes_per_s < RATE_BYTES_PER_S_MIN:
         raise ValueError(f"it is less than {Rate(RATE_BYTES_PER_S_MIN)}, the least that can be kept")

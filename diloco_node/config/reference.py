@@ -9,41 +9,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from diloco_node.config.budget_settings import (
-    RATE_BYTES_PER_S_MIN,
-    BudgetSection,
-    LimitsSection,
-    WindowSection,
-    parse_minute,
-)
+from diloco_node.config.budget_settings import RATE_BYTES_PER_S_MIN, LimitsSection, WindowSection, parse_minute
 from diloco_node.config.resolve import toml_text
-from diloco_node.config.schema import (
-    NAME_PATTERN,
-    DataSection,
-    HistorySection,
-    LearnerSection,
-    LogSection,
-    ModelSection,
-    RegionSection,
-    RoundsSection,
-    RunSection,
-)
+from diloco_node.config.schema import NAME_PATTERN, RegionSection, Tree
 from diloco_node.config.setting import touch_when
 from diloco_node.config.units import Duration, Rate
 
-SECTIONS: Final[dict[str, type[BaseModel]]] = {
-    "run": RunSection,
-    "rounds": RoundsSection,
-    "model": ModelSection,
-    "data": DataSection,
-    "learner": LearnerSection,
-    "log": LogSection,
-    "history": HistorySection,
-    "budget": BudgetSection,
+_NAMES: Final = ("run", "rounds", "model", "data", "learner", "log", "history", "budget")
+
+SECTIONS: Final[dict[str, Any]] = {
+    **{name: Tree.model_fields[name].annotation for name in _NAMES},
     "budget.per_peer.NAME": LimitsSection,
     "budget.schedule": WindowSection,
     "regions.NAME": RegionSection,
@@ -61,7 +39,7 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
     """Key and field of every setting: "rounds.sync_every", "regions.NAME.address"."""
     for prefix, section in SECTIONS.items():
         for name, field in section.model_fields.items():
-            if section is not BudgetSection or name not in {"per_peer", "schedule"}:  # tables of their own
+            if f"{prefix}.{name}" not in {"budget.per_peer", "budget.schedule"}:  # tables of their own
                 yield f"{prefix}.{name}", field
 
 

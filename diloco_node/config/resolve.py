@@ -73,9 +73,7 @@ class NodeConfig:
 
     Attributes:
         run, model, rounds, data, learner, log, history: the sections.
-        budget: bandwidth; see `budget_plan`.
-        regions: by name, sorted.
-        path: run.toml.
+        budget: bandwidth; see `budget_plan`. regions: by name, sorted. path: run.toml.
         origins: where each value that is not a default came from: "run.toml:7", "DILOCO_RUN__STEPS", "--steps".
     """
 
@@ -173,11 +171,9 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
     """Flags beat environment, environment beats file, file beats defaults.
 
     Args:
-        path: run.toml; None: `run.toml` in the current folder.
-        flags: from the command line.
+        path: run.toml; None: `run.toml` in the current folder. flags: from the command line.
 
-    Raises:
-        ConfigError: naming the setting, its origin, the bad value, and what would work.
+    Raises ConfigError: naming the setting, its origin, the bad value, and what would work.
     """
     path = path if path is not None else Path(DEFAULT_NAME)
     sources = Sources()

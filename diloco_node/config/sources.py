@@ -100,8 +100,7 @@ def nearest(origins: Mapping[Key, str], key: Key) -> str:
 def read_file(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
     """run.toml as a tree, and "FILE:LINE" per key. Relative paths in it are taken from its folder.
 
-    Raises:
-        ConfigError: it is missing, unreadable, too large or no TOML.
+    Raises ConfigError: it is missing, unreadable, too large or no TOML.
     """
     try:
         if path.stat().st_size > CONFIG_BYTES_MAX:
@@ -170,8 +169,7 @@ def read_environment() -> tuple[dict[str, Any], dict[Key, str]]:
 
     In the name of a region `_` stands for `-` (`DILOCO_REGIONS__US_EAST__ADMIN_PORT`), for shells allow nothing else.
 
-    Raises:
-        ConfigError: a variable names no section, or lacks the section.
+    Raises ConfigError: a variable names no section, or lacks the section.
     """
     names = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX))
     origins: dict[Key, str] = {}

@@ -54,11 +54,7 @@ class Duration:
 
 
 def parse_duration(value: object) -> Duration:
-    """`"200ms"`, `"1.5s"`, `"10min"`.
-
-    Raises:
-        ValueError: with a text that completes "SETTING is VALUE: ...".
-    """
+    """`"200ms"`, `"1.5s"`, `"10min"`. Raises ValueError: with a text that completes "SETTING is VALUE: ..."."""
     if isinstance(value, Duration):
         return value
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -96,8 +92,7 @@ class Rate:
 def parse_rate(value: object) -> Rate:
     """`"2Gbit/s"`, `"25MB/s"`, `"1.5Gbit/s"`; a fraction of a byte is dropped.
 
-    Raises:
-        ValueError: with a text that completes "SETTING is VALUE: ...".
+    Raises ValueError: with a text that completes "SETTING is VALUE: ...".
     """
     if isinstance(value, Rate):
         return value

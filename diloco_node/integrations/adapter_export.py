@@ -29,8 +29,7 @@ def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, 
         source: the adapter's config, or a folder with it, as PEFT's `save_pretrained` writes.
         dtype: such as "bfloat16".
 
-    Raises:
-        ConfigError: there is no such config, or the folder's adapter has other tensors; several adapters train.
+    Raises ConfigError: there is no such config, or the folder's adapter has other tensors; several adapters train.
     """
     config = None if source is None else source / ADAPTER_CONFIG if source.is_dir() else source
     if config is None or not config.is_file():

@@ -55,8 +55,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Join the run: the model gets its parameters.
 
-        Raises:
-            LearnerError: a launcher has started several ranks, and the trainer trains each of them by itself.
+        Raises LearnerError: a launcher has started several ranks, and the trainer trains each of them by itself.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise LearnerError(
@@ -92,65 +91,43 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
             data.place(int(state.epoch or 0), round(share * len(loader)) if share else 0)
         return data
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
-    ) -> None:
+    def on_epoch_begin(self, *_: Any, **context: Any) -> None:
         """Count the epoch before it, if there was one."""
         if self._data is not None and self._epochs:
             self._data.next_epoch()
         self._epochs += 1
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
-    ) -> None:
+    def on_substep_end(self, *_: Any, **context: Any) -> None:
         """Count a batch after which no step was made."""
         if self._data is not None:
             self._data.batch += 1
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **context: Any) -> None:
         """Count the last batch of a step, before that is counted."""
         if self._data is not None:
             self._data.batch += 1
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **context: Any) -> None:
         """The step was counted at the optimizer; stop when the run is over."""
         self._stop(control)
         self._pause_for(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **context: Any) -> None:
         """Announce what the trainer does between epochs."""
         self._stop(control)
         self._pause_for(control)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
-    ) -> None:
+    def on_prediction_step(self, *_: Any, **context: Any) -> None:
         """Announce an evaluation that another callback, or the program, has begun."""
         if not self._is_evaluating:
             self._is_evaluating = True
             self._pause.begin(self.diloco, "evaluation")
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any) -> None:
-        """A save is over."""
+    def on_save(self, *_: Any, **context: Any) -> None:
+        """No pause lasts until here: so does it at the end of a prediction, and when a step begins."""
         self._go_on()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
-    ) -> None:
-        """No pause lasts until here."""
-        self._go_on()
-
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **context: Any
-    ) -> None:
-        """A prediction is over."""
-        self._go_on()
+    on_step_begin = on_predict = on_save
 
     def _pause_for(self, control: TrainerControl) -> None:
         """Announce what the trainer does next: it evaluates first, then it saves."""
@@ -162,9 +139,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._is_evaluating = False
         self._pause.end()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **context: Any) -> None:
         """Tell the held-out loss."""
         metrics = context.get("metrics") or {}
         if self.diloco is not None and "eval_loss" in metrics:
@@ -172,9 +147,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._go_on()
         self._pause_for(TrainerControl(should_save=control.should_save))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **context: Any) -> None:
         """Leave the run."""
         self._leave(None)
 

@@ -46,14 +46,12 @@ def save_model(
     """Write weights, `config.json` and the tokenizer.
 
     Args:
-        folder: empty.
-        tensors: merged ones, under the names of `model.named_parameters()`.
+        folder: empty. tensors: merged ones, under the names of `model.named_parameters()`.
         config: what config.json says.
         base: folder or name of a saved model, for frozen parameters and buffers. None: as the config makes them.
         tokenizer: folder or name of a model that may have one. dtype: such as "bfloat16".
 
-    Raises:
-        ConfigError: the tensors do not fit the config, or the base can't be loaded.
+    Raises ConfigError: the tensors do not fit the config, or the base can't be loaded.
     """
     plain = {name: torch.from_numpy(values) for name, values in tensors.items()}
     kind: torch.dtype = getattr(torch, dtype)
@@ -68,7 +66,7 @@ def save_model(
     try:
         lacking = model.load_state_dict(plain, strict=False)
     except RuntimeError as error:  # another shape
-        raise ConfigError(f"the run's tensors do not fit config.json: {_one_line(error)}") from error
+        raise ConfigError(f"the run's tensors do not fit config.json: {one_line(error)}") from error
     if lacking.unexpected_keys:
         raise ConfigError(
             f"tensor {lacking.unexpected_keys[0]} of the run is not in the model of config.json: is it of the same "
@@ -124,7 +122,7 @@ def _model(folder: Path, base: str | None) -> tuple[Any, Set[str]]:
         return model.to(torch.float32), frozenset()
     except Exception as error:  # the library has no common class of errors
         place = CONFIG_NAME if base is None else f"--base {base}"
-        raise ConfigError(f"{place} makes no model: {_one_line(error)}") from error
+        raise ConfigError(f"{place} makes no model: {one_line(error)}") from error
 
 
 def _save_tokenizer(place: str | None, folder: Path) -> None:
@@ -139,5 +137,6 @@ def _save_tokenizer(place: str | None, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """A library's error in a line of ours."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -35,6 +35,7 @@ from transformers import default_data_collator as collate
 from diloco_node import place
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.integrations.hf import DilocoCallback
+from diloco_node.integrations.hf_export import one_line
 from diloco_node.integrations.loader import EndlessLoader
 from diloco_node.integrations.weight_files import has_weights
 from diloco_node.learner.builtin.text_files import text_files
@@ -76,14 +77,10 @@ def training_arguments(settings: Settings) -> transformers.TrainingArguments:
     try:
         arguments, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise ConfigError(f"model.hf_args: {_one_line(error)}") from error
+        raise ConfigError(f"model.hf_args: {one_line(error)}") from error
     if unknown:
         raise ConfigError(f"model.hf_args: {unknown[0].partition('=')[0].lstrip('-')} is no field of TrainingArguments")
     return arguments
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _refuse_arguments(message: str) -> NoReturn:
@@ -102,7 +99,7 @@ def load_model(settings: Settings) -> tuple[Any, Any]:
         else:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # the libraries have no common class of errors
-        raise ConfigError(f"model.hf: {settings.hf} can't be loaded: {_one_line(error)}") from error
+        raise ConfigError(f"model.hf: {settings.hf} can't be loaded: {one_line(error)}") from error
     vocabulary, tokens = model.get_input_embeddings().num_embeddings, tokenizer.vocab_size
     if tokens > vocabulary:
         raise ConfigError(f"model.hf: the tokenizer has {tokens} tokens, the model {vocabulary}: name another")
@@ -172,7 +169,7 @@ class Blocks:
                 return
             self._blocks = concatenate_datasets([self._pack(item, is_text) for item, is_text in sources])
         except (OSError, ValueError, RuntimeError, LookupError, DatasetsError) as error:
-            raise ConfigError(f"data.paths: {_one_line(error)}") from error
+            raise ConfigError(f"data.paths: {one_line(error)}") from error
         numbers = np.arange(len(self._blocks))
         self.held_out = [self._blocks[int(number)] for number in numbers[::HELD_OUT_EVERY][: settings.eval_windows]]
         self._own = numbers[numbers % HELD_OUT_EVERY > 0][region::regions][rank::ranks]

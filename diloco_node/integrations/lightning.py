@@ -51,8 +51,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run: the model gets its parameters.
 
-        Raises:
-            LearnerError: there are several optimizers; which one's steps count, nobody can tell.
+        Raises LearnerError: there are several optimizers; which one's steps count, nobody can tell.
         """
         if len(trainer.optimizers) != 1:
             raise LearnerError(

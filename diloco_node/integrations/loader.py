@@ -24,11 +24,9 @@ class LoaderWithState(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is: nested values."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
         """Go on from there when it is iterated."""
-        ...
 
 
 class EndlessLoader:
@@ -48,11 +46,7 @@ class EndlessLoader:
         self._loader = make(0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches without end.
-
-        Raises:
-            LearnerError: a whole epoch has none.
-        """
+        """Batches without end. Raises LearnerError: a whole epoch has none."""
         is_whole = False  # the first may have been restored at its end
         while True:
             count = 0

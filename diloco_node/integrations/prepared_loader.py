@@ -38,8 +38,7 @@ class PreparedLoader:
         epoch: how many are done, over all lives. batch: how many of the present one were given.
         token_count: of the batches that it gave, for `attach` to compare.
 
-    Raises:
-        LearnerError: its position can't be kept; the message says why.
+    Raises LearnerError: its position can't be kept; the message says why.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -65,11 +64,7 @@ class PreparedLoader:
         self._seed = getattr(self._sampler, self._seed_name, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches without end.
-
-        Raises:
-            LearnerError: a whole epoch has none.
-        """
+        """Batches without end. Raises LearnerError: a whole epoch has none."""
         while True:
             before = self.batch
             for batch in self._loader:

@@ -15,8 +15,7 @@ FOREIGN: Final = ("*.gguf", "*.h5", "*.msgpack", "*.ckpt*", "consolidated*.pt*")
 def check_hub_name(name: str) -> None:
     """Refuse a model's name for which transformers would take a folder of the current one. A full path is no name.
 
-    Raises:
-        ConfigError: there is such a folder.
+    Raises ConfigError: there is such a folder.
     """
     if not Path(name).is_absolute() and Path(name).exists():
         raise ConfigError(
@@ -28,8 +27,7 @@ def check_hub_name(name: str) -> None:
 def has_weights(name: str) -> bool:
     """Return whether a model has weights to begin with; a name that is no folder is one of the hub, which has.
 
-    Raises:
-        ConfigError: the folder has weights only in a format that is not read.
+    Raises ConfigError: the folder has weights only in a format that is not read.
     """
     folder = Path(name)
     if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in LOADABLE):

@@ -55,8 +55,7 @@ class DiskIdFile:
 
         Durable when this returns. On a disk that refuses it an older life goes on.
 
-        Raises:
-            StorageError: the disk refuses a first id.
+        Raises StorageError: the disk refuses a first id.
         """
         if not self.value:
             self.retire()
@@ -86,8 +85,7 @@ def set_aside(path: Path) -> str:
     Returns:
         The new name; empty if the file is not there.
 
-    Raises:
-        OSError: the disk refuses.
+    Raises OSError: the disk refuses.
     """
     if not path.exists():
         return ""

@@ -51,8 +51,7 @@ def make_folder(folder: Path) -> None:
 def replace_file(path: Path, data: Sequence[bytes | memoryview]) -> None:
     """Replace a file; durable when this returns. Its bytes are the parts, one after the other.
 
-    Raises:
-        StorageError: the disk refused; the old file, if any, is untouched.
+    Raises StorageError: the disk refused; the old file, if any, is untouched.
     """
     try:
         atomic_file.replace_file(path, data, is_durable=True)

@@ -70,11 +70,7 @@ _REMEDY: Final = "Don't start this region from a copy of an older state: others 
 
 
 class VoteFile:
-    """Term and vote, replaced as a whole.
-
-    Attributes:
-        term, voted_for: as on disk; 0 and "" before the first vote.
-    """
+    """Term and vote, replaced as a whole. term, voted_for: as on disk; 0 and "" before the first vote."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / VOTE_NAME
@@ -88,8 +84,7 @@ class VoteFile:
     def open(self, *, is_new: bool) -> None:
         """Read it, or begin it if the folder is new.
 
-        Raises:
-            StorageError: damaged, unreadable, or missing although the ledger has begun.
+        Raises StorageError: damaged, unreadable, or missing although the ledger has begun.
         """
         try:
             data = self._path.read_bytes()
@@ -147,8 +142,7 @@ class LedgerFile:
             is_new: nothing was ever written, so the file may be missing or half begun. A file that is there has a
             durable name (`RegionStore.load` syncs the folder first).
 
-        Raises:
-            StorageError: damaged or missing (says where), or the disk refuses.
+        Raises StorageError: damaged or missing (says where), or the disk refuses.
         """
         if not is_new and not self.exists:
             raise StorageError(f"{self._path} is missing, the vote beside it is not. {_REMEDY}")
@@ -211,10 +205,9 @@ class LedgerFile:
             truncate_from: forget the entries from this index on first; 0: none.
             entries: the ones that follow.
 
-        Raises:
-            StorageError: the disk refused; try again. After a failed fdatasync nobody knows what of this file is on
-                disk, so the next try begins by copying the log to a new one.
-            LedgerLost: what was durable can't be read back for that copy: no further try would help.
+        Raises StorageError: the disk refused; try again. After a failed fdatasync nobody knows what of this file is on
+        disk, so the next try begins by copying the log to a new one. LedgerLost: what was durable can't be read back
+        for that copy: no further try would help.
         """
         if self._is_suspect:
             self._move_to_new_file()

@@ -37,8 +37,7 @@ class LedgerReader:
     def read(self) -> tuple[Entry, ...]:
         """Entries that are new or other ones than at the call before.
 
-        Raises:
-            StorageError: damaged, missing, or it can't be read.
+        Raises StorageError: damaged, missing, or it can't be read.
         """
         path = self._folder / self._name
         try:
@@ -78,8 +77,7 @@ def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[E
     Returns:
         The base that the first entry follows, and all entries.
 
-    Raises:
-        StorageError: a ledger is damaged or missing, or a kept one is of another run.
+    Raises StorageError: a ledger is damaged or missing, or a kept one is of another run.
     """
     reader = LedgerReader(folder)
     reader.read()

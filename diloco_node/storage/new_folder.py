@@ -20,8 +20,7 @@ def new_folder(folder: Path, *, is_forced: bool = False) -> Iterator[Path]:
     Args:
         is_forced: a folder that is there and not empty is replaced; without it that is an error.
 
-    Raises:
-        ConfigError: the folder is there. StorageError: the disk refused, and nothing is left of it.
+    Raises ConfigError: the folder is there. StorageError: the disk refused, and nothing is left of it.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: name a folder")

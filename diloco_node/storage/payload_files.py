@@ -80,11 +80,7 @@ class SpareFiles:
             old.unlink(missing_ok=True)
 
     def write_ahead(self, size_bytes: int) -> None:
-        """See that there are `SPARES_AHEAD` of about this size.
-
-        Raises:
-            StorageError: the disk refused.
-        """
+        """See that there are `SPARES_AHEAD` of about this size. Raises StorageError: the disk refused."""
         for _ in range(SPARES_AHEAD - self.count(size_bytes)):
             path = self.new_path()
             try:
@@ -101,8 +97,7 @@ class PayloadDraft:
     Args:
         spares: where its file comes from, and goes when it is discarded. size_bytes: of the whole file.
 
-    Raises:
-        StorageError: the disk refused.
+    Raises StorageError: the disk refused.
     """
 
     def __init__(self, spares: SpareFiles, size_bytes: int) -> None:
@@ -122,11 +117,7 @@ class PayloadDraft:
             raise disk_error("write", self._path, error) from error
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Put bytes into their place; they are on the disk when this returns.
-
-        Raises:
-            StorageError: the disk refused.
-        """
+        """Put bytes into their place; they are on the disk when this returns. Raises StorageError: the disk refused."""
         try:
             write_at(self._descriptor, offset, data)
             os.fdatasync(self._descriptor)
@@ -136,8 +127,7 @@ class PayloadDraft:
     def finish(self, path: Path, header: bytes) -> None:
         """Write the first bytes and give the file its name: durable when this returns.
 
-        Raises:
-            StorageError: the disk refused; there is no file of that name then, or the one before.
+        Raises StorageError: the disk refused; there is no file of that name then, or the one before.
         """
         try:
             write_at(self._descriptor, 0, header)

@@ -63,8 +63,7 @@ class RegionStore:
         set_aside: names of damaged files that were found and renamed, since the folder was opened.
         lost: what was wrong with vote or ledger, if the folder had to begin again with another id; else empty.
 
-    Raises:
-        StorageError: another daemon holds the folder, or it can't be used.
+    Raises StorageError: another daemon holds the folder, or it can't be used.
     """
 
     def __init__(self, folder: Path, *, is_read_only: bool = False, is_archive: bool = False) -> None:
@@ -101,8 +100,7 @@ class RegionStore:
         Args:
             fragments: P.
 
-        Raises:
-            StorageError: the disk refuses; or vote or ledger are damaged or missing, and nothing may be changed.
+        Raises StorageError: the disk refuses; or vote or ledger are damaged or missing, and nothing may be changed.
         """
         self._disk_id.read()
         if self._is_read_only:
@@ -200,10 +198,9 @@ class RegionStore:
         Term and vote go first: after a crash in between, the node knows a newer term and an older log, which is a
         state that any voter may be in.
 
-        Raises:
-            StorageError: the disk refused; what was durable before still is.
-            LedgerLost: what was durable can't be read any more (`LedgerFile.append`), and the folder's id could not be
-                taken away either. With the id gone it is a StorageError: a new process begins again.
+        Raises StorageError: the disk refused; what was durable before still is. LedgerLost: what was durable can't be
+        read any more (`LedgerFile.append`), and the folder's id could not be taken away either. With the id gone it is
+        a StorageError: a new process begins again.
         """
         if (term, voted_for) != (self._vote.term, self._vote.voted_for):
             assert term >= self._vote.term, (term, self._vote.term)
@@ -240,8 +237,7 @@ class RegionStore:
             digest: SHA-256 over the digests of its stripes, which the ledger names; checked when it is read.
             chunks: the merged stripes in block order; not changed.
 
-        Raises:
-            StorageError: the disk refused.
+        Raises StorageError: the disk refused.
         """
         views = [memoryview(cast(bytes, chunk)).cast("B") for chunk in chunks if len(chunk)]
         path = self._payloads / tensor_files.payload_name(fragment, version, digest)
@@ -253,8 +249,7 @@ class RegionStore:
         Args:
             content_bytes: of all its stripes.
 
-        Raises:
-            StorageError: the disk refused.
+        Raises StorageError: the disk refused.
         """
         return PayloadDraft(self._spares, tensor_files.HEADER_BYTES + content_bytes)
 
@@ -271,8 +266,7 @@ class RegionStore:
         Args:
             draft: all its stripes are written. digest: as for `store_payload`. part_bytes: the sizes of its stripes.
 
-        Raises:
-            StorageError: the disk refused; the draft is still to be finished or discarded.
+        Raises StorageError: the disk refused; the draft is still to be finished or discarded.
         """
         header = tensor_files.payload_header(part_bytes, fragment=fragment, version=version, digest=digest)
         draft.finish(self._payloads / tensor_files.payload_name(fragment, version, digest), header)
@@ -287,8 +281,7 @@ class RegionStore:
         Returns:
             Shape (encoded bytes,), uint8, owned by the caller.
 
-        Raises:
-            StorageError: there is none, or it is damaged (it is set aside; fetch it from a peer).
+        Raises StorageError: there is none, or it is damaged (it is set aside; fetch it from a peer).
         """
         path = self._payloads / tensor_files.payload_name(fragment, version, digest)
         header, content = self._read(path)
@@ -305,8 +298,7 @@ class RegionStore:
             theta, momentum: shape (n,), float32; not changed.
             digest: the digest that the regions compare; not checked here.
 
-        Raises:
-            StorageError: the disk refused.
+        Raises StorageError: the disk refused.
         """
         if theta.shape != momentum.shape:
             raise ValueError(f"parameters {theta.shape} and momentum {momentum.shape} of fragment {fragment}")
@@ -316,8 +308,7 @@ class RegionStore:
     def read_state(self, fragment: int, version: int) -> tuple[F32, F32]:
         """Parameters and momentum, each shape (n,), float32, owned by the caller.
 
-        Raises:
-            StorageError: there is none, or it is damaged (it is set aside).
+        Raises StorageError: there is none, or it is damaged (it is set aside).
         """
         _, content = self._read(self._states / tensor_files.state_name(fragment, version))
         theta, momentum = np.split(content.view(np.float32), 2)
@@ -326,9 +317,8 @@ class RegionStore:
     def read_state_bytes(self, fragment: int, version: int, digest: bytes) -> U8:
         """Parameters and momentum as bytes, if they are those of this digest.
 
-        Raises:
-            DamagedFile: there is none, it is another one, or it is damaged (it is set aside then).
-            StorageError: it can't be read now.
+        Raises DamagedFile: there is none, it is another one, or it is damaged (it is set aside then). StorageError: it
+        can't be read now.
         """
         path = self._states / tensor_files.state_name(fragment, version)
         header, content = self._read(path)
@@ -362,8 +352,7 @@ class RegionStore:
         Files that recovery may need stay in any case: the last STATES_KEPT states, and every payload after the older
         of them. An archive keeps all payloads and the states at version 0.
 
-        Raises:
-            StorageError: the disk refused.
+        Raises StorageError: the disk refused.
         """
         states = self._files(self._states, fragment)
         kept_states = states[-STATES_KEPT:]

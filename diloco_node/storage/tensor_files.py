@@ -43,8 +43,7 @@ class TensorHeader:
     """The header of a file.
 
     Attributes:
-        kind: "payload" or "state".
-        fragment, version: whose it is.
+        kind: "payload" or "state". fragment, version: whose it is.
         digest: of a payload: SHA-256 over its stripes' digests; of a state: what the caller gave.
         content_bytes: after the header.
         checksum: of the content of a state: BLAKE3. Empty for a payload, whose digest checks it.
@@ -111,8 +110,7 @@ def write_state(path: Path, theta: F32, momentum: F32, *, fragment: int, version
 def read_header(path: Path) -> TensorHeader:
     """Read the header and check it against its checksum, the file's name and size.
 
-    Raises:
-        DamagedFile: it is. StorageError: missing, or it can't be read now.
+    Raises DamagedFile: it is. StorageError: missing, or it can't be read now.
     """
     try:
         with path.open("rb") as file:
@@ -144,8 +142,7 @@ def read_content(path: Path) -> tuple[TensorHeader, U8]:
     Returns:
         The header, and shape (content_bytes,), uint8, owned by the caller.
 
-    Raises:
-        DamagedFile: it is. StorageError: missing, or it can't be read now.
+    Raises DamagedFile: it is. StorageError: missing, or it can't be read now.
     """
     header = read_header(path)
     try:

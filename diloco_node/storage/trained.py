@@ -50,8 +50,7 @@ class TrainedCounter:
     Args:
         area: AREA_BYTES of memory that outlives this process.
 
-    Raises:
-        StorageError: the daemon has not allotted this incarnation, or the file can't be opened.
+    Raises StorageError: the daemon has not allotted this incarnation, or the file can't be opened.
     """
 
     def __init__(self, state_dir: Path, incarnation: int, area: mmap.mmap) -> None:
@@ -74,8 +73,7 @@ class TrainedCounter:
     def flush(self) -> None:
         """Make the counters survive a power cut too. Takes a disk write, so not from the training thread.
 
-        Raises:
-            StorageError: the disk refused.
+        Raises StorageError: the disk refused.
         """
         save_trained(self._state_dir, self._incarnation, self._area)
 
@@ -102,8 +100,7 @@ def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Traine
     Args:
         area: the shared memory, for what is newer there; None: the files alone.
 
-    Raises:
-        StorageError: a counter file is damaged, or the disk refuses.
+    Raises StorageError: a counter file is damaged, or the disk refuses.
     """
     return tuple(save_trained(state_dir, incarnation, area) for incarnation, _ in _counter_files(state_dir))
 
@@ -114,8 +111,7 @@ def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
     Their numbers stay used. Steps of a dead learner beyond the ledger are not known then; the count of a living one is
     still in the shared memory.
 
-    Raises:
-        StorageError: the disk refused.
+    Raises StorageError: the disk refused.
     """
     damaged_names = []
     for _, path in _counter_files(state_dir):
@@ -150,8 +146,7 @@ def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> T
     Returns:
         Return the bytes of the file now.
 
-    Raises:
-        StorageError: as for `read_trained`.
+    Raises StorageError: as for `read_trained`.
     """
     path = _counter_path(state_dir, incarnation)
     with _lock(path) as descriptor:
@@ -208,8 +203,7 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
         state_dir: the region's state folder.
         incarnation_min: one more than the highest that the ledger knows of this region; matters when the disk was lost.
 
-    Raises:
-        StorageError: the file can't be made.
+    Raises StorageError: the file can't be made.
     """
     number = max(incarnation_min, newest_incarnation(state_dir) + 1)
     path = _counter_path(state_dir, number)

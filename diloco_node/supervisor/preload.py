@@ -78,11 +78,7 @@ def forkable_command(command: Sequence[str]) -> tuple[int, str]:
 
 
 class Forked:
-    """A child that the fork server made: what the supervisor uses of `subprocess.Popen`.
-
-    Attributes:
-        stdout: what it writes.
-    """
+    """A child that the fork server made: what the supervisor uses of `subprocess.Popen`. stdout: what it writes."""
 
     def __init__(self, pid: int, stdout: IO[bytes]) -> None:
         self.pid = pid
@@ -109,11 +105,7 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class ServerReady:
-    """It has imported everything.
-
-    Attributes:
-        seconds: that this took. error: why no learner can be forked; empty if one can.
-    """
+    """It has imported everything. seconds: that this took. error: why no learner can be forked; empty if one can."""
 
     seconds: float
     error: str
@@ -134,14 +126,11 @@ class ForkServer:
 
     Args:
         modules: to import. command: the learner's; `forkable_command` has found its script at `at`.
-        write: takes what its modules print.
-        report: takes what happens to it, from other threads.
-        say: takes a line for the supervisor's log.
-        backoff: waits before it is started again.
+        write: takes what its modules print. report: takes what happens to it, from other threads.
+        say: takes a line for the supervisor's log. backoff: waits before it is started again.
 
     Attributes:
-        pid: its process; 0 while there is none.
-        is_starting: it imports.
+        pid: its process; 0 while there is none. is_starting: it imports.
         restart_at_s: when it is to be started again, by the monotonic clock; None if it is not.
     """
 

@@ -363,9 +363,8 @@ def run_supervisor(spec: SupervisorSpec) -> int:
     Returns:
         The exit code (see the module's docstring).
 
-    Raises:
-        StorageError: the state folder can't be made or locked, or another supervisor runs on it.
-        BindError: the memory socket can't be bound.
+    Raises StorageError: the state folder can't be made or locked, or another supervisor runs on it. BindError: the
+    memory socket can't be bound.
     """
     try:
         spec.state_dir.mkdir(parents=True, exist_ok=True)

@@ -44,8 +44,7 @@ class Endpoint:
 async def resolve(address: str) -> list[Endpoint]:
     """The endpoints behind `host:port`, in the order in which to try them; at least one.
 
-    Raises:
-        LinkLost: the name can't be resolved.
+    Raises LinkLost: the name can't be resolved.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -70,8 +69,7 @@ async def first_success(
     Args:
         attempts: at least one, by name, the most hopeful first. discard: undoes what a slower attempt brought.
 
-    Raises:
-        LinkLost: none succeeded; with the reason of each, by name if there are several.
+    Raises LinkLost: none succeeded; with the reason of each, by name if there are several.
     """
     waiting, running = list(attempts.items()), dict[asyncio.Future[T], str]()
     reasons: dict[str, str] = {}

@@ -49,9 +49,8 @@ def clock_metadata() -> Metadata:
 async def ask_peer(identity: Identity, peer: str, address: str, *, timeout_s: float) -> PeerAnswer:
     """Dial a peer and hear its hello.
 
-    Raises:
-        LinkLost: nothing there takes our certificate and speaks the protocol in time; says at which stage it failed.
-        PeerIncompatible, ProtocolViolation: it answers with another version's hello, or with none.
+    Raises LinkLost: nothing there takes our certificate and speaks the protocol in time; says at which stage it failed.
+    PeerIncompatible, ProtocolViolation: it answers with another version's hello, or with none.
     """
     for _ in range(TRIES - 1):
         try:

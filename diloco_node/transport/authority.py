@@ -83,8 +83,7 @@ def init_run(folder: Path, run_id: str, regions: Sequence[str], *, now: dt.datet
         regions: at least one, each `[a-z0-9-]{1,63}`.
         now: start of validity; the clock's when None.
 
-    Raises:
-        ConfigError: a bad name, or some of the files are there already (nothing is overwritten).
+    Raises ConfigError: a bad name, or some of the files are there already (nothing is overwritten).
     """
     _check_names(run_id, regions)
     _check_absent([folder / CA_CERT, folder / _CA_KEY, *_region_files(folder, regions)])
@@ -106,12 +105,10 @@ def add_regions(
 
     Args:
         folder: of the authority. regions: at least one that has none yet.
-        run_id: None: as the authority's name has it.
-        now: start of validity; the clock's when None.
+        run_id: None: as the authority's name has it. now: start of validity; the clock's when None.
 
-    Raises:
-        ConfigError: a bad name; a region has files already; the key of the authority is not there, or does not fit;
-            the authority is of another run, or over.
+    Raises ConfigError: a bad name; a region has files already; the key of the authority is not there, or does not fit;
+    the authority is of another run, or over.
     """
     now = now or dt.datetime.now(dt.UTC)
     authority = _load_authority(folder, now)
@@ -137,9 +134,8 @@ def renew_regions(
     Returns:
         Their names, sorted.
 
-    Raises:
-        ConfigError: a region has no certificate here, or that of another; the key of the authority is not there, or
-            does not fit; the authority is over.
+    Raises ConfigError: a region has no certificate here, or that of another; the key of the authority is not there, or
+    does not fit; the authority is over.
     """
     now = now or dt.datetime.now(dt.UTC)
     authority = _load_authority(folder, now)
@@ -158,8 +154,7 @@ def renew_authority(folder: Path, *, now: dt.datetime | None = None) -> list[str
     Returns:
         The regions that get the new `ca.pem`, sorted.
 
-    Raises:
-        ConfigError: the key is not there, or does not fit; an older authority is not dropped yet.
+    Raises ConfigError: the key is not there, or does not fit; an older authority is not dropped yet.
     """
     now = now or dt.datetime.now(dt.UTC)
     old = _load_authority(folder, None)
@@ -183,8 +178,7 @@ def drop_old_authority(folder: Path) -> list[str]:
     Returns:
         The regions that get the new `ca.pem`, sorted.
 
-    Raises:
-        ConfigError: there is no older one, or a region's certificate is by it.
+    Raises ConfigError: there is no older one, or a region's certificate is by it.
     """
     authority = _load_authority(folder, None)
     newest, *older = authority.certificates

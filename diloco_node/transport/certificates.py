@@ -69,8 +69,7 @@ class Identity:
     def admit(self, encoding: bytes, peer: str) -> Certificate:
         """Check a peer's certificate, DER, as TLS does: issuer, run and region. Its end is not looked at.
 
-        Raises:
-            PeerCertificateRefused: it is no certificate of this peer that an authority of ours has signed.
+        Raises PeerCertificateRefused: it is no certificate of this peer that an authority of ours has signed.
         """
         try:
             certificate = x509.load_der_x509_certificate(encoding)
@@ -106,9 +105,8 @@ def load_identity(
         region, run_id: what the settings say; not compared when None.
         now: the time to check validity against; the clock's when None.
 
-    Raises:
-        IdentityError: a file is missing or unreadable, the certificate is expired, not yet valid, for another region
-            or run, not signed by the authority, or the key is another one. The message says what to do.
+    Raises IdentityError: a file is missing or unreadable, the certificate is expired, not yet valid, for another region
+    or run, not signed by the authority, or the key is another one. The message says what to do.
     """
     ca_pem, cert_pem, key_pem = (read_pem(folder / name) for name in (CA_CERT, NODE_CERT, NODE_KEY))
     cert, *_ = parse_certificates(cert_pem, folder / NODE_CERT)

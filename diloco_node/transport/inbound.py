@@ -54,19 +54,15 @@ class TransportHandler(Protocol[Message_contra, Header_contra]):
 
     def control_arrived(self, peer: str, message: Message_contra) -> None:
         """A decoded control message."""
-        ...
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """The connections to the peer are up (hello done), or one of them is gone."""
-        ...
 
     def transfer_opened(self, peer: str, header: Header_contra, raw_bytes: int) -> memoryview | None:
         """A transfer begins: return a writable buffer of exactly `raw_bytes`, or None to skip its bytes."""
-        ...
 
     def transfer_closed(self, peer: str, header: Header_contra, buffer: memoryview, *, is_whole: bool) -> None:
         """The buffer is full, or (not whole) the transfer broke off."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +109,7 @@ class BulkInbound:
     async def feed(self, frame: bytes, connection: int = 0) -> None:
         """Take one frame; waits while frames before it are missing, and while `DECODING_MAX` chunks are being decoded.
 
-        Raises:
-            ProtocolViolation, PayloadCorrupt: the link must be dropped.
+        Raises ProtocolViolation, PayloadCorrupt: the link must be dropped.
         """
         if self._failure is not None:
             raise self._failure

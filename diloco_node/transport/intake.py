@@ -45,11 +45,7 @@ def messages_per_s(regions: int, *, rounds_in_flight: int, heartbeat_ns: int) ->
 
 
 class Intake:
-    """The buckets of one peer; they stay when its link goes.
-
-    Args:
-        per_s: messages of one kind in a second.
-    """
+    """The buckets of one peer; they stay when its link goes. per_s: messages of one kind in a second."""
 
     def __init__(self, per_s: int, *, now_ns: int) -> None:
         self._per_s = per_s

@@ -319,8 +319,7 @@ class PeerLink:
         Returns:
             Why its session ended, if the peer broke the protocol; it has been counted already.
 
-        Raises:
-            PeerError: why the stream was refused.
+        Raises PeerError: why the stream was refused.
         """
         if hello.connection:
             return await self._accept_more(hello, stream)

@@ -23,8 +23,7 @@ class PeerStatus:
     """A link, for people.
 
     Attributes:
-        address: where we would dial, None if only the peer can.
-        since_s: seconds in this state.
+        address: where we would dial, None if only the peer can. since_s: seconds in this state.
         error: why there is no session, or why the last one ended; empty when nothing went wrong yet.
         control_dropped: control messages that found no link, or a full queue.
         connections: that carry bulk now; 0 while there is no session.

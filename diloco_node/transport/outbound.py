@@ -63,12 +63,10 @@ class ControlQueue:
         self._frames: deque[bytes] = deque()
         self._bytes = 0
         self._filled = asyncio.Event()
-        self.dropped = 0
 
     def put(self, frame: bytes) -> bool:
         """Queue a frame; False if it was dropped because the queue is full."""
         if len(self._frames) >= CONTROL_FRAMES_MAX or self._bytes + len(frame) > CONTROL_BYTES_MAX:
-            self.dropped += 1
             return False
         self._frames.append(frame)
         self._bytes += len(frame)
@@ -143,8 +141,7 @@ class BulkOutbound:
 
         The body is not read any more when this returns, raises or is cancelled.
 
-        Raises:
-            LinkLost: the link is down or went down before the end.
+        Raises LinkLost: the link is down or went down before the end.
         """
         self._raise_if_lost()
         lane = BULK_LANES[type(header)]
@@ -296,6 +293,6 @@ class BulkOutbound:
 
 def _compress(policy: CompressionPolicy, transfer: int, offset: int, raw: memoryview) -> bytes:
     # One chunk of a link is encoded at a time, so only one thread at a time tells the policy what came of it.
-    is_compressed, data = compress_chunk(raw, None)
+    is_compressed, data = compress_chunk(raw)
     policy.record(paid=is_compressed)
     return encode_chunk(transfer, offset, raw.nbytes, data, is_compressed=is_compressed)

@@ -120,8 +120,7 @@ def reason_of_end(peer: str, tasks: Iterable[asyncio.Task[None]], dropped: LinkL
     Args:
         tasks: of the session. dropped: why it was dropped; None: it was not.
 
-    Raises:
-        Exception: what is no fault of the peer (a bug of ours).
+    Raises Exception: what is no fault of the peer (a bug of ours).
     """
     errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
     for error in errors:
@@ -197,8 +196,7 @@ class Session:
     def add(self, stream: Stream) -> None:
         """Use one more bulk connection from now on; the session closes it.
 
-        Raises:
-            LinkLost: the session is over, and the stream still the caller's.
+        Raises LinkLost: the session is over, and the stream still the caller's.
         """
         if self._over.is_set() or not self._has_run:
             raise LinkLost(f"{self._peer}: a further connection for a session that is not up")
@@ -228,8 +226,7 @@ class Session:
     async def run(self) -> PeerError:
         """Carry frames both ways until one stream fails or `drop` is called. Returns why it ended.
 
-        Raises:
-            Exception: what is no fault of the peer (a bug of ours), after the streams were closed.
+        Raises Exception: what is no fault of the peer (a bug of ours), after the streams were closed.
         """
         self._has_run = True
         self._received_s = self._bulk_received_s = asyncio.get_running_loop().time()

@@ -42,14 +42,7 @@ class _Record:
 
 
 class Quarantine:
-    """Counts strikes.
-
-    Args:
-        peers: their names; nobody else is counted.
-
-    Attributes:
-        expelled: by the ledger.
-    """
+    """Counts strikes. peers: their names; nobody else is counted. expelled: by the ledger."""
 
     def __init__(self, peers: Iterable[str]) -> None:
         self._records = {peer: _Record() for peer in sorted(peers)}

@@ -20,11 +20,7 @@ ISLANDS_MAX: Final = 4096
 
 
 class Reassembly:
-    """The bookkeeping of one transfer; the bytes themselves are the caller's.
-
-    Args:
-        raw_bytes: of the whole transfer.
-    """
+    """The bookkeeping of one transfer; the bytes themselves are the caller's. raw_bytes: of the whole transfer."""
 
     def __init__(self, raw_bytes: int) -> None:
         self._raw_bytes = raw_bytes
@@ -38,9 +34,8 @@ class Reassembly:
     def take(self, connection: int, offset: int, size: int) -> None:
         """A chunk came; `size` is at least 1.
 
-        Raises:
-            ProtocolViolation: it has bytes that came before or are none of the transfer's, or it should not be on this
-                connection.
+        Raises ProtocolViolation: it has bytes that came before or are none of the transfer's, or it should not be on
+        this connection.
         """
         stop = offset + size
         if stop > self._raw_bytes:
@@ -81,8 +76,7 @@ class Reassembly:
         Args:
             chunks: how many went over each connection; those that are not named carried none.
 
-        Raises:
-            ProtocolViolation: what came does not agree with that.
+        Raises ProtocolViolation: what came does not agree with that.
         """
         assert self._announced is None
         counts = tuple(chunks) + (0,) * (TRANSFER_CONNECTIONS_MAX - len(chunks))

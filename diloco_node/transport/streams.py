@@ -108,15 +108,12 @@ class Stream(Protocol):
 
     async def read(self) -> bytes:
         """The next frame. Raises LinkLost at the end of the stream."""
-        ...
 
     async def write(self, frame: bytes) -> None:
         """Hand a frame to gRPC; waits while its windows are full. Raises LinkLost."""
-        ...
 
     def close(self, error: PeerError | None = None) -> None:
         """End both directions now; what was not sent yet is lost. An accepted stream sends the peer the error."""
-        ...
 
 
 class DialedStream:
@@ -251,8 +248,7 @@ class Caller:
 
     Attributes:
         region, tls_name: what its certificate says; empty where it says nothing usable.
-        address: its IP address and port.
-        certificate: DER; empty where TLS tells none.
+        address: its IP address and port. certificate: DER; empty where TLS tells none.
     """
 
     region: str
@@ -297,8 +293,7 @@ def make_server(
         serve: called with (lane, context) for each call; it ends with it.
         handshake_s: connections that have not finished TLS by then are closed.
 
-    Raises:
-        BindError: the address can't be taken. IdentityError: TLS does not accept our certificate.
+    Raises BindError: the address can't be taken. IdentityError: TLS does not accept our certificate.
     """
     handshake = ("grpc.server_handshake_timeout_ms", max(1, int(handshake_s * 1000)))
     connections = ("grpc.max_allowed_incoming_connections", connections_max())
@@ -378,8 +373,7 @@ async def dial(
 
     All addresses of a name are tried (`transport.addresses`).
 
-    Raises:
-        LinkLost: names the peer, the address, the stage that failed, and the time it took.
+    Raises LinkLost: names the peer, the address, the stage that failed, and the time it took.
     """
     loop = asyncio.get_running_loop()
     started_s = loop.time()

@@ -99,9 +99,8 @@ class GrpcTransport:
         settings: what the digest is of, "name=value" each: so a peer whose settings differ is told which. model: the
             same for the tensors, of `wire.tensor_listing`.
 
-    Raises:
-        ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate is
-            for another region or run.
+    Raises ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate
+    is for another region or run.
     """
 
     def __init__(
@@ -258,8 +257,7 @@ class GrpcTransport:
         Within the budget, rounds go before recovery, and those of one lane in the order of `outbound`. The body must
         not change meanwhile; it is not read any more when this returns, raises or is cancelled.
 
-        Raises:
-            LinkLost: the link is down, went down on the way, or was too slow.
+        Raises LinkLost: the link is down, went down on the way, or was too slow.
         """
         is_measurement = BULK_LANES[type(header)] is BudgetLane.MEASUREMENT
         if not is_measurement:

@@ -189,9 +189,8 @@ def encode_hello(hello: Hello) -> bytes:
 def decode_hello(frame: bytes) -> Hello:
     """Decode a first frame.
 
-    Raises:
-        PeerIncompatible: another protocol version, also when its other fields can't be read.
-        ProtocolViolation: not a hello.
+    Raises PeerIncompatible: another protocol version, also when its other fields can't be read. ProtocolViolation: not
+    a hello.
     """
     if not frame or frame[0] != KIND_HELLO:
         raise ProtocolViolation("the first frame on a stream must be a hello")
@@ -220,13 +219,11 @@ def check_hello(ours: Hello, peer: Hello, *, certificate_region: str) -> None:
     """Whether the two sides belong together.
 
     Args:
-        ours: what we sent, or would send, on this stream.
-        peer: what came.
+        ours: what we sent, or would send, on this stream. peer: what came.
         certificate_region: the peer's name as its certificate has it.
 
-    Raises:
-        ProtocolViolation: the message names another region than the certificate.
-        PeerIncompatible: names every field that differs, with both values. ModelsDiffer: only the model does.
+    Raises ProtocolViolation: the message names another region than the certificate. PeerIncompatible: names every field
+    that differs, with both values. ModelsDiffer: only the model does.
     """
     if peer.region != certificate_region:
         raise ProtocolViolation(

@@ -59,8 +59,7 @@ class Attach:
     """First frame of every connection.
 
     Attributes:
-        protocol: LINK_PROTOCOL.
-        pid: of the learner process (rank 0), for messages.
+        protocol: LINK_PROTOCOL. pid: of the learner process (rank 0), for messages.
         tensors: trainable tensors. `RDA` stands for "not an embedding or head": the run's own merge rule applies.
         incarnation: NEW_PROCESS, or what an earlier daemon allotted to this process.
         run_id: "" for a new process, else the run that the earlier daemon named.
@@ -84,8 +83,7 @@ class Attach:
     def in_fragments(self, count: int) -> Attach:
         """The same with a position and a snapshot for each of `count` fragments.
 
-        Raises:
-            ProtocolViolation: it names positions or snapshots for another number of fragments.
+        Raises ProtocolViolation: it names positions or snapshots for another number of fragments.
         """
         if self.incarnation == NEW_PROCESS and not self.positions and not self.snapshots:
             return replace(self, positions=(UNATTACHED,) * count, snapshots=(NO_SNAPSHOT,) * count)
@@ -354,11 +352,7 @@ def frame(body: bytes) -> bytes:
 
 
 def frame_length(head: bytes | memoryview) -> int:
-    """Bytes that follow a head of LENGTH_BYTES.
-
-    Raises:
-        ProtocolViolation: more than FRAME_BYTES_MAX, or nothing.
-    """
+    """Bytes that follow a head of LENGTH_BYTES. Raises ProtocolViolation: more than FRAME_BYTES_MAX, or nothing."""
     (length,) = _LENGTH.unpack(head)
     if not 0 < length <= FRAME_BYTES_MAX:
         raise ProtocolViolation(f"learner link: a frame of {length} B, expected 1..{FRAME_BYTES_MAX} B")

@@ -192,8 +192,7 @@ def check_request(request: MeasurementRequested | LinkTestRequested, *, is_daemo
     Args:
         is_daemon: a training daemon is asked.
 
-    Raises:
-        ProtocolViolation: names the field, the value and the range.
+    Raises ProtocolViolation: names the field, the value and the range.
     """
     bytes_max = DAEMON_BYTES_MAX if is_daemon else BYTES_MAX
     limits = [("warm_up_ns", 0, WARM_UP_NS_MAX), ("span_ns", 1, SPAN_NS_MAX), ("bytes_max", 1, bytes_max)]

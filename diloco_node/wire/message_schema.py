@@ -85,9 +85,8 @@ class Schema(Generic[T]):
         bounds: of every field, as `core.shapes.bound_of` finds them.
         limits: sizes that encode and decode hold.
 
-    Raises:
-        TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
-        ValueError: a type or a tag that occurs twice.
+    Raises TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
+    ValueError: a type or a tag that occurs twice.
     """
 
     def __init__(
@@ -115,9 +114,8 @@ class Schema(Generic[T]):
     def encode(self, message: T) -> bytes:
         """The message as bytes.
 
-        Raises:
-            TypeError: it is not one of the schema's messages, or a field has another type than its hint.
-            ValueError: a field or the whole is over a limit, or a float is not finite.
+        Raises TypeError: it is not one of the schema's messages, or a field has another type than its hint. ValueError:
+        a field or the whole is over a limit, or a float is not finite.
         """
         encoder = self._encoders.get(type(message))
         if encoder is None:
@@ -138,8 +136,7 @@ class Schema(Generic[T]):
     def decode(self, data: bytes | memoryview) -> T:
         """The message that the bytes hold.
 
-        Raises:
-            ProtocolViolation: anything but exactly one well-formed message of this schema; names the field.
+        Raises ProtocolViolation: anything but exactly one well-formed message of this schema; names the field.
         """
         fields = self._unpack(data)
         if type(fields) is not list or not fields or type(fields[0]) is not int:

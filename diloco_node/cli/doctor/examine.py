@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """A region to examine.
-
-    Attributes:
-        status: of its own daemon, as `status --json` has it; None: none answers.
-    """
+    """A region to examine. status: of its own daemon, as `status --json` has it; None: none answers."""
 
     config: NodeConfig
     region: str

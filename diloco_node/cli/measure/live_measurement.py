@@ -27,8 +27,7 @@ def find_daemon(config: Path | None, region: str | None) -> Path | None:
 
     None: no daemon answers.
 
-    Raises:
-        ConfigError: several run here and none was named; or run.toml is wrong, or does not have the region.
+    Raises ConfigError: several run here and none was named; or run.toml is wrong, or does not have the region.
     """
     from diloco_node.cli.options import load
 
@@ -55,9 +54,8 @@ def measure(
         daemon: its state folder, which has the region's name. document: see `measure.measurement.parse_request`.
         on_progress: called with the current test. on_partial: called with the results so far.
 
-    Raises:
-        ConfigError: it refuses the request. PeersUnreachable: there is no link, or the daemon went away.
-        DilocoError: the measurement failed.
+    Raises ConfigError: it refuses the request. PeersUnreachable: there is no link, or the daemon went away.
+    DilocoError: the measurement failed.
     """
     try:
         with post(daemon, "measure", document, timeout_s=SILENT_S) as answer:

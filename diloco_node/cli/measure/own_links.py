@@ -25,11 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """This end: our certificate, and run.toml.
-
-    Attributes:
-        name: of our region.
-    """
+    """This end: our certificate, and run.toml. name: of our region."""
 
     name: str
     identity: Identity
@@ -98,8 +94,7 @@ async def serve(here: Here, on_listening: Callable[[dict[str, Any]], None]) -> N
     Args:
         on_listening: called with where we listen.
 
-    Raises:
-        BindError: the port is taken.
+    Raises BindError: the port is taken.
     """
     from diloco_node.daemon.logs import set_up_logs
     from diloco_node.measure.ends import Dialer, measuring_end
@@ -130,8 +125,7 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
         document: see `measure.measurement.parse_request`.
         on_partial: called with the results so far.
 
-    Raises:
-        ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured.
+    Raises ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured.
     """
     from diloco_node.measure.ends import Dialer
     from diloco_node.measure.measurement import MeasureCommand

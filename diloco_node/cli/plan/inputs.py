@@ -40,8 +40,7 @@ class Source:
     Attributes:
         origin: "--parameters 5e9", "run.toml (built-in model)", "state/us-east".
         values: parameters, when only the size is known; the fragments are then equal.
-        manifest: the cut of a known model, else None.
-        settings: of the run, before flags.
+        manifest: the cut of a known model, else None. settings: of the run, before flags.
         regions: names; empty when nobody named them.
         step_time_ns, rtt_ns: as a running region tells them; 0 when unknown.
         limits: ceilings by region, wire bytes per second, the least of the day.
@@ -67,11 +66,7 @@ class Source:
         return {region: rates.ingress for region, rates in self.limits.items() if rates.ingress is not None}
 
     def sizes(self, fragments: int) -> tuple[FragmentSize, ...]:
-        """The model cut into this many fragments.
-
-        Raises:
-            ConfigError: it can't be cut so fine.
-        """
+        """The model cut into this many fragments. Raises ConfigError: it can't be cut so fine."""
         from diloco_node.planning.sizes import even_sizes, fragment_sizes
 
         if self.manifest is not None:
@@ -86,11 +81,7 @@ class Source:
 
 
 def parse_parameters(text: str) -> int:
-    """`5e9`, `5B`, `350M`, `5_000_000_000`.
-
-    Raises:
-        ConfigError: it is no whole number from 1 to 2^40.
-    """
+    """`5e9`, `5B`, `350M`, `5_000_000_000`. Raises ConfigError: it is no whole number from 1 to 2^40."""
     unit = _LARGE.get(text[-1:], 1)
     number = text[:-1] if unit != 1 else text
     try:
@@ -105,11 +96,7 @@ def parse_parameters(text: str) -> int:
 
 
 def parse_overhead(text: str) -> Fraction:
-    """`6%` as 6/100.
-
-    Raises:
-        ConfigError: without a percent sign, or not from 0 to 100.
-    """
+    """`6%` as 6/100. Raises ConfigError: without a percent sign, or not from 0 to 100."""
     try:
         percent = Decimal(text[:-1].strip()) if text.endswith("%") else None
     except InvalidOperation:
@@ -134,9 +121,7 @@ def _least_limits(config: NodeConfig, regions: Iterable[str]) -> dict[str, RateL
 def source_of_config(config: NodeConfig, path: Path | None) -> Source:
     """The model and the budget of run.toml; the model as a region that ran here knows it, else the built-in trainer's.
 
-    Raises:
-        StorageError: a region's manifest is damaged.
-        ConfigError: the model can't be cut into that many fragments.
+    Raises StorageError: a region's manifest is damaged. ConfigError: the model can't be cut into that many fragments.
     """
     from diloco_node.daemon.manifest_file import load_manifest
 
@@ -164,8 +149,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
 def source_of_state(folder: Path) -> Source:
     """Read a region's folder, and ask its daemon if that answers.
 
-    Raises:
-        StorageError: the region has not seen its model yet, or a file is damaged.
+    Raises StorageError: the region has not seen its model yet, or a file is damaged.
     """
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
@@ -185,8 +169,7 @@ def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
     """Ceilings by region, the least of the day: of all regions as run.toml has them now; where that is not at hand, of
     this region as it was started.
 
-    Raises:
-        ConfigError: run.toml is wrong.
+    Raises ConfigError: run.toml is wrong.
     """
     from diloco_node.config.resolve import load_config
 
@@ -210,8 +193,7 @@ class Mesh:
     """Results of `measure mesh`, per ordered pair of regions.
 
     Attributes:
-        regions: names, sorted.
-        rtt_ns: round trip. Pairs that could not be measured are missing.
+        regions: names, sorted. rtt_ns: round trip. Pairs that could not be measured are missing.
         goodput: payload bytes per second, when nothing else was sent.
     """
 
@@ -236,8 +218,7 @@ class Mesh:
         without a budget (egress, ingress) is taken to have a line as fast as its best link. A pair that was not
         measured has no limit of its own.
 
-        Raises:
-            ConfigError: a region is not in the mesh.
+        Raises ConfigError: a region is not in the mesh.
         """
         missing = sorted(set(regions) - set(self.regions))
         if missing:
@@ -258,8 +239,7 @@ class Mesh:
 def read_mesh(path: Path) -> Mesh:
     """A file as `measure mesh --json` writes it; other keys than the ones named are passed over.
 
-    Raises:
-        ConfigError: it can't be read, is not of that shape, or has no pair.
+    Raises ConfigError: it can't be read, is not of that shape, or has no pair.
     """
     try:
         if path.stat().st_size > MESH_BYTES_MAX:

@@ -143,11 +143,7 @@ class Agenda:
             self._ending.pending.discard(round_.fragment)
 
     def next_step(self, rounds: Mapping[int, OpenRound], *, now_ns: int) -> Step | None:
-        """Return what to do now; None if something is waited for.
-
-        Args:
-            rounds: those that are open, by fragment.
-        """
+        """Return what to do now; None if something is waited for. rounds: those that are open, by fragment."""
         self.wake_at_ns = None
         self._resting = {fragment: until_ns for fragment, until_ns in self._resting.items() if until_ns > now_ns}
         if self._history.genesis is None:

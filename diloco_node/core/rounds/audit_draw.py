@@ -14,11 +14,7 @@ from diloco_node.core.types import Ballot
 
 
 def nonce_of(secret: bytes, ballot: Ballot) -> bytes:
-    """Return a region's nonce of a ballot.
-
-    Args:
-        secret: of the region's process, at random.
-    """
+    """Return a region's nonce of a ballot. secret: of the region's process, at random."""
     return hashlib.sha256(secret + ballot.term.to_bytes(8, "big") + ballot.number.to_bytes(8, "big")).digest()
 
 

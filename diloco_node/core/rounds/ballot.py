@@ -65,8 +65,7 @@ def ballot_deadline(
     that times `MARGIN`, and doubled for each failed ballot of this round, three times at most.
 
     Args:
-        minimum_ns: never less than this.
-        attempt: 0 for the first ballot of the round.
+        minimum_ns: never less than this. attempt: 0 for the first ballot of the round.
         step_time_ns: slowest member's; 0 if unknown.
         rtt_ns: largest round-trip time among members and reducers; 0 if unknown.
         transfer_bytes: what the busiest region sends in this round.
@@ -193,8 +192,7 @@ def plan_next(
     reachable member that still has a contribution. If nobody remains: all that could contribute to a fresh round.
 
     Args:
-        round_: the round with the failed ballot.
-        stripes: of the next ballot.
+        round_: the round with the failed ballot. stripes: of the next ballot.
         usable: contributions of the failed ballot that may still be merged.
         able: learners that could contribute to a fresh round, sorted.
         reachable: regions that the leader can talk to.

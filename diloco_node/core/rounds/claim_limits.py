@@ -29,11 +29,7 @@ without a merge. A larger number would bar the learner, which can't count any fu
 
 
 def is_plausible_incarnation(incarnation: int, newest: int) -> bool:
-    """Whether a learner may have this incarnation.
-
-    Args:
-        newest: the newest one in the ledger, -1 if there is none.
-    """
+    """Whether a learner may have this incarnation. newest: the newest one in the ledger, -1 if there is none."""
     return 0 <= incarnation <= max(0, newest) + INCARNATIONS_AHEAD_MAX
 
 

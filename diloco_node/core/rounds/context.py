@@ -17,8 +17,7 @@ class RoundContext:
     replaced.
 
     Attributes:
-        region: this one.
-        manifest: of the model.
+        region: this one. manifest: of the model.
         history: the committed past. liveness: who is there, and the learners' reports.
         effects: where messages and notes go.
         secret: of this process, at random: whoever knows it knows this region's nonces (`audit_draw`).

@@ -18,11 +18,7 @@ from diloco_node.core.types import DiscardedBody, EntryBody
 
 
 class DiscardCheck:
-    """See the module.
-
-    Args:
-        ended: of the own learner, the steps of each life that has ended.
-    """
+    """See the module. ended: of the own learner, the steps of each life that has ended."""
 
     def __init__(self, context: RoundContext, ended: Mapping[int, int]) -> None:
         self._region, self._liveness, self._ended = context.region, context.liveness, ended

@@ -72,8 +72,7 @@ def assess_reachability(
     than one more reducer.
 
     Args:
-        leader: the asking region.
-        regions: all, in any order.
+        leader: the asking region. regions: all, in any order.
         exclude: regions that must not reduce, unless nobody else is left.
         left_out: learners that are not asked, with the reason, unless nobody else is left.
     """

@@ -71,11 +71,7 @@ class Findings:
 
 
 def judge_absences(round_: OpenRound, regions: int) -> Findings:
-    """Blame the regions that have not done their part by the deadline of a ballot.
-
-    Args:
-        regions: number of the run's.
-    """
+    """Blame the regions that have not done their part by the deadline of a ballot. regions: number of the run's."""
     if round_.is_merged:
         return _late_payload(round_, regions)
     if round_.decision is not None:

@@ -217,8 +217,7 @@ class RoundHistory:
         """Return why a contribution may not be merged into `version`; empty if it may. No step may count twice.
 
         Args:
-            contribution: the learner's offer.
-            version: the new version of the round.
+            contribution: the learner's offer. version: the new version of the round.
             incarnation_min: older incarnations of the learner are over, and their steps are booked as discarded.
         """
         if contribution.incarnation < max(incarnation_min, self.incarnation(contribution.learner)):

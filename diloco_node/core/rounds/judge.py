@@ -19,11 +19,7 @@ from diloco_node.numeric import NS_PER_S
 
 
 class Judge:
-    """See the module.
-
-    Attributes:
-        book: regions that are suspended, and for how long.
-    """
+    """See the module. book: regions that are suspended, and for how long."""
 
     def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
         self.book = book

@@ -42,8 +42,7 @@ class Deadline:
     """How long a ballot may take, and why.
 
     Attributes:
-        duration_ns: from the opening of the ballot.
-        derivation: one line, for log and status.
+        duration_ns: from the opening of the ballot. derivation: one line, for log and status.
     """
 
     duration_ns: int
@@ -239,11 +238,7 @@ class OpenRound:
         return "commit" if self.is_proposed else "reduce"
 
     def late_regions(self, regions: Sequence[str]) -> tuple[str, ...]:
-        """Return the regions that the round waits for.
-
-        Args:
-            regions: all of the run.
-        """
+        """Return the regions that the round waits for. regions: all of the run."""
         if self.decision is None:
             return self.missing_members()
         if self.is_merged:

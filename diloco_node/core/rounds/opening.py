@@ -117,8 +117,7 @@ class Opener:
         The most overdue fragment goes first; one that waits for its grace window does not hold up the others.
 
         Args:
-            open_fragments: their rounds are in flight.
-            resting: not to be opened just now.
+            open_fragments: their rounds are in flight. resting: not to be opened just now.
         """
         self.wake_at_ns = None
         timing = self.timing(reachability)

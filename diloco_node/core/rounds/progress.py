@@ -33,11 +33,7 @@ class RunPosition:
 
 
 class RunProgress:
-    """Remembers when each learner last made a step, and answers.
-
-    Args:
-        regions: of the run. fragments: P.
-    """
+    """Remembers when each learner last made a step, and answers. regions: of the run. fragments: P."""
 
     def __init__(self, context: RoundContext) -> None:
         self._context, self._fragments = context, len(context.fragments)

@@ -78,11 +78,7 @@ class _Suspect:
 
 
 class SuspicionBook:
-    """See the module.
-
-    Args:
-        ballot_ns: the shortest time that a ballot is given.
-    """
+    """See the module. ballot_ns: the shortest time that a ballot is given."""
 
     def __init__(self, *, ballot_ns: int) -> None:
         self._pause_ns = PAUSE_BALLOTS * ballot_ns

@@ -89,11 +89,7 @@ class DemoFile:
     supervisors: Mapping[str, Process | None] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Write it, whole or not at all.
-
-        Raises:
-            StorageError: the folder can't be written.
-        """
+        """Write it, whole or not at all. Raises StorageError: the folder can't be written."""
         document = {
             "format": _FORMAT,
             "demo": dataclasses.asdict(self.demo),
@@ -110,11 +106,7 @@ class DemoFile:
 
     @classmethod
     def load(cls, folder: Path) -> DemoFile:
-        """Read it.
-
-        Raises:
-            ConfigError: it is missing or not of this version.
-        """
+        """Read it. Raises ConfigError: it is missing or not of this version."""
         path = folder / DEMO_FILE
         try:
             document = json.loads(path.read_text())
@@ -145,8 +137,7 @@ class DemoFile:
             learner_pid: the number of the process that the daemon names as its learner, if it does. Only that number
                 among the region's own learner processes counts.
 
-        Raises:
-            ConfigError: there is no such region.
+        Raises ConfigError: there is no such region.
         """
         if target.region not in self.supervisors:
             raise ConfigError(f"{self.folder} has no region {target.region!r}")
@@ -196,8 +187,7 @@ def find_left_behind(state_dir: Path) -> list[Process]:
 def running_demo() -> Path:
     """The folder of the only demo that runs out of `runs/` here.
 
-    Raises:
-        ConfigError: there is none, or there are several.
+    Raises ConfigError: there is none, or there are several.
     """
     folders = []
     for path in sorted(Path("runs").glob(f"*/{DEMO_FILE}")):

@@ -109,8 +109,7 @@ class FaultExecutor:
     async def strike(self, fault: PlannedFault) -> StruckFault:
         """Carry out one fault now; returns when it is over.
 
-        Raises:
-            ConfigError: it can't be carried out, or the demo has no such region.
+        Raises ConfigError: it can't be carried out, or the demo has no such region.
         """
         check_fault(fault)
         demo = await asyncio.to_thread(self._load)

@@ -29,8 +29,7 @@ def fault_file(folder: Path, region: str, kind: str) -> Path:
 def switch_on(file: Path, lasts_ns: int) -> int:
     """For so long from now. Returns until when, on the monotonic clock.
 
-    Raises:
-        StorageError: the file can't be written.
+    Raises StorageError: the file can't be written.
     """
     until_ns = time.monotonic_ns() + lasts_ns
     try:

@@ -53,8 +53,7 @@ class PlannedFault:
     """A fault at its time.
 
     Attributes:
-        at_ns: from the beginning of the training.
-        kind: one of KINDS.
+        at_ns: from the beginning of the training. kind: one of KINDS.
         lasts_ns: how long; 0 for a kind that is over at once.
     """
 
@@ -109,8 +108,7 @@ def storm(
         mtbf_ns: mean time between two kills, over all regions. end_ns: there is none from here on.
         victims: of VICTIMS; their order does not matter.
 
-    Raises:
-        ConfigError: there would be more than FAULTS_MAX, or there is no victim of that name.
+    Raises ConfigError: there would be more than FAULTS_MAX, or there is no victim of that name.
     """
     for name in victims:
         if name not in VICTIMS:
@@ -132,11 +130,7 @@ def storm(
 
 
 def parse_victims(text: str) -> tuple[str, ...]:
-    """`daemon,learner` as a tuple without repetitions.
-
-    Raises:
-        ValueError: a name is none of VICTIMS.
-    """
+    """`daemon,learner` as a tuple without repetitions. Raises ValueError: a name is none of VICTIMS."""
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     unknown = [name for name in names if name not in VICTIMS]
     if unknown or not names:
@@ -145,11 +139,7 @@ def parse_victims(text: str) -> tuple[str, ...]:
 
 
 def parse_target(text: str, regions: Sequence[str]) -> FaultTarget:
-    """`us-east`, or `us-east.daemon`.
-
-    Raises:
-        ConfigError: there is no such region, or it has no such part.
-    """
+    """`us-east`, or `us-east.daemon`. Raises ConfigError: there is no such region, or it has no such part."""
     if text in regions:
         return FaultTarget(text)
     region, _, process = text.rpartition(".")
@@ -165,8 +155,7 @@ def parse_target(text: str, regions: Sequence[str]) -> FaultTarget:
 def check_fault(fault: PlannedFault) -> None:
     """Refuse what can't be carried out.
 
-    Raises:
-        ConfigError: an unknown kind, a time out of range, or a kind that this part can't have.
+    Raises ConfigError: an unknown kind, a time out of range, or a kind that this part can't have.
     """
     if fault.kind not in KINDS:
         raise ConfigError(f"there is no fault {fault.kind!r}; there are {', '.join(KINDS)}")

@@ -36,8 +36,7 @@ def tape_text(plan: FaultPlan) -> str:
 def read_tape(file: Path, regions: Sequence[str]) -> FaultPlan:
     """Read a tape; its lines may stand in any order.
 
-    Raises:
-        ConfigError: it can't be read, a line is wrong, or a target is not there.
+    Raises ConfigError: it can't be read, a line is wrong, or a target is not there.
     """
     try:
         if file.stat().st_size > TAPE_BYTES_MAX:

@@ -27,8 +27,7 @@ class AccountReport:
         trained: by all learners and incarnations, as they counted themselves; what is booked of those in `uncounted`.
         merged, discarded: mean over the fragments, weighted with their sizes, rounded to whole tokens.
         carried: likewise; what living learners hold that is in no merge yet. If balanced, the three add up to trained.
-        balanced: no fault.
-        faults: one line each, sorted.
+        balanced: no fault. faults: one line each, sorted.
         uncounted: (learner, incarnation) whose own count was lost with a folder, sorted; without those that a summary
             has closed.
     """

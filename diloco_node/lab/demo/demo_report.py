@@ -44,8 +44,7 @@ REGION_FIELDS = (
 def read_region_report(state_dir: Path) -> dict[str, Any]:
     """Read the report that a region's daemon left at its end.
 
-    Raises:
-        StorageError: there is none: the daemon did not end in order.
+    Raises StorageError: there is none: the daemon did not end in order.
     """
     path = state_dir / REPORT_NAME
     try:
@@ -59,8 +58,7 @@ def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[LedgerBa
     """The base and entries of the longest ledger of all regions, its hash chain checked; every other one must be a part
     of it.
 
-    Raises:
-        StorageError: two regions have different entries at one index below both ends.
+    Raises StorageError: two regions have different entries at one index below both ends.
     """
     ledgers = []
     for state_dir in state_dirs:
@@ -83,8 +81,7 @@ def _summary(base: LedgerBase, fragments: int) -> RunSummary | None:
 def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, LearnerStatus]) -> AccountReport:
     """Recompute the token account of a finished run from its regions' folders.
 
-    Raises:
-        StorageError: a folder is damaged or incomplete.
+    Raises StorageError: a folder is damaged or incomplete.
     """
     manifest = _manifest(folder / regions[0])
     base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
@@ -107,8 +104,7 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
 def read_merges(folder: Path, regions: Sequence[str], samples: Sequence[RunSample]) -> list[TimedMerge] | None:
     """The rounds of a finished run at the times of its samples; None of a long run, whose first ones are summed up.
 
-    Raises:
-        StorageError: a folder is damaged or incomplete.
+    Raises StorageError: a folder is damaged or incomplete.
     """
     sizes = [fragment.size for fragment in _manifest(folder / regions[0]).fragments]
     base, entries = longest_ledger([folder / region for region in regions], len(sizes))
@@ -129,12 +125,10 @@ def build_report(
     """The demo's report, one JSON object; the fields are described in docs/lab/demo.md.
 
     Args:
-        folder: with one folder per region, all daemons ended.
-        regions: their names.
+        folder: with one folder per region, all daemons ended. regions: their names.
         wan, outage: what a demo on an emulated WAN adds (see `lab.demo.demo_wan`); None without one.
 
-    Raises:
-        StorageError: something that a finished run has is missing or damaged.
+    Raises StorageError: something that a finished run has is missing or damaged.
     """
     reports = {region: read_region_report(folder / region) for region in regions}
     manifest = _manifest(folder / regions[0])

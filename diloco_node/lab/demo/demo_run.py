@@ -348,8 +348,7 @@ class Demo:
     ) -> None:
         """Poll and draw until something is so.
 
-        Raises:
-            DilocoError: a region ended too early, the limit is reached, or what goes on beside the training failed.
+        Raises DilocoError: a region ended too early, the limit is reached, or what goes on beside the training failed.
         """
         # The time that it takes to merge so many tokens is compared with a storm's.
         poll_s = POLL_S if self.storm is None and not self.options.tokens else STORM_POLL_S

@@ -90,8 +90,7 @@ class RegionKeeper:
     async def stop(self) -> None:
         """No more restarts; then every region is stopped in order, with its children, and what is left of any.
 
-        Raises:
-            DilocoError: of the first region that did not end, or the file could not be written. All were stopped.
+        Raises DilocoError: of the first region that did not end, or the file could not be written. All were stopped.
         """
         for task in self._tasks.values():
             task.cancel()
@@ -110,8 +109,7 @@ class RegionKeeper:
     def check(self) -> None:
         """Raise what ended a region that should run.
 
-        Raises:
-            DilocoError: a region ended and is not started again; or the keeping itself failed.
+        Raises DilocoError: a region ended and is not started again; or the keeping itself failed.
         """
         for task in self._tasks.values():
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:

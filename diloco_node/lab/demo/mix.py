@@ -61,8 +61,7 @@ def parse_mix(speeds: str, batches: str, names: Sequence[str], *, ranks: str = "
     Args:
         speeds, batches, ranks, shards: with commas, one for each of `names`; "" for none.
 
-    Raises:
-        ConfigError: a wrong number of them, or one that can't be.
+    Raises ConfigError: a wrong number of them, or one that can't be.
     """
     mix = LearnerMix(
         parse_option("--speeds", speeds, _speeds),

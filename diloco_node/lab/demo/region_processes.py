@@ -149,8 +149,7 @@ async def order_finish(
 
     A daemon that was just killed takes no order; another one does, or all are asked again.
 
-    Raises:
-        TimeoutError: none took it within the limit.
+    Raises TimeoutError: none took it within the limit.
     """
     async with asyncio.timeout(limit_s):
         while not is_given_up():

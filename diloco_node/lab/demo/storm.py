@@ -69,8 +69,7 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: those of the demo that is to be compared with it.
 
-    Raises:
-        ConfigError: it is no report, that of a storm, or that of a demo with other settings.
+    Raises ConfigError: it is no report, that of a storm, or that of a demo with other settings.
     """
     try:
         report = json.loads(file.read_text())
@@ -102,8 +101,7 @@ class DemoStorm:
         plan: what is struck. With `--tokens` it is much longer than the training should be: the demo ends the storm.
         calm_tokens: with `--tokens`, the storm ends when so many have still to be merged.
 
-    Raises:
-        ConfigError: an option, the tape or the baseline is wrong.
+    Raises ConfigError: an option, the tape or the baseline is wrong.
     """
 
     def __init__(

@@ -31,8 +31,7 @@ class Cheat:
     """A kind of wrong that one region does.
 
     Attributes:
-        name: for reports and commands.
-        begin: lets a region do it; called before its first daemon.
+        name: for reports and commands. begin: lets a region do it; called before its first daemon.
         words: of alarms, by one of which honest regions name it.
         commits_wrong: an audit finds its sums after some rounds, until which they may commit.
     """

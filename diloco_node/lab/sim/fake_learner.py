@@ -92,27 +92,22 @@ class LearnerPort(Protocol):
 
     def tell_daemon(self, event: Event) -> None:
         """Send a fact to the daemon, if there is one."""
-        ...
 
     def offer_contribution(self, snapshot: FakeSnapshot) -> None:
         """Put an encoded contribution where the daemon reads it."""
-        ...
 
     def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
         """Write the trained counters to disk; call `on_done` after the fsync."""
-        ...
 
     def complain(self, text: str) -> None:
         """Something happened that must not."""
-        ...
 
 
 class FakeLearner:
     """An incarnation of a region's learner.
 
     Attributes:
-        life: over when the process is dead.
-        step, tokens: since the start of this incarnation.
+        life: over when the process is dead. step, tokens: since the start of this incarnation.
         parts: per fragment.
     """
 

@@ -136,8 +136,7 @@ class FakeStore:
     """A region's folder as a process has it open.
 
     Args:
-        disk: what survives the process.
-        time: what a call waits for the disk is added here.
+        disk: what survives the process. time: what a call waits for the disk is added here.
         fsync_ns: draws the time of one fsync.
         later: calls something in so many ns, unless the process is dead by then; for a disk that lies.
     """

@@ -110,8 +110,7 @@ class Chaos:
     The gaps between them are counted in events, so that a run with many regions sees as many faults as a small one.
 
     Attributes:
-        schedule: which kinds of faults, by name (`SCHEDULES`).
-        injected: how many of each kind.
+        schedule: which kinds of faults, by name (`SCHEDULES`). injected: how many of each kind.
         is_over: no further faults; set by `heal`.
     """
 

@@ -40,27 +40,21 @@ class Observer(Protocol):
 
     def daemon_started(self, host: Host) -> None:
         """A new core recovered from the disk."""
-        ...
 
     def event_given(self, host: Host, event: ev.Event) -> None:
         """The core is about to get this fact."""
-        ...
 
     def effect_seen(self, host: Host, effect: ev.Effect) -> None:
         """The core wants this; nothing of it has happened yet."""
-        ...
 
     def settled(self, host: Host) -> None:
         """The effects of an event were started."""
-        ...
 
     def snapshot_seen(self, host: Host, snapshot: FakeSnapshot) -> None:
         """The learner put a contribution into its contribution area."""
-        ...
 
     def complaint(self, region: str, text: str) -> None:
         """A fake was asked for something that must not be asked."""
-        ...
 
 
 class Host:
@@ -68,8 +62,7 @@ class Host:
 
     Attributes:
         name, setup, world, network, disk.
-        core: of the daemon's current life, None while it is down.
-        plane: that daemon's data plane.
+        core: of the daemon's current life, None while it is down. plane: that daemon's data plane.
         learner: the current incarnation, None while it is down.
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
         disk_factor: how many times slower than usual the disk is.

@@ -23,8 +23,7 @@ class Hunt:
     """Seeds to run, and how.
 
     Attributes:
-        first, last: seeds, both counted.
-        regions, events, schedule, liar, fault: as of `simulate`.
+        first, last: seeds, both counted. regions, events, schedule, liar, fault: as of `simulate`.
     """
 
     first: int
@@ -42,11 +41,7 @@ class Hunt:
 
 
 def seed_range(text: str) -> tuple[int, int]:
-    """First and last seed of `A..B`, or of one number.
-
-    Raises:
-        ConfigError: it is something else, or empty.
-    """
+    """First and last seed of `A..B`, or of one number. Raises ConfigError: it is something else, or empty."""
     first, dots, last = text.partition("..")
     if not first.isdecimal() or not (last if dots else first).isdecimal():
         raise ConfigError(f"seeds are given as A..B, both counted, not as {text!r}")

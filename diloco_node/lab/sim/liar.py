@@ -44,10 +44,8 @@ class Liar:
     """Changes what a region sends, from the seed.
 
     Attributes:
-        region: which one.
-        rate: chance of each message to be changed.
-        lies: how many were told, by what was changed.
-        is_over: it tells the truth from now on.
+        region: which one. rate: chance of each message to be changed.
+        lies: how many were told, by what was changed. is_over: it tells the truth from now on.
         has_forged: it has proposed what nobody decided.
     """
 

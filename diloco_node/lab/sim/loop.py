@@ -192,8 +192,7 @@ class VirtualThreads(Executor):
     has taken its time, and only then the loop hears of them.
 
     Args:
-        disk: what the call has to wait for.
-        ns_max: what a call takes at most, apart from that.
+        disk: what the call has to wait for. ns_max: what a call takes at most, apart from that.
     """
 
     def __init__(self, world: World, life: Life, loop: VirtualLoop, disk: DiskTime, *, count: int, ns_max: int) -> None:

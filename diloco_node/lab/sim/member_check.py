@@ -17,11 +17,7 @@ Kinds = dict[str, str]
 
 
 class MemberCheck:
-    """Follows the committed history.
-
-    Attributes:
-        kinds: of the members, by the committed entries.
-    """
+    """Follows the committed history. kinds: of the members, by the committed entries."""
 
     def __init__(self, founders: Iterable[str], violate: Callable[[str], None]) -> None:
         self.kinds: Kinds = dict.fromkeys(founders, "voter")
@@ -52,11 +48,7 @@ class MemberCheck:
             self._violate(f"members: {body} is of no member")
 
     def check_leader(self, core: Any, index: int) -> None:
-        """A leader has one change of the members open at a time.
-
-        Args:
-            index: entries that are committed.
-        """
+        """A leader has one change of the members open at a time. index: entries that are committed."""
         changes = [body for body in _open_bodies(core, index) if isinstance(body, MembershipBody)]
         if len(changes) > 1:
             self._violate(f"members: {len(changes)} changes are open at once: {changes}")

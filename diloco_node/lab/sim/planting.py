@@ -43,10 +43,8 @@ class Fault:
     """A rule to break in every region of a run, to show that some checker notices.
 
     Attributes:
-        name: for reports.
-        breaks: the rule, in words.
-        spoil: changes a core right after it was made.
-        plant: changes a host before the run.
+        name: for reports. breaks: the rule, in words.
+        spoil: changes a core right after it was made. plant: changes a host before the run.
         adapt: changes the run so that the fault can show.
         schedule: the one that shows it best; empty: the seed's.
         liar: how one region lies, where that is needed to show it.

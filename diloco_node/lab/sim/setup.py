@@ -20,10 +20,8 @@ class Setup:
     """The fixed part of a simulated run.
 
     Attributes:
-        regions: names, sorted.
-        settings: as all regions agree on.
-        manifest: a model of a few hundred values a fragment.
-        layouts: of its fragments.
+        regions: names, sorted. settings: as all regions agree on.
+        manifest: a model of a few hundred values a fragment. layouts: of its fragments.
         is_theta_shared: Theta_0 comes from one file that all have; else each region's learner has its own.
         step_ns_min, step_ns_max: the time of one inner step, per incarnation.
         apply_lag_max: step boundaries that a learner may let pass before it takes a version.
@@ -52,12 +50,7 @@ class Setup:
 
 
 def draw_setup(rng: random.Random, regions: int) -> Setup:
-    """Draw the run of a seed.
-
-    Args:
-        rng: the seed's.
-        regions: how many; 0 draws 3 to 5.
-    """
+    """Draw the run of a seed. rng: the seed's. regions: how many; 0 draws 3 to 5."""
     usual_count = rng.choice((3, 3, 4, 5))
     count = regions or usual_count  # drawn in any case, so that naming the drawn number changes nothing
     if not 1 <= count <= len(NAMES):

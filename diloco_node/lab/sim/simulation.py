@@ -226,8 +226,7 @@ def simulate(
     """Run one seed.
 
     Args:
-        seed: any integer.
-        regions: 1 to 7; 0 lets the seed choose 3 to 5.
+        seed: any integer. regions: 1 to 7; 0 lets the seed choose 3 to 5.
         events: facts given to cores in phase one; more if by then there are too few commits or faults, up to
             EVENTS_STRETCH times as many.
         fault: planted into every region.
@@ -237,8 +236,7 @@ def simulate(
         effects: who carries out what the cores want (`HOSTS`).
         commits_min, faults_min: of phase one.
 
-    Raises:
-        ConfigError: there is no such schedule, are no such effects, or they can't have a liar.
+    Raises ConfigError: there is no such schedule, are no such effects, or they can't have a liar.
     """
     if effects not in HOSTS:
         raise ConfigError(f"there are no effects {effects!r}; there are {', '.join(sorted(HOSTS))}")

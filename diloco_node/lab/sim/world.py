@@ -146,19 +146,15 @@ class NetworkEnd(Protocol):
     @property
     def daemon_life(self) -> Life | None:
         """The life of the daemon that listens here, None while none does."""
-        ...
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
         """An encoded control message from a peer."""
-        ...
 
     def transfer_arrived(self, peer: str, header: bytes, body: bytes) -> None:
         """A whole bulk transfer from a peer, its header encoded."""
-        ...
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """The connection to the peer came up or went down."""
-        ...
 
 
 FrameSpoiler = Callable[[str, bytes], bytes]
@@ -175,8 +171,7 @@ class FakeNetwork:
     after a detection delay, if it has not been undone by then.
 
     Attributes:
-        links: by (from, to).
-        places: by name, set by `join`.
+        links: by (from, to). places: by name, set by `join`.
         frame_spoilers, bulk_spoilers: by source, what changes its frames and transfers as they leave.
     """
 

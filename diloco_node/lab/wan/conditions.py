@@ -22,19 +22,14 @@ class Conditions:
         self._changes: dict[Scope, PathChange] = {}
 
     def cut(self, scope: Scope) -> None:
-        """Let nothing pass there; again: no difference.
-
-        Raises:
-            ConfigError: a region is not in the topology.
-        """
+        """Let nothing pass there; again: no difference. Raises ConfigError: a region is not in the topology."""
         self._check(scope)
         self._cuts[scope] = None
 
     def change(self, scope: Scope, change: PathChange) -> None:
         """Degrade (or improve) paths; a later change of the same scope replaces the earlier one.
 
-        Raises:
-            ConfigError: a region is not in the topology.
+        Raises ConfigError: a region is not in the topology.
         """
         self._check(scope)
         self._changes[scope] = change
@@ -48,8 +43,7 @@ class Conditions:
         Returns:
             How many were taken back; 0 when there were none.
 
-        Raises:
-            ConfigError: a region is not in the topology.
+        Raises ConfigError: a region is not in the topology.
         """
         self._check(scope)
         is_whole = scope == Scope(scope.region)

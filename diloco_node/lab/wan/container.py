@@ -61,8 +61,7 @@ class Attachment:
 def load_attachment(environment: Mapping[str, str]) -> Attachment:
     """Read what the environment names.
 
-    Raises:
-        ConfigError: a name or file is missing or wrong, a region is not in the topology, or an address is no number.
+    Raises ConfigError: a name or file is missing or wrong, a region is not in the topology, or an address is no number.
     """
     region = _required(environment, "WAN_REGION", "us-east")
     config = load_config(Path(_required(environment, "WAN_CONFIG", "/config/run.toml")))
@@ -100,8 +99,7 @@ def _ipv4(region: str, address: str | None) -> str:
 def probe_kernel() -> Kernel:
     """Try every part on a pair of devices of our own, which are removed again.
 
-    Raises:
-        DilocoError: not even those can be made: NET_ADMIN is missing.
+    Raises DilocoError: not even those can be made: NET_ADMIN is missing.
     """
     device, peer_device = TRY_DEVICES
     with contextlib.suppress(DilocoError):
@@ -175,8 +173,7 @@ class ContainerLink:
     def keep(self, *, now_ns: int) -> None:
         """Shape a device that is new, and carry out what the timetable has due.
 
-        Raises:
-            DilocoError: tc or ip refused.
+        Raises DilocoError: tc or ip refused.
         """
         for line in self._timetable.advance(self._conditions, now_ns=now_ns):
             self._say(line)
@@ -244,8 +241,7 @@ def _remove_void(address: str) -> None:
 def cut(attachment: Attachment, regions: Sequence[str]) -> list[str]:
     """Cut the region off, from all (its device goes down) or from some (what is sent to them goes into the void).
 
-    Raises:
-        ConfigError: a region is not a peer. DilocoError: the container has no device on the WAN, or `ip` refused.
+    Raises ConfigError: a region is not a peer. DilocoError: the container has no device on the WAN, or `ip` refused.
     """
     if not regions:
         run_ip("link", "set", _device_of(attachment), "down")
@@ -259,11 +255,7 @@ def cut(attachment: Attachment, regions: Sequence[str]) -> list[str]:
 
 
 def heal(attachment: Attachment) -> list[str]:
-    """Take all cuts back.
-
-    Raises:
-        DilocoError: see `cut`.
-    """
+    """Take all cuts back. Raises DilocoError: see `cut`."""
     run_ip("link", "set", _device_of(attachment), "up")
     for address in attachment.peers.values():
         _remove_void(address)
@@ -283,8 +275,7 @@ def _device_of(attachment: Attachment) -> str:
 def run(attachment: Attachment, command: Sequence[str], user: str) -> int:
     """Shape the link, run the command, keep the link as it should be; the command's exit code.
 
-    Raises:
-        ConfigError: the user is unknown. DilocoError: the link can't be shaped at all.
+    Raises ConfigError: the user is unknown. DilocoError: the link can't be shaped at all.
     """
     # Blocked from the start and waited for below, so that none is lost: a first process ignores what it doesn't handle.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *_FORWARDED})

@@ -111,9 +111,7 @@ class ControlServer:
 def request(path: Path, command: Mapping[str, Any], *, timeout_s: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
     """Send one command; the answer, without its "ok".
 
-    Raises:
-        PeersUnreachable: nobody serves the socket, or not in time.
-        ConfigError: the command was refused.
+    Raises PeersUnreachable: nobody serves the socket, or not in time. ConfigError: the command was refused.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -140,8 +138,7 @@ def request(path: Path, command: Mapping[str, Any], *, timeout_s: float = REQUES
 def scope_of(command: Mapping[str, Any]) -> Scope:
     """The scope that a command names.
 
-    Raises:
-        ConfigError: it is malformed; whether its regions exist is checked by `Conditions`.
+    Raises ConfigError: it is malformed; whether its regions exist is checked by `Conditions`.
     """
     region, peer = command.get("region"), command.get("other", "")
     direction = command.get("direction", "both")
@@ -153,11 +150,7 @@ def scope_of(command: Mapping[str, Any]) -> Scope:
 
 
 def change_of(command: Mapping[str, Any]) -> PathChange:
-    """The change that a `set` command names.
-
-    Raises:
-        ConfigError: a value is malformed, or there is none.
-    """
+    """The change that a `set` command names. Raises ConfigError: a value is malformed, or there is none."""
     limits = {"delay_ns": DELAY_NS_MAX, "jitter_ns": DELAY_NS_MAX, "loss_ppm": PPM}
     values: dict[str, Any] = {}
     for key, most in limits.items():

@@ -48,8 +48,7 @@ def choose_backend(backend: str = "auto") -> Choice:
     Args:
         backend: "auto", or one of BACKENDS.
 
-    Raises:
-        ConfigError: the one wanted can't be had, with the reason.
+    Raises ConfigError: the one wanted can't be had, with the reason.
     """
     if backend not in ("auto", *BACKENDS):
         raise ConfigError(f"back-end {backend!r} is unknown; use auto, {', '.join(BACKENDS)}")
@@ -88,9 +87,8 @@ def up(
         regions: how many, from the file's first; None: all. owner_pid: a process to end with; 0: none.
         starts_timetable: whether the file's outages begin to count now. seed: of jitter and loss.
 
-    Raises:
-        ConfigError: the file is wrong, or the run is there already.
-        DilocoError: something failed; everything made is removed again.
+    Raises ConfigError: the file is wrong, or the run is there already. DilocoError: something failed; everything made
+    is removed again.
     """
     topology = load_topology(file)
     count = len(topology.regions) if regions is None else regions
@@ -156,9 +154,7 @@ def down(run: str) -> list[str]:
     Returns:
         Lines on what was done, and on processes that still run in its namespaces (they are left alone).
 
-    Raises:
-        ConfigError: there is nothing of that name.
-        DilocoError: something can't be removed.
+    Raises ConfigError: there is nothing of that name. DilocoError: something can't be removed.
     """
     if run not in runs():
         raise ConfigError(f"no emulation {run}; there are: {', '.join(runs()) or 'none'}")
@@ -198,8 +194,7 @@ def sweep() -> list[str]:
 def find(run: str | None) -> EmulationState:
     """The emulation of that name, or the only one.
 
-    Raises:
-        ConfigError: there is none, or there are several and none was named.
+    Raises ConfigError: there is none, or there are several and none was named.
     """
     run_names = [run_name for run_name in runs() if state_file(run_name).exists()]
     if run is None:
@@ -217,8 +212,7 @@ def find(run: str | None) -> EmulationState:
 def command(state: EmulationState, order: Mapping[str, Any]) -> dict[str, Any]:
     """Send the keeper a command (see `control`).
 
-    Raises:
-        PeersUnreachable: the keeper is gone. ConfigError: it refused.
+    Raises PeersUnreachable: the keeper is gone. ConfigError: it refused.
     """
     return control.request(state.socket, order)
 

@@ -77,11 +77,7 @@ class EmulationState:
         return self.keeper_pid > 0 and start_ticks(self.keeper_pid) == self.keeper_start_ticks
 
     def save(self, *, is_new: bool = False) -> None:
-        """Write the file.
-
-        Raises:
-            ConfigError: `is_new` and there is one already.
-        """
+        """Write the file. Raises ConfigError: `is_new` and there is one already."""
         STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
         text = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
         if is_new:
@@ -97,11 +93,7 @@ class EmulationState:
 
     @classmethod
     def load(cls, file: Path) -> EmulationState:
-        """Read a file.
-
-        Raises:
-            DilocoError: it is missing, or not one of this version.
-        """
+        """Read a file. Raises DilocoError: it is missing, or not one of this version."""
         try:
             document = json.loads(file.read_text())
             if document.get("format") != FORMAT:
@@ -137,8 +129,7 @@ def start_ticks(pid: int) -> int:
 def stop_keeper(state: EmulationState) -> None:
     """End an emulation's keeper, if it is still the process that the state names.
 
-    Raises:
-        DilocoError: it does not end.
+    Raises DilocoError: it does not end.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not state.is_kept:

@@ -42,11 +42,7 @@ _SYSCTLS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a region lives.
-
-    Attributes:
-        region: its name. namespace: of the network. address: of the region.
-    """
+    """Where a region lives. region: its name. namespace: of the network. address: of the region."""
 
     region: str
     namespace: str
@@ -54,11 +50,7 @@ class Place:
 
 
 def run_name(text: str) -> str:
-    """A run's name from a file's: `us-4` becomes `us4`.
-
-    Raises:
-        ConfigError: nothing usable is left.
-    """
+    """A run's name from a file's: `us-4` becomes `us4`. Raises ConfigError: nothing usable is left."""
     name = _shortened(text)
     if _RUN.fullmatch(name) is None:
         raise ConfigError(f"{text!r} gives no name for an emulation; name it by --name with letters and digits")
@@ -108,8 +100,7 @@ def run_of(namespace: str) -> str | None:
 def create(namespace: str) -> None:
     """Make a namespace, with loopback up and buffers for long fat links.
 
-    Raises:
-        DilocoError: it exists, or may not be made.
+    Raises DilocoError: it exists, or may not be made.
     """
     run_ip("netns", "add", namespace)
     run_ip("-n", namespace, "link", "set", "lo", "up")
@@ -125,11 +116,7 @@ def create(namespace: str) -> None:
 
 
 def remove(namespace: str) -> None:
-    """Remove a namespace of ours; nothing when it is gone.
-
-    Raises:
-        DilocoError: it can't be removed, or is not ours.
-    """
+    """Remove a namespace of ours; nothing when it is gone. Raises DilocoError: it can't be removed, or is not ours."""
     if run_of(namespace) is None:
         raise DilocoError(f"network namespace {namespace} is not ours; it is left alone")
     if (NETNS_FOLDER / namespace).exists():
@@ -153,8 +140,7 @@ def end_processes(run: str) -> list[int]:
 def run_ip(*arguments: str, script: str | None = None) -> str:
     """`ip` with arguments (and a -batch script on its standard input); what it printed.
 
-    Raises:
-        DilocoError: it failed, is missing or hangs; with what it said.
+    Raises DilocoError: it failed, is missing or hangs; with what it said.
     """
     return run_tool("ip", *arguments, script=script)
 

@@ -35,8 +35,7 @@ class NetemPlane:
     Args:
         run: the emulation's name. places: the regions; their namespaces exist.
 
-    Raises:
-        DilocoError: the kernel lacks a part; `probe_netem` says which before.
+    Raises DilocoError: the kernel lacks a part; `probe_netem` says which before.
     """
 
     name = "netem"

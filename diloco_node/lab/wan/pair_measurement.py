@@ -35,8 +35,7 @@ def measure_pairs(topology: Topology, places: Sequence[Place]) -> list[dict[str,
         Per pair the file's figures and the measured ones, in milliseconds and bits per second; None where a pair
         could not be measured, as over a link that loses nearly everything.
 
-    Raises:
-        DilocoError: nothing could be measured.
+    Raises DilocoError: nothing could be measured.
     """
     with tempfile.TemporaryDirectory(prefix="diloco-measure-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)

@@ -51,8 +51,7 @@ class TunPlane:
     Args:
         places: the regions, in the topology's order; their namespaces exist. seed: of jitter and loss.
 
-    Raises:
-        DilocoError: a device can't be made.
+    Raises DilocoError: a device can't be made.
     """
 
     name = "tun"

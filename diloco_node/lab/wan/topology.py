@@ -169,11 +169,7 @@ class Topology:
         return tuple(region.name for region in self.regions)
 
     def region(self, name: str) -> RegionLink:
-        """A region by name.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """A region by name. Raises ConfigError: there is none."""
         for region in self.regions:
             if region.name == name:
                 return region
@@ -191,8 +187,7 @@ class Topology:
     def first(self, count: int) -> Topology:
         """The same with its first regions only; outages that name others are left out.
 
-        Raises:
-            ConfigError: it has fewer.
+        Raises ConfigError: it has fewer.
         """
         if count > len(self.regions):
             raise ConfigError(f"topology {self.name} has {len(self.regions)} regions, not {count}")
@@ -228,8 +223,7 @@ def parse_topology(text: str, *, name: str) -> Topology:
     Args:
         text: TOML. name: what the topology is called in messages, and how its namespaces are called.
 
-    Raises:
-        ConfigError: see load_topology.
+    Raises ConfigError: see load_topology.
     """
     try:
         document = tomllib.loads(text)
@@ -249,11 +243,7 @@ def parse_topology(text: str, *, name: str) -> Topology:
 
 
 def parse_loss(value: object) -> int:
-    """`"0.1%"` in parts per million.
-
-    Raises:
-        ValueError: with a text that completes "SETTING is VALUE: ...".
-    """
+    """`"0.1%"` in parts per million. Raises ValueError: with a text that completes "SETTING is VALUE: ..."."""
     text = str(value).strip()
     if not isinstance(value, str) or not text.endswith("%"):
         raise ValueError('it must be a share in percent, such as "0.1%"')

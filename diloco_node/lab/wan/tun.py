@@ -35,8 +35,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 def inside(namespace: str) -> Iterator[None]:
     """Run a block with this thread in a network namespace: sockets and tun devices opened there stay there.
 
-    Raises:
-        DilocoError: there is no such namespace, or it may not be entered.
+    Raises DilocoError: there is no such namespace, or it may not be entered.
     """
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -68,8 +67,7 @@ def open_tun(namespace: str, device: str = DEVICE) -> int:
     Returns:
         The descriptor, non-blocking: each read gives one packet (see `segments`), each write takes one.
 
-    Raises:
-        DilocoError: the kernel has no tun, or it is not allowed here.
+    Raises DilocoError: the kernel has no tun, or it is not allowed here.
     """
     with inside(namespace):
         try:
