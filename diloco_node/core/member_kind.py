@@ -21,8 +21,10 @@ class MembershipBody:
     Attributes:
         kind: a `MemberKind`.
         address: where the others dial it, "host:port"; empty: it dials them.
+        signature: of the run's authority, over `Roster.statement` after the change.
     """
 
     region: str
     kind: str
     address: str = ""
+    signature: bytes = b""

@@ -14,6 +14,7 @@ from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.member_check import MemberCheck
+from tests.kit.member_orders import signed
 from tests.kit.rounds_kit import committed_round, contribution
 from tests.kit.small_world import Small
 
@@ -27,7 +28,8 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def order(small: Small, region: str, kind: str, *, is_forced: bool = False) -> str:
     """Give the order to the leader; why it can't be carried out."""
     host = small.hosts[small.leader()]
-    change = EntryOrdered(MembershipBody(region, kind), is_cut_off=kind == "former", is_forced=is_forced)
+    body = signed(host.core.ledger.disks.roster, MembershipBody(region, kind))
+    change = EntryOrdered(body, is_cut_off=kind == "former", is_forced=is_forced)
     fault: str = host.core.replacement.order_fault(change, host.core.liveness, now_ns=small.world.now_ns)
     host.post(change)
     return fault
@@ -191,7 +193,8 @@ def test_two_changes_that_are_open_at_once_are_found(patch: pytest.MonkeyPatch) 
         return effects
 
     patch.setattr(core.replacement, "carry_out", propose_anyway)
-    small.hosts[leader].post(EntryOrdered(MembershipBody(small.others()[0], "former"), is_cut_off=True))
+    change = signed(core.ledger.disks.roster, MembershipBody(small.others()[0], "former"))
+    small.hosts[leader].post(EntryOrdered(change, is_cut_off=True))
     assert any("2 changes are open at once" in text for text in small.sim.checkers.violations)
 
 
@@ -209,6 +212,32 @@ def test_a_region_that_an_open_round_has_leaves_after_it_and_no_new_round_has_it
     late = [body for body in small.bodies() if isinstance(body, RoundBody) and body.ballot > max(ballots)]
     assert late
     assert leaver not in {member.contribution.learner for body in late for member in body.members}
+
+
+def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its_place(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    small = Small(patch, 4)
+    small.go(6)
+    leader = small.leader()
+    core, victim = small.hosts[leader].core, small.others()[0]
+    made_up = MembershipBody(victim, "contributor", signature=b"s" * 71)
+    change = EntryOrdered(made_up, is_cut_off=False, is_forced=True)
+    fault = core.replacement.order_fault(change, core.liveness, now_ns=small.world.now_ns)
+    assert "no authority of the run has signed it" in fault, "an operator without the key"
+    patch.setattr(core.ledger._entry_gate, "_meaning", None)  # the leader itself takes anything
+    host = small.hosts[leader]
+    patch.setattr(core.replacement, "order_fault", lambda *_, **__: "")
+    followers = small.others()
+    violations: list[str] = []
+    patch.setattr(small.sim.checkers, "violate", violations.append)
+    host.post(change)
+    until_ns = small.world.now_ns + 6_000_000_000
+    small.sim.run_until(lambda: small.world.now_ns > until_ns)
+    assert any("no authority of the run has signed it" in text for text in violations)
+    assert any(view.is_leader(small.hosts[name].core) for name in followers), "they follow it no more"
+    for name in followers:
+        assert small.hosts[name].core.ledger.disks.roster.voters == small.sim.setup.founders
 
 
 def test_a_removed_regions_contribution_that_is_merged_is_found() -> None:

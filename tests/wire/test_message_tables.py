@@ -51,7 +51,7 @@ BODIES: list[t.EntryBody] = [
     t.SummaryBody(1024, b"d" * 32),
     t.ExtendedBody(800, 0),
     t.RevokedBody("eu", b"c" * 32),
-    MembershipBody("ap", "contributor", "ap.example:4317"),
+    MembershipBody("ap", "contributor", "ap.example:4317", b"s" * 71),
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [

@@ -117,7 +117,7 @@ class RunSummary:
         last_rounds: per fragment the version of the run's last round; -1: it was not held yet.
         recent: per fragment how long its last gradients were (`core.merge.outliers.RecentRounds.packed`).
         rounds_committed: over all fragments.
-        members: by name; empty: those of genesis.
+        members: by name; empty: those of genesis. changes, signature: see `roster.Roster`.
         revocations: certificates, sorted.
     """
 
@@ -137,6 +137,8 @@ class RunSummary:
     joined: tuple[Joined, ...]
     recent: tuple[bytes, ...] = ()
     members: tuple[Enrolled, ...] = ()
+    changes: int = 0
+    signature: bytes = b""
     revocations: tuple[bytes, ...] = ()
 
 
@@ -197,7 +199,9 @@ def summed_roster(summary: RunSummary) -> Roster:
         {
             line.region: Membership(MemberKind(line.kind), line.disk, line.since, line.address, line.folders)
             for line in summary.members
-        }
+        },
+        summary.changes,
+        summary.signature,
     )
 
 

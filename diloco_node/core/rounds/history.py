@@ -164,6 +164,8 @@ class RoundHistory:
                 Enrolled(name, line.kind.value, line.disk, line.since, line.address, line.folders)
                 for name, line in memberships
             ),
+            changes=self.roster.changes,
+            signature=self.roster.signature,
             revocations=tuple(sorted(self.revocations)),
         )
 
