@@ -122,6 +122,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "certificate": HASH,
     "kind": Text(KIND_BYTES),
     "address": Text(ADDRESS_BYTES),
+    "changes": INDEX,
     "signature": Octets((), most=SIGNATURE_BYTES),
     # Fragments and versions
     "fragment": Whole(0, FRAGMENTS - 1),
@@ -193,7 +194,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "RunSummary.recent": Items(FRAGMENTS, Octets((), most=SUMMARY_BYTES_MAX)),
     "RunSummary.joined": Items(REGIONS),
     "RunSummary.members": Items(REGIONS),
-    "RunSummary.changes": INDEX,
+    "RosterShown.members": Items(REGIONS),
     "Enrolled.since": INDEX,
     "Enrolled.folders": INDEX,
     "RunSummary.revocations": Items(REVOKED, HASH),

@@ -20,6 +20,7 @@ from diloco_node.core.genesis import Genesis, founders_of
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.roster import Authority, no_authority
 from diloco_node.core.ledger.summary import decode_summary, summed_roster
+from diloco_node.core.membership.farewell import Farewell
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.membership.replacement import DiskReplacement, incarnation_min
 from diloco_node.core.merge.fragments import Manifest
@@ -163,6 +164,14 @@ class RegionCore:
             self.ledger,
             self.history,
             self.leader,
+            heartbeat_ns=settings.heartbeat_ns,
+            roster_fault=check.roster_fault,
+        )
+        self.farewell = Farewell(
+            region=region,
+            ledger=self.ledger,
+            history=self.history,
+            effects=self._effects,
             heartbeat_ns=settings.heartbeat_ns,
             roster_fault=check.roster_fault,
         )
@@ -357,6 +366,7 @@ class RegionCore:
             self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self.end.is_final))
             self.leader.tick()
             self._emit(self.replacement.propose(self._effects, self.liveness, now_ns=now_ns))
+            self.farewell.look(now_ns=now_ns)
             if reason := self._succession.reason(now_ns=now_ns):
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
             if self.leader.is_acting:
@@ -383,6 +393,8 @@ class RegionCore:
             return  # its links are about to be closed
         if isinstance(message, msg.LEDGER_MESSAGES):
             self._to_ledger(event, now_ns)
+        elif isinstance(message, msg.RosterShown):
+            self.farewell.take(event.peer, message)
         elif event.peer not in self.history.roster.names or event.peer == self._region:
             self._effects.note("stranger", f"{type(message).__name__} from {event.peer}, which is not in this run")
         elif isinstance(message, msg.Heartbeat):
@@ -419,7 +431,7 @@ class RegionCore:
     def _link_changed(self, event: ev.LinkChanged, now_ns: int) -> None:
         self.liveness.link_changed(event.peer, is_up=event.is_up)
         self._to_ledger(event, now_ns)
-        if event.is_up:
+        if event.is_up and not self.farewell.tell(event.peer):
             self._beat(now_ns, only_to=event.peer)
 
     def _to_ledger(self, event: Event, now_ns: int) -> None:

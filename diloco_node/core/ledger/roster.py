@@ -25,7 +25,7 @@ from typing import Final
 import msgpack
 
 from diloco_node.core.bounds import REGIONS
-from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.member_kind import Enrolled, MemberKind, MembershipBody
 from diloco_node.core.types import EXPELLED, DiskNamedBody, Entry, GenesisBody
 
 KINDS: Final = frozenset(MemberKind)
@@ -94,6 +94,23 @@ class Roster:
         named_disks = disks or {}
         return cls({name: Membership(MemberKind.VOTER, named_disks.get(name, NO_DISK), since) for name in names})
 
+    @classmethod
+    def of_lines(cls, lines: Iterable[Enrolled], changes: int, signature: bytes) -> Roster:
+        """Make the roster of these lines, in which `lines_fault` finds nothing."""
+        memberships = {
+            line.region: Membership(MemberKind(line.kind), line.disk, line.since, line.address, line.folders)
+            for line in lines
+        }
+        return cls(memberships, changes, signature)
+
+    @property
+    def lines(self) -> tuple[Enrolled, ...]:
+        """The memberships as a message or a summary has them."""
+        return tuple(
+            Enrolled(name, line.kind.value, line.disk, line.since, line.address, line.folders)
+            for name, line in self.memberships.items()
+        )
+
     @property
     def voter_disks(self) -> dict[str, bytes]:
         """Per voter the folder that the log names."""
@@ -103,6 +120,10 @@ class Roster:
         """The kind of a region now; FORMER also for one that never was a member."""
         line = self.memberships.get(region)
         return MemberKind.FORMER if line is None else line.kind
+
+    def has_removed(self, region: str) -> bool:
+        """Whether a region was a member, and is none any more."""
+        return region in self.memberships and region not in self.disks
 
     def replacements(self, region: str) -> int:
         """How often the log named another folder of the region, in place of one that was lost."""
@@ -167,6 +188,14 @@ class Roster:
 
     def _with(self, name: str, line: Membership) -> Roster:
         return Roster({**self.memberships, name: line}, self.changes, self.signature)
+
+
+def lines_fault(lines: Iterable[Enrolled]) -> str:
+    """Say why these can't be the lines of a roster; empty if they can."""
+    names, kinds = [line.region for line in lines], {line.kind for line in lines}
+    if names == sorted(set(names)) and kinds <= KINDS:
+        return ""
+    return "its members are not sorted, are repeated, or of no kind that there is"
 
 
 def vote_fault(disks: Mapping[str, bytes], region: str) -> str:

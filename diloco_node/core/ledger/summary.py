@@ -23,8 +23,8 @@ import msgpack
 
 from diloco_node.core.bounds import SUMMARY_BYTES_MAX
 from diloco_node.core.ledger.entries import canonical_codec
-from diloco_node.core.ledger.roster import KINDS, Membership, Roster
-from diloco_node.core.member_kind import MemberKind
+from diloco_node.core.ledger.roster import Roster, lines_fault
+from diloco_node.core.member_kind import Enrolled
 from diloco_node.core.shapes import OutOfBounds
 from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase, SnapshotBody
 from diloco_node.core.unpacking import unpack
@@ -91,18 +91,6 @@ class Joined:
 
     learner: str
     rounds: int
-
-
-@dataclass(frozen=True, slots=True)
-class Enrolled:
-    """A member of the run, or a former one; see `roster.Membership`."""
-
-    region: str
-    kind: str
-    disk: bytes
-    since: int
-    address: str
-    folders: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +183,7 @@ def summed_roster(summary: RunSummary) -> Roster:
     if not summary.members:
         genesis = summary.genesis[0]
         return Roster.of_voters(genesis.regions, dict(zip(genesis.regions, genesis.disks, strict=True)))
-    return Roster(
-        {
-            line.region: Membership(MemberKind(line.kind), line.disk, line.since, line.address, line.folders)
-            for line in summary.members
-        },
-        summary.changes,
-        summary.signature,
-    )
+    return Roster.of_lines(summary.members, summary.changes, summary.signature)
 
 
 def _shape_fault(summary: RunSummary, fragments: int) -> str:
@@ -232,7 +213,4 @@ def _shape_fault(summary: RunSummary, fragments: int) -> str:
 
 
 def _members_fault(summary: RunSummary) -> str:
-    names = [line.region for line in summary.members]
-    if names != sorted(set(names)) or any(line.kind not in KINDS for line in summary.members):
-        return "its members are not sorted, are repeated, or of no kind that there is"
-    return "" if summed_roster(summary).voters else "nobody votes"
+    return lines_fault(summary.members) or ("" if summed_roster(summary).voters else "nobody votes")

@@ -147,6 +147,8 @@ class DiskReplacement:
             self._departure = order
             return []
         effects.note("disk", f"an operator {_words(order)}{fault and f': refused, {fault}'}", is_alarm=True)
+        if fault and isinstance(body, MembershipBody) and body.region == self._ledger.leader:
+            return self._ledger.transfer_leadership("an operator changes its membership", now_ns=now_ns)
         if fault:
             return []
         wishes = self._ledger.propose(body, now_ns=now_ns)
