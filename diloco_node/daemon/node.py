@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from diloco_node.core import events as ev
 from diloco_node.core.events import Note
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.operator_orders import EntryOrdered
@@ -170,8 +171,8 @@ class Node:
         self._end_wishes = EndWishes(spec.state_dir)
         # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
-        # As the links know it.
-        self._roster = self.core.history.roster
+        # As the links know it; None: not yet.
+        self._roster: Roster | None = None
         # True from the final write on, for good; and once this region was removed from the run.
         self._is_lingering = False
         self.status = NodeStatus(

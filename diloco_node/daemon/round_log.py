@@ -188,7 +188,7 @@ class RoundLog:
             round_ = self._applying.pop(at)
             round_.pass_time("apply", (), now_ns=now_ns)
             members = self._merged.get(at, round_.members)
-            missing = tuple(name for name in self._regions if name not in members) if members else ()
+            missing = tuple(name for name in self._core.history.roster.names if name not in members) if members else ()
             self._add(round_, "committed", now_ns, members=members, missing=missing, reason="")
         for at in [place for place in self._merged if place[0] == fragment and place[1] <= version]:
             del self._merged[at]

@@ -104,9 +104,10 @@ class DiskReplacement:
             return "the run has not begun: leave the region out of run.toml"
         alive = liveness.alive(now_ns=now_ns)
         if isinstance(body, MembershipBody):
-            fault = member_change.order_fault(
-                body, disks.roster, leader=ledger.leader, alive=alive, is_forced=order.is_forced
-            )
+            # Only who leads hears all the others.
+            leader, is_forced = ledger.leader, order.is_forced
+            fault = member_change.order_fault(body, disks.roster, leader=leader, alive=alive, is_forced=is_forced)
+            fault = fault if ledger.is_settled else ""
         else:
             fault = self._expulsion_fault(body) if isinstance(body, DiskNamedBody) else self._revocation_fault(order)
         if fault:
