@@ -47,7 +47,7 @@ STEPS_LIMIT_S: Final = 120.0
 PAUSE_MAX_MS: Final = 20.0
 TINY: Final = Size(2, 64, 2, 16, 4, 128, 4, 0, 0, 0, 0)
 CYCLES_BEFORE: Final = 2
-"""Cycles before anything counts: the first versions are looked at again, and touch memory for the first time."""
+"""Cycles before anything counts: the first versions touch memory for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def waits(size: Size) -> Iterator[Line]:
         DaemonProcess(size.fragments) as daemon,
         diloco_node.attach(trainer.model, trainer.optimizer, checkpoint_every_s=0) as diloco,
     ):
-        until_applied(diloco, CYCLES_BEFORE * size.fragments, lambda: train(diloco))
+        warm_up(diloco, size, lambda: train(diloco))
         count, device = size.steps // 2, fake()
         if device is not None:
             with device.no_waits():
@@ -233,6 +233,13 @@ def waits(size: Size) -> Iterator[Line]:
             "pageable": pageable,
         },
     )
+
+
+def warm_up(diloco: Any, size: Size, train: Callable[[], None]) -> None:
+    """Train until the learner has looked enough at what its optimizer makes of versions: some 320 steps."""
+    until_applied(diloco, CYCLES_BEFORE * size.fragments, train)
+    while HAS_DRIVER and not diloco._fragments.revert._pull_back.is_done:
+        until_applied(diloco, 1, train)
 
 
 def until_applied(diloco: Any, versions: int, train: Callable[[], None]) -> int:
@@ -314,7 +321,7 @@ def loop(size: Size) -> Iterator[Line]:
         DaemonProcess(size.fragments) as daemon,
         diloco_node.attach(trainer.model, trainer.optimizer, checkpoint_every_s=0) as diloco,
     ):
-        until_applied(diloco, CYCLES_BEFORE * size.fragments, lambda: attached(*trainer.step()))
+        warm_up(diloco, size, lambda: attached(*trainer.step()))
         used.append(memory_now())
         for _ in range(size.turns):
             for kind, step in kinds.items():
