@@ -47,10 +47,7 @@ STEPS_LIMIT_S: Final = 120.0
 PAUSE_MAX_MS: Final = 20.0
 TINY: Final = Size(2, 64, 2, 16, 4, 128, 4, 0, 0, 0, 0)
 CYCLES_BEFORE: Final = 2
-LOOK_STEPS: Final = 400
-"""The first 64 versions are looked at closely, two at a time for ten steps: what steps cost then is a line apart."""
-
-"""Cycles before anything counts: the first versions are looked at again, and touch memory for the first time."""
+"""Cycles before anything counts: the first versions touch memory for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +235,12 @@ def waits(size: Size) -> Iterator[Line]:
     )
 
 
+def warm_up(diloco: Any, train: Callable[[], None]) -> None:
+    """Train until the learner has looked enough at what its optimizer makes of versions: some 320 steps."""
+    while HAS_DRIVER and not diloco._fragments.revert._pull_back.is_done:
+        until_applied(diloco, 1, train)
+
+
 def until_applied(diloco: Any, versions: int, train: Callable[[], None]) -> int:
     """Train until so many versions more were applied, and return how many steps that took.
 
@@ -321,8 +324,7 @@ def loop(size: Size) -> Iterator[Line]:
         used.append(memory_now())
         beginning = {"alone": [turn(first, steps, alone)], "attached": [turn(first, steps, attached)]}
         beginning["alone"].append(turn(first, steps, alone))
-        for _ in range(LOOK_STEPS if HAS_DRIVER else 0):
-            attached(*first())
+        warm_up(diloco, lambda: attached(*first()))
         for _ in range(size.turns):
             for kind, step in kinds.items():
                 turns[kind]["alone"].append(turn(step, steps, alone))
