@@ -41,6 +41,9 @@ class Size:
 
 FULL: Final = Size(12, 768, 12, 512, 8, 50257, 24, 200, 6, 300, 3)
 SMALL: Final = Size(2, 32, 2, 8, 2, 64, 4, 20, 1, 24, 1)
+LARGE: Final = Size(16, 2048, 32, 512, 8, 50257, 24, 100, 3, 300, 3)
+SIZES: Final = {"gpt2": FULL, "small": SMALL, "1b": LARGE}
+"""0.9 billion parameters are `1b`: its `loop` takes 25 GB of the device, and 40 GB of the host."""
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from diloco_node import __version__
-from diloco_node.cli import certs, config, explain, init, ledger, orders, replay, start, status, why
+from diloco_node.cli import certs, config, explain, init, ledger, members, orders, replay, start, status, why
 from diloco_node.cli.doctor.doctor_command import doctor
 from diloco_node.cli.export import export
 from diloco_node.cli.measure import measure_command
@@ -95,6 +95,7 @@ def operator_app() -> typer.Typer:
     app.command("finish", rich_help_panel=CHANGE)(orders.finish)
     app.add_typer(orders.budget, name="budget", rich_help_panel=CHANGE)
     app.add_typer(orders.learner, name="learner", rich_help_panel=CHANGE)
+    app.add_typer(members.app, name="members", rich_help_panel=CHANGE)
     app.add_typer(orders.quarantine, name="quarantine", rich_help_panel=CHANGE)
     return app
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from diloco_node.cli.findings import finding_lines
-from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrap_text
+from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, role_of, wrap_text
 from diloco_node.health.health_summary import joint_alerts, joint_health
 from diloco_node.health.reading import duration, number, rows, section, text
 
@@ -92,7 +92,7 @@ def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     name = text(peer, "name")
     is_alive = peer.get("is_alive") is True
     gone = "left" if peer.get("has_left") is True else "down"
-    role = gone if not is_alive else "leader" if witness.get("leader") == name else "follower"
+    role = gone if not is_alive else "leader" if witness.get("leader") == name else role_of(witness, name, "follower")
     steps = number(section(witness, "steps_of"), name)
     facts = []
     if is_alive and number(peer, "rtt_seconds") is not None:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.health.reading import duration, number, section, text
+from diloco_node.health.reading import duration, number, rows, section, text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,7 +96,7 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
     )
     return [
         name,
-        str(status.get("role", status.get("state", "starting"))),
+        role_of(status, name, str(status.get("role", status.get("state", "starting")))),
         str(status.get("inner_steps", learner.get("step", "-"))),
         "-" if loss is None else f"{loss:.3f}",
         "-" if rate is None else f"{rate:,.0f}",
@@ -106,6 +106,13 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
         human_bytes(number(status, "wire_bytes_in") or 0),
         pause + str(status.get("reason", "")),
     ]
+
+
+def role_of(status: dict[str, Any], name: str, role: str) -> str:
+    """The role of a region in this status; a follower without a vote is a contributor."""
+    lines = rows(section(status, "members"), "rows")
+    has_no_vote = any(line.get("region") == name and line.get("kind") == "contributor" for line in lines)
+    return "contributor" if has_no_vote and role == "follower" else role
 
 
 def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:

@@ -64,6 +64,9 @@ KIND_BYTES: Final = 16
 ADDRESS_BYTES: Final = 264
 """A host's name of 253 bytes, or an IPv6 address in brackets, and a port."""
 
+SIGNATURE_BYTES: Final = 144
+"""Longest signature of an authority: ECDSA on P-521 takes 139 in DER."""
+
 RUN_ID_BYTES: Final = 256
 REASON_BYTES: Final = 1024
 
@@ -119,6 +122,8 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "certificate": HASH,
     "kind": Text(KIND_BYTES),
     "address": Text(ADDRESS_BYTES),
+    "changes": INDEX,
+    "signature": Octets((), most=SIGNATURE_BYTES),
     # Fragments and versions
     "fragment": Whole(0, FRAGMENTS - 1),
     "version": VERSION,
@@ -189,6 +194,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "RunSummary.recent": Items(FRAGMENTS, Octets((), most=SUMMARY_BYTES_MAX)),
     "RunSummary.joined": Items(REGIONS),
     "RunSummary.members": Items(REGIONS),
+    "RosterShown.members": Items(REGIONS),
     "Enrolled.since": INDEX,
     "Enrolled.folders": INDEX,
     "RunSummary.revocations": Items(REVOKED, HASH),

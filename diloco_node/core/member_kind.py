@@ -15,14 +15,28 @@ class MemberKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Enrolled:
+    """A member of the run, or a former one; see `roster.Membership`."""
+
+    region: str
+    kind: str
+    disk: bytes
+    since: int
+    address: str
+    folders: int
+
+
+@dataclass(frozen=True, slots=True)
 class MembershipBody:
     """The kind of a region from this entry on (`core.ledger.roster`): the view changes, one region at a time.
 
     Attributes:
         kind: a `MemberKind`.
         address: where the others dial it, "host:port"; empty: it dials them.
+        signature: of the run's authority, over `Roster.statement` after the change.
     """
 
     region: str
     kind: str
     address: str = ""
+    signature: bytes = b""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from diloco_node.core.member_kind import Enrolled
 from diloco_node.core.types import (
     NO_LIMITS,
     Ballot,
@@ -338,6 +339,19 @@ class Refused:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class RosterShown:
+    """To a region that was removed from the run: the members, and the signature of the run's authority over them.
+
+    Attributes:
+        changes, signature: see `core.ledger.roster.Roster`. members: by name, former ones too.
+    """
+
+    changes: int
+    members: tuple[Enrolled, ...]
+    signature: bytes
+
+
 Message = (
     RequestVote
     | RequestVoteReply
@@ -361,6 +375,7 @@ Message = (
     | PayloadRequested
     | StateRequested
     | Refused
+    | RosterShown
 )
 
 

@@ -18,7 +18,9 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, Event
 from diloco_node.core.genesis import Genesis, founders_of
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.roster import Authority, no_authority
 from diloco_node.core.ledger.summary import decode_summary, summed_roster
+from diloco_node.core.membership.farewell import Farewell
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.membership.replacement import DiskReplacement, incarnation_min
 from diloco_node.core.merge.fragments import Manifest
@@ -40,7 +42,7 @@ from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.run_end import RunEnd
 from diloco_node.core.succession import Succession
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, LearnerStatus, Recovered, RoundBody, RunSettings
-from diloco_node.core.view import Participation, RegionView, peer_views, round_views
+from diloco_node.core.view import Participation, RegionView, region_view
 
 TURNS_MAX: Final = 10_000
 """Messages to itself and commits that one event may cause. More is a loop, and a bug."""
@@ -60,7 +62,7 @@ class RegionCore:
         recovered: what the disk held at start.
         seed: of the election timeouts. secret: at random; of the nonces of audits.
         now_ns: monotonic time.
-        silent_heartbeats: after so many without a word a region counts as gone. may_change_members: see `EntryCheck`.
+        silent_heartbeats: after so many without a word a region counts as gone. authority: of the run, see `roster`.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class RegionCore:
         secret: bytes,
         now_ns: int,
         silent_heartbeats: int = SILENT_HEARTBEATS,
-        may_change_members: bool = False,
+        authority: Authority = no_authority,
     ) -> None:
         self._region = region
         self._manifest = manifest
@@ -126,7 +128,7 @@ class RegionCore:
         self._discards = DiscardReporter(context)
         self._objections = Objections(context, self.versions, self.end, self._discards.ended)
         witness = self.participant.audits.entry_fault
-        check = EntryCheck(run, manifest, settings, witness=witness, may_change_members=may_change_members)
+        check = EntryCheck(run, manifest, settings, witness=witness)
         self.ledger = LedgerCore(
             region=region,
             voters=peers,
@@ -147,6 +149,7 @@ class RegionCore:
             named_by=lambda base: summed_roster(decode_summary(base.summary, fragments=fragments)),
             life=recovery.life,
         )
+        check.roster_fault = lambda roster: authority(roster.statement(run_id), roster.signature)
         self.leader = RoundLeader(context, progress, self.participant)
         self._genesis = Genesis(
             run,
@@ -157,7 +160,21 @@ class RegionCore:
             fetches=self._fetches,
             effects=self._effects,
         )
-        self.replacement = DiskReplacement(self.ledger, self.history, self.leader, heartbeat_ns=settings.heartbeat_ns)
+        self.replacement = DiskReplacement(
+            self.ledger,
+            self.history,
+            self.leader,
+            heartbeat_ns=settings.heartbeat_ns,
+            roster_fault=check.roster_fault,
+        )
+        self.farewell = Farewell(
+            region=region,
+            ledger=self.ledger,
+            history=self.history,
+            effects=self._effects,
+            heartbeat_ns=settings.heartbeat_ns,
+            roster_fault=check.roster_fault,
+        )
         self._upkeep = Upkeep(
             settings=settings,
             ledger=self.ledger,
@@ -349,6 +366,7 @@ class RegionCore:
             self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self.end.is_final))
             self.leader.tick()
             self._emit(self.replacement.propose(self._effects, self.liveness, now_ns=now_ns))
+            self.farewell.look(now_ns=now_ns)
             if reason := self._succession.reason(now_ns=now_ns):
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
             if self.leader.is_acting:
@@ -375,6 +393,8 @@ class RegionCore:
             return  # its links are about to be closed
         if isinstance(message, msg.LEDGER_MESSAGES):
             self._to_ledger(event, now_ns)
+        elif isinstance(message, msg.RosterShown):
+            self.farewell.take(event.peer, message)
         elif event.peer not in self.history.roster.names or event.peer == self._region:
             self._effects.note("stranger", f"{type(message).__name__} from {event.peer}, which is not in this run")
         elif isinstance(message, msg.Heartbeat):
@@ -411,7 +431,7 @@ class RegionCore:
     def _link_changed(self, event: ev.LinkChanged, now_ns: int) -> None:
         self.liveness.link_changed(event.peer, is_up=event.is_up)
         self._to_ledger(event, now_ns)
-        if event.is_up:
+        if event.is_up and not self.farewell.tell(event.peer):
             self._beat(now_ns, only_to=event.peer)
 
     def _to_ledger(self, event: Event, now_ns: int) -> None:
@@ -468,33 +488,11 @@ class RegionCore:
 
     def view(self) -> RegionView:
         """Everything that `status` shows, as of the last event."""
-        ledger, history, fragments = self.ledger, self.history, range(len(self._manifest.fragments))
-        reason = self.leader.reason if self.leader.is_acting else ledger.reason
-        return RegionView(
+        return region_view(
+            self,
             region=self._region,
-            role=str(ledger.role),
-            term=ledger.term,
-            leader=ledger.leader,
-            ledger_reason=ledger.reason,
-            last_index=ledger.last_index,
-            commit_index=ledger.commit_index,
-            applied_index=self.versions.applied_index(),
-            committed_versions=tuple(history.versions),
-            versions=tuple(self.versions.applied),
-            digests=tuple(self._upkeep.digests.newest(fragment) for fragment in fragments),
-            learner=self.liveness.learner(self._region),
-            rounds=round_views(self.leader, self.participant),
-            peers=peer_views(self.liveness, now_ns=self._now_ns),
-            participation=self._participation.view(),
-            waiting=self.end.waiting(ledger.leader, now_ns=self._now_ns) or self._upkeep.reason or reason,
-            fetching=self._fetches.in_flight(),
-            rounds_committed=history.rounds_committed,
-            tokens_merged=history.account.merged_tokens(len(fragments)),
-            digest_differences=self._upkeep.digests.differences,
-            contradictions=tuple(ledger.contradictions.values()),
-            wrong_leaders=tuple(sorted(ledger.wrong_leaders.items())),
-            is_ending=self.leader.is_ending,
-            finished="" if self.end.end is None else self.end.end.reason,
-            is_final=self.end.is_final,
-            left_out=self.leader.left_out if self.leader.is_acting else self.participant.left_out,
+            upkeep=self._upkeep,
+            fetches=self._fetches,
+            participation=self._participation,
+            now_ns=self._now_ns,
         )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.messages import LeftOut
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import Ballot, LearnerStatus, RoundBody
+
+if TYPE_CHECKING:
+    from diloco_node.core.recovery.fetches import Fetches
+    from diloco_node.core.recovery.upkeep import Upkeep
+    from diloco_node.core.region import RegionCore
 
 PHASES: Final = ("gather", "reduce", "commit", "apply")
 """Phases of a round: contributions are named; merged and on the disks of a majority; in the ledger; applied here."""
@@ -195,4 +200,41 @@ def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[Rou
             round_.wait_reason(),
         )
         for _, round_ in sorted(leader.rounds.items())
+    )
+
+
+def region_view(
+    core: RegionCore, *, region: str, upkeep: Upkeep, fetches: Fetches, participation: Participation, now_ns: int
+) -> RegionView:
+    """See `RegionCore.view`."""
+    ledger, history, leader, end = core.ledger, core.history, core.leader, core.end
+    fragments = range(len(history.versions))
+    reason = leader.reason if leader.is_acting else ledger.reason
+    return RegionView(
+        region=region,
+        role=str(ledger.role),
+        term=ledger.term,
+        leader=ledger.leader,
+        ledger_reason=ledger.reason,
+        last_index=ledger.last_index,
+        commit_index=ledger.commit_index,
+        applied_index=core.versions.applied_index(),
+        committed_versions=tuple(history.versions),
+        versions=tuple(core.versions.applied),
+        digests=tuple(upkeep.digests.newest(fragment) for fragment in fragments),
+        learner=core.liveness.learner(region),
+        rounds=round_views(leader, core.participant),
+        peers=peer_views(core.liveness, now_ns=now_ns),
+        participation=participation.view(),
+        waiting=end.waiting(ledger.leader, now_ns=now_ns) or upkeep.reason or reason,
+        fetching=fetches.in_flight(),
+        rounds_committed=history.rounds_committed,
+        tokens_merged=history.account.merged_tokens(len(fragments)),
+        digest_differences=upkeep.digests.differences,
+        contradictions=tuple(ledger.contradictions.values()),
+        wrong_leaders=tuple(sorted(ledger.wrong_leaders.items())),
+        is_ending=leader.is_ending,
+        finished="" if end.end is None else end.end.reason,
+        is_final=end.is_final,
+        left_out=leader.left_out if leader.is_acting else core.participant.left_out,
     )

@@ -119,6 +119,7 @@ class Daemon:
                 measure=self._measure,
                 expel=self._expel,
                 revoke=self._revoke,
+                change_members=lambda document: self._running_node("change").change_members(document),
                 lift_quarantine=self._lift_quarantine,
                 start_learner=self.start_learner,
             ),

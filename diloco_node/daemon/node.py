@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any, Final
 
 from diloco_node.core import events as ev
 from diloco_node.core.events import Note
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import EXPELLED, NO_LIMITS, DiskNamedBody, RateLimits, Recovered, RevokedBody
 from diloco_node.core.view import RegionView
+from diloco_node.daemon.admin.members_document import member_order
 from diloco_node.daemon.admin.node_status import NodeStatus
 from diloco_node.daemon.admin.run_facts import RunFacts
+from diloco_node.daemon.console import console_line
 from diloco_node.daemon.effects.effects import build_effects
 from diloco_node.daemon.end_wishes import EndWishes
 from diloco_node.daemon.final_model import Linger, write_final
@@ -76,6 +79,7 @@ class Node:
             files=threads.files,
             background=threads.background,
         )
+        identity = load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id)
         self.core = RegionCore(
             region=spec.region,
             regions=spec.regions,
@@ -87,6 +91,7 @@ class Node:
             seed=spec.seed,
             secret=os.urandom(32),
             now_ns=now_ns(),
+            authority=self._signature_fault,
         )
         # Learner and transport call back into effects, which are built on both: hence the methods below.
         self.learner = LearnerProxy(
@@ -104,7 +109,6 @@ class Node:
             note=note,
         )
         self.reception = Reception(runtime, manifest, self.core, self.learner)
-        identity = load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id)
         self.transport = GrpcTransport(
             region=spec.region,
             run_id=spec.run_id,
@@ -167,7 +171,9 @@ class Node:
         self._end_wishes = EndWishes(spec.state_dir)
         # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
-        # True from the final write on, for good.
+        # As the links know it; None: not yet.
+        self._roster: Roster | None = None
+        # True from the final write on, for good; and once this region was removed from the run.
         self._is_lingering = False
         self.status = NodeStatus(
             runtime=runtime,
@@ -221,10 +227,27 @@ class Node:
         self._pump.post(event)
         self.transport.expel(self.core.history.expelled)
         self.transport.credentials.revocations = self.core.history.revocations
+        self._follow_roster()
         self.reception.core_changed()
-        if isinstance(event, ev.FinalWritten) and not self._is_lingering:
+        if not self._is_lingering and (isinstance(event, ev.FinalWritten) or self.core.farewell.reason):
             self._is_lingering = True
-            self._runtime.spawn(self._linger(), "linger")
+            self._runtime.spawn(self._leave() if self.core.farewell.reason else self._linger(), "linger")
+
+    def _follow_roster(self) -> None:
+        roster = self.core.history.roster
+        if roster is not self._roster:
+            self._roster = roster
+            self.transport.part_with(frozenset(filter(roster.has_removed, self._spec.peers)))
+
+    async def _leave(self) -> None:
+        """End this region, which is no member any more: its learner stops, for nobody merges its steps."""
+        reason = self.core.farewell.reason
+        console_line(self._spec.region, f"{reason}: it ends, with exit code 0")
+        if self.learner.status is None:
+            self._runtime.learner_server.refuse(reason, is_final=True)
+        # What was acknowledged last must have left before the links go.
+        await asyncio.sleep(2 * self._spec.settings.heartbeat_ns / NS_PER_S)
+        self._runtime.end(None)
 
     def _post_limits(self) -> None:
         """Have the core tell the others what this region may send and receive: stripes are cut by that."""
@@ -305,6 +328,23 @@ class Node:
     def expel(self, peer: str, *, is_lifted: bool) -> None:
         """Have the ledger expel a peer, or readmit it. Raises ConfigError: why that can't be."""
         self._order(EntryOrdered(DiskNamedBody(peer, b"" if is_lifted else EXPELLED), is_cut_off=not is_lifted))
+
+    def change_members(self, document: Mapping[str, Any]) -> None:
+        """Have the ledger change a region's membership; this one hands over first if it leads.
+
+        Raises:
+            ConfigError: why that can't be.
+        """
+        order = member_order(document)
+        try:
+            self._order(order)
+        except ConfigError:
+            if order.body.region == self._spec.region == self.core.ledger.leader:
+                self._post(order)
+            raise
+
+    def _signature_fault(self, statement: bytes, signature: bytes) -> str:
+        return self.transport.credentials.identity.signature_fault(statement, signature)
 
     def revoke(self, region: str, pem: bytes) -> str:
         """Have the ledger revoke a certificate.

@@ -66,7 +66,7 @@ class RoundLog:
     """Give it to the pump as `observe`.
 
     Args:
-        region: this one. regions: of the run. now_ns: monotonic. unix_s: the wall clock, for people.
+        region: this one. now_ns: monotonic. unix_s: the wall clock, for people.
         on_committed: called with each finished row, as `rows` has it.
     """
 
@@ -75,14 +75,12 @@ class RoundLog:
         core: RegionCore,
         *,
         region: str,
-        regions: Sequence[str],
         now_ns: Callable[[], int],
         unix_s: Callable[[], float],
         on_committed: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self._core = core
         self._region = region
-        self._regions = tuple(sorted(regions))
         self._now_ns = now_ns
         self._unix_s = unix_s
         self._on_committed = on_committed
@@ -152,10 +150,10 @@ class RoundLog:
             self._followed_ns = now_ns
 
     def _look_as_leader(self, now_ns: int) -> None:
-        rounds = self._core.leader.rounds
+        rounds, names = self._core.leader.rounds, self._core.history.roster.names
         for fragment, round_ in rounds.items():
             row = self._track(fragment, round_.version, round_.ballot, round_.members, now_ns)
-            row.pass_time(round_.phase, round_.late_regions(self._regions), now_ns=now_ns)
+            row.pass_time(round_.phase, round_.late_regions(names), now_ns=now_ns)
         for fragment in [fragment_open for fragment_open in self._open if fragment_open not in rounds]:
             self._fail(fragment, now_ns)
 
@@ -190,7 +188,7 @@ class RoundLog:
             round_ = self._applying.pop(at)
             round_.pass_time("apply", (), now_ns=now_ns)
             members = self._merged.get(at, round_.members)
-            missing = tuple(name for name in self._regions if name not in members) if members else ()
+            missing = tuple(name for name in self._core.history.roster.names if name not in members) if members else ()
             self._add(round_, "committed", now_ns, members=members, missing=missing, reason="")
         for at in [place for place in self._merged if place[0] == fragment and place[1] <= version]:
             del self._merged[at]

@@ -60,8 +60,8 @@ class RunRecord:
         if genesis.regions != here:
             raise ConfigError(
                 f"run {run_id} in {state_dir} began with the regions {', '.join(genesis.regions)}, run.toml has "
-                f"{', '.join(here)}: the regions of a run don't change. Begin a new run; run.init takes the old one's "
-                f"{FINAL_NAME}"
+                f"{', '.join(here)}: a run keeps those that it began with there, also when `diloco-node members` has "
+                f"removed some. For others begin a new run; run.init takes the old one's {FINAL_NAME}"
             )
 
 

@@ -21,6 +21,7 @@ from diloco_node.health.tolerance import (
     is_founded,
     majority,
     region_count,
+    voter_count,
     voting_count,
 )
 
@@ -147,7 +148,7 @@ def _make(kind: AlertKind, document: Document, line: str, *, region: str = "") -
 def _majority(document: Document) -> Iterator[Finding]:
     if text(document, "state") in ("finished", "starting") or not is_founded(document) or starting_peers(document):
         return
-    voting, regions = voting_count(document), region_count(document)
+    voting, regions = voting_count(document), voter_count(document)
     count = f"{voting} of {regions} regions {'are left' if voting == alive_count(document) else 'can vote'}"
     if not has_majority(document):
         line = f"{count}, {majority(regions)} are needed to merge"

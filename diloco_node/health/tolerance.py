@@ -10,6 +10,12 @@ def region_count(document: Document) -> int:
     return 1 + len(rows(document, "peers"))
 
 
+def voter_count(document: Document) -> int:
+    """Regions that count for a majority, heard or not."""
+    kinds = [text(row, "kind") for row in rows(section(document, "members"), "rows")]
+    return kinds.count("voter") or region_count(document)
+
+
 def alive_count(document: Document) -> int:
     """Regions that this one hears, itself included."""
     return len(_alive(document))
@@ -40,13 +46,13 @@ def is_founded(document: Document) -> bool:
 
 def failure_tolerance(document: Document) -> int:
     """Never negative: 0 means that the next failure stops merging, or that it has stopped, or not begun."""
-    spare = voting_count(document) - majority(region_count(document))
+    spare = voting_count(document) - majority(voter_count(document))
     return max(0, spare) if is_founded(document) else 0
 
 
 def has_majority(document: Document) -> bool:
     """Whether this region and those that it hears can commit."""
-    return voting_count(document) >= majority(region_count(document))
+    return voting_count(document) >= majority(voter_count(document))
 
 
 def training_tolerance(document: Document) -> int:

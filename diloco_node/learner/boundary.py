@@ -108,7 +108,7 @@ class StepBoundaries:
                 while last.is_held and not last.is_stopping:
                     self._wait(WAIT_SLICE_S)
                     last = self.cross(0, is_step=False)
-        return replace(last, tokens=boundary.tokens)
+        return boundary if last is boundary else replace(last, tokens=boundary.tokens)
 
     def progress(self, global_step: int) -> TrainingProgress:
         """Where a checkpoint that is written now belongs."""

@@ -30,7 +30,8 @@ from diloco_node.learner.contribution_area import ContributionArea
 from diloco_node.learner.fragment_settings import FragmentSettings
 from diloco_node.learner.layouts.device import DeviceLane, Room, encodes_there, has_streams, page_locked
 from diloco_node.learner.layouts.shard_map import ShardMap, join, whole_map
-from diloco_node.learner.layouts.tensors import ModelTensors, host_values
+from diloco_node.learner.layouts.slab_values import host_values
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.revert import RevertCheck
 from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotFacts, SnapshotRooms, host_room

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -51,6 +52,10 @@ FAR_AT_FIRST: Final = 0.5
 FAR: Final = 0.1
 """Change between two steps, in lengths of the values, that is a load and no constraint or noise."""
 
+_FORM: Final = attrgetter("dtype", "shape")
+_WRITES: Final = attrgetter("_version")
+_VALUES: Final = methodcaller("values")
+
 REMEDY: Final = (
     "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
     "begin a new run: run.init takes the weights of this one"
@@ -64,6 +69,7 @@ class _OptimizerRecord:
     Attributes:
         size: parameters in its groups. tensors: those that are merged, by name.
         writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
+        largest: place of the largest of them.
         counted_steps: of the optimizer whose steps count, when this one's last step began.
         is_stepping: it is in a step: what it writes was not noted yet.
         sample: of its largest tensor at that time: a load changes all of them.
@@ -81,13 +87,13 @@ class _OptimizerRecord:
     sample: Tensor | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    largest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
 
     def count_writes(self) -> list[int]:
-        return [tensor._version for tensor in self.tensors.values()]
-
-    @property
-    def largest(self) -> int:
-        return max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
+        return [*map(_WRITES, self.tensors.values())]
 
     def take_sample(self) -> Tensor:
         return sample_of([*self.tensors.values()][self.largest])
@@ -118,7 +124,7 @@ class ModelWatch:
         self._counted = counted
         # Merged tensors and masters, with their names.
         self._names = tensors.names
-        self._forms = [(tensor.dtype, tensor.shape) for tensor in self._names]
+        self._forms = [*map(_FORM, self._names)]
         self._present = set(tensors.present())
         self._places = self._places_now()
         # Those that have made a step; None for one that trains something else.
@@ -189,26 +195,25 @@ class ModelWatch:
             if record is not None and record.sample is not None:
                 record.note()
 
-    def _places_now(self) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
-        """Return what the modules hold: the dictionaries themselves, and their values."""
+    def _places_now(self) -> tuple[list[dict[str, Any]], list[int], list[Any]]:
+        """Return what the modules hold: the dictionaries themselves, their sizes, and the values of all."""
         merge_tensors = set(self._tensors.followed.values())
         modules = [*self._tensors.model.modules()]
         holders: list[dict[str, Any]] = [
             holder for module in modules for holder in (module._parameters, module._modules)
         ]
         holders += [module._buffers for module in modules if not merge_tensors.isdisjoint(module._buffers.values())]
-        return [(holder, tuple(holder.values())) for holder in holders]
+        return holders, [*map(len, holders)], [*chain.from_iterable(map(_VALUES, holders))]
 
     def _check_model(self) -> None:
-        for (tensor, name), form in zip(self._names.items(), self._forms, strict=True):
-            if (tensor.dtype, tensor.shape) != form:
-                before, now = (
-                    f"{dtype} of shape {tuple(shape)}" for dtype, shape in (form, (tensor.dtype, tensor.shape))
-                )
-                raise LearnerError(f"{name!r} is {now} now, at attach() it was {before}. {REMEDY}")
-        if all(
-            len(holder) == len(values) and all(map(is_, holder.values(), values)) for holder, values in self._places
-        ):
+        forms = [*map(_FORM, self._names)]
+        if forms != self._forms:
+            entries = zip(self._names.values(), forms, self._forms, strict=True)
+            name, *pair = next(entry for entry in entries if entry[1] != entry[2])
+            now, before = (f"{dtype} of shape {tuple(shape)}" for dtype, shape in pair)
+            raise LearnerError(f"{name!r} is {now} now, at attach() it was {before}. {REMEDY}")
+        holders, sizes, values = self._places
+        if [*map(len, holders)] == sizes and all(map(is_, chain.from_iterable(map(_VALUES, holders)), values)):
             return
         # The same tensors may be set again, as sharding does around a forward pass.
         check_not_replaced(self._tensors)
@@ -222,7 +227,7 @@ class ModelWatch:
         self._places = self._places_now()
 
     def _counts_now(self) -> list[int]:
-        return [tensor._version for tensor in self._names]
+        return [*map(_WRITES, self._names)]
 
     def _check_still(self) -> None:
         """Notice a loop that trains another model, such as a copy: nobody writes to this one."""

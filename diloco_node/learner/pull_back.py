@@ -24,7 +24,8 @@ from torch import Tensor
 
 from diloco_node.learner.layouts.device import LateNumbers, has_streams, page_locked
 from diloco_node.learner.layouts.shard_map import LocalFragment
-from diloco_node.learner.layouts.tensors import ModelTensors, host_values
+from diloco_node.learner.layouts.slab_values import host_values
+from diloco_node.learner.layouts.tensors import ModelTensors
 
 STEPS: Final = 10
 """Steps after a version that are looked at. Lookahead interpolates each fifth to tenth step."""
@@ -63,12 +64,14 @@ class _VersionTrial:
 
     Attributes:
         move: way of the version, and last: the values at the boundary before, samples on their device.
+        length: norm of `move`.
         rows: per boundary (share of the way gained, cosine of gradient and way, whether anything moved).
     """
 
     local: LocalFragment
     move: Tensor
     last: Tensor
+    length: Tensor
     rows: list[Tensor] = field(default_factory=list)
 
 
@@ -104,12 +107,17 @@ class PullBackCheck:
         """Whether no further version is looked at."""
         return bool(self.fault) or self._versions >= VERSIONS_MAX
 
+    def wants(self, index: int) -> bool:
+        """Whether a version of this fragment is to be told by `begin`."""
+        return index in self._trials or (not self.is_done and len(self._trials) < TRIALS_MAX)
+
     def begin(self, local: LocalFragment, before: Tensor, after: Tensor) -> None:
         """A version was applied: samples of the parameters before and after."""
         self._finish(local.index)
         if not self.is_done and len(self._trials) < TRIALS_MAX:
             self._versions += 1
-            self._trials[local.index] = _VersionTrial(local, after - before, after)
+            move = after - before
+            self._trials[local.index] = _VersionTrial(local, move, after, move.norm())
 
     def look(self) -> None:
         """Measure what the last step took back, and judge the versions whose numbers have come."""
@@ -127,9 +135,10 @@ class PullBackCheck:
         now, move = self._tensors.sample(trial.local), trial.move
         gradient = self._tensors.sample_gradients(trial.local)
         step, trial.last = now - trial.last, now
-        length = move.norm()
-        share, cosine = (step * move).sum() / length.square(), (gradient * move).sum() / (gradient.norm() * length)
-        return torch.stack([share, cosine.nan_to_num(0.0), (step != 0).any().float()])
+        share, cosine = (step * move).sum() / trial.length.square(), torch.zeros_like(trial.length)
+        if gradient is not None:
+            cosine = ((gradient * move).sum() / (gradient.norm() * trial.length)).nan_to_num(0.0)
+        return torch.stack([share, cosine, (step != 0).any().float()])
 
     def _finish(self, index: int) -> None:
         """Order the numbers of a version; they are lost where those of the one before are still on their way."""

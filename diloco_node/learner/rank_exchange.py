@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.learner.layouts.shard_map import LocalFragment, ShardMap, Slab
-from diloco_node.learner.layouts.tensors import host_values
+from diloco_node.learner.layouts.slab_values import host_values
 from diloco_node.learner.ranks import among_ranks
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.device import LateNumbers, has_streams, page_locked
 from diloco_node.learner.layouts.shard_map import LocalFragment
-from diloco_node.learner.layouts.tensors import ModelTensors, host_values
+from diloco_node.learner.layouts.slab_values import host_values
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.pull_back import PullBackCheck
 
 CLOSER: Final = 0.5
@@ -76,7 +77,7 @@ class RevertCheck:
 
     def before(self, local: LocalFragment) -> None:
         """Sample this rank's part of a fragment, just before a version is applied to it."""
-        if not (self._is_done and self._pull_back.is_done):
+        if not self._is_done or self._pull_back.wants(local.index):
             self._before[local.index] = self._tensors.sample(local)
 
     def after(self, local: LocalFragment) -> None:
@@ -131,9 +132,15 @@ class RevertCheck:
         """
         before, after, now = trial.before, trial.after, self._tensors.sample(trial.local)
         is_same = before == after
+        gradient = self._tensors.sample_gradients(trial.local)
         move, back, ahead, gradient = (
             values.masked_fill(is_same, 0.0)
-            for values in (after - before, now - before, now - after, self._tensors.sample_gradients(trial.local))
+            for values in (
+                after - before,
+                now - before,
+                now - after,
+                torch.zeros_like(now) if gradient is None else gradient,
+            )
         )
         sums = [(now != after).sum(), (~is_same).sum(), back.norm(), ahead.norm()]
         sums += [(gradient * move).sum(), gradient.norm(), move.norm()]

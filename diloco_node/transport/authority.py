@@ -25,8 +25,10 @@ from diloco_node.atomic_file import replace_file
 from diloco_node.errors import ConfigError, IdentityError
 from diloco_node.transport.certificates import (
     CA_CERT,
+    CA_KEY,
     NODE_CERT,
     NODE_KEY,
+    SIGNATURE,
     issuer_of,
     names_of,
     parse_certificates,
@@ -44,7 +46,6 @@ CLOCK_SLACK: Final = dt.timedelta(hours=1)
 PREVIOUS_CERT: Final = "node.pem.old"
 """The certificate that the last renewal replaced: `certs revoke --certificate` takes it. Its key is gone."""
 
-_CA_KEY: Final = "ca.key"
 _RUN_ID_SHOWN: Final = 48
 """Characters of the run id in an authority's name, which may have 64."""
 
@@ -85,13 +86,13 @@ def init_run(folder: Path, run_id: str, regions: Sequence[str], *, now: dt.datet
     Raises ConfigError: a bad name, or some of the files are there already (nothing is overwritten).
     """
     _check_names(run_id, regions)
-    _check_absent([folder / CA_CERT, folder / _CA_KEY, *_region_files(folder, regions)])
+    _check_absent([folder / CA_CERT, folder / CA_KEY, *_region_files(folder, regions)])
     now = now or dt.datetime.now(dt.UTC)
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         authority = _Authority(folder, key, (_ca_certificate(key, run_id, now),))
-        _replace(folder / _CA_KEY, key_pem(key), mode=0o600)
+        _replace(folder / CA_KEY, key_pem(key), mode=0o600)
         _replace(folder / CA_CERT, authority.pem)
         for region in regions:
             _issue(authority, region, run_id, now, VALID)
@@ -165,7 +166,7 @@ def renew_authority(folder: Path, *, now: dt.datetime | None = None) -> list[str
     authority = _Authority(folder, key, (_ca_certificate(key, run_id, now), *old.certificates))
     with _writing(folder):
         _replace(folder / CA_CERT, authority.pem)
-        _replace(folder / _CA_KEY, key_pem(key), mode=0o600)
+        _replace(folder / CA_KEY, key_pem(key), mode=0o600)
         return _hand_out(authority)
 
 
@@ -196,23 +197,38 @@ def drop_old_authority(folder: Path) -> list[str]:
         return _hand_out(authority)
 
 
-def _load_authority(folder: Path, now: dt.datetime | None) -> _Authority:
-    """Read key and certificates. `now`: the authority must be valid then; None: it need not be. Raises ConfigError."""
-    path = folder / _CA_KEY
+def sign(key_file: Path, statement: bytes) -> bytes:
+    """Sign a statement with the key of an authority: `ca.key`. Raises ConfigError: it can't be read."""
+    return _load_key(key_file).sign(statement, SIGNATURE)
+
+
+def _load_key(path: Path) -> ec.EllipticCurvePrivateKey:
     if not path.exists():
         raise ConfigError(
-            f"{path} is missing: only the holder of the authority's key makes certificates. Give the command there, "
-            "in the folder of `certs init`, or name it with --out FOLDER"
+            f"{path} is missing: only the holder of the authority's key makes certificates, and changes the members of "
+            "a run. Give the command there, in the folder of `certs init`, or name it with --out FOLDER (--ca-key FILE)"
         )
     try:
         key = serialization.load_pem_private_key(read_pem(path), password=None)
-        certificates = parse_certificates(read_pem(folder / CA_CERT), folder / CA_CERT)
     except IdentityError as error:
         raise ConfigError(str(error)) from error
     except (ValueError, TypeError):
-        raise ConfigError(f"{path} holds no unencrypted key in PEM form: take it from your backup") from None
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} holds no unencrypted key of an elliptic curve in PEM form: take it from your backup")
+    return key
+
+
+def _load_authority(folder: Path, now: dt.datetime | None) -> _Authority:
+    """Read key and certificates. `now`: the authority must be valid then; None: it need not be. Raises ConfigError."""
+    path = folder / CA_KEY
+    key = _load_key(path)
+    try:
+        certificates = parse_certificates(read_pem(folder / CA_CERT), folder / CA_CERT)
+    except IdentityError as error:
+        raise ConfigError(str(error)) from error
     own = [certificate for certificate in certificates if certificate.public_key() == key.public_key()]
-    if not own or not isinstance(key, ec.EllipticCurvePrivateKey):
+    if not own:
         raise ConfigError(f"{path} is not the key of {folder / CA_CERT}: both must be of one `certs init`")
     others = [certificate for certificate in certificates if certificate not in own]
     if now is not None and now > own[0].not_valid_after_utc:

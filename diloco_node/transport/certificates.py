@@ -7,6 +7,7 @@ sides know whom they talk to, whatever address was dialed. `authority` makes the
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ PEM_BYTES_MAX: Final = 64 * 2**10
 CA_CERT: Final = "ca.pem"
 NODE_CERT: Final = "node.pem"
 NODE_KEY: Final = "node.key"
+CA_KEY: Final = "ca.key"
+SIGNATURE: Final = ec.ECDSA(hashes.SHA256())
+"""The way in which a key signs what is no certificate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,19 @@ class Identity:
         if (region, run_id) != (peer, self.run_id):
             raise PeerCertificateRefused(f"{peer} shows the certificate of {tls_name(region, run_id)}")
         return _facts(certificate, issuer, region, run_id)
+
+    def signature_fault(self, statement: bytes, signature: bytes) -> str:
+        """See `core.ledger.roster.Authority`."""
+        for authority in self.authorities:
+            key = authority.public_key()
+            with contextlib.suppress(InvalidSignature):
+                if isinstance(key, ec.EllipticCurvePublicKey):
+                    key.verify(signature, statement, SIGNATURE)
+                    return ""
+        return (
+            f"no authority in the {CA_CERT} of {self.region} has signed it for these members of run {self.run_id}: "
+            f"sign it with the run's {CA_KEY}; if the authority was replaced since, the old one must be there, too"
+        )
 
 
 def tls_name(region: str, run_id: str) -> str:

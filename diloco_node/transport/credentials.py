@@ -16,18 +16,17 @@ from typing import Any, Final
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from diloco_node.errors import PeerCertificateRefused
-from diloco_node.transport.certificates import Certificate, Identity
+from diloco_node.transport.certificates import SIGNATURE, Certificate, Identity
 
 CHALLENGE_KEY: Final = "diloco-challenge"
 CERTIFICATE_KEY: Final = "diloco-certificate"
 PROOF_KEY: Final = "diloco-proof"
 
 _CHALLENGE: Final = re.compile("[0-9a-f]{64}", re.ASCII)
-_ECDSA: Final = ec.ECDSA(hashes.SHA256())
 FINGERPRINT_SHOWN: Final = 16
 """Characters of a fingerprint in texts."""
 
@@ -118,7 +117,7 @@ def prove(identity: Identity, dialer: str, challenge: str) -> tuple[tuple[str, s
         return ()
     key = serialization.load_pem_private_key(identity.key_pem, password=None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)  # checked when it was loaded
-    signature = key.sign(_statement(identity.run_id, dialer, identity.region, challenge), _ECDSA)
+    signature = key.sign(_statement(identity.run_id, dialer, identity.region, challenge), SIGNATURE)
     certificate = base64.b64encode(identity.certificate.encoding).decode()
     return ((CERTIFICATE_KEY, certificate), (PROOF_KEY, base64.b64encode(signature).decode()))
 
@@ -134,7 +133,7 @@ def check_proof(credentials: Credentials, peer: str, challenge: str, certificate
     key = x509.load_der_x509_certificate(encoding).public_key()
     try:
         assert isinstance(key, ec.EllipticCurvePublicKey)
-        key.verify(signature, _statement(identity.run_id, identity.region, peer, challenge), _ECDSA)
+        key.verify(signature, _statement(identity.run_id, identity.region, peer, challenge), SIGNATURE)
     except (AssertionError, InvalidSignature):
         raise PeerCertificateRefused(f"{peer} does not prove that the key of its certificate is its own") from None
     return certificate

@@ -66,6 +66,8 @@ class PeerLink:
         # Outlives sessions: a peer gets no fresh allowance by dialing again.
         self._intake = Intake(env.messages_per_s, now_ns=time.monotonic_ns())
         self._random = random.Random(seed)
+        # Whether the peer was removed from the run: it is let in to be told so, and dialed only where it can't dial.
+        self.is_former = False
         # Decides which of two crossing dials goes on; never changes.
         self._is_smaller = env.hello.region < peer
         # Number of the last dial of this process; all streams of one session carry the dialer's.
@@ -137,6 +139,8 @@ class PeerLink:
         """Drop the session if a certificate that it was made with has ended, is revoked, or is not trusted any more."""
         if self.session is not None:
             why = self.env.credentials.link_fault(self.session.certificates, is_renewed=is_renewed)
+            if self.is_former and asyncio.get_running_loop().time() - self._since_s > self.env.times.farewell_s:
+                why = why or f"{self.peer} was removed from the run"
             if why:
                 self.session.drop(why)
 
@@ -229,7 +233,10 @@ class PeerLink:
     async def _connect(self, dial_number: int, old: Session | None) -> Session:
         assert self.address is not None
         env = self.env
-        if why := env.quarantine_reason(self.peer):
+        why = env.quarantine_reason(self.peer) or (
+            "removed from the run" if self.is_former and env.is_advertised else ""
+        )
+        if why:
             raise LinkLost(f"{self.peer} is {why}")
         streams: dict[Lane, DialedStream] = {}
         try:

@@ -346,6 +346,11 @@ class GrpcTransport:
         for peer in sorted(news & self.links.keys()):
             self.links[peer].drop(self.quarantine_reason(peer))
 
+    def part_with(self, former: frozenset[str]) -> None:
+        """Close the links of these peers, which were removed from the run, once they have had time to hear so."""
+        for peer, link in self.links.items():
+            link.is_former = peer in former
+
     async def renew(self, identity: Identity) -> dict[str, PeerError]:
         """Use another identity of this region from now on, and make each link again with it, one after the other.
 

@@ -74,6 +74,7 @@ MESSAGES: Final[dict[int, type]] = {
     32: messages.MergedReceived,
     33: messages.AuditDrawn,
     34: messages.ContributionProjected,
+    35: messages.RosterShown,
 }
 
 BULK_HEADERS: Final[dict[int, type]] = {

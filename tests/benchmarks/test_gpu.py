@@ -95,7 +95,15 @@ def test_gaps_are_where_no_stream_of_the_device_has_work() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="devices in software need g++")
 def test_all_that_has_no_driver_passes_on_devices_in_software() -> None:
-    command = [sys.executable, "benchmarks/gpu.py", "--small", "--import", "tests.kit.fakecuda.installed", "--json"]
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--size",
+        "small",
+        "--import",
+        "tests.kit.fakecuda.installed",
+        "--json",
+    ]
     command += ["--only", "bits,waits"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

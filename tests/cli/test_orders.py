@@ -13,11 +13,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diloco_node.config.budget_plan import BudgetPlan
+from diloco_node.core.ledger.disks import DiskView
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
+from diloco_node.daemon.admin.members_document import members_document
 from diloco_node.daemon.region_budget import changed_plan
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
 from diloco_node.state_names import ADMIN_TOKEN_NAME
+from diloco_node.transport.authority import init_run
+from diloco_node.transport.certificates import load_identity
 
 RUN_TOML = """
 [run]
@@ -39,6 +45,7 @@ class Region:
         self.finished: list[str] = []
         self.expelled: list[str] = []
         self.revocations: list[tuple[str, str]] = []
+        self.changes: list[Mapping[str, Any]] = []
         self.status: dict[str, Any] = {}
         self._folder = folder
         self._loop = asyncio.new_event_loop()
@@ -54,6 +61,7 @@ class Region:
             expel=self._expel,
             revoke=self._revoke,
             lift_quarantine=self._lift,
+            change_members=self._change,
             start_learner=lambda: "stopped",
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
@@ -66,6 +74,11 @@ class Region:
         if peer != "us":
             raise ConfigError(f"{peer} leads: stop it first")
         self.expelled.append(peer)
+
+    def _change(self, document: Mapping[str, Any]) -> None:
+        if document["region"] == "asia":
+            raise ConfigError("3 voters, all are there: removing asia leaves 2; --force takes that risk")
+        self.changes.append(document)
 
     def _revoke(self, region: str, pem: str) -> str:
         if region != "us":
@@ -235,3 +248,35 @@ def test_what_is_wrong_with_lifting_a_quarantine_is_said(tmp_path: Path, capsys:
     (tmp_path / "state" / "eu" / ADMIN_TOKEN_NAME).write_text("another")
     assert main(["quarantine", "lift", "us"]) == 2
     assert "missing or wrong bearer token" in capsys.readouterr().err
+
+
+def test_changes_of_the_members_are_signed_with_the_authoritys_key(
+    region: Region, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init_run(Path("certs"), "try", ["eu"])
+    disks = DiskView("abc")
+    disks.begin(Roster.of_voters(("asia", "eu", "us"), dict.fromkeys(("asia", "eu", "us"), b"d" * 16), since=2), 2)
+    region.status = {"run_id": "try", "members": members_document(disks, frozenset(("eu", "us")))}
+    assert main(["members", "list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "region  kind   since    now",
+        "asia    voter  entry 2  away",
+        "eu      voter  entry 2  there",
+        "us      voter  entry 2  there",
+        "3 voters, 2 must be there; no vote comes from asia: the next failure stops merging",
+    ]
+    assert main(["members", "demote", "us"]) == 0
+    assert "us is a contributor when a majority agrees. The voters are asia, eu then" in capsys.readouterr().out
+    (change,) = region.changes
+    after = disks.roster.changed(MembershipBody("us", "contributor"))
+    identity = load_identity(Path("certs/eu"))
+    assert identity.signature_fault(after.statement("try"), bytes.fromhex(change["signature"])) == ""
+    assert (change["region"], change["kind"], change["force"]) == ("us", "contributor", False)
+    assert main(["members", "remove", "asia", "--force"]) == 2
+    assert "eu refuses: 3 voters, all are there: removing asia leaves 2" in capsys.readouterr().err
+    assert main(["members", "promote", "us", "--ca-key", "nowhere"]) == 2
+    assert "nowhere is missing: only the holder of the authority's key" in capsys.readouterr().err
+    region.status = {"run_id": "try", "reason": "loads its kernels"}
+    assert main(["members", "list"]) != 0
+    assert "eu does not tell the members of the run: loads its kernels" in capsys.readouterr().err
+    assert len(region.changes) == 1

@@ -281,6 +281,10 @@ def test_all_regions_of_the_run_are_shown_from_one() -> None:
     assert "  90 ms away, in 98 % of the merges" in status_lines([healed], 80)
     unheard = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 0})) | facts
     assert "  Connection refused" in status_lines([unheard], 80), "how far it is nobody has said"
+    members = {"rows": [{"region": "eu", "kind": "contributor"}, {"region": "us", "kind": "contributor"}]}
+    quiet = status_lines([document | {"members": members, "leader": "ap"}], 80)
+    assert ["eu*", "contributor"] in [line.split()[:2] for line in quiet]
+    assert ["us", "contributor"] in [line.split()[:2] for line in quiet]
     neighbour = changed() | {"region": "eu"}
     assert not any(line.startswith("eu*") for line in status_lines([document, neighbour], 80)), "it was asked itself"
 

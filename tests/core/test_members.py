@@ -6,14 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_node.core.events import Effect
+from diloco_node.core.events import Effect, MessageArrived
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.messages import RosterShown
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.member_check import MemberCheck
+from diloco_node.lab.sim.planting import signature_of
+from tests.kit.member_orders import signed
 from tests.kit.rounds_kit import committed_round, contribution
 from tests.kit.small_world import Small
 
@@ -27,7 +30,8 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def order(small: Small, region: str, kind: str, *, is_forced: bool = False) -> str:
     """Give the order to the leader; why it can't be carried out."""
     host = small.hosts[small.leader()]
-    change = EntryOrdered(MembershipBody(region, kind), is_cut_off=kind == "former", is_forced=is_forced)
+    body = signed(host.core.ledger.disks.roster, MembershipBody(region, kind))
+    change = EntryOrdered(body, is_cut_off=kind == "former", is_forced=is_forced)
     fault: str = host.core.replacement.order_fault(change, host.core.liveness, now_ns=small.world.now_ns)
     host.post(change)
     return fault
@@ -87,6 +91,7 @@ def test_a_region_joins_is_merged_and_gets_a_vote_and_another_leaves(
     small.go(5)
     assert "no member of the run any more" in small.hosts[leaver].core.ledger.reason, "it is told"
     assert leaver not in small.hosts[small.leader()].core.ledger.durable_indexes, "and then nobody sends to it"
+    assert "was removed from the run by an operator (entry" in small.hosts[leaver].core.farewell.reason
     stop(small, leaver)
     count = len(small.bodies())
     small.go(5)
@@ -191,7 +196,8 @@ def test_two_changes_that_are_open_at_once_are_found(patch: pytest.MonkeyPatch) 
         return effects
 
     patch.setattr(core.replacement, "carry_out", propose_anyway)
-    small.hosts[leader].post(EntryOrdered(MembershipBody(small.others()[0], "former"), is_cut_off=True))
+    change = signed(core.ledger.disks.roster, MembershipBody(small.others()[0], "former"))
+    small.hosts[leader].post(EntryOrdered(change, is_cut_off=True))
     assert any("2 changes are open at once" in text for text in small.sim.checkers.violations)
 
 
@@ -209,6 +215,68 @@ def test_a_region_that_an_open_round_has_leaves_after_it_and_no_new_round_has_it
     late = [body for body in small.bodies() if isinstance(body, RoundBody) and body.ballot > max(ballots)]
     assert late
     assert leaver not in {member.contribution.learner for body in late for member in body.members}
+
+
+def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 4)
+    small.go(6)
+    leaver, other = small.others()[:2]
+    small.hosts[leaver].kill_daemon()
+    small.go(2)
+    assert order(small, leaver, "former") == ""
+    small.go(2)
+    small.hosts[leaver].start_daemon()
+    small.go(2)
+    core = small.hosts[leaver].core
+    assert "shows the authority's signature, change 1 of the members" in core.farewell.reason
+    assert core.history.roster.kind_of(leaver) == "voter", "its own ledger does not say so"
+    stop(small, leaver)
+    small.settle()
+    assert small.hosts[other].core.farewell.reason == ""
+
+
+def test_the_word_of_a_peer_alone_removes_nobody(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 4)
+    small.go(6)
+    victim, peer = small.others()[:2]
+    core = small.hosts[victim].core
+    without = roster(small, victim).changed(MembershipBody(victim, "former"))
+    forged = signature_of(without.statement("another run"))
+    for message in (
+        RosterShown(1, without.lines, forged),
+        RosterShown(1, without.lines[::-1], signature_of(without.statement("simulated"))),
+        RosterShown(0, without.lines, signature_of(without.statement("simulated"))),
+    ):
+        small.hosts[victim].post(MessageArrived(peer, message))
+    assert core.farewell.reason == ""
+    assert any(f"shows a list without {victim}: no authority" in note.text for note in small.alarms())
+    small.settle()
+
+
+def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its_place(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    small = Small(patch, 4)
+    small.go(6)
+    leader = small.leader()
+    core, victim = small.hosts[leader].core, small.others()[0]
+    made_up = MembershipBody(victim, "contributor", signature=b"s" * 71)
+    change = EntryOrdered(made_up, is_cut_off=False, is_forced=True)
+    fault = core.replacement.order_fault(change, core.liveness, now_ns=small.world.now_ns)
+    assert "no authority of the run has signed it" in fault, "an operator without the key"
+    patch.setattr(core.ledger._entry_gate, "_meaning", None)  # the leader itself takes anything
+    host = small.hosts[leader]
+    patch.setattr(core.replacement, "order_fault", lambda *_, **__: "")
+    followers = small.others()
+    violations: list[str] = []
+    patch.setattr(small.sim.checkers, "violate", violations.append)
+    host.post(change)
+    until_ns = small.world.now_ns + 6_000_000_000
+    small.sim.run_until(lambda: small.world.now_ns > until_ns)
+    assert any("no authority of the run has signed it" in text for text in violations)
+    assert any(view.is_leader(small.hosts[name].core) for name in followers), "they follow it no more"
+    for name in followers:
+        assert small.hosts[name].core.ledger.disks.roster.voters == small.sim.setup.founders
 
 
 def test_a_removed_regions_contribution_that_is_merged_is_found() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_node.core import events as ev
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.types import Ballot
 from diloco_node.core.view import PHASES
 from diloco_node.daemon.round_log import REASON_CHARS_MAX, ROUNDS_KEPT, RoundLog, TrackedRound
@@ -106,12 +107,12 @@ class Script:
 
     def __init__(self, *, leads: bool) -> None:
         self.now_ns = 0
-        self.history = SimpleNamespace(rounds_committed=0, versions=[0, 0])
+        self.history = SimpleNamespace(rounds_committed=0, versions=[0, 0], roster=Roster.of_voters(("eu", "us")))
         self.leader = SimpleNamespace(is_acting=leads, rounds={})
         self.participant = SimpleNamespace(standing=self.standing)
         self.followed: dict[int, tuple[int, Ballot, str, tuple[str, ...]]] = {}
         core: Any = self
-        self.log = RoundLog(core, region="us", regions=("eu", "us"), now_ns=lambda: self.now_ns, unix_s=lambda: 0.0)
+        self.log = RoundLog(core, region="us", now_ns=lambda: self.now_ns, unix_s=lambda: 0.0)
 
     def standing(self, fragment: int) -> tuple[int, Ballot, str, tuple[str, ...]] | None:
         return self.followed.get(fragment)

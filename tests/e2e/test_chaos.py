@@ -51,7 +51,7 @@ async def train_in_a_storm(folder: Path) -> dict[str, Any]:
         assert code in (0, 5) or demo.done(), errors
         assert code != 0 or json.loads(out)["do"] == kind
     code, out, errors = await demo
-    assert code == 0, errors[-4000:]
+    assert code == 0, f"{errors[-4000:]}\n{out[-8000:]}"
     return dict(json.loads(out))
 
 

@@ -75,6 +75,7 @@ async def test_a_follower_and_a_leader_that_lose_their_folders_come_back_and_vot
     await end_and_check(cluster)
 
 
+@pytest.mark.long
 async def test_an_older_copy_of_a_folder_counts_as_a_lost_one_until_it_has_caught_up(cluster: Cluster) -> None:
     """A copy is put in the folder's place. Later another one runs beside the region that goes on in the folder."""
     await cluster.start()

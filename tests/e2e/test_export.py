@@ -19,7 +19,7 @@ from tests.kit.commands import COMMAND
 from tests.kit.data_kit import rows_of, write_jsonl
 from tests.kit.hf_kit import write_hf_folder
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
 MODEL = """hf = "../model"
 hf_args = { gradient_accumulation_steps = 2, bf16 = true, learning_rate = 1e-3, eval_steps = 5 }

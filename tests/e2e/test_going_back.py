@@ -34,6 +34,7 @@ with diloco_node.attach(model, optimizer) as diloco:
 """
 
 
+@pytest.mark.long
 async def test_a_new_run_begins_at_an_earlier_version_of_an_archive_that_still_trains(tmp_path: Path) -> None:
     first = Cluster(tmp_path / "first", 2, changes={"admin_port": "payload_archive = true\nadmin_port"})
     init = first.folder / first.names[0]

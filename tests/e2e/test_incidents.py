@@ -17,7 +17,7 @@ from diloco_node.cli.admin_client import ask_all
 from diloco_node.cli.places import targets_in
 from tests.kit.commands import COMMAND, NO_FORK_SERVER
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
 
 REGIONS = 3
 PATIENCE_S = 240.0

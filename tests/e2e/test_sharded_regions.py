@@ -19,7 +19,7 @@ from tests.kit.cluster_kit import Cluster, all_train
 from tests.kit.ports import free_port
 from tests.kit.repository import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
 EXAMPLE = str(ROOT / "examples" / "fsdp_loop.py")
 

@@ -677,3 +677,15 @@ def test_the_page_has_each_alert_once() -> None:
         for kind in kinds.ALERT_KINDS
     ]
     assert [(*row[:4], row[4].strip()) for row in rows] == table
+
+
+def test_contributors_count_for_no_majority() -> None:
+    members = {
+        "rows": [{"region": "us", "kind": "voter"}, *({"region": name, "kind": "contributor"} for name in ("ap", "eu"))]
+    }
+    down = changed(voters=["us"], members=members, peers=peers(ap=DOWN, eu=DOWN))
+    assert "A-NO-MAJORITY" not in [alert.code for alert in find_alerts(down)], "the only voter commits alone"
+    members["rows"][1]["kind"] = "voter"
+    voters = ["us", "ap"]
+    health = health_of(changed(voters=voters, members=members, peers=peers(ap=DOWN)))
+    assert health["line"].startswith("stalled: us: 1 of 2 regions can vote, 2 are needed to merge")

@@ -103,7 +103,7 @@ class Network:
         )
 
         self.replacements[name] = DiskReplacement(
-            self.cores[name], RoundHistory(1), NO_ROUNDS, heartbeat_ns=HEARTBEAT_NS
+            self.cores[name], RoundHistory(1), NO_ROUNDS, heartbeat_ns=HEARTBEAT_NS, roster_fault=lambda _: ""
         )
 
     def crash(self, name: str) -> None:

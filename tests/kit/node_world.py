@@ -163,6 +163,9 @@ class MemoryTransport:
     def expel(self, regions: frozenset[str]) -> None:
         """Here links of an expelled region stay: the core ignores what it says."""
 
+    def part_with(self, former: frozenset[str]) -> None:
+        """Nor is a removed region's link closed."""
+
     def changed(self, peer: str, *, is_up: bool) -> None:
         if is_up:
             self._lost[peer] = asyncio.Event()

@@ -252,6 +252,7 @@ class ShownRun:
             expel=None,
             revoke=None,
             lift_quarantine=lambda _: False,
+            change_members=lambda _: None,
             start_learner=lambda: "waiting",
         )
 

@@ -16,6 +16,7 @@ from diloco_node.transport.authority import (
     init_run,
     renew_authority,
     renew_regions,
+    sign,
 )
 from diloco_node.transport.certificates import load_identity
 
@@ -173,3 +174,27 @@ def test_a_disk_that_refuses_is_told(run: Path) -> None:
     (run / "asia").write_text("a file")
     with pytest.raises(ConfigError, match="can't be written"):
         add_regions(run, ["asia"])
+
+
+def test_what_an_authority_signs_is_good_where_it_is_trusted(run: Path, tmp_path: Path) -> None:
+    statement = b"the members of a run"
+    identity, signature = load_identity(run / "eu"), sign(run / "ca.key", statement)
+    assert identity.signature_fault(statement, signature) == ""
+    init_run(tmp_path / "other", "run1", ["eu"])
+    for words, octets in (
+        (statement + b"!", signature),
+        (statement, sign(tmp_path / "other" / "ca.key", statement)),
+        (statement, b""),
+        (statement, signature[:-1]),
+    ):
+        assert "no authority in the ca.pem of eu has signed it" in identity.signature_fault(words, octets)
+    renew_authority(run)
+    both = load_identity(run / "eu")
+    assert both.signature_fault(statement, signature) == "", "signed by the one before"
+    assert both.signature_fault(statement, sign(run / "ca.key", statement)) == ""
+    renew_regions(run)
+    drop_old_authority(run)
+    assert "if the authority was replaced since" in load_identity(run / "eu").signature_fault(statement, signature)
+    (run / "ca.key").unlink()
+    with pytest.raises(ConfigError, match=r"only the holder of the authority's key .* changes the members of a run"):
+        sign(run / "ca.key", statement)

@@ -28,6 +28,7 @@ TIMES = LinkTimes(
     backoff_max_s=0.1,
     violation_backoff_s=0.05,
     silent_s=60.0,
+    farewell_s=0.1,
 )
 
 
@@ -171,3 +172,16 @@ async def test_links_of_an_expelled_region_are_closed_and_refused_until_it_is_re
         process.transport.expel(frozenset())
     await c.until(lambda: c.up == {"a", "b"})
     assert a.transport.quarantine_reason("c") == ""
+
+
+async def test_a_removed_region_is_let_in_to_be_told_so_and_dialed_no_more(run: list[Process]) -> None:
+    a, b, c = run
+    a.transport.part_with(frozenset({"c"}))
+    for is_up in (False, True, False):
+        await c.until(lambda is_up=is_up: ("a" in c.up) is is_up)
+    assert a.transport.quarantine_reason("c") == "", "it has broken nothing"
+    assert ("b" in a.up, "b" in c.up) == (True, True)
+    b.transport.part_with(frozenset({"a"}))
+    assert "a is removed from the run" in await refused_with(b, "a", "is removed from the run")
+    b.transport.part_with(frozenset())
+    await b.until(lambda: "a" in b.up)

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
-from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.member_kind import Enrolled, MembershipBody
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire import link_messages as k
@@ -51,7 +51,7 @@ BODIES: list[t.EntryBody] = [
     t.SummaryBody(1024, b"d" * 32),
     t.ExtendedBody(800, 0),
     t.RevokedBody("eu", b"c" * 32),
-    MembershipBody("ap", "contributor", "ap.example:4317"),
+    MembershipBody("ap", "contributor", "ap.example:4317", b"s" * 71),
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [
@@ -89,6 +89,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.MergedReceived(BALLOT, (b"d" * 32, b"")),
     m.AuditDrawn(BALLOT, b"d" * 32, (b"n" * 32,)),
     m.ContributionProjected(BALLOT, (0.5, -1.25)),
+    m.RosterShown(3, (Enrolled("ap", "former", b"", 9, "ap.example:4317", 1),), b"s" * 71),
 ]
 
 HEADER_EXAMPLES: list[TransferHeader] = [

@@ -184,7 +184,8 @@ class LedgerCore(LedgerState):
     def _message_arrived(self, peer: str, message: Message, now_ns: int) -> None:
         members = self.disks.roster.names
         if peer not in members and self._region in members and peer not in self._followers:
-            self._note(f"{type(message).__name__} from {peer}, which is no voter: ignored", is_alarm=True)
+            is_alarm = not self.disks.roster.has_removed(peer)
+            self._note(f"{type(message).__name__} from {peer}, which is no voter: ignored", is_alarm=is_alarm)
             return
         match message:
             case RequestVote():

@@ -9,22 +9,39 @@ its next entry and the committed history each have a roster of their own: they s
 
 A former member is remembered, for its learner's account is. It may come back, as a contributor.
 
+The run's authority signs each change: who may certify regions may admit and remove them. It signs the members as they
+are after the change, and how many changes led there. So no order counts twice, nor for other members or in another
+run; and one signature vouches for the members of a ledger that begins with a summary.
+
 Source: Ongaro's dissertation (2014), section 4.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+import msgpack
+
 from diloco_node.core.bounds import REGIONS
-from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.member_kind import Enrolled, MemberKind, MembershipBody
 from diloco_node.core.types import EXPELLED, DiskNamedBody, Entry, GenesisBody
 
 KINDS: Final = frozenset(MemberKind)
 NO_DISK: Final = b""
 """In place of an id: no folder of this region counts."""
+
+_PREAMBLE: Final = b"diloco-node members of a run\0"
+"""Begins each statement: nothing else that the authority signs begins so."""
+
+Authority = Callable[[bytes, bytes], str]
+"""Takes a statement and a signature; why no authority of the run has signed it, with the remedy; empty if one has."""
+
+
+def no_authority(_: bytes, __: bytes) -> str:
+    """Refuse each signature."""
+    return "this region knows no authority of the run"
 
 
 def majority_of(voters: int) -> int:
@@ -58,11 +75,13 @@ class Roster:
         names: the members, sorted.
         voters: those of them that count for a majority, sorted.
         disks: per member the folder that the log names; see `Membership`.
+        changes: of the members since genesis. signature: of the last one, see `statement`; empty without one.
     """
 
-    __slots__ = ("disks", "memberships", "names", "voters")
+    __slots__ = ("changes", "disks", "memberships", "names", "signature", "voters")
 
-    def __init__(self, memberships: Mapping[str, Membership]) -> None:
+    def __init__(self, memberships: Mapping[str, Membership], changes: int = 0, signature: bytes = b"") -> None:
+        self.changes, self.signature = changes, signature
         self.memberships = dict(sorted(memberships.items()))
         members = {name: line for name, line in self.memberships.items() if line.kind is not MemberKind.FORMER}
         self.names = tuple(members)
@@ -75,6 +94,23 @@ class Roster:
         named_disks = disks or {}
         return cls({name: Membership(MemberKind.VOTER, named_disks.get(name, NO_DISK), since) for name in names})
 
+    @classmethod
+    def of_lines(cls, lines: Iterable[Enrolled], changes: int, signature: bytes) -> Roster:
+        """Make the roster of these lines, in which `lines_fault` finds nothing."""
+        memberships = {
+            line.region: Membership(MemberKind(line.kind), line.disk, line.since, line.address, line.folders)
+            for line in lines
+        }
+        return cls(memberships, changes, signature)
+
+    @property
+    def lines(self) -> tuple[Enrolled, ...]:
+        """The memberships as a message or a summary has them."""
+        return tuple(
+            Enrolled(name, line.kind.value, line.disk, line.since, line.address, line.folders)
+            for name, line in self.memberships.items()
+        )
+
     @property
     def voter_disks(self) -> dict[str, bytes]:
         """Per voter the folder that the log names."""
@@ -84,6 +120,10 @@ class Roster:
         """The kind of a region now; FORMER also for one that never was a member."""
         line = self.memberships.get(region)
         return MemberKind.FORMER if line is None else line.kind
+
+    def has_removed(self, region: str) -> bool:
+        """Whether a region was a member, and is none any more."""
+        return region in self.memberships and region not in self.disks
 
     def replacements(self, region: str) -> int:
         """How often the log named another folder of the region, in place of one that was lost."""
@@ -105,12 +145,22 @@ class Roster:
             folders = line.folders + (body.disk not in (NO_DISK, EXPELLED))
             return self._with(body.region, replace(line, disk=body.disk, folders=folders))
         if isinstance(body, MembershipBody) and body.kind in KINDS:
-            kind = MemberKind(body.kind)
-            last = self.memberships.get(body.region, Membership(kind, folders=0))
-            disk = NO_DISK if kind is MemberKind.FORMER else self.disks.get(body.region, NO_DISK)
-            line = Membership(kind, disk, entry.index, body.address or last.address, last.folders)
-            return self._with(body.region, line)
+            return self.changed(body, entry.index)
         return self
+
+    def changed(self, body: MembershipBody, index: int = 0) -> Roster:
+        """The roster after this change, which has one of the kinds. `index`: of its entry."""
+        kind = MemberKind(body.kind)
+        last = self.memberships.get(body.region, Membership(kind, folders=0))
+        disk = NO_DISK if kind is MemberKind.FORMER else self.disks.get(body.region, NO_DISK)
+        line = Membership(kind, disk, index, body.address or last.address, last.folders)
+        return Roster({**self.memberships, body.region: line}, self.changes + 1, body.signature)
+
+    def statement(self, run_id: str) -> bytes:
+        """The words that the run's authority signs: the run, the number of changes, and each member's kind and
+        address."""
+        lines = [[name, line.kind.value, line.address] for name, line in self.memberships.items()]
+        return _PREAMBLE + bytes(msgpack.packb([run_id, self.changes, lines]))
 
     def change_fault(self, body: MembershipBody) -> str:
         """Say why this can't be the next change, whoever is there now; empty if it can."""
@@ -137,7 +187,15 @@ class Roster:
         return "" if disk else f"the disk of {region} does not hold yet what is committed: it gets no vote before"
 
     def _with(self, name: str, line: Membership) -> Roster:
-        return Roster({**self.memberships, name: line})
+        return Roster({**self.memberships, name: line}, self.changes, self.signature)
+
+
+def lines_fault(lines: Iterable[Enrolled]) -> str:
+    """Say why these can't be the lines of a roster; empty if they can."""
+    names, kinds = [line.region for line in lines], {line.kind for line in lines}
+    if names == sorted(set(names)) and kinds <= KINDS:
+        return ""
+    return "its members are not sorted, are repeated, or of no kind that there is"
 
 
 def vote_fault(disks: Mapping[str, bytes], region: str) -> str:

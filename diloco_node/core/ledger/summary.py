@@ -23,8 +23,8 @@ import msgpack
 
 from diloco_node.core.bounds import SUMMARY_BYTES_MAX
 from diloco_node.core.ledger.entries import canonical_codec
-from diloco_node.core.ledger.roster import KINDS, Membership, Roster
-from diloco_node.core.member_kind import MemberKind
+from diloco_node.core.ledger.roster import Roster, lines_fault
+from diloco_node.core.member_kind import Enrolled
 from diloco_node.core.shapes import OutOfBounds
 from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase, SnapshotBody
 from diloco_node.core.unpacking import unpack
@@ -94,18 +94,6 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Enrolled:
-    """A member of the run, or a former one; see `roster.Membership`."""
-
-    region: str
-    kind: str
-    disk: bytes
-    since: int
-    address: str
-    folders: int
-
-
-@dataclass(frozen=True, slots=True)
 class RunSummary:
     """The facts of the entries up to one index.
 
@@ -117,7 +105,7 @@ class RunSummary:
         last_rounds: per fragment the version of the run's last round; -1: it was not held yet.
         recent: per fragment how long its last gradients were (`core.merge.outliers.RecentRounds.packed`).
         rounds_committed: over all fragments.
-        members: by name; empty: those of genesis.
+        members: by name; empty: those of genesis. changes, signature: see `roster.Roster`.
         revocations: certificates, sorted.
     """
 
@@ -137,6 +125,8 @@ class RunSummary:
     joined: tuple[Joined, ...]
     recent: tuple[bytes, ...] = ()
     members: tuple[Enrolled, ...] = ()
+    changes: int = 0
+    signature: bytes = b""
     revocations: tuple[bytes, ...] = ()
 
 
@@ -193,12 +183,7 @@ def summed_roster(summary: RunSummary) -> Roster:
     if not summary.members:
         genesis = summary.genesis[0]
         return Roster.of_voters(genesis.regions, dict(zip(genesis.regions, genesis.disks, strict=True)))
-    return Roster(
-        {
-            line.region: Membership(MemberKind(line.kind), line.disk, line.since, line.address, line.folders)
-            for line in summary.members
-        }
-    )
+    return Roster.of_lines(summary.members, summary.changes, summary.signature)
 
 
 def _shape_fault(summary: RunSummary, fragments: int) -> str:
@@ -228,7 +213,4 @@ def _shape_fault(summary: RunSummary, fragments: int) -> str:
 
 
 def _members_fault(summary: RunSummary) -> str:
-    names = [line.region for line in summary.members]
-    if names != sorted(set(names)) or any(line.kind not in KINDS for line in summary.members):
-        return "its members are not sorted, are repeated, or of no kind that there is"
-    return "" if summed_roster(summary).voters else "nobody votes"
+    return lines_fault(summary.members) or ("" if summed_roster(summary).voters else "nobody votes")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from diloco_node.core.ledger.roster import Roster, majority_of
+from diloco_node.core.ledger.roster import NO_DISK, Roster, majority_of
 from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.types import EXPELLED
 
 
 def order_fault(
@@ -29,7 +30,7 @@ def order_fault(
     if set(after) == set(before):
         return ""
     if region == leader:
-        return f"{region} leads: stop it first, and give the order to the region that leads then"
+        return f"{region} leads: asked itself, it hands over; give the order to the region that leads then"
     there = [name for name in after if name == leader or name in alive]
     quorum = majority_of(len(after))
     if len(there) < quorum:
@@ -42,3 +43,19 @@ def order_fault(
     state = f"{len(before)} voters, {'of which ' + ', '.join(silent) + ' silent' if silent else 'all are there'}"
     verb = "removing" if body.kind == MemberKind.FORMER else "taking the vote of"
     return f"{state}: {verb} {region} leaves {len(after)}, and the next failure stops merging; --force takes that risk"
+
+
+def tolerance(roster: Roster, there: Container[str]) -> str:
+    """Say how many voters may be away while the run goes on merging.
+
+    Args:
+        there: the regions that are there.
+    """
+    voters, quorum = roster.voters, majority_of(len(roster.voters))
+    away = [name for name in voters if name not in there or roster.disks[name] in (NO_DISK, EXPELLED)]
+    spare = len(voters) - len(away) - quorum
+    missing = f"; no vote comes from {', '.join(away)}" if away else ""
+    state = f"{len(voters)} voters, {quorum} must be there{missing}"
+    if spare > 0:
+        return f"{state}: merging goes on with {spare} {'more ' if away else ''}of them away"
+    return f"{state}: the next failure stops merging" if not spare else f"{state}: merging waits for {-spare} of them"

@@ -7,6 +7,7 @@ once no open round has it: until then no new round does. So a round never has a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from diloco_node.core.bounds import REVOKED
@@ -14,6 +15,7 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.membership import member_change
 from diloco_node.core.membership.liveness import Liveness
@@ -52,7 +54,17 @@ class Rounds(Protocol):
 class DiskReplacement:
     """The leader's side: which change of the view is due. Asked with each heartbeat."""
 
-    def __init__(self, ledger: LedgerCore, history: RoundHistory, rounds: Rounds, *, heartbeat_ns: int) -> None:
+    def __init__(
+        self,
+        ledger: LedgerCore,
+        history: RoundHistory,
+        rounds: Rounds,
+        *,
+        heartbeat_ns: int,
+        roster_fault: Callable[[Roster], str],
+    ) -> None:
+        # See `EntryCheck`.
+        self._roster_fault = roster_fault
         self._ledger = ledger
         self._history = history
         self._rounds = rounds
@@ -92,9 +104,10 @@ class DiskReplacement:
             return "the run has not begun: leave the region out of run.toml"
         alive = liveness.alive(now_ns=now_ns)
         if isinstance(body, MembershipBody):
-            fault = member_change.order_fault(
-                body, disks.roster, leader=ledger.leader, alive=alive, is_forced=order.is_forced
-            )
+            # Only who leads hears all the others.
+            leader, is_forced = ledger.leader, order.is_forced
+            fault = member_change.order_fault(body, disks.roster, leader=leader, alive=alive, is_forced=is_forced)
+            fault = fault if ledger.is_settled else ""
         else:
             fault = self._expulsion_fault(body) if isinstance(body, DiskNamedBody) else self._revocation_fault(order)
         if fault:
@@ -103,9 +116,10 @@ class DiskReplacement:
             return f"only the leader can do it: give the order to {ledger.leader or 'it, when there is one'}"
         if max(disks.last_change_index, self._ordered_index) > ledger.cluster_commit_index:
             return "another change of the regions is not committed yet: try again"
-        if not order.is_cut_off or isinstance(body, MembershipBody):
-            return ""
-        fault = expulsion_fault(disks.roster.voter_disks, body.region, {ledger.leader, *alive})
+        if isinstance(body, MembershipBody):
+            return self._roster_fault(disks.roster.changed(body))
+        voters = disks.roster.voter_disks
+        fault = expulsion_fault(voters, body.region, {ledger.leader, *alive}) if order.is_cut_off else ""
         return fault and f"{fault}{_renewal(body.region) * isinstance(body, RevokedBody)}"
 
     def _expulsion_fault(self, body: DiskNamedBody) -> str:
@@ -134,6 +148,8 @@ class DiskReplacement:
             self._departure = order
             return []
         effects.note("disk", f"an operator {_words(order)}{fault and f': refused, {fault}'}", is_alarm=True)
+        if fault and isinstance(body, MembershipBody) and body.region == self._ledger.leader:
+            return self._ledger.transfer_leadership("an operator changes its membership", now_ns=now_ns)
         if fault:
             return []
         wishes = self._ledger.propose(body, now_ns=now_ns)

@@ -8,7 +8,7 @@ not. So a leader that was captured, or is broken, can put nothing into the ledge
 - Discarded steps follow the account, too.
 - After the end there are no more rounds, unless the run is extended.
 - A revoked certificate is of a region of the run, and there are not too many.
-- Leaders vote. A change of the members is one that the roster allows.
+- Leaders vote. A change of the members is one that the roster allows, and that the run's authority has signed.
 
 The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
 rounds before, and no sum of contributions is longer than they are together. It is asked of entries of the term whose
@@ -140,8 +140,10 @@ class EntryCheck:
         manifest: of the model. settings: of the run.
         witness: what this region itself did or got in a round otherwise than its entry says, by the coefficients of
             the members' pieces; empty if nothing.
-        may_change_members: accept changes of the roster. Nobody orders one yet, and a leader that made one up could
-            take the others' votes away, one after the other.
+
+    Attributes:
+        roster_fault: why the run's authority has not signed a roster; empty if it has. Entries on this region's disk
+            were asked when they came, perhaps of an authority before: it is set after those were taken.
     """
 
     def __init__(
@@ -151,10 +153,10 @@ class EntryCheck:
         settings: RunSettings,
         *,
         witness: Callable[[RoundBody, Coefficients], str] = lambda *_: "",
-        may_change_members: bool = False,
     ) -> None:
         self._run = run
-        self._settings, self._witness, self._may_change_members = settings, witness, may_change_members
+        self._settings, self._witness = settings, witness
+        self.roster_fault: Callable[[Roster], str] = lambda _: ""
         self._fragments = manifest.fragments
         self._blocks = [piece_blocks(fragment.piece_sizes) for fragment in manifest.fragments]
         self._account = Account()
@@ -210,10 +212,17 @@ class EntryCheck:
             self._recent_rounds(summary)
         except ProtocolViolation as error:
             return str(error)
-        voters = summed_roster(summary).voters
-        if not self._may_change_members and voters != tuple(sorted(self._run[3])):
-            return f"its voters are {', '.join(voters)}, and no operator can order that"
-        return ""
+        return self._base_roster_fault(summed_roster(summary), summary.genesis[0])
+
+    def _base_roster_fault(self, roster: Roster, genesis: GenesisBody) -> str:
+        changes = (self._before[0] if self._before else self._facts).roster.changes
+        if roster.changes < changes:
+            return f"its members changed {roster.changes} times, {changes} changes are committed here"
+        if roster.changes:
+            return self.roster_fault(roster)
+        if roster.voters == tuple(sorted(genesis.regions)) == tuple(roster.memberships):
+            return ""
+        return f"its voters are {', '.join(roster.voters)}, and no change of the members led there"
 
     def fault(self, entry: Entry) -> str:
         """Return why the entry can't be the next one; empty if it can."""
@@ -377,9 +386,8 @@ class EntryCheck:
         )
 
     def _membership_fault(self, body: MembershipBody) -> str:
-        if not self._may_change_members:
-            return f"{body.region} becomes {body.kind!r}, and no operator can order that"
-        return self._facts.roster.change_fault(body)
+        roster = self._facts.roster
+        return roster.change_fault(body) or self.roster_fault(roster.changed(body))
 
     def _members_fault(self, body: RoundBody) -> str:
         names = [member.contribution.learner for member in body.members]

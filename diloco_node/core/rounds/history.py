@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.roster import Roster
-from diloco_node.core.ledger.summary import Enrolled, Joined, RunSummary, summed_roster
+from diloco_node.core.ledger.summary import Joined, RunSummary, summed_roster
 from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.types import (
     EXPELLED,
@@ -142,7 +142,6 @@ class RoundHistory:
         fragments = len(self.versions)
         self.account.close_old(fragments)
         merged_tokens, discarded_tokens = self.account.totals(fragments)
-        memberships = self.roster.memberships.items() if self.genesis is not None else ()
         return RunSummary(
             genesis=() if self.genesis is None else (self.genesis,),
             finished=() if self.finished is None else (self.finished,),
@@ -159,10 +158,9 @@ class RoundHistory:
             rounds_committed=self.rounds_committed,
             recent=tuple(recent.packed() for recent in self.recent),
             joined=tuple(Joined(learner, rounds) for learner, rounds in sorted(self.rounds_included.items())),
-            members=tuple(
-                Enrolled(name, line.kind.value, line.disk, line.since, line.address, line.folders)
-                for name, line in memberships
-            ),
+            members=self.roster.lines if self.genesis is not None else (),
+            changes=self.roster.changes,
+            signature=self.roster.signature,
             revocations=tuple(sorted(self.revocations)),
         )
 

@@ -63,6 +63,7 @@ class AdminHandlers:
         expel: have the ledger expel a peer from the run. Raises ConfigError.
         revoke: have the ledger revoke a region's certificate, as PEM ("": the one that it uses); the beginning of its
             fingerprint. Raises ConfigError.
+        change_members: have the ledger change a region's membership (`member_order`). Raises ConfigError.
         lift_quarantine: readmit a peer that was expelled, or end its quarantine and forget its strikes; whether there
             was anything. Raises ConfigError.
         drain: stop this region in order, as before its machine is taken away.
@@ -81,6 +82,7 @@ class AdminHandlers:
     ]
     expel: Callable[[str], None]
     revoke: Callable[[str, str], str]
+    change_members: Callable[[Mapping[str, Any]], None]
     lift_quarantine: Callable[[str], bool]
     start_learner: Callable[[], str]
 
@@ -141,6 +143,7 @@ class AdminServer:
                 web.post("/api/v1/quarantine/add", self._expel),
                 web.post("/api/v1/quarantine/lift", self._lift_quarantine),
                 web.post("/api/v1/certificates/revoke", self._revoke),
+                web.post("/api/v1/members", self._change_members),
                 web.post("/api/v1/learner/start", self._start_learner),
             ]
         )
@@ -230,6 +233,10 @@ class AdminServer:
         if not isinstance(pem, str):
             raise ConfigError("the certificate must be a text in PEM form")
         return web.json_response({"revokes": self._handlers.revoke(region, pem)}, status=202)
+
+    async def _change_members(self, request: web.Request) -> web.Response:
+        self._handlers.change_members(await _document(request))
+        return web.json_response({"accepted": True}, status=202)
 
     async def _lift_quarantine(self, request: web.Request) -> web.Response:
         return web.json_response({"lifted": self._handlers.lift_quarantine(await _peer(request))})

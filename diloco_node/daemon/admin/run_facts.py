@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from diloco_node.core import events as ev
 from diloco_node.core.region import RegionCore
+from diloco_node.daemon.admin.members_document import members_document
 from diloco_node.daemon.learner.proxy import LearnerFacts, LearnerProxy
 from diloco_node.daemon.round_log import RoundLog
 from diloco_node.daemon.spec import NodeSpec
@@ -68,7 +69,6 @@ class RunFacts:
         self.rounds = RoundLog(
             core,
             region=spec.region,
-            regions=spec.regions,
             now_ns=now_ns,
             unix_s=wall_clock_s,
             on_committed=lambda row: self._phases.add(row["phases"]),
@@ -100,10 +100,12 @@ class RunFacts:
     def document(self, learner: LearnerProxy) -> dict[str, Any]:
         """The fields of the status document that come from here."""
         refusals, disks = dict(self._refusals()), self._core.ledger.disks
+        there = {self._spec.region, *self._core.liveness.alive(now_ns=self._now_ns())}
         return {
             "up_seconds": (self._now_ns() - self._begun_ns) / NS_PER_S,
             "run": self._run(),
             "voters": [name for name in disks.roster.voters if disks.disk_of(name)] if disks.has_view else None,
+            "members": members_document(disks, frozenset(there)),
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in disks.roster.names},
             "token_account": self._account(learner),
             "standings": self._standings.document(),

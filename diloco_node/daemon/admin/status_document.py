@@ -119,7 +119,7 @@ def region_status(
 ) -> dict[str, Any]:
     """The status document: plain values only, ready for JSON, all texts fit to be shown."""
     traffic, links = transport.traffic(), transport.peer_status()
-    own_share = next(share for share in view.participation if share.learner == view.region)
+    ratios = {share.learner: share.ratio for share in view.participation}
     facts = learner.facts
     digests = [digest for version, digest in view.digests]
     is_hashed = all(
@@ -140,11 +140,11 @@ def region_status(
         "digest": model_digest(digests) if is_hashed else None,
         "rounds_committed": view.rounds_committed,
         "tokens_merged": view.tokens_merged,
-        "participation": own_share.ratio,
-        "participation_of": {share.learner: share.ratio for share in view.participation},
+        "participation": ratios.get(view.region),
+        "participation_of": ratios,
         "left_out": [dataclasses.asdict(suspect) for suspect in view.left_out],
         "rounds": [_round(round_, now_ns) for round_ in view.rounds],
-        "peers": [_peer(peer, links[peer.region], traffic[peer.region]) for peer in view.peers],
+        "peers": [_peer(peer, links[peer.region], traffic[peer.region]) for peer in view.peers if peer.region in links],
         "fetching": [{"fragment": f, "version": v, "peer": p} for f, v, p in view.fetching],
         "budget": transport.budget_status(),
         "wire_bytes_out": sum(meter.bytes_out for meter in traffic.values()),

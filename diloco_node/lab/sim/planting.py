@@ -26,8 +26,18 @@ def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns:
         seed=seed,
         secret=hashlib.sha256(f"{seed}/{region}".encode()).digest(),
         now_ns=now_ns,
-        may_change_members=True,
+        authority=authority,
     )
+
+
+def signature_of(statement: bytes) -> bytes:
+    """Sign as the authority of a simulated run."""
+    return hashlib.sha256(b"the authority's secret" + statement).digest()
+
+
+def authority(statement: bytes, signature: bytes) -> str:
+    """See `roster.Authority`."""
+    return "" if signature == signature_of(statement) else "no authority of the run has signed it"
 
 
 def _leave(_: object) -> None:

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,32 +64,38 @@ class Stretch:
     """The slabs of one fragment that lie on one device.
 
     Attributes:
-        spans: per slab its place in the device's staging memory.
+        sizes: per slab its values, which lie side by side in the device's staging memory.
         copies: (place in the fragment's vector, place in staging) of slabs that are neighbours in both.
         size: values of all of them.
     """
 
     device: torch.device
     slabs: tuple[Slab, ...]
-    spans: tuple[slice, ...]
+    sizes: list[int]
     copies: tuple[tuple[slice, slice], ...]
     size: int
 
     @classmethod
     def of_slabs(cls, device: torch.device, slabs: Sequence[Slab]) -> Stretch:
         """Lay them side by side."""
-        spans: list[slice] = []
         copies: list[tuple[slice, slice]] = []
         end = 0
         for slab in slabs:
             span = slice(end, end + slab.size)
-            spans.append(span)
             if copies and copies[-1][0].stop == slab.offset:
                 copies[-1] = slice(copies[-1][0].start, slab.span.stop), slice(copies[-1][1].start, span.stop)
             else:
                 copies.append((slab.span, span))
             end = span.stop
-        return cls(device, tuple(slabs), tuple(spans), tuple(copies), end)
+        return cls(device, tuple(slabs), [slab.size for slab in slabs], tuple(copies), end)
+
+    def views(self, row: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+        """Parts of a row of a room, staging or host memory, in the shapes and on the device of the values."""
+        if has_streams(self.device):
+            parts = torch.split_with_sizes(row, self.sizes)
+            return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+        pairs = zip(self.slabs, values, strict=True)
+        return [row[slab.span].view(value.shape).to(self.device) for slab, value in pairs]
 
 
 @dataclass(slots=True)
@@ -133,6 +140,8 @@ class DeviceLane:
         self._tensors = tensors
         self._sharded: list[Any] = [m for m in tensors.model.modules() if hasattr(m, "set_post_optim_event")]
         self._largest_down, self._largest_up = (max(local.size for local in locals_) for locals_ in (down, up))
+        # By identity of a fragment: itself, where its slabs were, and the stretches of these.
+        self._layouts: dict[int, tuple[LocalFragment, list[torch.device], list[Stretch]]] = {}
         # A stream for each way, for neither waits behind what the other one waits for.
         self._sides: dict[tuple[torch.device, str], Any] = {}
         # Rooms that nobody uses; the training thread takes, both threads give back.
@@ -178,7 +187,7 @@ class DeviceLane:
                 if all(value.dtype == row.dtype for value in values):
                     torch.cat([value.reshape(-1) for value in values], out=row)
                 else:
-                    torch._foreach_copy_(_views(row, stretch.spans, values), values)
+                    torch._foreach_copy_(stretch.views(row, values), values)
             room.fills[stretch.device] = record_event(stretch.device)
         return self._fetcher.submit(self._fetch, room, out, is_kept)
 
@@ -218,29 +227,29 @@ class DeviceLane:
             event.synchronize()
         rows: dict[int, EncodedRows] = {}
         for stretch in room.stretches:
-            pairs = [(slab, span) for slab, span in zip(stretch.slabs, stretch.spans, strict=True)]
-            pairs = [(slab, span) for slab, span in pairs if is_in_rows(blocks, numbers[slab.offset])]
-            if not pairs or not has_streams(stretch.device):
+            is_there = [is_in_rows(blocks, numbers[slab.offset]) for slab in stretch.slabs]
+            slabs = [*compress(stretch.slabs, is_there)]
+            if not slabs or not has_streams(stretch.device):
                 continue
-            counts = [row_count(slab.size) for slab, _ in pairs]
+            counts = [row_count(slab.size) for slab in slabs]
             total = sum(counts)
             squares_at, codes_at, end = end, end + 4 * total, end + row_bytes(blocks.codec) * total
             squares, codes = landing[squares_at:codes_at].view(torch.int32), landing[codes_at:end].view(total, -1)
             with self._on_side(stretch.device, "up"), torch.no_grad():
-                theta = room.rows(stretch)[0]
+                parts = torch.split_with_sizes(room.rows(stretch)[0], stretch.sizes)
                 gradient = torch.zeros(total, BLOCK_VALUES, dtype=torch.float32, device=stretch.device)
                 targets = [
                     values.view(-1)[: slab.size]
-                    for values, (slab, _) in zip(torch.split(gradient, counts), pairs, strict=True)
+                    for values, slab in zip(torch.split(gradient, counts), slabs, strict=True)
                 ]
-                for target, (slab, _) in zip(targets, pairs, strict=True):
+                for target, slab in zip(targets, slabs, strict=True):
                     target.copy_(base[slab.span], non_blocking=True)
-                torch._foreach_sub_(targets, [theta[span] for _, span in pairs])
+                torch._foreach_sub_(targets, [*compress(parts, is_there)])
                 for place, values in zip((codes, squares), encode_rows(gradient, blocks.codec), strict=True):
                     place.copy_(values, non_blocking=True)
                 room.reads[stretch.device] = record_event(stretch.device)
-            parts = zip(torch.split(codes, counts), torch.split(squares, counts), strict=True)
-            for (slab, _), (piece_codes, piece_squares) in zip(pairs, parts, strict=True):
+            pieces = zip(slabs, torch.split(codes, counts), torch.split(squares, counts), strict=True)
+            for slab, piece_codes, piece_squares in pieces:
                 rows[numbers[slab.offset]] = EncodedRows(piece_codes.numpy(), piece_squares.numpy())
         for event in room.reads.values():
             event.synchronize()
@@ -290,21 +299,14 @@ class DeviceLane:
         check_not_capturing("call step() after each replay")
         self._tensors.reshard()
         for stretch in room.stretches:
-            is_on_host = not has_streams(stretch.device)
             values = [self._tensors.values(slab) for slab in stretch.slabs]
-            if not is_on_host:
-                _wait(room.fills, stretch.device)
-            new, anchor = room.host if is_on_host else room.rows(stretch)
-            spans = tuple(slab.span for slab in stretch.slabs) if is_on_host else stretch.spans
+            _wait(room.fills, stretch.device)
             with torch.no_grad():
-                _shift(
-                    values,
-                    _views(new, spans, values),
-                    _views(anchor, spans, values) if is_anchored else None,
-                    carry_factor,
-                )
+                rows = room.rows(stretch) if has_streams(stretch.device) else room.host
+                new, anchor = (stretch.views(row, values) for row in rows)
+                _shift(values, new, anchor if is_anchored else None, carry_factor)
                 self._tensors.follow(stretch.slabs)
-            if not is_on_host:
+            if has_streams(stretch.device):
                 room.reads[stretch.device] = event = record_event(stretch.device)
                 self._hand_on(event)
 
@@ -329,11 +331,16 @@ class DeviceLane:
         return Room(page_locked(rows, largest))
 
     def _stretches(self, local: LocalFragment) -> list[Stretch]:
-        """By device; taken anew each time, for `model.to()` may have moved parameters."""
-        slabs: dict[torch.device, list[Slab]] = {}
-        for slab in local.slabs:
-            slabs.setdefault(self._tensors.device(slab), []).append(slab)
-        return [Stretch.of_slabs(device, neighbours) for device, neighbours in slabs.items()]
+        """By device; laid out anew where `model.to()` has moved parameters."""
+        devices = [*map(self._tensors.device, local.slabs)]
+        layout = self._layouts.get(id(local))
+        if layout is None or layout[1] != devices:
+            slabs: dict[torch.device, list[Slab]] = {}
+            for slab, device in zip(local.slabs, devices, strict=True):
+                slabs.setdefault(device, []).append(slab)
+            stretches = [Stretch.of_slabs(device, neighbours) for device, neighbours in slabs.items()]
+            layout = self._layouts[id(local)] = local, devices, stretches
+        return layout[2]
 
     @contextlib.contextmanager
     def _on_side(self, device: torch.device, way: str) -> Iterator[None]:
@@ -461,11 +468,6 @@ def _wait(events: dict[torch.device, Any], device: torch.device) -> None:
     event = events.get(device)
     if event is not None:
         getattr(torch, device.type).current_stream(device).wait_event(event)
-
-
-def _views(row: Tensor, spans: Sequence[slice], values: Sequence[Tensor]) -> list[Tensor]:
-    """The row's parts in the shapes, and on the devices, of the values."""
-    return [row[span].view(value.shape).to(value.device) for span, value in zip(spans, values, strict=True)]
 
 
 def _shift(values: list[Tensor], new: list[Tensor], anchor: list[Tensor] | None, carry_factor: float) -> None:

@@ -26,6 +26,7 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name, replicas_in, unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, Slab, whole_box
+from diloco_node.learner.layouts.slab_values import cut, first_values, host_values, joined
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,11 +48,9 @@ HEAD_NAMES: Final = frozenset({"lm_head", "output", "head", "embed_out", "output
 """Names of output heads; only at the top of a model, for "output" is also the end of an attention block."""
 
 DTENSOR: Final = "DTensor"
+PLAIN: Final = (Tensor, nn.Parameter)
 REFUSED_KINDS: Final = frozenset({"FlatParameter", "ShardedTensor", "FullyShardedDataParallel"})
 """By name: importing the classes would import all of torch.distributed."""
-
-SAMPLE_VALUES: Final = 1024
-"""Values to sample of each piece: enough to tell a reverted parameter from a trained one."""
 
 MARK_ROWS: Final = 32
 """Rows of a matrix, and as many columns, by which it is told from others: a part of a copy is a copy."""
@@ -67,14 +66,19 @@ class _Tracked:
     master: Tensor | None
 
     @property
+    def whole(self) -> Tensor:
+        """Where the values are: the master if there is one."""
+        return self.parameter if self.master is None else self.master
+
+    @property
     def source(self) -> Tensor:
-        """The part of the values on this rank: in the master if there is one."""
-        return local_part(self.parameter if self.master is None else self.master)
+        """The part of them on this rank."""
+        return local_part(self.whole)
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor."""
-    return any(kind.__name__ == DTENSOR for kind in type(tensor).__mro__)
+    return type(tensor) not in PLAIN and any(kind.__name__ == DTENSOR for kind in type(tensor).__mro__)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -186,7 +190,7 @@ class ModelTensors:
     @property
     def devices(self) -> set[torch.device]:
         """Where the values lie now."""
-        return {tensor.source.device for tensor in self._tracked.values()}
+        return {tensor.whole.device for tensor in self._tracked.values()}
 
     @property
     def names(self) -> dict[Tensor, str]:
@@ -282,7 +286,7 @@ class ModelTensors:
         """
         out.copy_(new)
         for slab in local.slabs:
-            dtype = self._tracked[slab.piece.name].source.dtype
+            dtype = self._tracked[slab.piece.name].whole.dtype
             if dtype != torch.float32:
                 span = out[slab.span]
                 span.copy_(span.to(dtype))
@@ -292,22 +296,24 @@ class ModelTensors:
 
         Slabs on other devices than the first one are left out: nothing is moved.
         """
-        return self._sample(local, local_part)
-
-    def sample_gradients(self, local: LocalFragment) -> Tensor:
-        """Return the gradients of the same values, zero where there is none (any more)."""
-        return self._sample(
-            local,
-            lambda tensor: torch.zeros_like(local_part(tensor)) if tensor.grad is None else local_part(tensor.grad),
+        return joined(
+            [first_values(local_part(self._tracked[slab.piece.name].parameter), slab) for slab in local.slabs]
         )
 
-    def _sample(self, local: LocalFragment, values_of: Callable[[Tensor], Tensor]) -> Tensor:
-        pieces = []
-        for slab in local.slabs:
-            values = values_of(self._tracked[slab.piece.name].parameter)[slab.local]
-            # Rows first: making all of a slab that lies across memory contiguous would copy it.
-            pieces.append((values[:SAMPLE_VALUES] if values.dim() else values).reshape(-1)[:SAMPLE_VALUES].float())
-        return torch.cat([piece for piece in pieces if piece.device == pieces[0].device] or [host_values(0)])
+    def sample_gradients(self, local: LocalFragment) -> Tensor | None:
+        """Return the gradients of the same values, zero where there is none (any more); None where there is not one."""
+        parameters = [self._tracked[slab.piece.name].parameter for slab in local.slabs]
+        gradients = [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]
+        if not any(gradient is not None for gradient in gradients):
+            return None
+        return joined(
+            [
+                torch.zeros_like(first_values(local_part(parameter), slab))
+                if gradient is None
+                else first_values(gradient, slab)
+                for parameter, gradient, slab in zip(parameters, gradients, local.slabs, strict=True)
+            ]
+        )
 
     def rest_of_state(self, *, is_kept: bool) -> dict[str, Tensor]:
         """Copy the entries of `state_dict()` that are not merged: buffers and frozen parameters.
@@ -364,12 +370,11 @@ class ModelTensors:
 
     def device(self, slab: Slab) -> torch.device:
         """Where the slab's values lie now."""
-        tensor = self._tracked[slab.piece.name]
-        return (tensor.parameter if tensor.master is None else tensor.master).device
+        return self._tracked[slab.piece.name].whole.device
 
     def values(self, slab: Slab) -> Tensor:
         """A view of the slab's values; taken anew each time, for `model.to()` may have moved them."""
-        return self._tracked[slab.piece.name].source[slab.local]
+        return cut(self._tracked[slab.piece.name].source, slab)
 
     def follow(self, slabs: Sequence[Slab]) -> None:
         """Copy masters that were written into their parameters."""
@@ -386,11 +391,6 @@ class ModelTensors:
         """Have FSDP2 show the shards, also after an evaluation."""
         for module in self._resharded:
             module.reshard()  # type: ignore[operator]
-
-
-def host_values(*shape: int) -> Tensor:
-    """Room for values as they travel: float32 on the CPU, whatever the script has set as torch's defaults."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _shift(theta: Tensor, new: Tensor, anchor: Tensor, carry_factor: float) -> None:
@@ -453,7 +453,7 @@ def _check(name: str, parameter: Tensor) -> None:
                 "forward pass, with sharded or replicated parameters"
             )
         values = local_part(values)
-    if type(values) not in (Tensor, nn.Parameter):
+    if type(values) not in PLAIN:
         raise LearnerError(
             f"parameter {name!r} is a {type(values).__name__}: only plain tensors and DTensors can be merged. Freeze "
             "it (requires_grad=False), or attach before it is quantised or wrapped"

@@ -70,6 +70,7 @@ class Region:
             expel=None,
             revoke=None,
             lift_quarantine=None,
+            change_members=None,
             start_learner=None,
             drain=None,
         )

@@ -58,11 +58,11 @@ BODIES: list[EntryBody] = [
     SummaryBody(1024, b"\x09" * 32),
     ExtendedBody(800, 0),
     RevokedBody("eu", b"\x0a" * 32),
-    MembershipBody("ap", "contributor", "ap.example:4317"),
+    MembershipBody("ap", "contributor", "ap.example:4317", b"s" * 71),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "43324abaceb5fd3ba3fcb7bd3909484b6644df0b567b3bc2c68d69c6a848b240"
+GOLDEN_CHAIN = "42aaa4ea302ef8632e64773f32db9beaa921cb01866a8ba453b1adc76b961036"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)
@@ -94,7 +94,7 @@ bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(FinishedBody, st.lists(versions, max_size=5).map(tuple), texts, steps, steps),
     st.builds(ExtendedBody, steps, steps),
     st.builds(RevokedBody, names, st.binary(min_size=32, max_size=32)),
-    st.builds(MembershipBody, names, st.sampled_from(MemberKind).map(str), texts),
+    st.builds(MembershipBody, names, st.sampled_from(MemberKind).map(str), texts, st.binary(max_size=144)),
     st.builds(SnapshotBody, st.integers(0, 1023), versions, st.binary(min_size=32, max_size=32)),
     st.builds(SummaryBody, st.integers(1, 2**48), st.binary(min_size=32, max_size=32)),
     st.builds(

@@ -29,7 +29,7 @@ class Leads:
         self.reported_disks = {"b": NEW, "c": b"c" * 16}
         self.durable_indexes = {"a": 9, "b": 0, "c": 9}
         self.replacement = DiskReplacement(
-            cast(LedgerCore, self), RoundHistory(1), NO_ROUNDS, heartbeat_ns=HEARTBEAT_NS
+            cast(LedgerCore, self), RoundHistory(1), NO_ROUNDS, heartbeat_ns=HEARTBEAT_NS, roster_fault=lambda _: ""
         )
 
     def append(self, body: DiskNamedBody) -> None:

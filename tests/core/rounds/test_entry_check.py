@@ -11,6 +11,7 @@ import pytest
 from diloco_node.core.bounds import REVOKED
 from diloco_node.core.ledger.account import INCARNATIONS_KEPT
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import encode_summary
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.merge.numbers import MergeNumbers, merge_numbers
@@ -38,6 +39,8 @@ from diloco_node.core.types import (
     Stripe,
     SummaryBody,
 )
+from diloco_node.lab.sim.planting import authority
+from tests.kit.member_orders import signed
 from tests.kit.rounds_kit import GENESIS, MANIFEST, REGIONS, SETTINGS, Ledger, committed_round, contribution, history_of
 
 RUN = ("run", "settings", MANIFEST.digest, REGIONS)
@@ -57,7 +60,7 @@ SUM_EVERY = 4
 
 
 def new_check() -> EntryCheck:
-    return EntryCheck(RUN, MANIFEST, replace(SETTINGS, summary_entries=SUM_EVERY), may_change_members=True)
+    return EntryCheck(RUN, MANIFEST, replace(SETTINGS, summary_entries=SUM_EVERY))
 
 
 def check_after(*bodies: EntryBody) -> tuple[EntryCheck, Ledger]:
@@ -189,20 +192,86 @@ def test_the_roster_of_its_entry_says_who_may_be_in_one(body: EntryBody, says: s
     assert says in fault if says else fault == ""
 
 
-def test_no_leader_changes_the_members_where_nobody_can_order_it() -> None:
-    check, ledger = EntryCheck(RUN, MANIFEST, SETTINGS), Ledger()
-    for body in (LeaderBody("c"), GENESIS):
-        check.take(ledger.add(body))
-    for body in (MembershipBody("b", "former"), MembershipBody("b", "contributor"), MembershipBody("d", "contributor")):
-        assert "no operator can order that" in check.fault(ledger.add(body))
-    for bodies, says in (((GENESIS,), ""), ((GENESIS, MembershipBody("b", "former")), "its voters are a, c, and no")):
-        base = LedgerBase(len(bodies), 1, ZERO_HASH, encode_summary(history_of(*bodies).sum_up()))
-        assert check.base_fault(base).startswith(says)
-        assert bool(check.base_fault(base)) == bool(says)
+CHANGED = MembershipBody("b", "former")
+
+
+def strict_check(*bodies: EntryBody) -> tuple[EntryCheck, Ledger]:
+    """A check that knows the authority of the run, after these entries."""
+    check, ledger = check_after(*bodies)
+    check.roster_fault = lambda roster: authority(roster.statement("run"), roster.signature)
+    return check, ledger
+
+
+def base_of(*bodies: EntryBody, **changes: object) -> LedgerBase:
+    summary = replace(history_of(*bodies).sum_up(), **changes)  # type: ignore[arg-type]
+    return LedgerBase(len(bodies), 1, ZERO_HASH, encode_summary(summary))
+
+
+FOUNDERS = Roster.of_voters(REGIONS)
+TWO = FOUNDERS.changed(MembershipBody("b", "contributor"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(CHANGED, id="not signed"),
+        pytest.param(replace(CHANGED, signature=b"s" * 71), id="forged"),
+        pytest.param(signed(FOUNDERS, CHANGED, "another-run"), id="for another run"),
+        pytest.param(
+            replace(signed(FOUNDERS, MembershipBody("c", "former"), "run"), region="b"), id="of another region"
+        ),
+        pytest.param(replace(signed(FOUNDERS, CHANGED, "run"), kind="contributor"), id="another kind"),
+        pytest.param(
+            replace(signed(FOUNDERS, MembershipBody("d", "contributor", "d:1"), "run"), address="mallory:1"),
+            id="another address",
+        ),
+        pytest.param(signed(TWO, CHANGED, "run"), id="for a roster that will be"),
+        pytest.param(signed(Roster.of_voters(("a", "b")), CHANGED, "run"), id="for other members"),
+    ],
+)
+def test_a_leader_that_makes_up_a_change_of_the_members_is_refused(body: MembershipBody) -> None:
+    check, ledger = strict_check(GENESIS)
+    assert "no authority of the run has signed it" in check.fault(ledger.add(body))
+
+
+def test_an_order_counts_once_and_for_the_members_that_it_was_given_for() -> None:
+    there, back = MembershipBody("b", "contributor"), DiskNamedBody("b", b"y" * 16)
+    first = signed(FOUNDERS, there, "run")
+    check, ledger = strict_check(GENESIS, DiskNamedBody("b", b""), back)
+    for body in (first, signed(TWO, MembershipBody("b", "voter"), "run")):
+        entry = ledger.add(body)
+        assert check.fault(entry) == ""
+        check.take(entry)
+    assert "no authority" in check.fault(ledger.add(first)), "replayed: the members are as they were then"
+    other = signed(FOUNDERS, MembershipBody("c", "former"), "run")
+    assert "no authority" in check.fault(ledger.add(other)), "given before, and never carried out"
+    assert "b is a voter already" in check.fault(ledger.add(MembershipBody("b", "voter")))
+
+
+def test_a_base_shows_that_an_operator_has_changed_its_members() -> None:
+    change = signed(FOUNDERS, CHANGED, "run")
+    check, _ = strict_check(GENESIS)
+    assert check.base_fault(base_of(GENESIS)) == ""
+    assert check.base_fault(base_of(GENESIS, change)) == ""
+    lines = history_of(GENESIS).sum_up().members
+    for base, says in (
+        (base_of(GENESIS, CHANGED), "no authority"),
+        (base_of(GENESIS, replace(change, region="c")), "no authority"),
+        (base_of(GENESIS, change, changes=0), "its voters are a, c, and no change"),
+        (base_of(GENESIS, change, changes=2), "no authority"),
+        (base_of(GENESIS, change, members=lines), "no authority"),
+        (base_of(GENESIS, members=(*lines, replace(lines[0], region="d", kind="contributor"))), "no change"),
+    ):
+        assert says in check.base_fault(base)
+    check, _ = strict_check(GENESIS, change)
+    assert check.base_fault(base_of(GENESIS, change)) == ""
+    assert check.base_fault(base_of(GENESIS)) == "", "the change may still be truncated"
+    check.settle(2)
+    assert "changed 0 times, 1 changes are committed here" in check.base_fault(base_of(GENESIS))
 
 
 def test_a_region_that_joins_takes_any_founders_of_its_run_for_right() -> None:
-    check = EntryCheck((*RUN[:3], ()), MANIFEST, SETTINGS, may_change_members=True)
+    check = EntryCheck((*RUN[:3], ()), MANIFEST, SETTINGS)
     ledger = Ledger()
     for body in (LeaderBody("c"), GENESIS, MembershipBody("d", "contributor")):
         entry = ledger.add(body)

@@ -79,6 +79,7 @@ class Region:
             expel=self.expel,
             revoke=self.revoke,
             lift_quarantine=self.lift_quarantine,
+            change_members=lambda document: self.asked.append(dict(document)),
             start_learner=self.start_learner,
         )
 
@@ -303,7 +304,7 @@ async def test_expelling_needs_the_token_and_a_peer_that_there_is(site, tmp_path
     assert region.asked == [{"expel": "b"}]
 
 
-ORDERS = ("finish", "budget", "measure", "quarantine/add", "quarantine/lift")
+ORDERS = ("finish", "budget", "measure", "quarantine/add", "quarantine/lift", "members")
 
 
 @pytest.mark.parametrize(

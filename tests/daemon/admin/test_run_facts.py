@@ -27,7 +27,7 @@ class Scripted:
     def __init__(self, folder: Path) -> None:
         self.now_ns = 0
         self.part: float | None = 0.0
-        self.liveness = SimpleNamespace(late_ns=1_500_000_000)
+        self.liveness = SimpleNamespace(late_ns=1_500_000_000, alive=lambda now_ns: ["eu"])
         self.refusals: dict[str, str] = {}
         self.history = SimpleNamespace(rounds_committed=0, versions=[0, 0], account=ACCOUNT, finished=None)
         progress = SimpleNamespace(
@@ -104,6 +104,7 @@ def test_a_region_votes_while_the_ledger_names_its_folder(script: Scripted) -> N
     assert script.document()["voters"] == ["eu", "us"]
     script.ledger.disks.begin(Roster.of_voters(("eu", "us"), {"us": b"u"}), 2)
     assert script.document()["voters"] == ["us"]
+    assert [row["is_there"] for row in script.document()["members"]["rows"]] == [True, True]
 
 
 def test_disk_certificate_and_tokens_are_shown(script: Scripted, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ DEVICE_FAULTS: Final = {
     ),
     # ---- up
     "version-not-waited-for": DeviceFault(
-        LANE, "            if not is_on_host:\n                _wait(room.fills, stretch.device)\n", ""
+        LANE, "            _wait(room.fills, stretch.device)\n            with torch", "            with torch"
     ),
     "version-over-one-that-is-applied": DeviceFault(
         LANE,

@@ -1,0 +1,120 @@
+"""`diloco-node members`: the regions of a run, and changes of them that the holder of the authority's key signs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diloco_node.cli.options import ConfigOption, load
+from diloco_node.cli.orders import give_order
+from diloco_node.cli.places import RegionArgument, region_folder
+from diloco_node.cli.tables import table_lines
+from diloco_node.errors import PeersUnreachable
+
+app = typer.Typer(help="The regions of a running run.", no_args_is_help=True, rich_markup_mode=None)
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A region of the run.")]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option("--ca-key", metavar="FILE", help="The authority's key; default: ca.key in run.toml's run.certs_dir."),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Also where the next failure would stop merging then.", show_default=False)
+]
+
+
+@app.command("list")
+def list_members(
+    *,
+    place: RegionArgument = None,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show the members, the entry of the ledger that made each what it is, and how many may be away."""
+    folder = region_folder(place, config)
+    members = _members(folder)[1]
+    if as_json:
+        typer.echo(json.dumps(members))
+        return
+    rows = [(row["region"], row["kind"], f"entry {row['since']}", _state(row)) for row in members["rows"]]
+    for line in table_lines([(name, "left") for name in ("region", "kind", "since", "now")], rows):
+        typer.echo(line)
+    typer.echo(members["tolerance"])
+
+
+@app.command()
+def remove(
+    *,
+    name: NameArgument,
+    place: RegionArgument = None,
+    key: KeyOption = None,
+    is_forced: ForceOption = False,
+    config: ConfigOption = None,
+) -> None:
+    """Remove a region from the run, whether it is there or not. It stops, and the others close their links with it."""
+    _change(name, "former", place, config, key, is_forced=is_forced)
+
+
+@app.command()
+def promote(
+    *, name: NameArgument, place: RegionArgument = None, key: KeyOption = None, config: ConfigOption = None
+) -> None:
+    """Give a contributor a vote."""
+    _change(name, "voter", place, config, key)
+
+
+@app.command()
+def demote(
+    *,
+    name: NameArgument,
+    place: RegionArgument = None,
+    key: KeyOption = None,
+    is_forced: ForceOption = False,
+    config: ConfigOption = None,
+) -> None:
+    """Take a region's vote: it trains on as a contributor, and counts for no majority."""
+    _change(name, "contributor", place, config, key, is_forced=is_forced)
+
+
+def _change(
+    name: str, kind: str, place: str | None, config: Path | None, key: Path | None, *, is_forced: bool = False
+) -> None:
+    from diloco_node.core.ledger.roster import Membership, Roster
+    from diloco_node.core.member_kind import MemberKind, MembershipBody
+    from diloco_node.transport.authority import sign
+    from diloco_node.transport.certificates import CA_KEY
+
+    folder = region_folder(place, config)
+    run_id, members = _members(folder)
+    lines = {row["region"]: Membership(MemberKind(row["kind"]), address=row["address"]) for row in members["rows"]}
+    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind))
+    key = key if key is not None else load(config).run.certs_dir / CA_KEY
+    signature = sign(key, roster.statement(run_id)).hex()
+    give_order(folder, "members", {"region": name, "kind": kind, "signature": signature, "force": is_forced})
+    fact = "is removed" if kind == MemberKind.FORMER else f"is a {kind}"
+    typer.echo(
+        f"{folder.name} puts it into the ledger: {name} {fact} when a majority agrees. The voters are "
+        f"{', '.join(roster.voters)} then; `diloco-node members list` shows them"
+    )
+
+
+def _members(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The run's name, and its members as the region with this state folder has them. Raises PeersUnreachable."""
+    from diloco_node.cli.admin_client import ask_in
+
+    document = ask_in(folder)
+    members = document.get("members")
+    if not isinstance(members, dict):
+        reason = document.get("error") or document.get("reason") or "it has just started"
+        raise PeersUnreachable(f"{folder.name} does not tell the members of the run: {reason}")
+    return str(document["run_id"]), members
+
+
+def _state(row: dict[str, Any]) -> str:
+    if row["kind"] == "former":
+        return "removed"
+    state = "there" if row["is_there"] else "away"
+    return state if row["has_folder"] else f"{state}, waits until its disk holds what is committed"

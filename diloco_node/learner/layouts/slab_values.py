@@ -1,0 +1,37 @@
+"""The values of a slab in the part of a tensor that lies on this rank, and the first ones of them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from diloco_node.learner.layouts.shard_map import Slab
+
+SAMPLE_VALUES: Final = 1024
+"""Values to sample of each piece: enough to tell a reverted parameter from a trained one."""
+
+
+def host_values(*shape: int) -> Tensor:
+    """Room for values as they travel: float32 on the CPU, whatever the script has set as torch's defaults."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def cut(tensor: Tensor, slab: Slab) -> Tensor:
+    """The slab of a tensor's part on this rank; mostly that is all of it, and each slice takes microseconds."""
+    return tensor if slab.shape == slab.box.sizes else tensor[slab.local]
+
+
+def first_values(tensor: Tensor, slab: Slab) -> Tensor:
+    """The first `SAMPLE_VALUES` of a slab: shape (k,), float32."""
+    values = cut(tensor, slab)
+    if values.numel() > SAMPLE_VALUES:
+        # Rows first: making all of a slab that lies across memory contiguous would copy it.
+        values = values[:SAMPLE_VALUES].reshape(-1)[:SAMPLE_VALUES]
+    return values.reshape(-1).float()
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Those that lie on the first one's device, in one."""
+    return torch.cat([piece for piece in pieces if piece.device == pieces[0].device] or [host_values(0)])
