@@ -23,7 +23,7 @@ MODULES_MAX: Final = 100
 
 _RUN: Final = RunSettings()
 
-fixed, shared = partial(setting, changes="fixed"), partial(setting, changes="all")
+constant, agreement = partial(setting, changes="fixed"), partial(setting, changes="all")
 """As `setting`: one that a run keeps from its beginning, and one that changes in all regions together."""
 
 
@@ -36,21 +36,21 @@ class Section(BaseModel):
 class RunSection(Section):
     """`[run]`: what the run is called, when it ends, where things lie."""
 
-    id: str = fixed(
+    id: str = constant(
         ...,
         "the run's name, in every certificate and in the ledger",
         "each new run",
         pattern=NAME_PATTERN,
         examples=["my-run"],
     )
-    tokens: Whole = shared(
+    tokens: Whole = agreement(
         _RUN.tokens_max,
         "end of the run by merged tokens of all regions; 0: no end",
         "you plan by tokens",
         ge=0,
         le=1 << 62,
     )
-    steps: Whole = shared(
+    steps: Whole = agreement(
         _RUN.steps_max,
         "end of the run by inner steps of the median learner; 0: no end",
         "you plan by steps",
@@ -86,7 +86,7 @@ class ModelSection(Section):
     `schedule_steps`, `eval_windows` and `ranks` alone.
     """
 
-    hf: str | None = fixed(
+    hf: str | None = constant(
         None,
         "a causal language model of Hugging Face: its name, or its folder",
         "you train such a model",
@@ -96,9 +96,9 @@ class ModelSection(Section):
     hf_args: dict[str, Any] = setting(
         {}, "`TrainingArguments` of that model's training, by name", "you set `hf`", examples=[{"learning_rate": 1e-4}]
     )
-    layers: Whole = fixed(2, "blocks of the transformer", "you choose a size", ge=1, le=128)
-    dim: Whole = fixed(64, "width; a multiple of 2 x `heads`", "you choose a size", ge=8, le=16_384)
-    heads: Whole = fixed(4, "attention heads", "you choose a size", ge=1, le=256)
+    layers: Whole = constant(2, "blocks of the transformer", "you choose a size", ge=1, le=128)
+    dim: Whole = constant(64, "width; a multiple of 2 x `heads`", "you choose a size", ge=8, le=16_384)
+    heads: Whole = constant(4, "attention heads", "you choose a size", ge=1, le=256)
     context: Whole = setting(
         64, "tokens in a sequence; bytes for the built-in model", "you choose a size", ge=2, le=65_536
     )
@@ -136,49 +136,49 @@ class ModelSection(Section):
 class RoundsSection(Section):
     """`[rounds]`: how regions merge; the same on all of them. See `core.types.RunSettings` for each."""
 
-    fragments: Whole = fixed(
+    fragments: Whole = constant(
         _RUN.fragments,
         "P: parts of the model, merged one after the other",
         "the model is small (fewer), or peaks of bandwidth are too high (more)",
         ge=1,
         le=FRAGMENTS_MAX,
     )
-    sync_every: Whole = shared(
+    sync_every: Whole = agreement(
         _RUN.sync_every,
         "H: inner steps between two merges of one fragment",
         "`plan` says that it does not fit: larger",
         ge=1,
         le=100_000,
     )
-    overlap_steps: Whole = shared(
+    overlap_steps: Whole = agreement(
         _RUN.overlap_steps,
         "tau: inner steps that a round may take; less than `sync_every`",
         "rounds take longer than so many steps",
         ge=0,
         le=100_000,
     )
-    quorum_min: Whole = shared(
+    quorum_min: Whole = agreement(
         _RUN.quorum_min,
         "learners that must be due before a round opens; 0: a majority of the live ones",
         "you want no merge below so many regions",
         ge=0,
         le=REGIONS_MAX,
     )
-    grace_gamma: Number = shared(
+    grace_gamma: Number = agreement(
         _RUN.grace_gamma,
         "part of a round's slack for which a round waits for learners that are not due",
         "slow regions are left out too often (higher), or rounds start too late (lower)",
         ge=0,
         le=1,
     )
-    rounds_in_flight_max: Whole = shared(
+    rounds_in_flight_max: Whole = agreement(
         _RUN.rounds_in_flight_max,
         "rounds open at once, of different fragments",
         '`status` often says "rounds in flight"',
         ge=1,
         le=64,
     )
-    outer_lr: Number | None = shared(
+    outer_lr: Number | None = agreement(
         None,
         "learning rate of the outer step; none: by the run's length in cycles of H steps",
         "you have tuned it. A change of `run.steps` or `sync_every` changes the default",
@@ -186,7 +186,7 @@ class RoundsSection(Section):
         le=10,
         examples=[_RUN.outer_lr],
     )
-    outer_momentum: Number | None = shared(
+    outer_momentum: Number | None = agreement(
         None,
         "Nesterov momentum of the outer step; none: by the run's length",
         "as `outer_lr`",
@@ -194,80 +194,80 @@ class RoundsSection(Section):
         lt=1,
         examples=[_RUN.outer_momentum],
     )
-    merge: MergeRule = fixed(
+    merge: MergeRule = constant(
         _RUN.merge,
         "`rda`: direction and length averaged apart; `avg`: weighted mean, as always for embeddings and head; "
         "`trimmed`: `rda` without the extremes of each value",
         "you compare with plain DiLoCo (`avg`), or do not trust each region (`trimmed`)",
     )
-    codec_up: Codec = fixed(_RUN.codec_up, "encoding of contributions", "links are fast and you want exact values")
-    codec_down: Codec = fixed(
+    codec_up: Codec = constant(_RUN.codec_up, "encoding of contributions", "links are fast and you want exact values")
+    codec_down: Codec = constant(
         _RUN.codec_down, "encoding of merged fragments", "as `codec_up`; `int4` halves what regions send to each other"
     )
-    carry: CarryMode = shared(
+    carry: CarryMode = agreement(
         _RUN.carry,
         "`carry`: steps that a merge left out go into a later one; `overwrite`: they are thrown away, as in the paper",
         "you compare with the paper",
     )
-    carry_steps_max: Whole = shared(
+    carry_steps_max: Whole = agreement(
         _RUN.carry_steps_max,
         "inner steps up to which carried work counts in full; beyond it counts less. 0: 4 H",
         "regions are often cut off for longer",
         ge=0,
         le=1 << 40,
     )
-    weight_cap: Number = shared(
+    weight_cap: Number = agreement(
         _RUN.weight_cap,
         "a region that was away weighs at most so many times the median of its round",
         "long outages move the model too much (lower)",
         ge=1,
         le=1_000,
     )
-    weight_share_max: Number = shared(
+    weight_share_max: Number = agreement(
         _RUN.weight_share_max,
         "largest part of a round's weight that one of three or more regions may have",
         "one region has most of the devices (higher)",
         gt=0,
         le=1,
     )
-    tokens_ratio_max: Number = shared(
+    tokens_ratio_max: Number = agreement(
         _RUN.tokens_ratio_max,
         "tokens per step beyond so many times the median of the others count as that median, with an alert",
         "a region's batch is that much larger than the others' (higher)",
         ge=1,
         le=64,
     )
-    error_feedback: bool = fixed(
+    error_feedback: bool = constant(
         _RUN.error_feedback, "rounding errors of merged values go into the next round", "`codec_down` is `int4`"
     )
-    heartbeat: Span = shared(
+    heartbeat: Span = agreement(
         Duration(_RUN.heartbeat_ns),
         "time between two heartbeats of the leader; at most a third of `election_timeout`",
         "`election_timeout`",
     )
-    election_timeout: Span = shared(
+    election_timeout: Span = agreement(
         Duration(_RUN.election_timeout_ns),
         "silence of the leader after which another is elected; drawn from one to two of it",
         "machines stand still for seconds, or round trips are above 300 ms: higher",
     )
-    ballot_deadline_min: Span = shared(
+    ballot_deadline_min: Span = agreement(
         Duration(_RUN.ballot_deadline_min_ns), "least time of an attempt at a round", "links stall for seconds: higher"
     )
-    payload_versions: Whole = fixed(
+    payload_versions: Whole = constant(
         _RUN.payload_versions,
         "merged payloads that a region keeps on disk beyond its last checkpoint",
         "seldom",
         ge=1,
         le=10_000,
     )
-    checkpoint_versions: Whole = fixed(
+    checkpoint_versions: Whole = constant(
         _RUN.checkpoint_versions,
         "merges of a fragment between two of its states on disk",
         "the disk is slow: higher",
         ge=1,
         le=10_000,
     )
-    summary_entries: Whole = fixed(
+    summary_entries: Whole = constant(
         _RUN.summary_entries, "ledger entries between two sums, and kept behind the last", "seldom", ge=64, le=1 << 20
     )
 
