@@ -1,8 +1,9 @@
 """Bytes between the ranks of a region, in the background: from owners to rank 0, and from rank 0 to all holders.
 
 Every rank calls the same methods in the same order, from one thread of its own, on a Gloo group that nothing else uses.
-So no message says what it is. Nothing here is larger than one fragment, and nothing is broadcast: each rank gets what
-it holds. Each raises LearnerError when another rank is gone.
+So no message says what it is. Nothing here is larger than one fragment, and each rank gets what it holds. Where all of
+them hold the same, as with DistributedDataParallel, it is broadcast, for then ranks pass it on. Each raises
+LearnerError when another rank is gone.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class RankExchange:
         self._followed = [[shards.followed(fragment, r) for r in self._ranks] for fragment in manifest.fragments]
         # By fragment, then (owner, follower): the same slabs as the two see them.
         self._pairs = [_pairs(shards, *fragments) for fragments in zip(self._owned, self._followed, strict=True)]
+        # By fragment whether rank 0 owns all of it, and each other rank follows all of it.
+        self._is_copied = [
+            _are_copies(primaries, replicas) for primaries, replicas in zip(self._owned, self._followed, strict=True)
+        ]
 
     @among_ranks()
     def gather(self, index: int, vector: Tensor) -> Tensor | None:
@@ -90,7 +95,10 @@ class RankExchange:
             The values that this rank owns, and those that it follows: float32, CPU.
         """
         primary, replica = self._owned[index][self._rank], self._followed[index][self._rank]
-        if whole is not None:
+        if self._is_copied[index]:
+            packet = host_values(replica.size) if whole is None else whole
+            dist.broadcast(packet, 0, group=self._group)
+        elif whole is not None:
             packets = self.pack(index, whole)
             _wait(
                 dist.isend(packets[rank], rank, group=self._group) for rank in self._ranks[1:] if packets[rank].numel()
@@ -113,6 +121,9 @@ class RankExchange:
             Shape (followed size,): of what it follows.
         """
         replica_values = host_values(self._followed[index][self._rank].size)
+        if self._is_copied[index]:
+            dist.broadcast(replica_values if self._rank else anchor, 0, group=self._group)
+            return replica_values
         works, rooms = [], []
         alike: dict[tuple[int, ...], Tensor] = {}
         for (owner, follower), (sources, targets) in self._pairs[index].items():
@@ -157,6 +168,12 @@ def _pairs(
         pair: (tuple(source for source, _ in slabs), tuple(target for _, target in slabs))
         for pair, slabs in sorted(slabs_of.items())
     }
+
+
+def _are_copies(primaries: Sequence[LocalFragment], replicas: Sequence[LocalFragment]) -> bool:
+    slabs = primaries[0].slabs
+    is_whole = all(slab.size == slab.piece.size for slab in slabs) and not any(local.slabs for local in primaries[1:])
+    return is_whole and all(local.slabs == slabs for local in replicas[1:])
 
 
 def _name(slab: Slab) -> tuple[object, ...]:

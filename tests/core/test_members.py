@@ -274,7 +274,7 @@ def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its
     until_ns = small.world.now_ns + 6_000_000_000
     small.sim.run_until(lambda: small.world.now_ns > until_ns)
     assert any("no authority of the run has signed it" in text for text in violations)
-    assert any(view.is_leader(small.hosts[name].core) for name in followers), "they follow it no more"
+    assert any(view.ledger(small.hosts[name].core).is_leader for name in followers), "they follow it no more"
     for name in followers:
         assert small.hosts[name].core.ledger.disks.roster.voters == small.sim.setup.founders
 

@@ -54,7 +54,8 @@ class Language(nn.Module):
         self.embedding = nn.Embedding(8, 4)
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.embedding(input_ids).square().mean(), "logits": torch.zeros(1)}
+        ids = input_ids.to(self.embedding.weight.device)
+        return {"loss": self.embedding(ids).square().mean(), "logits": torch.zeros(1)}
 
 
 def test_what_is_no_training_does_not_count() -> None:
@@ -120,6 +121,7 @@ def test_another_optimizer_whose_steps_nobody_would_count_is_refused(folder: Pat
             train(model, second)
 
 
+@pytest.mark.no_device("the loss comes later there: test_loss.py")
 def test_each_step_of_the_optimizer_is_a_boundary(folder: Path) -> None:
     model = Language()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -136,7 +138,7 @@ def test_each_step_of_the_optimizer_is_a_boundary(folder: Path) -> None:
     assert diloco.steps == 2, "it has left the loop"
 
 
-@pytest.mark.no_device("its batch lies on the CPU")
+@pytest.mark.no_device("its gradient scaler is the CPU's")
 @pytest.mark.parametrize(("is_fused", "tokens"), [(False, 45), (True, 30)])
 @pytest.mark.filterwarnings("ignore:DILOCO_SOCKET is not set")
 def test_a_step_that_a_gradient_scaler_skips_is_none(
@@ -161,7 +163,6 @@ def test_a_step_that_a_gradient_scaler_skips_is_none(
     diloco.close()
 
 
-@pytest.mark.no_device("its batch lies on the CPU")
 def test_the_loop_may_call_another_module_than_the_one_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DILOCO_SOCKET", raising=False)
     model, other = Language(), Language()
@@ -197,7 +198,6 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
 
-@pytest.mark.no_device("its batch lies on the CPU")
 def test_a_wrapped_optimizer_counts_below(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DILOCO_SOCKET", raising=False)
     model = Language()

@@ -105,13 +105,13 @@ def test_random_generator_goes_on(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path)
     writer.save(progress(1), None, {})
     writer.wait()
-    expected = torch.randn(4)
+    expected = torch.randn(4, device="cpu")
     found = read_newest(tmp_path, DIGEST)
     assert found is not None
     found.restore(None, {}, rng=False)
-    assert not torch.equal(torch.randn(4), expected)
+    assert not torch.equal(torch.randn(4, device="cpu"), expected)
     found.restore(None, {}, rng=True)
-    assert torch.equal(torch.randn(4), expected)
+    assert torch.equal(torch.randn(4, device="cpu"), expected)
 
 
 def test_last_two_are_kept_and_the_newest_incarnation_is_the_newest(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ class Moments:
     """An optimizer's state of one tensor on a GPU."""
 
     def keep(self) -> Kept:
-        return Kept({"state.0.m": torch.arange(6.0).view(2, 3).as_subclass(OnDevice)}, {})
+        return Kept({"state.0.m": torch.arange(6.0, device="cpu").view(2, 3).as_subclass(OnDevice)}, {})
 
 
 def test_memory_for_copies_from_a_device_is_made_in_the_background(
@@ -397,7 +397,7 @@ def test_memory_for_copies_from_a_device_is_made_in_the_background(
 
     def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         makers.append(threading.current_thread())
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
 
     monkeypatch.setattr(checkpoint_module, "page_locked", room)
     monkeypatch.setattr(checkpoint_module, "_copied", lambda tensors: [])

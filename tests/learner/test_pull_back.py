@@ -33,7 +33,7 @@ class Training:
         self.warning = ""
 
     def draw(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.random)
+        return torch.randn(shape, generator=self.random, device="cpu").to(torch.get_default_device())
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -41,6 +41,8 @@ class Training:
             self.model.weight.grad = None
             (self.model(rows) - rows @ self.goals[0]).square().mean().backward()
             self.step()
+            if self.model.weight.is_cuda:
+                torch.cuda.synchronize()  # the numbers of the boundary before have come
             self.check.verify()
             self.warning = self.warning or self.check.take_warning()
 

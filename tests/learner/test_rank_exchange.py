@@ -19,6 +19,7 @@ def test_copies_of_a_model_cost_rank_0_no_copy_of_a_fragment_each() -> None:
     for fragment in manifest.fragments:
         whole = torch.rand(fragment.size)
         assert all(packed is whole for packed in exchange.pack(fragment.index, whole))
+    assert all(exchange._is_copied), "and are broadcast"
 
 
 def test_ranks_that_hold_the_same_shards_are_sent_the_same_memory() -> None:
@@ -30,6 +31,7 @@ def test_ranks_that_hold_the_same_shards_are_sent_the_same_memory() -> None:
     ]
     shards = ShardMap(SPECS, halves * 2)
     exchange = RankExchange(GROUP, 0, shards, manifest)
+    assert not any(exchange._is_copied)
     for fragment in manifest.fragments:
         whole = torch.rand(fragment.size)
         packed = exchange.pack(fragment.index, whole)

@@ -345,7 +345,8 @@ def test_one_version_that_stays_ends_the_check(change: float) -> None:
 def test_a_learner_at_its_optimum_is_not_called_reverted() -> None:
     """Every version takes it away from there, and one step back again, to the bit: its gradient leads there."""
     one = Checked()
-    optimum = (32 * torch.randn(64, 64, generator=torch.Generator().manual_seed(5))).round() / 32
+    drawn = torch.randn(64, 64, generator=torch.Generator().manual_seed(5), device="cpu")
+    optimum = ((32 * drawn).round() / 32).to(torch.get_default_device())
     optimizer = torch.optim.SGD(one.model.parameters(), lr=1.0)
     for round_ in range(10):
         one.apply(optimum.reshape(-1), optimum.reshape(-1) + 2.0 ** -(round_ % 3))
@@ -430,13 +431,14 @@ def test_names_and_states_are_those_without_wrappers_at_every_level() -> None:
     assert "running" not in batch_norm_warning(tensors.model, [spec.name for spec in tensors.specs])
     own = tensors.own_state(is_kept=True)
     assert list(own) == list(plain.state_dict())
-    assert all(torch.equal(own[name], value) for name, value in plain.state_dict().items())
+    assert all(torch.equal(own[name], value.cpu()) for name, value in plain.state_dict().items())
     manifest = build_manifest(tensors.specs, 1)
     full = tensors.full_state(manifest, [torch.full((manifest.size,), 7.0)], tensors.rest_of_state(is_kept=True))
     assert list(full) == list(plain.state_dict()), "no own weights beside the merged ones"
     assert {name for name, value in full.items() if value.eq(7.0).all()} == {spec.name for spec in tensors.specs}
 
 
+@pytest.mark.no_device("its mesh is of the CPU")
 def test_a_state_is_gathered_by_all_and_stays_with_those_that_want_it(
     mesh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
