@@ -72,28 +72,36 @@ class FirstParameters:
         """
         if any(position.base_version for position in positions):
             return self._late_difference()
-        distance = length = 0.0
+        names = []
         for slab, before in zip(self._slabs, self._samples, strict=True):
             now = sample_of(self._tensors.values(slab))
-            distance += float((now - before).square().sum())
-            length += float(torch.maximum(now.square().sum(), before.square().sum()))
-        numbers = json.dumps([self._square, self._square_now(), distance, length]).encode()
+            length = torch.maximum(now.square().sum(), before.square().sum())
+            # Each by itself: a head that was loaded is a hundredth of a model with many norms of ones.
+            if float((now - before).square().sum()) > SAME**2 * float(length):
+                names.append(slab.piece.name)
+        numbers = json.dumps([self._square, self._square_now(), names]).encode()
         rows = [json.loads(text) for text in self._ranks.all_bytes(numbers)]
-        own, run, distance, length = (sum(row[column] for row in rows) for column in range(len(rows[0])))
-        if distance <= SAME**2 * length:
+        if not (names := [name for row in rows for name in row[2]]):
             return ""
+        own, run = (sum(row[column] for row in rows) for column in range(2))
         return (
-            f"the run began with other parameters than this script's: their norm is {run**0.5:.4g}, here it was "
-            f"{own**0.5:.4g}. They are of run.init, or of the script that was first. {WAY_ON}"
+            f"the run began with other parameters than this script's, in {_listing(names)}: the norm of all is "
+            f"{run**0.5:.4g}, here it was {own**0.5:.4g}. They are of run.init, or of the script that was first. "
+            f"{WAY_ON}"
         )
 
     def _late_difference(self) -> str:
-        names = list(dict.fromkeys(self._other_names))
-        if not names:
+        if not self._other_names:
             return ""
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         return (
             "the run began with other parameters than this script's, or of another type, in the fragments of "
-            f"{', '.join(map(repr, names[:NAMES_SHOWN]))}{more}. This region goes on from the run's, which the script "
+            f"{_listing(self._other_names)}. This region goes on from the run's, which the script "
             f"that was first has made. {WAY_ON}"
         )
+
+
+def _listing(names: list[str]) -> str:
+    """Return the first of the names, each once, and how many there are more."""
+    distinct = list(dict.fromkeys(names))
+    more = f" and {len(distinct) - NAMES_SHOWN} more" if len(distinct) > NAMES_SHOWN else ""
+    return f"{', '.join(map(repr, distinct[:NAMES_SHOWN]))}{more}"

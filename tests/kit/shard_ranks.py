@@ -361,6 +361,24 @@ class Rank:
                 found[f"global {name}"] = digest(value)
         return found
 
+    def fill_second(self, layout: str) -> dict[str, dict[str, str]]:
+        """Fill a second model by the recipe of docs/training-loop.md; what it was filled with, and what it holds."""
+        import torch
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        from diloco_node.learner.layouts.tensors import is_sharded
+
+        torch.manual_seed(99)
+        second, _ = cut(layout)
+        state = self.diloco.global_state_dict()
+        given = {name: digest(value) for name, value in state.items()}
+        set_model_state_dict(second, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        values = {
+            name: digest(value.full_tensor() if is_sharded(value) else value)
+            for name, value in second.state_dict().items()
+        }
+        return {"state": given, "second": values}
+
     def _is_cut(self) -> bool:
         return not self.fragments.shards.is_first_whole
 

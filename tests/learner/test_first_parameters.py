@@ -63,9 +63,57 @@ def test_a_region_whose_script_begins_elsewhere_is_told_both_norms(
     run, own = net(), other()
     run_norm, own_norm = norm(run), norm(own)
     (text,) = warnings_of(folder, own, first_of(folder, run))
-    assert f"their norm is {run_norm:.3g}"[:-1] in text
+    assert f"the norm of all is {run_norm:.3g}"[:-1] in text
     assert f"here it was {own_norm:.3g}"[:-1] in text
     assert "run.init" in text
+
+
+class Deep(nn.Module):
+    """Forty norms of ones and a small head: nearly all of its length is in the norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(40))
+        self.head = nn.Linear(16, 4)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+
+@torch.no_grad()
+def _changed(change: Callable[[Deep], object]) -> Deep:
+    model = Deep()
+    change(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda model: nn.init.normal_(model.head.weight, std=0.02), "head.weight"),
+        (lambda model: model.head.weight.neg_(), "head.weight"),  # of the same norm
+        (lambda model: model.head.weight.copy_(model.head.weight.flip(0)), "head.weight"),  # classes in another order
+        (lambda model: model.head.bias.zero_(), "head.bias"),
+        (lambda model: model.norms[7].bias.fill_(1e-4), "norms.7.bias"),  # zero in the run
+        (lambda model: model.norms[3].weight.mul_(1.01), "norms.3.weight"),
+    ],
+)
+def test_one_small_tensor_that_begins_elsewhere_is_named(
+    folder: Path, change: Callable[[Deep], object], name: str
+) -> None:
+    (text,) = warnings_of(folder, _changed(change), first_of(folder, Deep()))
+    assert f"other parameters than this script's, in {name!r}: the norm" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.head.weight.mul_(1 + 1e-5),  # another library's rounding
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.to(torch.float16),
+    ],
+)
+def test_rounding_of_a_small_tensor_is_no_news(folder: Path, change: Callable[[Deep], object]) -> None:
+    assert warnings_of(folder, _changed(change), first_of(folder, Deep())) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -203,6 +203,22 @@ def test_after_the_end_every_rank_holds_the_final_parameters(layout: str, tmp_pa
         assert after[name] != before[name], name
 
 
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_a_sharded_second_model_is_filled_with_the_global_parameters(layout: str, tmp_path: Path) -> None:
+    with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon, Ranks(2) as ranks:
+        ranks.attach(layout, tmp_path, optimizer=True)
+        ranks.merged(daemon, 2, applied=2)
+        ranks.ask(do="step", count=2)  # of its own, after the last merge
+        own = ranks.agreed(do="model_state")
+        first, other = ranks.ask(do="fill_second", layout=layout)
+        assert other["state"] == {}
+        assert first["second"] == other["second"] == first["state"]
+        assert own["up.weight"] != first["state"]["up.weight"]
+        assert ranks.agreed(do="model_state") == own, "the region's own parameters stay"
+        ranks.ask(do="step", count=1)
+        ranks.ask(do="close")
+
+
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path):
         ranks.attach("fsdp", tmp_path)

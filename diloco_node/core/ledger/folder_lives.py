@@ -5,8 +5,8 @@ start that is known of another life, or with a log that ends before what it told
 copy. Its votes and acknowledgements count no more, as those of a folder that was lost, until the leader has had it
 named anew (`core.membership.replacement`).
 
-This is in memory only: a region that restarted since has forgotten it. A copy of the last life that lacks nothing
-committed is not found out; it may lack a vote.
+This is in memory only: a region that restarted since has forgotten it, and the others remember. A copy of the last
+life that lacks nothing committed is not found out; it may lack a vote.
 """
 
 from __future__ import annotations

@@ -160,23 +160,28 @@ def _tell_other_projections(host: Host) -> None:
     host.network.frame_spoilers[host.name] = tell
 
 
+def older_copy(host: Host) -> Any:
+    """Return a copy of a region's folder as it is now."""
+    older = copy.copy(host.disk)
+    for name in ("entries", "payloads", "states", "older_states"):
+        setattr(older, name, copy.copy(getattr(host.disk, name)))
+    return older
+
+
+def put_back(host: Host, older: Any) -> None:
+    """Start a region again with an older copy of its folder: what was acknowledged meanwhile is gone."""
+    host.kill_daemon()
+    host.kill_learner()
+    older.ledger_queue, older.late_writes, older.votes = [], [], host.disk.votes
+    # A learner that gets a number again ends as soon as it takes a version, and the next one gets another number.
+    older.counters = host.disk.counters
+    host.disk = older
+    host.start()
+
+
 def _bring_back_old_folder(host: Host) -> None:
-    """Copy the folder, and put the copy in its place later: what was acknowledged meanwhile is gone."""
-
     def take() -> None:
-        older = copy.copy(host.disk)
-        for name in ("entries", "payloads", "states", "older_states"):
-            setattr(older, name, copy.copy(getattr(host.disk, name)))
-        host.world.after(OLD_AFTER_NS, None, put, older)
-
-    def put(older: Any) -> None:
-        host.kill_daemon()
-        host.kill_learner()
-        older.ledger_queue, older.late_writes, older.votes = [], [], host.disk.votes
-        # A learner that gets a number again ends as soon as it takes a version, and the next one gets another number.
-        older.counters = host.disk.counters
-        host.disk = older
-        host.start()
+        host.world.after(OLD_AFTER_NS, None, put_back, host, older_copy(host))
 
     host.world.after(OLD_AFTER_NS, None, take)
 
