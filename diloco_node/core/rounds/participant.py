@@ -351,9 +351,7 @@ class RoundParticipant:
             names = map(name_of, decision.contributions)
             if index in ballot.sum_orders or not all((name, blocks) in round_.arrivals for name in names):
                 continue
-            # Float32 sums depend on the order. So it follows the learners' names, not the leader's list or the arrival.
-            places = range(len(decision.contributions))
-            order = sorted(places, key=lambda place: decision.contributions[place].learner)
+            order = self._order_of_sum(decision.contributions)
             ballot.sum_orders[index] = order
             self._effects.emit(
                 ReduceStripe(
@@ -368,6 +366,13 @@ class RoundParticipant:
                     residual_of=round_.residual_of(index, blocks) if self._settings.error_feedback else None,
                 )
             )
+
+    def _order_of_sum(self, contributions: tuple[Contribution, ...]) -> list[int]:
+        """Return the places of the contributions in the order in which they are added.
+
+        Float32 sums depend on the order. So it follows the learners' names, not the leader's list or the arrival.
+        """
+        return sorted(range(len(contributions)), key=lambda place: contributions[place].learner)
 
     def _store(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         if ballot.digest or len(ballot.merged_digests) < len(ballot.announcement.stripes):
