@@ -31,6 +31,7 @@ import structlog
 
 from diloco_node.backoff import Backoff
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
+from diloco_node.transport.certificates import Certificate
 from diloco_node.transport.greeting import answer, hear, lane_metadata
 from diloco_node.transport.intake import Intake
 from diloco_node.transport.kernel.congestion import METADATA_KEY, CongestionControls, decode_congestion_controls
@@ -96,6 +97,8 @@ class PeerLink:
         self._error = ""
         # When the peer began to refuse us because of a newer process of ours; None while it does not.
         self._refused_since_s: float | None = None
+        # Our certificate that the peer did not take when the link was made again; it is not asked twice.
+        self._refused: Certificate | None = None
         # The state, and since when it holds.
         self._state = LinkState.WAITING
         self._since_s = asyncio.get_running_loop().time()
@@ -144,6 +147,15 @@ class PeerLink:
             if why:
                 self.session.drop(why)
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the session has an older certificate of ours, and `remake` may help: a dial that was under way when
+        the certificate changed, or that won against `remake`, was made with the one before."""
+        newest = self.env.credentials.identity.certificate
+        if self.session is None or self._dialing is not None or self._refused == newest:
+            return False
+        return self.session.certificates[0] != newest
+
     async def remake(self) -> PeerError | None:
         """Replace the session by one that is made with our newest certificate. The old one goes on until the new one is
         up, and if that fails. Without an address the session is dropped: the peer dials.
@@ -155,8 +167,10 @@ class PeerLink:
         if self.address is None:
             self.drop(f"{self.env.hello.region} has another certificate")
             return None
+        newest = self.env.credentials.identity.certificate
         session = await self._dial_session(self.session)
         if not isinstance(session, Session):
+            self._refused = newest if session is not None else None
             return session
         _log.info("link made with the new certificate", peer=self.peer)
         self._spawn(self.run_session(session))

@@ -371,6 +371,8 @@ class GrpcTransport:
             await asyncio.sleep(CERTIFICATES_POLL_S)
             for link in self.links.values():
                 link.check_certificates()
+                if link.is_outdated:
+                    await link.remake()
 
     def lift_quarantine(self, peer: str) -> bool:
         """Forget what a peer did; it may link again. Returns whether it was shut out or had strikes."""

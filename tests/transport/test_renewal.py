@@ -103,11 +103,30 @@ async def test_an_authority_is_replaced_without_a_link_that_can_not_be_made(mesh
     drop_old_authority(folder)
     for name, transport in transports.items():
         assert await transport.renew(mesh.identity(name)) == {}
-    await until_linked(transports)
-    for name, transport in transports.items():
-        for peer in set("abc") - {name}:
-            assert certificate_of(transport, peer) == mesh.identity(peer).certificate.fingerprint
-        assert transport.rejections == {}
+    # A dial that crosses a renewal is made with the certificate before: that link is made once more.
+    await eventually(
+        lambda: all(
+            certificate_of(transport, peer) == mesh.identity(peer).certificate.fingerprint
+            for name, transport in transports.items()
+            for peer in set("abc") - {name}
+        )
+    )
+    assert all(transport.rejections == {} for transport in transports.values())
+
+
+async def test_a_link_that_was_made_with_the_certificate_before_is_made_once_more(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a dial that was under way when the certificate changed, or that won against the new one."""
+    a, _, b, _ = await mesh.pair()
+    renew_regions(mesh.folder / "run", ["a"])
+    newest = mesh.identity("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(a.links["b"], "_dialing", asyncio.current_task())
+        assert await a.renew(newest) == {}
+        assert not a.peer_status()["b"].is_renewed
+    await eventually(lambda: certificate_of(b, "a") == newest.certificate.fingerprint)
+    assert a.peer_status()["b"].is_renewed
 
 
 async def test_links_with_an_authority_that_is_dropped_are_closed(mesh: Mesh) -> None:
