@@ -25,13 +25,12 @@ import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
 from diloco_node.backoff import Backoff
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
-from diloco_node.transport.certificates import Certificate
 from diloco_node.transport.greeting import answer, hear, lane_metadata
 from diloco_node.transport.intake import Intake
 from diloco_node.transport.kernel.congestion import METADATA_KEY, CongestionControls, decode_congestion_controls
@@ -48,6 +47,9 @@ from diloco_node.transport.streams import (
     raise_if_cancelled,
 )
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX, Hello, Lane, check_joined, encode_hello, encode_joined
+
+REMAKE_PAUSE_MAX_S: Final = 60.0
+"""Where a peer does not trust our newest certificate yet, or was busy."""
 
 _log = structlog.get_logger(part="transport")
 
@@ -97,8 +99,8 @@ class PeerLink:
         self._error = ""
         # When the peer began to refuse us because of a newer process of ours; None while it does not.
         self._refused_since_s: float | None = None
-        # Our certificate that the peer did not take when the link was made again; it is not asked twice.
-        self._refused: Certificate | None = None
+        # When `remake` may be tried again after it has failed, and how long that takes each time.
+        self._remake_at_s, self._remake_pause = 0.0, Backoff(env.times.violation_backoff_s, REMAKE_PAUSE_MAX_S)
         # The state, and since when it holds.
         self._state = LinkState.WAITING
         self._since_s = asyncio.get_running_loop().time()
@@ -151,10 +153,10 @@ class PeerLink:
     def is_outdated(self) -> bool:
         """Whether the session has an older certificate of ours, and `remake` may help: a dial that was under way when
         the certificate changed, or that won against `remake`, was made with the one before."""
-        newest = self.env.credentials.identity.certificate
-        if self.session is None or self._dialing is not None or self._refused == newest:
+        if self.session is None or self._dialing is not None or asyncio.get_running_loop().time() < self._remake_at_s:
             return False
-        return self.session.certificates[0] != newest
+        latest = self._latest or self.session
+        return latest.certificates[0] != self.env.credentials.identity.certificate
 
     async def remake(self) -> PeerError | None:
         """Replace the session by one that is made with our newest certificate. The old one goes on until the new one is
@@ -167,11 +169,11 @@ class PeerLink:
         if self.address is None:
             self.drop(f"{self.env.hello.region} has another certificate")
             return None
-        newest = self.env.credentials.identity.certificate
         session = await self._dial_session(self.session)
         if not isinstance(session, Session):
-            self._refused = newest if session is not None else None
+            self._remake_at_s = asyncio.get_running_loop().time() + self._remake_pause.next_s()
             return session
+        self._remake_pause.reset()
         _log.info("link made with the new certificate", peer=self.peer)
         self._spawn(self.run_session(session))
         return None

@@ -74,7 +74,7 @@ async def test_a_renewed_region_makes_its_links_again(mesh: Mesh, name: str) -> 
         lambda: all(certificate_of(transports[peer], name) == new.certificate.fingerprint for peer in others)
     )
     await until_linked(transports)
-    assert all(status.is_renewed for status in transports[name].peer_status().values())
+    await eventually(lambda: all(status.is_renewed for status in transports[name].peer_status().values()))
     assert all(transport.rejections == {} for transport in transports.values())
 
 
