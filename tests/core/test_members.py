@@ -253,6 +253,23 @@ def test_the_word_of_a_peer_alone_removes_nobody(patch: pytest.MonkeyPatch) -> N
     small.settle()
 
 
+def test_a_list_of_before_removes_nobody_who_was_added_again(patch: pytest.MonkeyPatch) -> None:
+    """The authority has signed it, so a peer may show it for ever."""
+    small = Small(patch, 4)
+    small.go(6)
+    victim, peer = small.others()[:2]
+    core = small.hosts[victim].core
+    before = roster(small, victim)
+    without = before.changed(MembershipBody(victim, "former"))
+    old = RosterShown(1, without.lines, signature_of(without.statement("simulated")))
+    with patch.context() as context:
+        context.setattr(core.history, "roster", without.changed(MembershipBody(victim, "contributor")))
+        core.farewell.take(peer, old)
+        assert core.farewell.reason == ""
+    core.farewell.take(peer, old)
+    assert core.farewell.reason, "where it is news"
+
+
 def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its_place(
     patch: pytest.MonkeyPatch,
 ) -> None:

@@ -89,6 +89,9 @@ async def test_a_certificate_that_nobody_trusts_yet_leaves_the_links_as_they_are
     await asyncio.sleep(0.1)
     assert [at_a.changes, at_b.changes] == before
     assert not a.peer_status()["b"].is_renewed
+    assert not a.links["b"].is_outdated, "it is tried again after a pause, not each second"
+    a.links["b"]._remake_at_s = 0.0
+    assert a.links["b"].is_outdated
 
 
 async def test_an_authority_is_replaced_without_a_link_that_can_not_be_made(mesh: Mesh) -> None:
