@@ -11,7 +11,7 @@ import pytest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import DiskNamedBody, EntryBody, FinishedBody, GenesisBody, LeaderBody
+from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, FinishedBody, GenesisBody, LeaderBody
 from diloco_node.daemon.lone_region import TERMS_AHEAD, go_on_alone, look_alone
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.errors import ConfigError, StorageError
@@ -32,7 +32,7 @@ def begin(folder: Path, bodies: Sequence[EntryBody] = (), *, is_own: bool = True
         store.load(FRAGMENTS)
         disks = tuple(store.disk if name == "b" and is_own else disk_of(name) for name in REGIONS)
         genesis = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, (bytes(32),) * FRAGMENTS, disks)
-        entries = []
+        entries = list[Entry]()
         for index, body in enumerate((LeaderBody("a"), genesis, *bodies), start=1):
             entries.append(seal(index, TERM, entries[-1].hash if entries else ZERO_HASH, body))
         store.persist(TERM, "", 0, entries)
