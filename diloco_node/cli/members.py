@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_node.cli.options import ConfigOption, load
+from diloco_node.cli.options import ConfigOption, load, parse_option
 from diloco_node.cli.orders import give_order
 from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.cli.tables import table_lines
-from diloco_node.errors import PeersUnreachable
+from diloco_node.errors import ConfigError, PeersUnreachable
 
 app = typer.Typer(help="The regions of a running run.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -43,6 +43,26 @@ def list_members(
     for line in table_lines([(name, "left") for name in ("region", "kind", "since", "now")], rows):
         typer.echo(line)
     typer.echo(members["tolerance"])
+
+
+@app.command()
+def add(
+    *,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A region that has a certificate: `certs add NAME`.")],
+    place: RegionArgument = None,
+    address: Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Where the others dial it.")],
+    key: KeyOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Add a region to the run. It trains as a contributor, which changes no majority; `promote` gives it a vote."""
+    from diloco_node.config.field_types import host_port_of
+    from diloco_node.wire.message_schema import is_region_name
+
+    if not is_region_name(name):
+        raise ConfigError(f"{name!r} is no region's name: use 1 to 63 of a-z, 0-9 and '-'")
+    parse_option("--address", address, host_port_of)
+    _change(name, "contributor", place, config, key, address=address)
+    typer.echo(f"Then, in {name}: diloco-node start --join HOST:PORT --region {name}, with the address of any member")
 
 
 @app.command()
@@ -80,7 +100,14 @@ def demote(
 
 
 def _change(
-    name: str, kind: str, place: str | None, config: Path | None, key: Path | None, *, is_forced: bool = False
+    name: str,
+    kind: str,
+    place: str | None,
+    config: Path | None,
+    key: Path | None,
+    *,
+    is_forced: bool = False,
+    address: str = "",
 ) -> None:
     from diloco_node.core.ledger.roster import Membership, Roster
     from diloco_node.core.member_kind import MemberKind, MembershipBody
@@ -90,10 +117,11 @@ def _change(
     folder = region_folder(place, config)
     run_id, members = _members(folder)
     lines = {row["region"]: Membership(MemberKind(row["kind"]), address=row["address"]) for row in members["rows"]}
-    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind))
+    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind, address))
     key = key if key is not None else load(config).run.certs_dir / CA_KEY
     signature = sign(key, roster.statement(run_id)).hex()
-    give_order(folder, "members", {"region": name, "kind": kind, "signature": signature, "force": is_forced})
+    order = {"region": name, "kind": kind, "address": address, "changes": roster.changes}
+    give_order(folder, "members", {**order, "signature": signature, "force": is_forced})
     fact = "is removed" if kind == MemberKind.FORMER else f"is a {kind}"
     typer.echo(
         f"{folder.name} puts it into the ledger: {name} {fact} when a majority agrees. The voters are "
