@@ -127,7 +127,7 @@ class Diloco:
 
     Attributes:
         region: name of this region, "" when alone. region_index: its place among `regions` regions.
-        region_names: all of them, sorted.
+        region_names: all of them, in the order of their places; also those that have left.
         global_step: where the run is, in steps of its median learner. Never goes back. A learner that is slower than
             the median sees it grow by more than one a step, a faster one by one or none.
         progress: part of the way to the run's end, 0 to 1; None when alone, or where nothing says where that is.

@@ -218,7 +218,7 @@ class Welcome:
     """The answer to Attach.
 
     Attributes:
-        region: this region's name. region_index: its place in `regions`, which are sorted.
+        region: this region's name. region_index: its place in `regions`, which never changes.
         incarnation: which life of the learner this is; the one in Attach unless that was NEW_PROCESS.
         run_id: the run's name. fragments: P. sync_every: H. merge: rule for tensors that are not embeddings or head.
         codec_up: of contributions. carry: mode. carry_steps_limit: steps up to which carry-over is exact.

@@ -207,11 +207,12 @@ class Reception:
         settings = self._spec.settings
         self._is_welcomed = True
         position = self._core.leader.progress.position(now_ns=self._runtime.now_ns())
+        regions = self._core.ledger.disks.roster.places(self._spec.region)
         self._runtime.learner_server.send(
             Welcome(
                 region=self._spec.region,
-                region_index=self._spec.regions.index(self._spec.region),
-                regions=self._spec.regions,
+                region_index=regions.index(self._spec.region),
+                regions=regions,
                 incarnation=incarnation,
                 run_id=self._spec.run_id,
                 fragments=settings.fragments,

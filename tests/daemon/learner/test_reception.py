@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import GenesisBody, RunSettings
 from diloco_node.daemon.learner import reception as reception_module
@@ -106,7 +107,7 @@ class Desk:
             may_allot_incarnation=True,
             incarnation_min=1,
             wants_initial_state=False,
-            ledger=SimpleNamespace(leader="b"),
+            ledger=SimpleNamespace(leader="b", disks=SimpleNamespace(roster=Roster.of_voters("ab"))),
             end=SimpleNamespace(lack=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""),
             leader=SimpleNamespace(progress=SimpleNamespace(position=lambda *, now_ns: RunPosition(8, None))),
             history=SimpleNamespace(
