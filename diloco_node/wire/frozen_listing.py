@@ -101,8 +101,8 @@ def frozen_difference(own_listing: bytes, first_listing: bytes, regions: Sequenc
     (own_index, here), (index, there) = _unpack(own_listing), _unpack(first_listing)
     if own_index < 0 or (here and index not in range(len(regions))):
         return (
-            "frozen parameters and buffers are not compared with those of other regions: there are too many, or the "
-            "run began without a listing of them. Have all scripts load the same"
+            "frozen tensors are not compared with those of other regions: there are too many, or the run began without "
+            "a listing. Have all scripts load the same"
         )
     packed = {tensor.layer for tensor in (*here.values(), *there.values()) if tensor.is_packed}
     here, there = _comparable(here, there, packed), _comparable(there, here, packed)
@@ -118,9 +118,8 @@ def frozen_difference(own_listing: bytes, first_listing: bytes, regions: Sequenc
     if not clauses:
         return ""
     return (
-        f"frozen parameters or buffers are not those of region {regions[index]}, which began the run: of "
-        f"{len(here)}: {', '.join(clauses)}. No merge makes them equal, so this region trains another model. Have its "
-        "script load and build the same, and start it again"
+        f"frozen tensors are not those of region {regions[index]}, which began the run: of {len(here)}, "
+        f"{', '.join(clauses)}. Have the script load and build the same, and start it again: no merge makes them equal"
     )
 
 
