@@ -148,7 +148,9 @@ async def test_only_a_new_region_hears_with_what_a_script_began_the_run(
 ) -> None:
     desk = Desk(monkeypatch, lives, init)
     desk.newest = newest
-    assert (await desk.welcome()).fragment_digests == expected
+    welcome = await desk.welcome()
+    assert welcome.fragment_digests == expected
+    assert (welcome.region_index, welcome.regions) == (0, ("a", "b"))
 
 
 async def test_a_learner_that_comes_past_the_end_without_a_leader_is_held_until_there_is_one(
