@@ -364,7 +364,7 @@ async def until(arm: Arm, is_so: Callable[[], bool], limit_s: float, what: str) 
         await asyncio.sleep(POLL_S)
 
 
-async def measure(arm: Arm, spec: Spec, python: str, options: argparse.Namespace) -> dict[str, Any]:
+async def measure(arm: Arm, spec: Spec, python: str, rounds: int, cut_s: float) -> dict[str, Any]:
     """Start an arm, warm up, count some rounds, cut the link. Raises ArmEnded."""
     try:
         await arm.start(spec, python)
@@ -373,13 +373,13 @@ async def measure(arm: Arm, spec: Spec, python: str, options: argparse.Namespace
         await arm.poll()
         before, before_s = _totals(arm), time.monotonic()
         warm_up = set(arm.rounds())
-        target = arm.finished() + options.rounds
-        await until(arm, lambda: arm.finished() >= target, options.rounds * ROUND_S_MAX, "too few rounds")
+        target = arm.finished() + rounds
+        await until(arm, lambda: arm.finished() >= target, rounds * ROUND_S_MAX, "too few rounds")
         await arm.poll()
         after, after_s = _totals(arm), time.monotonic()
-        figures = window(arm, warm_up, before, after, seconds=after_s - before_s, rounds=options.rounds)
-        if options.cut and arm.network.state is not None:
-            figures["cut"] = await cut(arm, figures["wire_bytes"], options.cut)
+        figures = window(arm, warm_up, before, after, seconds=after_s - before_s, rounds=rounds)
+        if cut_s and arm.network.state is not None:
+            figures["cut"] = await cut(arm, figures["wire_bytes"], cut_s)
         return figures
     finally:
         await arm.stop()
@@ -456,7 +456,8 @@ def run_all(options: argparse.Namespace, say: Callable[[dict[str, Any]], None]) 
                 for arm in options.arms if turn % 2 == 0 else reversed(options.arms):
                     folder = Path(name) / f"{arm}-{turn}"
                     folder.mkdir()
-                    turns[arm].append(run_arm(arm, net, folder, size, options))
+                    cut_s = options.cut if turn == options.turns - 1 else 0.0
+                    turns[arm].append(run_arm(Arm(arm, net, folder), size, options, cut_s))
         for arm, results in turns.items():
             row = {"arm": arm, "link": link, "regions": regions, "parameters": size * SIDE * SIDE, **median(results)}
             rows.append(row)
@@ -464,12 +465,13 @@ def run_all(options: argparse.Namespace, say: Callable[[dict[str, Any]], None]) 
     return rows
 
 
-def run_arm(arm: str, net: Network, folder: Path, matrices: int, options: argparse.Namespace) -> dict[str, Any]:
+def run_arm(arm: Arm, matrices: int, options: argparse.Namespace, cut_s: float) -> dict[str, Any]:
     """One turn of an arm; its figures, or the reason why there are none."""
-    spec = Spec(tuple(place.address for place in net.places), PORT, matrices, STEPS, STEP_S, str(folder))
+    addresses = tuple(place.address for place in arm.network.places)
+    spec = Spec(addresses, PORT, matrices, STEPS, STEP_S, str(arm.folder))
     try:
-        python = environment(arm, options.peers)
-        return asyncio.run(measure(Arm(arm, net, folder), spec, python, options))
+        python = environment(arm.name, options.peers)
+        return asyncio.run(measure(arm, spec, python, options.rounds, cut_s))
     except (ArmEnded, DilocoError) as error:
         return {"reason": str(error)}
 
@@ -534,7 +536,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", default="20", help="million parameters, as 20,124 [20]")
     parser.add_argument("--rounds", type=int, default=5, help="that count, in a turn of an arm [5]")
     parser.add_argument("--turns", type=int, default=1, help="all arms, so often [1]")
-    parser.add_argument("--cut", type=float, default=20.0, help="seconds of the cut; 0: none [20]")
+    parser.add_argument("--cut", type=float, default=20.0, help="seconds of the cut, in the last turn; 0: none [20]")
     parser.add_argument("--peers", type=Path, default=HERE.parent / "build" / "peers", help="their environments")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args(arguments)

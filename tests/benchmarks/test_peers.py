@@ -6,9 +6,11 @@ import json
 import subprocess
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import peers
 import peers_learner
+import plots
 import pytest
 from peers import Arm, ArmEnded, Network
 
@@ -147,3 +149,28 @@ def test_a_word_that_names_nothing_is_refused(option: str, word: str, capsys: py
     with pytest.raises(SystemExit):
         peers.main([option, word])
     assert f"there is no {word!r}" in capsys.readouterr().err
+
+
+def test_of_two_rows_for_the_same_the_later_file_counts_and_misses_are_bold(tmp_path: Path) -> None:
+    start = {"link": "1g", "regions": 2, "parameters": 20_971_520, "cuts": []}
+    cut = {"made": 0.5, "back_seconds": None, "reason": "no round after 60 s"}
+    first = [{**start, **FIGURES, "arm": "torchft"}, {**start, **FIGURES, "arm": "ours", "seconds": 9.0}]
+    again = [
+        {**start, **FIGURES, "arm": "ours", "seconds": 1.01, "cuts": [cut]},
+        {**start, "arm": "pccl", "reason": "no"},
+    ]
+    (tmp_path / "rounds-1.json").write_text(json.dumps({"rows": first}))
+    (tmp_path / "rounds-2.json").write_text(json.dumps({"rows": again}))
+    table = plots.rounds_table(plots.rows_of(tmp_path)).splitlines()
+    assert table[2:] == [
+        "| ours | **1.01 (0.50 to 1.50)** | 0.10 | 80 | 0.50 | **no round after 60 s** |",
+        "| torchft 0.2.0 | 1.00 (0.50 to 1.50) | 0.10 | 80 | 0.50 |  |",
+        "| PCCL | no | | | | |",
+    ]
+
+
+def test_page_and_plots_show_the_kept_results() -> None:
+    for name, svg in plots.plots(plots.RESULTS).items():
+        assert (plots.DOCS / "evidence" / name).read_text() == svg, "run benchmarks/plots.py"
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
+    assert plots.rounds_table(plots.rows_of(plots.RESULTS)) in (plots.DOCS / "evidence.md").read_text()
