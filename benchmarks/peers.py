@@ -301,8 +301,9 @@ class Arm:
         for pid in pids:
             top = psutil.Process(pid)
             for process in [top, *top.children(recursive=True)]:
-                times = process.cpu_times()
-                total += times.user + times.system
+                with contextlib.suppress(psutil.Error):  # it ended just now
+                    times = process.cpu_times()
+                    total += times.user + times.system
         return total
 
     async def stop(self) -> None:

@@ -6,6 +6,7 @@ the lighthouse.
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -32,6 +33,7 @@ def train(training: Training) -> None:
     """Synchronise by torchft's own optimizer hook: the inner step does nothing else."""
     spec, model, rank = training.spec, training.model, training.rank
     own = spec.addresses[rank]
+    socket.gethostname = lambda: own  # newer versions tell it to the others, and all namespaces share one name
     port = spec.port + 1 + rank  # on loopback all stores share one interface
     store = TCPStore(own, port, is_master=True, wait_for_workers=False)
     manager = Manager(

@@ -210,7 +210,8 @@ def after(cut: Mapping[str, Any]) -> str:
     """What a cut did, in a cell."""
     if cut["back_seconds"] is None:
         return f"**{str(cut['reason']).replace('|', '/')}**"
-    return f"{cut['made']:.0%}; {cut['back_seconds']:.1f} s"
+    others = f"; others {cut['others']} rounds" if cut["others"] else ""
+    return f"{cut['made']:.0%}{others}; {cut['back_seconds']:.1f} s"
 
 
 def plots(folder: Path) -> dict[str, str]:
