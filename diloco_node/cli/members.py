@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -12,7 +13,15 @@ from diloco_node.cli.options import ConfigOption, load
 from diloco_node.cli.orders import give_order
 from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.cli.tables import table_lines
-from diloco_node.errors import PeersUnreachable
+from diloco_node.errors import ConfigError, PeerIncompatible, PeersUnreachable
+from diloco_node.state_names import NODE_NAME
+
+if TYPE_CHECKING:
+    from diloco_node.daemon.spec import NodeSpec
+    from diloco_node.transport.certificates import Identity
+
+PEER_S: Final = 5.0
+"""Seconds for which a region may take to answer."""
 
 app = typer.Typer(help="The regions of a running run.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -77,6 +86,68 @@ def demote(
 ) -> None:
     """Take a region's vote: it trains on as a contributor, and counts for no majority."""
     _change(name, "contributor", place, config, key, is_forced=is_forced)
+
+
+@app.command()
+def recover(
+    *,
+    place: RegionArgument = None,
+    key: KeyOption = None,
+    is_forced: Annotated[
+        bool, typer.Option("--force", help="Do it; without it, only say what would be done.", show_default=False)
+    ] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Go on with one region alone, after a majority of the voters is lost for good. All others leave the run."""
+    from diloco_node.daemon.lone_region import go_on_alone, look_alone
+    from diloco_node.daemon.spec import NodeSpec
+    from diloco_node.transport.authority import sign
+    from diloco_node.transport.certificates import CA_KEY, load_identity
+
+    folder = region_folder(place, config, file=NODE_NAME)
+    spec = NodeSpec.load(folder / NODE_NAME)
+    if not is_forced:
+        facts = look_alone(folder, spec.region)
+        raise ConfigError(
+            f"{spec.region} goes on alone from entry {facts.index}; {', '.join(facts.leavers)} leave the run, and what "
+            "they committed without it is lost. Stop every region that is there, then give the command again with "
+            f"--force. If a majority of {', '.join(facts.voters)} can come back, start those instead"
+        )
+    identity = load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id)
+    key = key if key is not None else load(config).run.certs_dir / CA_KEY
+    if fault := identity.signature_fault(spec.run_id.encode(), sign(key, spec.run_id.encode())):
+        raise ConfigError(f"{key}: {fault}")
+    _check_silence(spec, identity)
+    facts = go_on_alone(folder, spec.region, spec.run_id, lambda statement: sign(key, statement))
+    typer.echo(
+        f"{spec.region} goes on alone from entry {facts.index}: start it. {', '.join(facts.leavers)} left the run, and "
+        f"come back with an empty folder after `diloco-node members add`"
+    )
+
+
+def _check_silence(spec: NodeSpec, identity: Identity) -> None:
+    """Refuse to go on alone while another region answers. Raises ConfigError."""
+    from diloco_node.errors import PeerError
+    from diloco_node.transport.asking import ask_peer
+
+    async def answers(peer: str, address: str) -> str:
+        try:
+            await ask_peer(identity, peer, address, timeout_s=PEER_S)
+        except PeerIncompatible:
+            return f"{peer} at {address}"
+        except PeerError:
+            return ""
+        return f"{peer} at {address}"
+
+    async def ask() -> list[str]:
+        addresses = {peer: address for peer, address in spec.peers.items() if address is not None}
+        return await asyncio.gather(*(answers(peer, address) for peer, address in addresses.items()))
+
+    if there := list(filter(None, asyncio.run(ask()))):
+        raise ConfigError(
+            f"{', '.join(there)} answers: start {spec.region} beside it, or stop it first, if a majority is lost for "
+            "good"
+        )
 
 
 def _change(

@@ -31,7 +31,8 @@ NO_MAJORITY: Final = AlertKind(
     "A-NO-MAJORITY",
     Mark.FAILED,
     "Fewer than a majority of the regions hear each other, so nothing is merged.",
-    "Bring a missing region back; if it has finished, with `start --serve`. Learners train on meanwhile.",
+    "Bring a missing region back; if it has finished, with `start --serve`. If a majority is lost for good: "
+    "`members recover`. Learners train on meanwhile.",
 )
 CUT_OFF: Final = AlertKind(
     "A-CUT-OFF",
