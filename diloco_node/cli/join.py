@@ -61,6 +61,11 @@ def join_run(
     parse_option("--join", address, host_port_of)
     path = config if config is not None else Path(CONFIG_NAME)
     state_dir, certs_dir = (Path(flags[f"run.{name}_dir"][1] or path.parent / name) for name in ("state", "certs"))
+    if not (certs_dir / region).exists():
+        raise IdentityError(
+            f"{certs_dir / region} is missing: where the run's ca.key is, `diloco-node certs add {region}` makes it; "
+            "copy it here, or name the folder that it is in with --certs"
+        )
     identity = load_identity(certs_dir / region, region=region)
     if path.exists():
         _check_written(load(path), path, region, identity.run_id)

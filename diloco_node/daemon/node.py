@@ -251,11 +251,10 @@ class Node:
         self._measuring.follow(self._measure_command.peers)
 
     def _addresses(self) -> dict[str, str | None]:
-        """Where each other region is dialed, former members too: what the authority has signed wins over run.toml."""
-        logged, committed = self.core.ledger.disks.roster.memberships, self.core.history.roster.memberships
-        lines = {**committed, **logged}
-        lines.pop(self._spec.region, None)
-        return {name: line.address or self._spec.peers.get(name) for name, line in lines.items()}
+        rosters = (self.core.history.roster, self.core.ledger.disks.roster)
+        addresses = {name: place for roster in rosters for name, place in roster.addresses(self._spec.peers).items()}
+        addresses.pop(self._spec.region, None)
+        return addresses
 
     def _shown_run(self) -> RunShown:
         roster = self.core.history.roster

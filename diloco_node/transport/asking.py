@@ -82,11 +82,11 @@ def region_at(folder: Path, identity: Identity, address: str, *, timeout_s: floa
             f"({error.verify_message}): give the address of one of its regions, or take the folder of that other run"
         ) from None
     except (ssl.SSLError, IdentityError) as error:
-        raise LinkLost(f"what listens there is no region of diloco-node ({error}): give a member's address") from None
+        reason = getattr(error, "reason", None) or error
+        raise LinkLost(f"what listens there is no region of diloco-node ({reason}): give a member's address") from None
     except (OSError, ValueError) as error:
-        raise LinkLost(
-            f"nobody answers there ({error}): give the address of a member that runs, see `status`"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise LinkLost(f"nobody answers there ({reason}): give the address of a member that runs") from None
     return region, own_host
 
 

@@ -132,6 +132,10 @@ class Roster:
         """All that are or were members, and this region: by their places, which shares of the data go by."""
         return tuple(dict.fromkeys((*self.memberships, region)))
 
+    def addresses(self, settings: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Where to dial each region, former members too: as the authority has signed, else as the settings say."""
+        return {name: line.address or settings.get(name) for name, line in self.memberships.items()}
+
     def replacements(self, region: str) -> int:
         """How often the log named another folder of the region, in place of one that was lost."""
         line = self.memberships.get(region)

@@ -154,7 +154,9 @@ async def test_only_a_new_region_hears_with_what_a_script_began_the_run(
 ) -> None:
     desk = Desk(monkeypatch, lives, init)
     desk.newest = newest
-    assert (await desk.welcome()).fragment_digests == expected
+    welcome = await desk.welcome()
+    assert welcome.fragment_digests == expected
+    assert (welcome.region_index, welcome.regions) == (0, ("a", "b"))
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
