@@ -103,8 +103,10 @@ def _figures(values: Tensor, offsets: tuple[int, ...]) -> list[float]:
     row_signs = reduce(torch.kron, further, torch.ones(1, device="cpu")).to(values.device)
     rows = max(1, CHUNK_VALUES // row_signs.numel())
     sums = []
-    for chunk, signs in zip(values.split(rows), first.to(values.device).split(rows), strict=True):
-        matrix = chunk.reshape(len(signs), -1).to(torch.float32)
+    first_signs = first.to(values.device)
+    for start in range(0, len(values), rows):
+        signs = first_signs[start : start + rows]
+        matrix = values[start : start + rows].reshape(len(signs), -1).to(torch.float32)
         # Row by row, and by no product of matrices: both may be off by more than two regions may differ.
         square = torch.linalg.vector_norm(matrix, dim=1).square().sum()
         sums.append(torch.stack(((matrix.mul(row_signs).sum(1) * signs).sum(), square)))
