@@ -137,7 +137,7 @@ class ModelWatch:
         # Those that have made a step; None for one that trains something else.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OptimizerRecord | None] = WeakKeyDictionary()
         # Parameters that an optimizer holds, and that get no gradients.
-        self._frozen: set[Tensor] = set()
+        self._constants: set[Tensor] = set()
         followed = tensors.followed
         # Parameters and masters, but no buffers: a forward pass may change those before the first step.
         self._weights = {
@@ -227,10 +227,10 @@ class ModelWatch:
         # The same tensors may be set again, as sharding does around a forward pass.
         check_not_replaced(self._tensors)
         present = self._tensors.present()
-        tied = [name for name, tensor in self._present.items() if tensor in self._names]
-        if parted := [name for name in tied if present.get(name) is not self._present[name]]:
+        own_names = [name for name, tensor in self._present.items() if tensor in self._names]
+        if strays := [name for name in own_names if present.get(name) is not self._present[name]]:
             raise LearnerError(
-                f"{parted[0]!r} was tied to {self._names[self._present[parted[0]]]!r} at attach(), and is another "
+                f"{strays[0]!r} was tied to {self._names[self._present[strays[0]]]!r} at attach(), and is another "
                 f"tensor now: this region would have it alone. {REMEDY}"
             )
         new = [name for name in present if present[name].requires_grad and name not in self._present]
@@ -308,7 +308,7 @@ class ModelWatch:
         """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         record = self._optimizers.get(optimizer)
-        is_thawed = any(map(_TRAINS, self._frozen))
+        is_thawed = any(map(_TRAINS, self._constants))
         if optimizer in self._optimizers and (record is None or record.size == size) and not is_thawed:
             return record
         parameters = parameters_of(optimizer)
@@ -323,7 +323,7 @@ class ModelWatch:
             )
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
         self._optimizers[optimizer] = _OptimizerRecord(size, tensors) if tensors else None
-        self._frozen.update(strangers)
+        self._constants.update(strangers)
         return self._optimizers[optimizer]
 
     def _compare(self, *, is_trained: bool) -> None:

@@ -265,6 +265,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "document", "text", "command"), CASES, ids=lambda value: getattr(value, "code", None))
+def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any], text: str, command: str) -> None:
+    (alert,) = [alert for alert in find_alerts(document) if alert.code == kind.code]
+    assert text in alert.text
+    assert alert.mark is kind.mark
+    assert alert.command.startswith(command)
+    assert "{" not in alert.hint + alert.command
+    health = health_of(document)
+    assert health["state"] in STATES
+    assert health["line"].startswith(health["state"])
+
+
 @pytest.mark.parametrize(
     ("fields", "is_told"),
     [
@@ -276,17 +287,6 @@ CASES = [
 def test_a_learner_that_waits_for_the_first_parameters_is_not_missing(fields: dict[str, Any], is_told: bool) -> None:
     codes = [alert.code for alert in find_alerts(changed(learner=None, **fields))]
     assert ("A-LEARNER-MISSING" in codes) is is_told
-
-
-def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any], text: str, command: str) -> None:
-    (alert,) = [alert for alert in find_alerts(document) if alert.code == kind.code]
-    assert text in alert.text
-    assert alert.mark is kind.mark
-    assert alert.command.startswith(command)
-    assert "{" not in alert.hint + alert.command
-    health = health_of(document)
-    assert health["state"] in STATES
-    assert health["line"].startswith(health["state"])
 
 
 EAGER = {"name": "eu", "link": "dialing", "is_alive": False, "rtt_seconds": None, "applied_index": 0, "address": "eu:1"}
