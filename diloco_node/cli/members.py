@@ -17,7 +17,8 @@ from diloco_node.errors import ConfigError, PeerIncompatible, PeersUnreachable
 from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
-    from diloco_node.daemon.spec import NodeSpec
+    from collections.abc import Mapping
+
     from diloco_node.transport.certificates import Identity
 
 PEER_S: Final = 5.0
@@ -126,8 +127,8 @@ def recover(
 
     folder = region_folder(place, config, file=NODE_NAME)
     spec = NodeSpec.load(folder / NODE_NAME)
+    facts = look_alone(folder, spec.region)
     if not is_forced:
-        facts = look_alone(folder, spec.region)
         raise ConfigError(
             f"{spec.region} goes on alone from entry {facts.index}; {', '.join(facts.leavers)} leave the run, and what "
             "they committed without it is lost. Stop every region that is there, then give the command again with "
@@ -137,22 +138,18 @@ def recover(
     key = key if key is not None else load(config).run.certs_dir / CA_KEY
     if fault := identity.signature_fault(spec.run_id.encode(), sign(key, spec.run_id.encode())):
         raise ConfigError(f"{key}: {fault}")
-    _check_silence(spec, identity)
+    _check_silence(identity, {name: facts.addresses[name] or spec.peers.get(name) for name in facts.leavers})
     facts = go_on_alone(folder, spec.region, spec.run_id, lambda statement: sign(key, statement))
     typer.echo(
         f"{spec.region} goes on alone from entry {facts.index}: start it. {', '.join(facts.leavers)} left the run, and "
-        f"come back with an empty folder after `diloco-node members add`"
+        "come back with an empty folder after `diloco-node members add`"
     )
 
 
-def _check_silence(spec: NodeSpec, identity: Identity) -> None:
+def _check_silence(identity: Identity, addresses: Mapping[str, str | None]) -> None:
     """Refuse to go on alone while another region answers. Raises ConfigError."""
-    from diloco_node.daemon.run_record import read_run_record
     from diloco_node.errors import PeerError
     from diloco_node.transport.asking import ask_peer
-
-    record = read_run_record(spec.state_dir)
-    addresses = spec.peers if record is None else record.roster.addresses(spec.peers)
 
     async def answers(peer: str, address: str) -> str:
         try:
@@ -164,13 +161,12 @@ def _check_silence(spec: NodeSpec, identity: Identity) -> None:
         return f"{peer} at {address}"
 
     async def ask() -> list[str]:
-        others = {name: address for name, address in addresses.items() if address is not None and name != spec.region}
-        return await asyncio.gather(*(answers(peer, address) for peer, address in others.items()))
+        return await asyncio.gather(*(answers(peer, place) for peer, place in addresses.items() if place))
 
     if there := list(filter(None, asyncio.run(ask()))):
         raise ConfigError(
-            f"{', '.join(there)} answers: start {spec.region} beside it, or stop it first, if a majority is lost for "
-            "good"
+            f"{', '.join(there)} answers: start {identity.region} beside it, or stop it first, if a majority is lost "
+            "for good"
         )
 
 
