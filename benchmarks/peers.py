@@ -552,7 +552,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(HEAD, file=out)
     rows = run_all(options, lambda row: print(line(row), file=out, flush=True))
     if options.json:
-        print(json.dumps({"rounds": options.rounds, "steps": STEPS, "cpus": os.cpu_count(), "rows": rows}))
+        command = " ".join(arguments if arguments is not None else sys.argv[1:])
+        print(json.dumps({"date": time.strftime("%F"), "command": command, "cpus": os.cpu_count(), "rows": rows}))
     return 0
 
 

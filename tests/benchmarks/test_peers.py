@@ -21,7 +21,7 @@ from diloco_node.lab.wan.topology import parse_topology
 NETWORK = Network([Place(name, "diloco-peers-all", "127.0.0.1") for name in "ab"])
 FIGURES = {
     "rounds": 2, "seconds": 1.0, "seconds_min": 0.5, "seconds_max": 1.5, "wire_bytes": 8e7, "cpu_seconds": 0.5,
-    "still_seconds": 0.1, "router_cpu_seconds": 0.2, "packets_late": 0,
+    "still_seconds": 0.1, "router_cpu_seconds": 0.2, "packets_late": 0, "load": 0.5,
 }  # fmt: skip
 
 
@@ -159,13 +159,15 @@ def test_of_two_rows_for_the_same_the_later_file_counts_and_misses_are_bold(tmp_
         {**start, **FIGURES, "arm": "ours", "seconds": 1.01, "cuts": [cut]},
         {**start, "arm": "pccl", "reason": "no"},
     ]
-    (tmp_path / "rounds-1.json").write_text(json.dumps({"rows": first}))
-    (tmp_path / "rounds-2.json").write_text(json.dumps({"rows": again}))
+    (tmp_path / "rounds-1.json").write_text(json.dumps({"date": "2026-11-26", "rows": first}))
+    (tmp_path / "rounds-2.json").write_text(json.dumps({"date": "2026-11-27", "rows": again}))
     table = plots.rounds_table(plots.rows_of(tmp_path)).splitlines()
     assert table[2:] == [
         "| ours | **1.01 (0.50 to 1.50)** | 0.10 | 80 | 0.50 | **no round after 60 s** |",
         "| torchft 0.2.0 | 1.00 (0.50 to 1.50) | 0.10 | 80 | 0.50 |  |",
         "| PCCL | no | | | | |",
+        "",
+        "2026-11-26 and 2026-11-27, load average 0.5 to 0.5.",
     ]
 
 
