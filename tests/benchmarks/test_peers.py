@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -149,6 +150,25 @@ def test_a_word_that_names_nothing_is_refused(option: str, word: str, capsys: py
     with pytest.raises(SystemExit):
         peers.main([option, word])
     assert f"there is no {word!r}" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_an_early_end_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    row = {"arm": "pccl", "link": "1g", "regions": 2, "parameters": 20_971_520, "reason": "no"}
+
+    def run_all(_: Any) -> Generator[dict[str, Any], None, None]:
+        yield row
+        raise SystemExit(1)
+
+    monkeypatch.setattr(peers, "run_all", run_all)
+    monkeypatch.setattr(peers.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(peers.os, "geteuid", lambda: 0)
+    with pytest.raises(SystemExit):
+        peers.main(["--json", "--links", "1g", "--peers", str(tmp_path)])
+    result = json.loads(capsys.readouterr().out)
+    assert result["rows"] == [row]
+    assert result["command"].startswith("--json --links 1g")
 
 
 def test_of_two_rows_for_the_same_the_later_file_counts_and_misses_are_bold(tmp_path: Path) -> None:
