@@ -59,13 +59,12 @@ def verify(place: PlaceArgument, *, version: VersionOption = None) -> None:
     source = copies_or_run(place)
     copies = copies_at(source)
     if copies is None:
-        results = [region_faults(folder, version) for folder in region_folders(Path(source))]
+        count, faults = region_faults(region_folders(Path(source)), version)
     else:
-        results = [copy_faults(copies, version)]
-    faults = [fault for _, lines in results for fault in lines]
+        count, faults = copy_faults(copies, version)
     for fault in faults:
         typer.echo(escaped(fault))
-    typer.echo(f"{place}: {sum(count for count, _ in results)} files, {len(faults) or 'none'} of them wrong")
+    typer.echo(f"{place}: {count} files, {len(faults) or 'none'} of them wrong")
     if faults:
         raise typer.Exit(1)
 
@@ -106,7 +105,7 @@ def copy(
 
 def table_lines(rows: list[VersionRow]) -> list[str]:
     """For people: a line for each version."""
-    lines = [f"{'version':>9} {'step':>11} {'tokens':>17} {'bytes':>17}  {'copied at (UTC)':<19}  state"]
+    lines = [f"{'version':>9} {'step':>11} {'tokens':>17} {'bytes':>17}  {'written at (UTC)':<19}  state"]
     for row in rows:
         step, tokens = (f"{count:,}" if count is not None else "-" for count in (row.step, row.tokens))
         state = escaped(f"lacks {row.lack}" if row.lack else "whole")

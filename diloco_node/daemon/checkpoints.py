@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from diloco_node.core.recovery.replay_plan import digests_of, rounds_of
 from diloco_node.core.types import GenesisBody
 from diloco_node.daemon.checkpoint_copies import Checkpoint, CheckpointCopies, CopyState
 from diloco_node.daemon.export_source import trainer_model
-from diloco_node.daemon.past_run import find_past, read_runs
+from diloco_node.daemon.past_run import PastRun, find_past, read_runs
 from diloco_node.daemon.run_files import RunFiles
 from diloco_node.daemon.state_replay import read_past
 from diloco_node.errors import ConfigError
@@ -29,7 +30,7 @@ class VersionRow:
 
     Attributes:
         step, tokens: None: a copy does not say. content_bytes: parameters and momentum.
-        written_at: of a copy: UTC, ISO 8601; else empty. lack: what is missing; empty if nothing is.
+        written_at: UTC, ISO 8601: a copy, or its last payload in a region; empty if that is gone. lack: what is missing; empty if nothing is.
     """
 
     version: int
@@ -49,8 +50,18 @@ def region_rows(folders: Sequence[Path]) -> list[VersionRow]:
     for number, item in sorted(past.items()):
         lacks = [run.lack(item) for run in runs]
         lack = "" if "" in lacks else lacks[0]
-        rows.append(VersionRow(number, item.step, item.tokens, content_bytes, "", lack))
+        written_at = max(_written_at(run, item) for run in runs)
+        rows.append(VersionRow(number, item.step, item.tokens, content_bytes, written_at, lack))
     return rows
+
+
+def _written_at(run: PastRun, past: PastVersion) -> str:
+    """The time at which the last payload of a version came to this disk; empty: none of them is there."""
+    folder, times = run.files.folder / "payloads", []
+    for fragment, version, digest in run.payloads_of(past):
+        with contextlib.suppress(OSError):  # a daemon that runs here may have removed it
+            times.append((folder / payload_name(fragment, version, digest)).stat().st_mtime)
+    return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else ""
 
 
 def copy_rows(copies: CheckpointCopies) -> list[VersionRow]:
@@ -133,20 +144,21 @@ def describe(files: RunFiles, past: PastVersion, values: Sequence[tuple[F32, F32
     )
 
 
-def region_faults(folder: Path, version: int | None) -> tuple[int, list[str]]:
-    """Compare all of a region's states and payloads with what the ledger names; of a version, all that it comes from.
+def region_faults(folders: Sequence[Path], version: int | None) -> tuple[int, list[str]]:
+    """Compare all states and payloads of regions with what their ledgers name; of a version, all that it comes from.
 
-    Returns: how many files were read, and a line for each that differs, with its name.
+    Returns: how many files were read, or fragments computed, and a line for each that differs, with its name.
 
     Raises:
-        ConfigError: the version can't be had. StorageError: the ledger is damaged, or the disk refuses; for a version
+        ConfigError: the version can't be had. StorageError: a ledger is damaged, or the disk refuses; for a version
             also: a file of it differs.
     """
     if version is not None:
-        _, _, parameters = read_past([folder], version=version)
-        return len(parameters.theta), []
-    files = RunFiles.read(folder)
-    checks = [*_state_faults(files), *_payload_faults(files)]
+        return len(read_past(folders, version=version)[2].theta), []
+    checks = []
+    for folder in folders:
+        files = RunFiles.read(folder)
+        checks += [*_state_faults(files), *_payload_faults(files)]
     return len(checks), [line for line in checks if line]
 
 

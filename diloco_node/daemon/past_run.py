@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -32,11 +33,18 @@ class PastRun:
         self.files = files = RunFiles.read(folder)
         entries = _committed_entries(files)
         self.past = past_versions(files.genesis, files.summary, files.base_index, entries)
+        self._payloads: dict[tuple[int, int], list[tuple[int, int, bytes]]] = defaultdict(list)
+        for fragment, version, digest in files.payloads:
+            self._payloads[fragment, version].append((fragment, version, digest))
         self._reachable = ReachableVersions(files.genesis, files.summary, entries, files.states, files.payloads)
 
     def lack(self, past: PastVersion) -> str:
         """Name the first file that is missing for a version; empty if none is."""
         return self._reachable.lack(past)
+
+    def payloads_of(self, past: PastVersion) -> list[tuple[int, int, bytes]]:
+        """The payloads on disk with which fragments came to a version."""
+        return [item for version in enumerate(past.versions) for item in self._payloads.get(version, ())]
 
     def plan(self, past: PastVersion) -> tuple[FragmentReplay, ...]:
         """How to compute a version that nothing lacks."""

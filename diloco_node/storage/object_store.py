@@ -6,7 +6,6 @@ It is imported where a URL is opened: the extra `store` installs it.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import re
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from diloco_node.atomic_file import TMP_SUFFIX
-from diloco_node.errors import ConfigError, DiskRefused, StoreRefused
+from diloco_node.errors import ConfigError, StoreRefused
 from diloco_node.escaping import escaped
 from diloco_node.numeric import U8
 from diloco_node.storage.durable import DamagedFile, disk_error, disk_errors, make_folder, replace_file
@@ -37,6 +36,9 @@ CREDENTIALS: Final = {
 FILE_SCHEME: Final = "file"
 CHUNK_BYTES: Final = 8 << 20
 """A part of a large object: of at most 10,000 in S3, so an object has 80 GB at most."""
+
+PARTS_AT_ONCE: Final = 4
+"""Of one object."""
 
 CLIENT: Final[ClientConfig] = {"connect_timeout": "10s", "timeout": "10m"}
 """A part may take long on a link that a run uses, too."""
@@ -172,18 +174,15 @@ class BucketObjects:
         import obstore
 
         with self._errors("read", key):
-            answer = obstore.get(self._store, key)
-            if answer.meta["size"] > bytes_max:
-                raise DamagedFile(
-                    f"{self.place}/{key} has {answer.meta['size']} bytes, at most {bytes_max} belong there"
-                )
-            content = np.empty(answer.meta["size"], np.uint8)
-            end = 0
-            for chunk in answer.stream():
-                content[end : end + len(chunk)] = np.frombuffer(chunk, np.uint8)
-                end += len(chunk)
-        if end != len(content):
-            raise StoreRefused(f"{self.place}/{key} came to an end after {end} of {len(content)} bytes: try again")
+            size_bytes = obstore.head(self._store, key)["size"]
+            if size_bytes > bytes_max:
+                raise DamagedFile(f"{self.place}/{key} has {size_bytes} bytes, at most {bytes_max} belong there")
+            content = np.empty(size_bytes, np.uint8)
+            # In ranges, for a time limit is that of a whole answer.
+            for start in range(0, size_bytes, CHUNK_BYTES):
+                stop = min(start + CHUNK_BYTES, size_bytes)
+                chunk = obstore.get_range(self._store, key, start=start, end=stop)
+                content[start:stop] = np.frombuffer(chunk, np.uint8)
         return content
 
     def write(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
@@ -194,7 +193,14 @@ class BucketObjects:
         pieces = (view[start : start + CHUNK_BYTES] for view in views for start in range(0, len(view), CHUNK_BYTES))
         is_large = sum(map(len, views)) > CHUNK_BYTES
         with self._errors("write", key):
-            obstore.put(self._store, key, pieces, use_multipart=is_large, chunk_size=CHUNK_BYTES)
+            obstore.put(
+                self._store,
+                key,
+                pieces,
+                use_multipart=is_large,
+                chunk_size=CHUNK_BYTES,
+                max_concurrency=PARTS_AT_ONCE,
+            )
 
     def remove(self, key: str) -> None:
         """As `Objects`."""
@@ -220,16 +226,11 @@ class _Refusals:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         from obstore.exceptions import BaseError, NotFoundError
 
-        if isinstance(error, OSError):
-            if error.errno == errno.ENOENT:
-                raise DamagedFile(f"{self._subject}: it is not there") from error
-            raise DiskRefused(f"{self._subject}: {_line(error)}") from error
-        if not isinstance(error, BaseError | FileNotFoundError):
+        if not isinstance(error, BaseError):
             return
-        text = _line(error)
         if isinstance(error, NotFoundError) and "NoSuchBucket" not in str(error):
             raise DamagedFile(f"{self._subject}: it is not there") from error
-        raise StoreRefused(f"{self._subject}: {_remedy(str(error), self._scheme)} ({text})") from error
+        raise StoreRefused(f"{self._subject}: {_remedy(str(error), self._scheme)} ({_line(error)})") from error
 
 
 def _remedy(text: str, scheme: str) -> str:

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.kit.ports import free_ports
+from tests.kit.ports import free_port
 
 START_S = 60
 
@@ -18,7 +18,7 @@ START_S = 60
 @contextmanager
 def s3_server(bucket: str) -> Iterator[dict[str, str]]:
     """Start it with an empty bucket. Yields the environment of its clients."""
-    (port,) = free_ports(1)
+    port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
