@@ -112,7 +112,7 @@ class CheckpointCopies:
         try:
             checkpoint = self._document(version)
         except DamagedFile as error:
-            return CopyState(version, None, str(error))
+            return CopyState(version, None, f"a whole {CHECKPOINT_NAME} ({error})")
         lacks = [
             name
             for fragment in checkpoint.manifest.fragments

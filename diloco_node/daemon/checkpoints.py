@@ -30,7 +30,8 @@ class VersionRow:
 
     Attributes:
         step, tokens: None: a copy does not say. content_bytes: parameters and momentum.
-        written_at: UTC, ISO 8601: a copy, or its last payload in a region; empty if that is gone. lack: what is missing; empty if nothing is.
+        written_at: UTC, ISO 8601: of a copy, or of its last payload in a region; empty if that is gone.
+        lack: what is missing; empty if nothing is.
     """
 
     version: int
