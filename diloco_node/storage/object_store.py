@@ -239,15 +239,15 @@ def _remedy(text: str, scheme: str) -> str:
     for pattern, remedy in (
         ("nosuchbucket|bucket does not exist", "there is no such bucket: make it, or correct the URL"),
         (
-            "169.254|metadata.google|imds|no credentials|credential provider|missing.*(key|account)",
+            r"169\.254|metadata\.google|latest/(api|meta-data)|no credentials|missing.*(key|account)",
             f"no credentials: the environment gives {CREDENTIALS[scheme]}",
         ),
         (
-            "accessdenied|forbidden|invalidaccesskey|signaturedoesnotmatch|expiredtoken|unauthenticated|40[13] ",
+            "accessdenied|forbidden|unauthorized|invalidaccesskey|signaturedoesnotmatch|expiredtoken",
             f"the store refuses these credentials: look at the bucket's policy and at {CREDENTIALS[scheme]}",
         ),
-        ("quota|insufficient|storage.?full|507 |toomuchdata", "the bucket is full: free some space or raise its quota"),
-        ("slowdown|429 |503 ", "the store is busy: try again later"),
+        ("quota|insufficient|storage.?full", "the bucket is full: free some space or raise its quota"),
+        ("slowdown|too many requests|service unavailable", "the store is busy: try again later"),
         ("error sending request|connect|dns|timed? ?out", "nobody answers: look at the network and the endpoint"),
     ):
         if re.search(pattern, words, re.DOTALL):
