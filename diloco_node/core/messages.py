@@ -303,9 +303,10 @@ class FinishRequested:
 
 @dataclass(frozen=True, slots=True)
 class DiscardReported:
-    """Region to leader, repeated until they are in the ledger: steps of its learner that no merge will ever include.
+    """Region to all, repeated until they are in the ledger: steps of its learner that no merge will ever include.
 
-    They are those of a dead incarnation after its last inclusion, or were thrown away by `overwrite`.
+    The leader books them, and the others bear it out. They are of a dead incarnation after its last inclusion, or were
+    thrown away by `overwrite`.
     """
 
     bodies: tuple[DiscardedBody, ...]

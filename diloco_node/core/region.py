@@ -79,9 +79,7 @@ class RegionCore:
         silent_heartbeats: int = SILENT_HEARTBEATS,
         may_change_members: bool = False,
     ) -> None:
-        self._region = region
-        self._manifest = manifest
-        self._settings = settings
+        self._region, self._manifest, self._settings = region, manifest, settings
         fragments = len(manifest.fragments)
         # The time of the last event, and of the next heartbeat.
         self._now_ns = self._next_beat_ns = now_ns
@@ -93,7 +91,6 @@ class RegionCore:
         if (base := recovery.base).index:
             self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
         run = (run_id, settings_digest, manifest.digest, founders_of(peers, region, self.history, recovery.entries))
-        names = self.history.roster.names
         self.versions = Versions(
             region=region,
             fragments=fragments,
@@ -103,10 +100,10 @@ class RegionCore:
             effects=self._effects,
             payload_versions=settings.payload_versions,
         )
-        self._fetches = Fetches(region=region, regions=names, effects=self._effects)
+        self._fetches = Fetches(region=region, regions=self.history.roster.names, effects=self._effects)
         self.liveness = Liveness(
             region=region,
-            regions=names,
+            regions=self.history.roster.names,
             heartbeat_ns=settings.heartbeat_ns,
             effects=self._effects,
             silent_heartbeats=silent_heartbeats,
@@ -121,10 +118,10 @@ class RegionCore:
             secret=secret,
         )
         progress = RunProgress(context)
-        self.end = RunEnd(context, self.versions, progress, (entry.body for entry in recovery.entries))
+        self.end = RunEnd(context, self.versions, progress)
         self.participant = RoundParticipant(context, self.versions)
-        self._discards = DiscardReporter(context)
-        self._objections = Objections(context, self.versions, self.end, self._discards.ended)
+        self._losses = DiscardReporter(context)
+        self._objections = Objections(context, self.versions, self.end, self._losses.ended, lambda: self.ledger.leader)
         witness = self.participant.audits.entry_fault
         check = EntryCheck(run, manifest, settings, witness=witness, may_change_members=may_change_members)
         self.ledger = LedgerCore(
@@ -169,7 +166,7 @@ class RegionCore:
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
-        self._participation = Participation(names, self.liveness)
+        self._participation = Participation(self.history.roster.names, self.liveness)
         self._participation.restore(self.history.rounds_included)
         self.history.followers = (self.liveness.follow, self._fetches.follow, self._participation.follow)
         self._patience = PayloadPatience(self.participant, settings)
@@ -364,9 +361,9 @@ class RegionCore:
         leader = self.ledger.leader
         if not leader or self.history.genesis is None or self.is_replaying:
             return
-        if bodies := self._discards.bodies():
+        if bodies := self._losses.bodies():
             self._beat(self._now_ns, only_to=leader)  # a report that bears them out comes first
-            self._effects.send(leader, msg.DiscardReported(bodies))
+            self._effects.send_all(self.history.roster.names, msg.DiscardReported(bodies))
         self.end.ask()
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
@@ -385,6 +382,8 @@ class RegionCore:
     def _round_message(self, peer: str, message: msg.Message, now_ns: int) -> None:
         if isinstance(message, msg.AuditDrawn):
             self.participant.audits.take(peer, message)
+        if isinstance(message, msg.DiscardReported):
+            self._objections.discards.hear(peer, message.bodies)
         if isinstance(message, RoundMessage):
             self.leader.on_answer(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):
@@ -423,7 +422,7 @@ class RegionCore:
 
     def _learner_attached(self, event: ev.LearnerAttached, now_ns: int) -> None:
         status = event.status
-        self._discards.on_attach(status, event.trained_before)
+        self._losses.on_attach(status, event.trained_before)
         self._effects.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
         self.versions.learner_attached(status)
         self._learner_is(status, now_ns)
@@ -439,9 +438,9 @@ class RegionCore:
         self.liveness.own_learner(status, now_ns=now_ns)
         self.leader.on_status(self._region, now_ns=now_ns)
         self.participant.learner_changed(status)
-        self._discards.learner_changed(status)
+        self._losses.learner_changed(status)
         self.versions.learner_changed(status)
-        if self._discards.has_news():
+        if self._losses.has_news():
             self._repeat_requests()
         before = self._due
         self._due = frozenset() if status is None else due_fragments(status, sync_every=self._settings.sync_every)
@@ -493,6 +492,7 @@ class RegionCore:
             digest_differences=self._upkeep.digests.differences,
             contradictions=tuple(ledger.contradictions.values()),
             wrong_leaders=tuple(sorted(ledger.wrong_leaders.items())),
+            overbooked=self._losses.overbooked(),
             is_ending=self.leader.is_ending,
             finished="" if self.end.end is None else self.end.end.reason,
             is_final=self.end.is_final,

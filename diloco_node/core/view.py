@@ -94,6 +94,7 @@ class RegionView:
         digest_differences: alarms about unequal bytes at equal versions; must be 0.
         contradictions: what peers hold or do that can't be in Raft beside this ledger; must be empty.
         wrong_leaders: (peer, reason) of each whose entries were refused; must be empty.
+        overbooked: steps that the ledger has as lost and that this region's learner never made; must be empty.
         is_ending: last rounds are being held. finished: the reason, once the run's end is committed, else empty.
         is_final: every fragment is at its final version and written.
         left_out: whom the leader leaves out of its ballots for a while, in which part, and why.
@@ -125,6 +126,7 @@ class RegionView:
     left_out: tuple[LeftOut, ...] = ()
     contradictions: tuple[str, ...] = ()
     wrong_leaders: tuple[tuple[str, str], ...] = ()
+    overbooked: str = ""
 
 
 class Participation:

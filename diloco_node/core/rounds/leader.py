@@ -465,8 +465,7 @@ class RoundLeader:
         self._agenda.on_abandon(round_.fragment, now_ns=now_ns)
 
     def _announce(self, round_: OpenRound) -> None:
-        for name in self._context.regions:
-            self._effects.send(name, round_.announcement)
+        self._effects.send_all(self._context.regions, round_.announcement)
 
     def _repeat(self, round_: OpenRound) -> None:
         """Announce the ballot again to every region that is not done, and the decision to late reducers: messages get
@@ -474,13 +473,10 @@ class RoundLeader:
         if round_.is_proposed:
             return
         names_done = round_.payload_holders() if round_.is_merged else round_.holders
-        for name in self._context.regions:
-            if name not in names_done:
-                self._effects.send(name, round_.announcement)
+        self._effects.send_all((name for name in self._context.regions if name not in names_done), round_.announcement)
         self._audit.disclose(round_)
         if round_.decision is not None:
-            for name in round_.late_reducers():
-                self._effects.send(name, round_.decision)
+            self._effects.send_all(round_.late_reducers(), round_.decision)
 
     def _reaches(self, region: str, now_ns: int) -> bool:
         return self._eligibility.reaches(region, now_ns=now_ns)

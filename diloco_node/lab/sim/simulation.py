@@ -52,9 +52,6 @@ WORDS = "words"
 LIARS = (WORDS, *cheats.CHEATS)
 """How a region can lie: in words of its own (`liar`), or in right words about what it did wrongly (`cheats`)."""
 
-LIARS_DRAWN = tuple(kind for kind in LIARS if kind != "discards")
-"""Those that seeds draw. A follower that has just started can not doubt discards, so some commit."""
-
 LIARS_CHANCE = 0.2
 
 COMMITS_AFTER_HEALING = 2
@@ -252,7 +249,7 @@ def simulate(
     if liar is None and fault is None and effects == FAST and regions not in (1, 2):
         # A draw of its own, so that the other seeds' runs do not depend on it. Of two regions nobody knows who lies.
         rng = random.Random(f"liar of {seed}")
-        liar = rng.choice(LIARS_DRAWN) if rng.random() < LIARS_CHANCE else ""
+        liar = rng.choice(LIARS) if rng.random() < LIARS_CHANCE else ""
     elif liar is None:
         liar = fault.liar if fault is not None else ""
     # Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time.
