@@ -306,8 +306,8 @@ class FinishRequested:
 class DiscardReported:
     """Region to all, repeated until they are in the ledger: steps of its learner that no merge will ever include.
 
-    Voters pass it on to the leader, which books what a majority can bear out. They are of a dead incarnation after its last inclusion, or were
-    thrown away by `overwrite`.
+    Voters pass it on to the leader, which books what a majority can bear out. They are of a dead incarnation after its
+    last inclusion, or were thrown away by `overwrite`.
     """
 
     bodies: tuple[DiscardedBody, ...]
