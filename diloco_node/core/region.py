@@ -159,11 +159,7 @@ class RegionCore:
             effects=self._effects,
         )
         self.replacement = DiskReplacement(
-            self.ledger,
-            self.history,
-            self.leader,
-            heartbeat_ns=settings.heartbeat_ns,
-            roster_fault=check.roster_fault,
+            self.ledger, self.history, self.leader, heartbeat_ns=settings.heartbeat_ns, roster_fault=check.roster_fault
         )
         self.farewell = Farewell(
             region=region,
@@ -404,8 +400,9 @@ class RegionCore:
         if isinstance(message, msg.AuditDrawn):
             self.participant.audits.take(peer, message)
         if isinstance(message, msg.DiscardReported):
-            bodies = self._objections.discards.hear(peer, message.bodies, now_ns=now_ns)
-            self.leader.take_discards(bodies, now_ns=now_ns)
+            self.leader.take_discards(
+                self._objections.discards.hear(peer, message.bodies, now_ns=now_ns), now_ns=now_ns
+            )
         if isinstance(message, BallotAnswer):
             self.leader.on_answer(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):
