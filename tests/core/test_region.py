@@ -446,7 +446,7 @@ def test_a_restart_applies_the_ledger_in_slices(patch: pytest.MonkeyPatch) -> No
     host = small.hosts[name]
     host.kill_daemon()
     host.start_daemon()
-    steps = [0]
+    steps = [0, host.core.history.account.index]
     give = host._give
 
     def watched(event: ev.Event) -> None:
