@@ -10,7 +10,7 @@ Limit: rounds that the others committed, and whose entries never came here, are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,12 +36,14 @@ class LoneRegion:
 
     Attributes:
         voters: before. leavers: the members but this region, sorted; they leave the run.
+        addresses: per member, as the ledger names it; empty: by run.toml.
         index: of the last entry that counts. versions: of the fragments' parameters there.
     """
 
     region: str
     voters: tuple[str, ...]
     leavers: tuple[str, ...]
+    addresses: Mapping[str, str]
     index: int
     versions: tuple[int, ...]
 
@@ -104,7 +106,9 @@ def _read(folder: Path, region: str, store: RegionStore) -> _Ledger:
         raise ConfigError(fault)
     leavers = tuple(name for name in roster.names if name != region)
     index = recovery.entries[-1].index if recovery.entries else base.index
-    return _Ledger(recovery, roster, LoneRegion(region, roster.voters, leavers, index, tuple(versions)))
+    addresses = {name: roster.memberships[name].address for name in roster.names}
+    facts = LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions))
+    return _Ledger(recovery, roster, facts)
 
 
 def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered) -> str:

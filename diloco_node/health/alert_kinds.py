@@ -159,6 +159,13 @@ LEARNER_WARNS: Final = AlertKind(
     "Read the text: what it names may train or merge otherwise than you think.",
     "tail -n 40 {log}",
 )
+BASE_DIFFERS: Final = AlertKind(
+    "A-BASE-DIFFERS",
+    Mark.WARNING,
+    "This region's frozen parameters or buffers are others than those with which the run began, or were not compared.",
+    "Have its script load and build the same model as the region that is named, and start it again.",
+    "tail -n 40 {log}",
+)
 LOSS_SPIKE: Final = AlertKind(
     "A-LOSS-SPIKE",
     Mark.INFO,

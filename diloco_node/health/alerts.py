@@ -269,7 +269,8 @@ def _learner(document: Document) -> Iterator[Finding]:
     if fault is not None and trouble is not None and _is_same(fault[1], text(document["learner_warning"], "text")):
         # A script that fails ends its process: one cause, one alert. Of both the graver, or the one that stays.
         fault, trouble = (fault, None) if fault[0].mark is Mark.FAILED else (None, trouble)
-    for alert in (fault, trouble):
+    base = (kinds.BASE_DIFFERS, words) if (words := text(document, "base_difference")) else None
+    for alert in (fault, trouble, base):
         if alert is not None:
             yield _make(alert[0], document, alert[1])
 
@@ -323,7 +324,9 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
         reason = reason or f"exit code {exit_code:.0f}"
         return kinds.LEARNER_CRASHES, f"the learner's process ended: {reason}; {restarts:.0f} restarts"
     is_perhaps_witness = not process and not number(document, "inner_steps")
-    if text(document, "state") == "starting" or is_perhaps_witness:
+    # Before the first parameters it attaches only when all regions are there: those are what is missing.
+    is_first_start = state == "running" and not is_founded(document)
+    if text(document, "state") == "starting" or is_perhaps_witness or is_first_start:
         return None
     return kinds.LEARNER_MISSING, "no learner is attached"
 

@@ -48,6 +48,7 @@ def test_its_entries_remove_the_others_each_by_a_signature_of_its_own(tmp_path: 
     facts = go_on_alone(tmp_path / "b", "b", "run", sign)
     assert facts == seen
     assert (facts.voters, facts.leavers, facts.index) == (REGIONS, ("a", "c", "d"), 3)
+    assert facts.addresses == {"a": "", "b": "", "c": "", "d": "d:1"}
     with closing(RegionStore(tmp_path / "b")) as store:
         recovered = store.load(FRAGMENTS)
     assert not store.lost

@@ -48,6 +48,7 @@ SOUND: dict[str, Any] = {
     "digest_differences": 0,
     "budget_warning": "",
     "learner_warning": None,
+    "base_difference": "",
     "state_dir": "/s/us",
     "tokens_ratio_max": 4.0,
 }
@@ -211,6 +212,7 @@ CASES = [
         "the model has batch (30 s ago)",
         "tail -n 40 /s/us/logs/learner.log",
     ),
+    (kinds.BASE_DIFFERS, changed(base_difference="frozen tensors: 2 of 9"), "frozen tensors: 2 of 9", "tail -n 40"),
     (kinds.MERGES_LATE, changed(merge_pace=LATE), "merged every 31 steps, H is 16", "diloco-node why us"),
     (kinds.BUDGET_SMALL, changed(budget_warning="H = 48 would fit"), "H = 48 would fit", "diloco-node plan"),
     (kinds.DISK_REFUSED, changed(disk={"refused": "ledger: No space left"}), "No space left", "df -h /s/us"),
@@ -272,6 +274,19 @@ def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any
     health = health_of(document)
     assert health["state"] in STATES
     assert health["line"].startswith(health["state"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_told"),
+    [
+        ({"versions": [-1, -1]}, False),  # it waits for the first start of all regions
+        ({"versions": [-1, 0]}, True),
+        ({"versions": [-1, -1], "learner_process": {"state": "waiting", "exit_code": None}}, True),
+    ],
+)
+def test_a_learner_that_waits_for_the_first_parameters_is_not_missing(fields: dict[str, Any], is_told: bool) -> None:
+    codes = [alert.code for alert in find_alerts(changed(learner=None, **fields))]
+    assert ("A-LEARNER-MISSING" in codes) is is_told
 
 
 EAGER = {"name": "eu", "link": "dialing", "is_alive": False, "rtt_seconds": None, "applied_index": 0, "address": "eu:1"}
