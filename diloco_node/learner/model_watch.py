@@ -114,7 +114,7 @@ class _OptimizerRecord:
 
 
 class _Places:
-    """What modules hold, in their dictionaries, when this is made."""
+    """Contents of modules, in their dictionaries, when this is made."""
 
     def __init__(self, holders: list[dict[str, Any]]) -> None:
         self._holders, self._sizes = holders, [*map(len, holders)]

@@ -48,7 +48,7 @@ def _guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
         from torch._C._dynamo.guards import TensorGuards
 
         sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
-        strides = [[None] * tensor.dim() for tensor in tensors]
+        strides: list[Any] = [[None] * tensor.dim() for tensor in tensors]
         guards: Any = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         check: Callable[..., bool] = guards.check
         return check if check(*tensors) else _is_never_same

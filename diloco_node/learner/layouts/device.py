@@ -91,8 +91,8 @@ class Stretch:
 
     def views(self, row: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
         """Parts of a row of staging memory in the shapes of the values."""
-        parts = torch.split_with_sizes(row, self.sizes)
-        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+        slices = torch.split_with_sizes(row, self.sizes)
+        return [flat.view(value.shape) for flat, value in zip(slices, values, strict=True)]
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class Room:
             self.reads[stretch.device] = record_event(stretch.device)
         return staging[:, : stretch.size]
 
-    def parts(self, stretch: Stretch, values: Sequence[Tensor]) -> list[list[Tensor]]:
+    def slab_views(self, stretch: Stretch, values: Sequence[Tensor]) -> list[list[Tensor]]:
         """By row, memory for each slab in the shapes and on the device of the values.
 
         Views of staging memory are made once: each of them would take a call of torch at each order.
@@ -196,9 +196,9 @@ class DeviceLane:
                     for slab, value in zip(stretch.slabs, values, strict=True):
                         room.host[0, slab.span].view(value.shape).copy_(value)
                     continue
-                parts = room.parts(stretch, values)[0]
+                (targets,) = room.slab_views(stretch, values)
                 _wait(room.reads, stretch.device)
-                torch._foreach_copy_(parts, values)
+                torch._foreach_copy_(targets, values)
                 room.fills[stretch.device] = record_event(stretch.device)
         return self._fetcher.submit(self._fetch, room, out, is_kept)
 
@@ -247,7 +247,7 @@ class DeviceLane:
             squares_at, codes_at, end = end, end + 4 * total, end + row_bytes(blocks.codec) * total
             squares, codes = landing[squares_at:codes_at].view(torch.int32), landing[codes_at:end].view(total, -1)
             with self._on_side(stretch.device, "up"), torch.no_grad():
-                parts = torch.split_with_sizes(room.rows(stretch)[0], stretch.sizes)
+                slices = torch.split_with_sizes(room.rows(stretch)[0], stretch.sizes)
                 gradient = torch.zeros(total, BLOCK_VALUES, dtype=torch.float32, device=stretch.device)
                 targets = [
                     values.view(-1)[: slab.size]
@@ -255,7 +255,7 @@ class DeviceLane:
                 ]
                 for target, slab in zip(targets, slabs, strict=True):
                     target.copy_(base[slab.span], non_blocking=True)
-                torch._foreach_sub_(targets, [*compress(parts, is_there)])
+                torch._foreach_sub_(targets, [*compress(slices, is_there)])
                 for place, values in zip((codes, squares), encode_rows(gradient, blocks.codec), strict=True):
                     place.copy_(values, non_blocking=True)
                 room.reads[stretch.device] = record_event(stretch.device)
@@ -313,7 +313,7 @@ class DeviceLane:
             _wait(room.fills, stretch.device)
             with torch.no_grad():
                 values = self._tensors.in_place(stretch.slabs)
-                new, anchor = room.parts(stretch, values)
+                new, anchor = room.slab_views(stretch, values)
                 _shift(values, new, anchor if is_anchored else None, carry_factor)
                 self._tensors.follow(stretch.slabs)
             if has_streams(stretch.device):

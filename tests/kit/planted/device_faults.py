@@ -68,8 +68,8 @@ DEVICE_FAULTS: Final = {
     ),
     "packing-into-what-is-copied": DeviceFault(
         LANE,
-        "                _wait(room.reads, stretch.device)\n                torch._foreach_copy_(parts, values)\n",
-        "                torch._foreach_copy_(parts, values)\n",
+        "                _wait(room.reads, stretch.device)\n                torch._foreach_copy_(targets, values)\n",
+        "                torch._foreach_copy_(targets, values)\n",
     ),
     "room-down-given-back-early": DeviceFault(
         LANE,
@@ -101,9 +101,9 @@ DEVICE_FAULTS: Final = {
     ),
     "packed-on-the-side": DeviceFault(
         LANE,
-        "                torch._foreach_copy_(parts, values)\n",
+        "                torch._foreach_copy_(targets, values)\n",
         '                with self._on_side(stretch.device, "up"):\n'
-        "                    torch._foreach_copy_(parts, values)\n",
+        "                    torch._foreach_copy_(targets, values)\n",
     ),
     "half-a-fragment-down": DeviceFault(
         LANE,
