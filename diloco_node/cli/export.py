@@ -136,7 +136,7 @@ def _new_export(out: str, *, is_forced: bool) -> Iterator[Path]:
     folder = folder_of(out)
     if folder is None:
         objects = open_objects(out)
-        names = objects.sizes().keys()
+        names = set(objects.sizes())
     else:
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if names and is_forced and REPORT_NAME not in names:

@@ -176,13 +176,11 @@ def _state_faults(files: RunFiles) -> Iterator[str]:
                     yield str(error)
                 continue
             digest = fragment_digest(*pair)
-            right = names.get(version, own)
-            who = "the ledger" if own != right or digest == own else "its header"
-            yield (
-                ""
-                if digest == own == right
-                else (f"{path} differs: {who} names digest {right.hex()[:16]}, its values have {digest.hex()[:16]}")
-            )
+            fault = ""
+            for expected, source in ((own, "its header"), (names.get(version, digest), "the ledger")):
+                if digest != expected:
+                    fault = f"{source} names digest {expected.hex()[:16]}, its values have {digest.hex()[:16]}"
+            yield fault and f"{path} differs: {fault}"
 
 
 def _payload_faults(files: RunFiles) -> Iterator[str]:
@@ -213,10 +211,11 @@ def copy_faults(copies: CheckpointCopies, version: int | None) -> tuple[int, lis
     if version is not None:
         checkpoint = copies.find(version=version)
         return len(checkpoint.versions), copies.faults(checkpoint)
-    count, faults = 0, []
+    count, faults = 0, list[str]()
     for state in copies.states():
         if state.checkpoint is None or state.lack:
-            count, faults = count + 1, [*faults, f"{copies.place}: version {state.version} lacks {state.lack}"]
+            count += 1
+            faults.append(f"{copies.place}: version {state.version} lacks {state.lack}")
         else:
             count += len(state.checkpoint.versions)
             faults += copies.faults(state.checkpoint)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from diloco_node.integrations.hf_export import SavedModel
 from diloco_node.numeric import F32
@@ -20,5 +21,7 @@ def save_dcp(folder: Path, tensors: Mapping[str, F32], *, dtype: str) -> SavedMo
     """
     kind: torch.dtype = getattr(torch, dtype)
     values = {name: torch.from_numpy(value).to(kind) for name, value in tensors.items()}
-    dcp.save(values, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as `no_dist` says
+        save(values, checkpoint_id=folder, no_dist=True)
     return SavedModel(is_plain=False)

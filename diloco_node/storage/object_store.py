@@ -40,8 +40,8 @@ CHUNK_BYTES: Final = 8 << 20
 PARTS_AT_ONCE: Final = 4
 """Of one object."""
 
-CLIENT: Final[ClientConfig] = {"connect_timeout": "10s", "timeout": "10m"}
-"""A part may take long on a link that a run uses, too."""
+CLIENT: Final[ClientConfig] = {"connect_timeout": "10s", "timeout": "10m", "allow_http": True}
+"""A part may take long on a link that a run uses, too. http is used only where the endpoint's URL says so."""
 
 RETRIES: Final[RetryConfig] = {"max_retries": 6, "retry_timeout": timedelta(minutes=3)}
 ERROR_CHARACTERS: Final = 300
@@ -230,12 +230,11 @@ class _Refusals:
             return
         if isinstance(error, NotFoundError) and "NoSuchBucket" not in str(error):
             raise DamagedFile(f"{self._subject}: it is not there") from error
-        raise StoreRefused(f"{self._subject}: {_remedy(str(error), self._scheme)} ({_line(error)})") from error
+        raise StoreRefused(f"{self._subject}: {_remedy(_words(error), self._scheme)} ({_line(error)})") from error
 
 
 def _remedy(text: str, scheme: str) -> str:
     """Cause and remedy, by the words that stores and obstore have for them."""
-    words = text.lower()
     for pattern, remedy in (
         ("nosuchbucket|bucket does not exist", "there is no such bucket: make it, or correct the URL"),
         (
@@ -250,11 +249,16 @@ def _remedy(text: str, scheme: str) -> str:
         ("slowdown|too many requests|service unavailable", "the store is busy: try again later"),
         ("error sending request|connect|dns|timed? ?out", "nobody answers: look at the network and the endpoint"),
     ):
-        if re.search(pattern, words, re.DOTALL):
+        if re.search(pattern, text, re.IGNORECASE | re.DOTALL):
             return remedy
     return "the store refuses"
 
 
 def _line(error: BaseException) -> str:
     """A library's error in a line; it may hold words of whatever answers at the URL."""
-    return escaped(" ".join(str(error).split())[:ERROR_CHARACTERS] or type(error).__name__)
+    return escaped(_words(error)[:ERROR_CHARACTERS] or type(error).__name__)
+
+
+def _words(error: BaseException) -> str:
+    """An error of obstore without its dump of structures."""
+    return " ".join(str(error).partition("Debug source:")[0].split())

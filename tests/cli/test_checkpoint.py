@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from diloco_node.config.sources import read_file
-from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.daemon.checkpoint_copies import CheckpointCopies
 from diloco_node.daemon.effects.past_init import read_past_init
 from diloco_node.daemon.parameters import join_fragments
@@ -27,12 +28,14 @@ from diloco_node.errors import ConfigError, StoreRefused
 from diloco_node.main import main
 from diloco_node.storage import object_store
 from diloco_node.storage.object_store import BucketObjects
+from diloco_node.storage.store import RegionStore
+from diloco_node.storage.tensor_files import read_header, write_state
 from tests.kit.archived_run import SETTINGS, train
 from tests.kit.node_kit import MANIFEST
 from tests.kit.ports import free_port
 from tests.kit.s3_server import s3_server
 
-SHORT = dataclasses.replace(SETTINGS, steps_max=30)
+SHORT = dataclasses.replace(SETTINGS, steps_max=20)
 BUCKET = "checkpoints"
 
 
@@ -211,16 +214,15 @@ def test_copies_of_another_run_or_a_newer_format_are_refused(
     objects = object_store.open_objects(bucket)
     key = "v00000001/checkpoint.json"
     document = json.loads(objects.read(key, 1 << 20).tobytes())
-    for change, code, phrase in (
+    for difference, code, phrase in (
         ({"run": "0" * 64}, 2, "has copies of run run, another one of the same name, not of run: give each run"),
         ({"run": "0" * 64, "run_id": "old"}, 2, "has copies of run old, not of run: give each run a prefix"),
         ({"format": 2}, 2, "has format 2, and this diloco-node reads 1: install a newer one"),
     ):
-        objects.write(key, [json.dumps(document | change).encode()])
-        for words in ((), ("--force",)):
-            result, text = told("checkpoint", "copy", run / "a", bucket, "--version", "2", *words)
-            assert (result, phrase in text) == (code, True), text
-    for change in (
+        objects.write(key, [json.dumps(document | difference).encode()])
+        result, text = told("checkpoint", "copy", run / "a", bucket, "--version", "2", "--force")
+        assert (result, phrase in text) == (code, True), text
+    changes: tuple[dict[str, Any], ...] = (
         {"version": 2},
         {"versions": [1]},
         {"versions": [1, "x"]},
@@ -230,13 +232,13 @@ def test_copies_of_another_run_or_a_newer_format_are_refused(
         {"model": []},
         {"manifest": {}},
         {"more": 1},
-        {"format": None},
         {"manifest": document["manifest"] | {"digest": "0"}},
-    ):
+    )
+    for change in changes:
         objects.write(key, [json.dumps(document | change).encode()])
-        code, text = told("checkpoint", "verify", bucket)
-        assert code in (1, 2), text
-        assert "checkpoint.json" in text
+        (state,) = CheckpointCopies(bucket).states()
+        assert state.checkpoint is None, change
+        assert "checkpoint.json is damaged" in state.lack
     objects.write(key, [b"[" * 100_000])
     assert "checkpoint.json is damaged" in told.rows(bucket)[1]["lack"]
     assert told("checkpoint", "copy", run / "a", bucket, "--version", "1")[0] == 0
@@ -286,7 +288,8 @@ def test_export_takes_copies_and_gives_both_formats_also_to_a_bucket(
         code, text = told("export", source, out, "--format", "dcp", "--version", "2", "--force")
         assert code == 0, text
         state = {name: torch.zeros(values.shape) for name, values in expected.items()}
-        dcp.load(state, checkpoint_id=out, no_dist=True)
+        with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
+            load(state, checkpoint_id=out, no_dist=True)
         assert is_equal(state, expected)
         document = json.loads((out / "export.json").read_text())
         assert (document["version"], document["run_id"], document["region"]) == (2, "run", "a")
@@ -342,9 +345,6 @@ def test_a_region_is_verified_against_its_ledger_and_the_file_is_named(
 def test_a_state_with_other_values_and_a_right_checksum_is_found_by_the_ledger(
     run: Path, told: Commands, tmp_path: Path
 ) -> None:
-    from diloco_node.storage.store import RegionStore
-    from diloco_node.storage.tensor_files import read_header, write_state
-
     folder = tmp_path / "a"
     shutil.copytree(run / "a", folder, ignore=shutil.ignore_patterns("*.sock"))
     theta, momentum = RegionStore(folder, is_read_only=True).read_state(1, 0)
@@ -358,7 +358,7 @@ def test_a_state_with_other_values_and_a_right_checksum_is_found_by_the_ledger(
 def test_a_folder_of_copies_needs_no_library(
     run: Path, told: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore", None)
     for target in (str(tmp_path / "copies"), f"file://{tmp_path}/copies"):
         code, text = told("checkpoint", "copy", run, target, "--version", "1", "--force")
         assert code == 0, text
@@ -367,10 +367,3 @@ def test_a_folder_of_copies_needs_no_library(
     (tmp_path / "copies" / "v00000001" / "f000.bin").unlink()
     assert told.rows(tmp_path / "copies")[1]["lack"] == "f000.bin as it was written"
     assert told("checkpoint", "verify", tmp_path / "copies")[0] == 1
-
-
-def test_a_manifest_of_a_copy_is_that_of_the_run(run: Path, told: Commands, tmp_path: Path) -> None:
-    assert told("checkpoint", "copy", run, tmp_path / "copies", "--version", "1")[0] == 0
-    checkpoint = CheckpointCopies(tmp_path / "copies").find(version=1)
-    assert isinstance(checkpoint.manifest, Manifest)
-    assert checkpoint.manifest.digest == MANIFEST.digest

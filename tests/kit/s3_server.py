@@ -26,7 +26,6 @@ def s3_server(bucket: str) -> Iterator[dict[str, str]]:
             _make_bucket(f"{endpoint}/{bucket}", process)
             yield {
                 "AWS_ENDPOINT_URL": endpoint,
-                "AWS_ALLOW_HTTP": "true",
                 "AWS_REGION": "us-east-1",
                 "AWS_ACCESS_KEY_ID": "someone",
                 "AWS_SECRET_ACCESS_KEY": "something",

@@ -79,7 +79,7 @@ def test_each_refusal_is_one_line_with_what_helps(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    for name in ("put", "get", "delete", "list"):
+    for name in ("put", "head", "delete", "list"):
         monkeypatch.setattr(f"obstore.{name}", refuse)
     objects = BucketObjects("s3://bucket/run", "s3")
     with pytest.raises(kind) as refusal:
