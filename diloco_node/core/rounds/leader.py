@@ -7,9 +7,9 @@ the heartbeats and the answers to its own ballots; a new leader asks again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
 from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut, ReusedStripe
@@ -28,6 +28,12 @@ from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import SuspicionBook
 from diloco_node.core.types import Ballot, Entry, EntryBody, ExtendedBody, FinishedBody, RoundBody, Stripe
 from diloco_node.numeric import NS_PER_S
+
+SPACING: Final = 4
+"""Heartbeats between two questions of a round that has time. Each region answers with all that it has: it was two
+thirds of what a leader of four read. A link that is new is asked at once, and on one that stays little is lost."""
+
+URGENT_BEATS: Final = 3
 
 RoundMessage = BallotAnswer | DiscardReported
 
@@ -163,12 +169,20 @@ class RoundLeader:
             self._eligibility.observe_incarnation(region, status.incarnation)
         self._is_stale = True
 
-    def tick(self) -> None:
+    def tick(self, *, now_ns: int) -> None:
         """Repeat what may have been lost, and decide again: who is alive may have changed in a heartbeat."""
         self._is_stale = True
+        stride = self._context.liveness.stride
         for round_ in self._open_rounds():
-            if round_.asks_again(spacing_max=self._context.liveness.stride**2):
-                self._repeat(round_)
+            # Close to the deadline its answers are evidence, and where sums differ somebody is to be found.
+            is_urgent = round_.is_merged or round_.deadline_ns - now_ns <= URGENT_BEATS * self._settings.heartbeat_ns
+            if round_.asks_again(spacing_max=1 if stride == 1 and is_urgent else max(SPACING, stride**2)):
+                self._repeat(round_, self._context.regions)
+
+    def on_link(self, peer: str) -> None:
+        """Ask a peer again whose link is new: with the one before, what was on its way went lost."""
+        for round_ in self._open_rounds():
+            self._repeat(round_, (peer,))
 
     def on_commit(self, entry: Entry, *, now_ns: int) -> None:
         """Take a committed entry."""
@@ -444,19 +458,20 @@ class RoundLeader:
         for name in self._context.regions:
             self._effects.send(name, round_.announcement)
 
-    def _repeat(self, round_: OpenRound) -> None:
-        """Announce the ballot again to every region that is not done, and the decision to late reducers: messages get
-        lost."""
+    def _repeat(self, round_: OpenRound, names: Collection[str]) -> None:
+        """Announce the ballot again to those regions that are not done, and the decision to the late reducers among
+        them: messages get lost."""
         if round_.is_proposed:
             return
         names_done = round_.payload_holders() if round_.is_merged else round_.holders
         for name in self._context.regions:
-            if name not in names_done:
+            if name in names and name not in names_done:
                 self._effects.send(name, round_.announcement)
         self._audit.disclose(round_)
         if round_.decision is not None:
             for name in round_.late_reducers():
-                self._effects.send(name, round_.decision)
+                if name in names:
+                    self._effects.send(name, round_.decision)
 
     def _reaches(self, region: str, now_ns: int) -> bool:
         return self._eligibility.reaches(region, now_ns=now_ns)
