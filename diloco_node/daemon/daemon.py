@@ -233,7 +233,8 @@ class Daemon:
         try:
             record = run_record(recovery.base, recovery.entries, len(manifest.fragments))
             if record is not None:  # before the node, for which another run's ledger would be a damaged one
-                record.check(self.spec.state_dir, run_id=self.spec.run_id, regions=self.spec.regions)
+                founders = record.genesis.regions if self.spec.joined else self.spec.regions
+                record.check(self.spec.state_dir, run_id=self.spec.run_id, founders=founders)
             self._was_finished = is_complete(self.spec.state_dir, record)
             node = Node(runtime, manifest, recovery)
         except (StorageError, ProtocolViolation) as error:  # whole frames, but what they say can't be
@@ -410,7 +411,7 @@ class Daemon:
 
     def _set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Change it until the region starts again or reads its settings again. Raises ConfigError."""
-        self._follow_budget(changed_plan(self.spec.budget, document, self.spec.peers), "an operator")
+        self._follow_budget(changed_plan(self.spec.budget, document, self._peers), "an operator")
         return self.spec.budget.to_plain()
 
     async def _reload(self) -> None:
@@ -438,9 +439,13 @@ class Daemon:
             self.node.transport.set_budget(plan)
         self.notes.add(Note("budget", f"set by {why}: {plan}"))
 
+    @property
+    def _peers(self) -> Mapping[str, str | None]:
+        return self.spec.peers if self.node is None else self.node.transport.addresses
+
     def _check_peer(self, peer: str) -> None:
-        if peer not in self.spec.peers:
-            raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self.spec.peers))}")
+        if peer not in self._peers:
+            raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self._peers))}")
 
     def _expel(self, peer: str) -> None:
         """Have the ledger expel a peer. Raises ConfigError."""

@@ -301,7 +301,7 @@ def test_a_model_that_is_not_there_is_refused_at_once(tmp_path: Path, monkeypatc
     start_cmd.check_model(resolve())
 
 
-@pytest.mark.e2e  # a process that imports transformers
+@pytest.mark.e2e  # two processes that import transformers
 def test_an_unknown_argument_of_the_model_is_named_before_anything_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], specs: list[SupervisorSpec]
 ) -> None:
@@ -309,15 +309,10 @@ def test_an_unknown_argument_of_the_model_is_named_before_anything_is_started(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     arguments = ["--region", "eu", "--set", "model.hf=model", "--set"]
-    for argument, message in (
-        ("learning_rat=1e-4", "model.hf_args: learning_rat is no field of TrainingArguments"),
-        ("learning_rate=fast", "invalid float value: 'fast'"),
-        ("max_steps=3", "max_steps can't be set"),
-    ):
-        assert main(["start", *arguments, f"model.hf_args.{argument}"]) == 2
-        output = capsys.readouterr().err
-        assert message in output
-        assert output.count("\n") == 1
+    assert main(["start", *arguments, "model.hf_args.learning_rat=1e-4"]) == 2
+    output = capsys.readouterr().err
+    assert "model.hf_args: learning_rat is no field of TrainingArguments" in output
+    assert output.count("\n") == 1
     assert main(["start", *arguments, "model.hf_args.learning_rate=1e-4"]) == 6
     assert len(specs) == 1
 

@@ -16,7 +16,7 @@ from diloco_node.supervisor.learner_watch import CRASHES_MAX
 from tests.kit import faulty_region
 from tests.kit.cluster_kit import Cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
 PROGRAM = str(Path(faulty_region.__file__).resolve())
 ROUNDS = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +138,19 @@ def test_it_learns_from_every_kind_of_file_and_evaluates(tmp_path: Path) -> None
     assert len(losses) == 3
     assert losses[-1] < math.log(1060) - 1.5
     assert set(trainer.lr_scheduler.get_last_lr()) == {0.0}, "linear, as long as the run"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("learning_rat", 1e-4, "model.hf_args: learning_rat is no field of TrainingArguments"),
+        ("learning_rate", "fast", "invalid float value: 'fast'"),
+        ("max_steps", 3, "max_steps can't be set"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named(tmp_path: Path, argument: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        recipe.training_arguments(settings_of(tmp_path, hf_args={argument: value}))
 
 
 def test_the_learning_rate_stands_where_the_run_is(tmp_path: Path) -> None:

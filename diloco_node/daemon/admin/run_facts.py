@@ -119,6 +119,7 @@ class RunFacts:
             "machine": {"late_seconds": self._core.liveness.late_ns / NS_PER_S, "cpu_pressure_percent": self._pressure},
             "certificate": self._certificate(),
             "learner_warning": self._warning(learner.facts),
+            "base_difference": learner.facts.base_difference,
         }
 
     def _run(self) -> dict[str, Any]:
