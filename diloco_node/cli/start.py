@@ -290,7 +290,8 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         trainer_file.write_text(json.dumps(trainer_settings(config), indent=1) + "\n")
     except OSError as error:
         raise StorageError(
-            f"state folder {folder} can't be written ({error.strerror or error}): make it writable, or set --state-dir"
+            f"state folder {folder} can't be written ({error.strerror or error}): make room, make it writable, or set "
+            "--state-dir"
         ) from error
     return SupervisorSpec(
         region=region,

@@ -324,7 +324,9 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
         reason = reason or f"exit code {exit_code:.0f}"
         return kinds.LEARNER_CRASHES, f"the learner's process ended: {reason}; {restarts:.0f} restarts"
     is_perhaps_witness = not process and not number(document, "inner_steps")
-    if text(document, "state") == "starting" or is_perhaps_witness:
+    # Before the first parameters it attaches only when all regions are there: those are what is missing.
+    is_first_start = state == "running" and not is_founded(document)
+    if text(document, "state") == "starting" or is_perhaps_witness or is_first_start:
         return None
     return kinds.LEARNER_MISSING, "no learner is attached"
 

@@ -337,9 +337,8 @@ class Diloco:
     def own_state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
 
-        They are the model's parameters, and once the run's last merges have begun those from just before: what the
-        last rounds leave is the global parameters plus a few steps. Copies on the CPU; for its callers see
-        `global_state_dict`.
+        Once the run's last merges have begun, those from just before: what they leave is the global parameters plus a
+        few steps. Copies on the CPU; for its callers see `global_state_dict`.
 
         Raises:
             LearnerError: on another rank.
@@ -465,6 +464,7 @@ class Diloco:
             )
         welcome = join(self._session, self._ranks, lambda: self._terminate.is_set)
         if welcome is None:
+            self.is_interrupted = self._terminate.is_set
             self._stop_if(True, "asked to stop before the daemon answered")
             if self._session is not None:
                 self._session.close(None)

@@ -55,6 +55,7 @@ FAR: Final = 0.1
 _FORM: Final = attrgetter("dtype", "shape")
 _WRITES: Final = attrgetter("_version")
 _VALUES: Final = methodcaller("values")
+_TRAINS: Final = attrgetter("requires_grad")
 
 REMEDY: Final = (
     "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
@@ -68,7 +69,8 @@ class _OptimizerRecord:
 
     Attributes:
         size: parameters in its groups. tensors: those that are merged, by name.
-        writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
+        writes: how often each was written to, when this learner or the optimizer did so last, and where the largest
+            lies. steps: since `attach`.
         largest: place of the largest of them.
         counted_steps: of the optimizer whose steps count, when this one's last step began.
         is_stepping: it is in a step: what it writes was not noted yet.
@@ -93,10 +95,15 @@ class _OptimizerRecord:
         self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
 
     def count_writes(self) -> list[int]:
-        return [*map(_WRITES, self.tensors.values())]
+        # `tensor.data = ...` counts nothing, but puts other memory in its place.
+        return [*map(_WRITES, self.tensors.values()), local_part(self._largest).data_ptr()]
 
     def take_sample(self) -> Tensor:
-        return sample_of([*self.tensors.values()][self.largest])
+        return sample_of(self._largest)
+
+    @property
+    def _largest(self) -> Tensor:
+        return [*self.tensors.values()][self.largest]
 
     def note(self) -> None:
         """Take the values as they are now: the optimizer, or this learner, has written them."""
@@ -125,10 +132,12 @@ class ModelWatch:
         # Merged tensors and masters, with their names.
         self._names = tensors.names
         self._forms = [*map(_FORM, self._names)]
-        self._present = set(tensors.present())
+        self._present = tensors.present()
         self._places = self._places_now()
         # Those that have made a step; None for one that trains something else.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OptimizerRecord | None] = WeakKeyDictionary()
+        # Parameters that an optimizer holds, and that get no gradients.
+        self._constants: set[Tensor] = set()
         followed = tensors.followed
         # Parameters and masters, but no buffers: a forward pass may change those before the first step.
         self._weights = {
@@ -218,6 +227,12 @@ class ModelWatch:
         # The same tensors may be set again, as sharding does around a forward pass.
         check_not_replaced(self._tensors)
         present = self._tensors.present()
+        own_names = [name for name, tensor in self._present.items() if tensor in self._names]
+        if strays := [name for name in own_names if present.get(name) is not self._present[name]]:
+            raise LearnerError(
+                f"{strays[0]!r} was tied to {self._names[self._present[strays[0]]]!r} at attach(), and is another "
+                f"tensor now: this region would have it alone. {REMEDY}"
+            )
         new = [name for name in present if present[name].requires_grad and name not in self._present]
         if new:
             raise LearnerError(
@@ -293,13 +308,14 @@ class ModelWatch:
         """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         record = self._optimizers.get(optimizer)
-        if optimizer in self._optimizers and (record is None or record.size == size):
+        is_thawed = any(map(_TRAINS, self._constants))
+        if optimizer in self._optimizers and (record is None or record.size == size) and not is_thawed:
             return record
         parameters = parameters_of(optimizer)
         # By the model as it is now: a layer that is unfrozen or new is in it, but is not followed.
         own_names = {parameter: name for name, parameter in self._tensors.present().items()}
-        alone = [own_names[parameter] for parameter in parameters if parameter in own_names.keys() - self._names.keys()]
-        if alone:
+        strangers = [parameter for parameter in parameters if parameter in own_names.keys() - self._names.keys()]
+        if alone := [own_names[parameter] for parameter in strangers if parameter.requires_grad]:
             raise LearnerError(
                 f"an optimizer trains {len(alone)} parameters of the model that attach() does not follow, such as "
                 f"{alone[0]!r}: then they were frozen, or absent, or no optimizer that attach() was given held them. "
@@ -307,6 +323,7 @@ class ModelWatch:
             )
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
         self._optimizers[optimizer] = _OptimizerRecord(size, tensors) if tensors else None
+        self._constants.update(strangers)
         return self._optimizers[optimizer]
 
     def _compare(self, *, is_trained: bool) -> None:
@@ -341,8 +358,9 @@ class ModelWatch:
         writes = record.count_writes()
         if record.sample is None or writes == record.writes:
             return
-        name = next(name for name, new, old in zip(record.tensors, writes, record.writes, strict=True) if new != old)
-        distance = float(torch.linalg.vector_norm(record.take_sample() - record.sample))
+        names = [*record.tensors, [*record.tensors][record.largest]]
+        name = next(name for name, new, old in zip(names, writes, record.writes, strict=True) if new != old)
+        distance = float(torch.linalg.vector_norm(record.take_sample().to(record.sample.device) - record.sample))
         if distance > FAR * float(torch.linalg.vector_norm(record.sample)):
             raise LearnerError(
                 f"{name!r}, and others, were changed between two steps by something else than their optimizer: weights "
@@ -350,7 +368,9 @@ class ModelWatch:
                 f"trained. {REMEDY}"
             )
         at = record.largest
-        is_restored = distance == 0.0 and writes[at] != record.writes[at]  # averages, or a climb, in and out again
+        is_moved = writes[-1] != record.writes[-1]
+        # Averages, or a climb, in and out again; or `model.to()`.
+        is_restored = distance == 0.0 and (is_moved or writes[at] != record.writes[at])
         if not self._has_warned and not is_restored:
             self._has_warned = True
             self._warn(

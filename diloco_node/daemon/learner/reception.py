@@ -48,7 +48,9 @@ class Reception:
 
     def __init__(self, runtime: NodeRuntime, manifest: Manifest, core: RegionCore, learner: LearnerProxy) -> None:
         self._runtime = runtime
+        # Both of the runtime, for as long as it lives.
         self._spec = runtime.spec
+        # Tells people, in the log and the status.
         self._note = runtime.notes.add
         self._manifest = manifest
         self._core = core

@@ -143,6 +143,8 @@ class ModelTensors:
         self.idle: dict[str, Tensor] = {}
         self._names_of |= {buffer: [name] for name, buffer in trainable.items()}
         for parameter, names in self._names_of.items():
+            if torch.nn.parameter.is_lazy(parameter):
+                raise LearnerError(f"{names[0]!r} is lazy and has no values yet: run a batch through the model first")
             if not (parameter.requires_grad or names[0] in trainable) or not parameter.numel():
                 continue
             master = next((masters[name] for name in names if name in masters), None)
