@@ -201,6 +201,8 @@ def _rounds(document: Document) -> Iterator[Finding]:
     for entry in rows(document, "wrong_leaders"):
         line = f"entries of {text(entry, 'region')} were refused while it led: {text(entry, 'reason')}"
         yield _make(kinds.LEADER_WRONG, document, line, region=text(entry, "region"))
+    if text(document, "overbooked"):
+        yield _make(kinds.OVERBOOKED, document, text(document, "overbooked"))
     if text(document, "budget_warning"):
         yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
     elif document.get("role") == "leader" and (line := _lateness(document)):

@@ -263,7 +263,7 @@ class Diloco:
         assert self._watch is not None
         self._watch.check()
         self.tokens += self._crossed(self._boundaries.cross_step(tokens)).tokens
-        self._watch.note_writes()
+        self._watch.note_writes(self._boundaries.fragments.applied)
         if session is not None and session.is_report_due(started_ns):
             self._report(session)
 
@@ -369,7 +369,7 @@ class Diloco:
             for boundary in self._boundaries.settle(seconds):
                 self._crossed(boundary)
             if self._watch is not None:
-                self._watch.note_writes()
+                self._watch.note_writes(self._boundaries.fragments.applied)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""

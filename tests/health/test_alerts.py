@@ -240,6 +240,7 @@ CASES = [
         "entries of eu were refused while it led: entry 11: its factor 0 is 0",
         "diloco-node quarantine add eu us",
     ),
+    (kinds.OVERBOOKED, changed(overbooked="the ledger has steps"), "the ledger has steps", "diloco-node ledger /s/us"),
     (kinds.DIGEST_DIFFERS, changed(digest_differences=2), "2 digests differed", "diloco-node replay /s/us"),
     (
         kinds.SETTINGS_DIFFER,
