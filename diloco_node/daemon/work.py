@@ -38,7 +38,7 @@ def in_thread(executor: Executor, call: Callable[[*Ts], T], *args: *Ts) -> async
     return asyncio.get_running_loop().run_in_executor(executor, call, *args)
 
 
-def beside_loop(executor: Executor, size_bytes: int, call: Callable[[*Ts], T], *args: Ts) -> asyncio.Future[T]:
+def beside_loop(executor: Executor, size_bytes: int, call: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
     """The outcome of a call that looks at so many bytes: at once if they are few, else from a thread of the executor.
 
     Only threads are spared. Where an executor has others than the system's, as in the simulator, all calls are its.
