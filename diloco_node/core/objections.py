@@ -39,7 +39,7 @@ class Objections:
         # An end is doubted for so long: if others knew a reason for it, a majority would have it by then.
         self._patience_ns = context.settings.election_timeout_ns
         # Whose lost steps wait (empty: another entry does), and since when; None: nothing that is doubted does.
-        self._doubted: tuple[str, int] | None = None
+        self._wait: tuple[str, int] | None = None
         # What the disk held at the start was acknowledged before.
         self._is_starting = True
 
@@ -58,10 +58,10 @@ class Objections:
         """Refuse an entry that is not what it says, and its leader; take it if a majority has committed it."""
         effects: list[Effect] = []
         self._is_starting = False
-        doubted, self._doubted = self._doubted, None
+        wait, self._wait = self._wait, None
         for body in ledger.missing_payloads(rounds_max=MISSING_ROUNDS):
             name = body.learner if isinstance(body, DiscardedBody) else ""
-            since_ns = doubted[1] if doubted and doubted[0] == name else now_ns
+            since_ns = wait[1] if wait and wait[0] == name else now_ns
             waited_ns = now_ns - since_ns
             is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
             fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_late, now_ns=now_ns)
@@ -87,6 +87,6 @@ class Objections:
                 return effects + ledger.refuse(body, doubt, now_ns=now_ns)
             else:
                 # What follows waits for it.
-                self._doubted = (name, since_ns)
+                self._wait = (name, since_ns)
                 break
         return effects

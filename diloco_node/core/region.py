@@ -493,6 +493,6 @@ class RegionCore:
             upkeep=self._upkeep,
             fetches=self._fetches,
             participation=self._participation,
-            overbooked=self._losses.overbooked(),
+            excess=self._losses.overbooked(),
             now_ns=self._now_ns,
         )

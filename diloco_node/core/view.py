@@ -212,7 +212,7 @@ def region_view(
     upkeep: Upkeep,
     fetches: Fetches,
     participation: Participation,
-    overbooked: str,
+    excess: str,
     now_ns: int,
 ) -> RegionView:
     """See `RegionCore.view`."""
@@ -242,7 +242,7 @@ def region_view(
         digest_differences=upkeep.digests.differences,
         contradictions=tuple(ledger.contradictions.values()),
         wrong_leaders=tuple(sorted(ledger.wrong_leaders.items())),
-        overbooked=overbooked,
+        overbooked=excess,
         is_ending=leader.is_ending,
         finished="" if end.end is None else end.end.reason,
         is_final=end.is_final,

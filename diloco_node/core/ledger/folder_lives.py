@@ -42,7 +42,7 @@ class _Memory:
 
     Attributes:
         folder: its newest life. index: the last committed entry that it surely held in that life.
-        acknowledged: also in a later life, perhaps: that one may acknowledge before it tells that it began.
+        acknowledged_index: also in a later life, perhaps: that one may acknowledge before it tells that it began.
         is_heard: the life was told since the link last changed, so what came over it is this life's.
         fault: why it is an older copy; empty if it is none.
     """
@@ -50,13 +50,13 @@ class _Memory:
     named_at: int
     folder: FolderLife
     index: int
-    acknowledged: int = 0
+    acknowledged_index: int = 0
     is_heard: bool = True
     fault: str = ""
 
     def settle(self) -> None:
         """Whatever was acknowledged up to now, this life did."""
-        self.index = max(self.index, self.acknowledged)
+        self.index = max(self.index, self.acknowledged_index)
 
 
 class FolderLives:
@@ -90,7 +90,7 @@ class FolderLives:
     def hold(self, peer: str, index: int) -> None:
         """Take that a region has acknowledged all entries up to this one, which are committed."""
         if (memory := self._memories.get(peer)) is not None:
-            memory.acknowledged = max(memory.acknowledged, index)
+            memory.acknowledged_index = max(memory.acknowledged_index, index)
 
     def link_changed(self, peer: str) -> None:
         """Take that the link with a region was lost or made: another process may be there from now on."""

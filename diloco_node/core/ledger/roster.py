@@ -197,9 +197,9 @@ class Roster:
         """Say why the vote of a region can't be taken for being away; empty if it can."""
         if region not in self.voters or self.disks[region] == EXPELLED:
             return f"{region} has no vote that could be taken"
-        left = len(self.voters) - 1
-        if left < VOTERS_MIN:
-            return f"{left} voters would be left without {region}, and {VOTERS_MIN} must be"
+        voters = len(self.voters) - 1
+        if voters < VOTERS_MIN:
+            return f"{voters} voters would be left without {region}, and {VOTERS_MIN} must be"
         return vote_fault({name: disk for name, disk in self.voter_disks.items() if name != region}, region)
 
     def _promotion_fault(self, region: str) -> str:

@@ -20,7 +20,7 @@ EVICT_AFTER_NS: Final = 1800 * NS_PER_S
 
 
 class Hearing(Protocol):
-    """What is heard now (`liveness.Liveness`)."""
+    """The regions that are heard now (`liveness.Liveness`)."""
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class Absence:
         for name in hearing.others:
             if hearing.is_alive(name, now_ns=now_ns):
                 self._heard_ns[name] = self._present_ns[name] = now_ns
-            elif any(hearing.hears(other, name, now_ns=now_ns) for other in hearing.others if other != name):
+            elif any(hearing.hears(peer, name, now_ns=now_ns) for peer in hearing.others if peer != name):
                 self._present_ns[name] = now_ns
             self._present_ns.setdefault(name, now_ns)
 

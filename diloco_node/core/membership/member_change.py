@@ -56,8 +56,8 @@ def tolerance(roster: Roster, there: Container[str]) -> str:
     spare = len(voters) - len(away) - quorum
     missing = f"; no vote comes from {', '.join(away)}" if away else ""
     state = f"{len(voters)} voters, {quorum} must be there{missing}"
-    evicted = ", ".join(name for name, disk in roster.disks.items() if disk == EVICTED)
-    remark = f"; {evicted} was away too long" if evicted else ""
+    names = ", ".join(name for name, disk in roster.disks.items() if disk == EVICTED)
+    remark = f"; {names} was away too long" if names else ""
     if spare > 0:
         return f"{state}: merging goes on with {spare} {'more ' if away else ''}of them away{remark}"
     need = f"merging waits for {-spare} of them" if spare else "the next failure stops merging"

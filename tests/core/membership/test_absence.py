@@ -14,6 +14,7 @@ from diloco_node.core.membership.absence import EVICT_AFTER_NS, Absence
 from diloco_node.core.membership.member_change import tolerance
 from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody
 from diloco_node.numeric import NS_PER_S
+from tests.core.test_lies import is_liar
 from tests.kit.ledger_kit import disk_of
 from tests.kit.small_world import Small
 
@@ -129,6 +130,7 @@ def test_an_eviction_of_who_is_there_is_refused_by_those_who_hear_it(patch: pyte
     small = Small(patch, 4)
     small.go(6)
     leader, victim = small.leader(), small.others()[0]
+    is_liar(small, leader)
     core = small.hosts[leader].core
     patch.setattr(core.liveness.absence, "longest", lambda names, *, now_ns: victim)
     patch.setattr(core.liveness.absence, "doubt", lambda body, *, now_ns: "")

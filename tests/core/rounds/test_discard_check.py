@@ -249,11 +249,11 @@ def test_steps_of_a_region_that_stays_silent_are_taken_in_the_end_with_an_alarm(
 
 
 def test_the_word_of_another_region_is_waited_for_anew() -> None:
-    bench = Bench(lost(4, 0, 8), lost(4, 1, 8), lost(4, 0, 8, learner="d"))
+    bench = Bench(lost(4, 0, 8), lost(4, 1, 8), lost(4, 0, 8, learner="a"))
     bench.ask(1)
     bench.ask(16 * bench.patience_ns + 1)
-    assert bench.ledger.taken == 2, "both of c, who is silent; and d has been asked about just now"
-    bench.ledger.bodies = [lost(4, 0, 8, learner="d")]
+    assert bench.ledger.taken == 2, "both of c, who is silent; and a has been asked about just now"
+    bench.ledger.bodies = [lost(4, 0, 8, learner="a")]
     bench.ask(32 * bench.patience_ns)
     assert bench.ledger.taken == 2
     bench.ask(32 * bench.patience_ns + 1)
