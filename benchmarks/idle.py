@@ -4,8 +4,10 @@
 
 The demo's regions on loopback: 0.13 M parameters, a round or two a second. Three windows of equal length: rounds with
 the demo's table, which asks each daemon for its status every second; rounds that nobody looks at; and learners that are
-stopped (SIGSTOP), so that no round goes on. CPU seconds are those of the kernel, in percent of one core. They hardly
-depend on what else the machine does.
+stopped (SIGSTOP), so that no round goes on. CPU seconds are those of the kernel, in percent of one core.
+
+They depend on what else the machine does: two threads of a core, or two guests of a host, slow each other down. So a
+fixed piece of Python runs meanwhile, twice a second; compare figures after dividing them by its time.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,6 +37,7 @@ SETTLE_S: Final = 8.0
 """An open round ends, and what follows it."""
 
 POLL_S: Final = 1.0
+PIECE_EVERY_S: Final = 0.5
 WINDOWS: Final = ("rounds, looked at", "rounds", "no rounds")
 
 
@@ -101,13 +105,26 @@ def measure_window(documents: Mapping[str, Mapping[str, Any]], folder: Path, sec
     daemons = {name: psutil.Process(document["pids"]["daemon"]) for name, document in sorted(documents.items())}
     before = {name: rounds_of(ask(target_in(folder / name))) for name in daemons}
     begun_s, cpu_before = time.monotonic(), {name: cpu_s(daemon) for name, daemon in daemons.items()}
-    time.sleep(seconds)
+    pieces_s = []
+    while time.monotonic() - begun_s < seconds:
+        pieces_s.append(fixed_piece_s())
+        time.sleep(PIECE_EVERY_S)
     passed_s = time.monotonic() - begun_s
     percent = {name: 100.0 * (cpu_s(daemon) - cpu_before[name]) / passed_s for name, daemon in daemons.items()}
     documents_after = {name: ask(target_in(folder / name)) for name in daemons}
     leader = next((name for name, row in documents_after.items() if row.get("role") == "leader"), "")
     rounds = max(rounds_of(documents_after[name]) - before[name] for name in daemons)
-    return {"rounds_per_second": rounds / passed_s, "leader": leader, "cpu_percent": percent}
+    piece_ms = 1e3 * statistics.mean(pieces_s)
+    return {"rounds_per_second": rounds / passed_s, "leader": leader, "cpu_percent": percent, "piece_ms": piece_ms}
+
+
+def fixed_piece_s() -> float:
+    """Return the CPU seconds of a piece of work that is always the same: calls, small objects, a dictionary."""
+    begun_s = time.process_time()
+    places: dict[int, list[int]] = {}
+    for number in range(5_000):
+        places[number % 100] = [number, *(value + number for value in range(3)), min(value for value in (3, 1, 2))]
+    return time.process_time() - begun_s
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -119,7 +136,7 @@ def cpu_s(process: psutil.Process) -> float:
 def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines: Sequence[str] = [
-        f"{window:<18} {row['rounds_per_second']:4.1f} rounds/s  "
+        f"{window:<18} {row['rounds_per_second']:4.1f} rounds/s, piece {row['piece_ms']:.1f} ms  "
         + "  ".join(
             f"{name}{' (leads)' * (name == row['leader'])} {percent:.1f} %"
             for name, percent in row["cpu_percent"].items()

@@ -22,7 +22,7 @@ from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.outer import outer_of
 from diloco_node.core.types import RoundBody, RunSettings
-from diloco_node.daemon.work import in_thread
+from diloco_node.daemon.work import beside_loop, in_thread
 from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
 
@@ -124,7 +124,8 @@ class Parameters:
                     )
 
             shares = range(min(OUTER_THREADS, len(work)))
-            await asyncio.gather(*(in_thread(self._pool, step, share) for share in shares))
+            size = sum(encoded_stripe.nbytes for encoded_stripe in bodies)
+            await asyncio.gather(*(beside_loop(self._pool, size, step, share) for share in shares))
             self.versions[fragment] = body.version
 
     async def digest(self, fragment: int) -> tuple[int, bytes]:

@@ -44,7 +44,9 @@ class Pump:
         self._observe = observe
         self._events: deque[Event] = deque()
         self._is_running = False
+        # Armed for `_due_ns`, which is no later than the core's next time: None while it fires, and before the start.
         self._timer: asyncio.TimerHandle | None = None
+        self._due_ns = 0
         self._is_closed = False
         self.events_total = 0
 
@@ -88,12 +90,17 @@ class Pump:
     def _arm(self) -> None:
         if self._is_closed:
             return
+        wake_at_ns = self._core.wake_at_ns
         if self._timer is not None:
+            if self._due_ns <= wake_at_ns:
+                return  # most events put off a time, and a timer that finds it too early is set again
             self._timer.cancel()
-        delay_ns = max(0, self._core.wake_at_ns - self._now_ns())
+        self._due_ns = wake_at_ns
+        delay_ns = max(0, wake_at_ns - self._now_ns())
         self._timer = asyncio.get_running_loop().call_later(delay_ns / 1e9, self._fire)
 
     def _fire(self) -> None:
+        self._timer = None
         if self._core.wake_at_ns - self._now_ns() > WAKE_SLACK_NS:
             self._arm()
             return

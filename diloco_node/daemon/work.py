@@ -26,6 +26,9 @@ FILE_THREADS: Final = 6
 They are apart from the pool, for a disk that takes seconds for a sync must not hold up sums and transfers that
 others wait for."""
 
+AT_ONCE_BYTES_MAX: Final = 64 * 2**10
+"""The kernels take some 50 microseconds for it, the way to a thread and back several times as long."""
+
 BACKGROUND_NICENESS: Final = 10
 """Added to the niceness of the thread for digests and the like: rounds and the learner go first."""
 
@@ -33,6 +36,21 @@ BACKGROUND_NICENESS: Final = 10
 def in_thread(executor: Executor, call: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
     """The outcome of a call that a thread of the executor makes."""
     return asyncio.get_running_loop().run_in_executor(executor, call, *args)
+
+
+def beside_loop(executor: Executor, size_bytes: int, call: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+    """The outcome of a call that looks at so many bytes: at once if they are few, else from a thread of the executor.
+
+    Only threads are spared. Where an executor has others than the system's, as in the simulator, all calls are its.
+    """
+    if size_bytes > AT_ONCE_BYTES_MAX or not isinstance(executor, ThreadPoolExecutor):
+        return in_thread(executor, call, *args)
+    outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    try:
+        outcome.set_result(call(*args))
+    except Exception as error:  # noqa: BLE001 - raised where the outcome is awaited, as from a thread
+        outcome.set_exception(error)
+    return outcome
 
 
 @dataclass(frozen=True, slots=True)

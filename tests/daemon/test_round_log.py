@@ -182,3 +182,11 @@ def test_a_fragment_that_a_peer_made_up_is_no_round() -> None:
         script.followed[fragment] = (1, Ballot(1, 1), "gather", ())
         script.log.observe(ev.SnapshotRefused(fragment, 1, ""), [])
     assert script.log.is_idle
+
+
+def test_a_reason_with_a_peers_words_is_fit_to_be_shown() -> None:
+    script = Script(leads=True)
+    script.open(1, ballot=1)
+    script.leader.rounds.clear()
+    script.log.observe(ev.TimerFired(), [ev.Note("abandoned", "declined: \x1b[2J\u202e", 0, 1)])
+    assert script.log.rows()[-1]["reason"] == "declined: \\x1b[2J\\u202e"

@@ -276,6 +276,8 @@ class LedgerState:
             rounds_max: the first so many rounds of each fragment are enough. A region that was away for an hour lacks
                 thousands, and asks after each event. None: all.
         """
+        if not self._log.waiting:
+            return ()
         missing: list[EntryBody] = []
         rounds: Counter[int] = Counter()
         for entry in self._log.waiting:

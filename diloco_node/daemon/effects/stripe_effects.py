@@ -38,7 +38,7 @@ from diloco_node.daemon.effects.open_stripes import (
 from diloco_node.daemon.effects.sending import Sending
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.parameters import Parameters
-from diloco_node.daemon.work import in_thread
+from diloco_node.daemon.work import beside_loop, in_thread
 from diloco_node.errors import PayloadCorrupt, PeerError, StorageError
 from diloco_node.numeric import U8
 
@@ -95,6 +95,7 @@ class StripeEffects:
         """Stream each stripe of the learner's contribution to its reducer; the own one is kept here."""
         contribution = order.contribution
         fragment = contribution.fragment
+        blocks = self.learner.blocks[fragment]
         self.table.note_ballot(order.ballot, fragment, order.version, order.stripes)
         self.sending.drop_earlier_ballots(fragment, order.ballot)
         missing = [(index, stripe) for index, stripe in enumerate(order.stripes) if index not in order.skip]
@@ -105,7 +106,8 @@ class StripeEffects:
             # bytes, while this may still wait for a slow link.
             return self.learner.contribution_bytes(fragment, stripe.block_start, stripe.block_stop).copy()
 
-        copies = [in_thread(self.pool, copy, stripe) for _, stripe in missing]
+        sizes = [blocks.span_bytes(stripe.block_start, stripe.block_stop) for _, stripe in missing]
+        copies = [beside_loop(self.pool, size, copy, stripe) for size, (_, stripe) in zip(sizes, missing, strict=True)]
         own_stripes: list[tuple[ContributionStripe, U8]] = []
         for (index, stripe), copying in zip(missing, copies, strict=True):
             body = await copying
@@ -118,7 +120,7 @@ class StripeEffects:
                 own_stripes.append((header, body))
                 continue
             try:
-                await in_thread(self.pool, squared_norms, self.learner.blocks[fragment], body, start, stop)
+                await beside_loop(self.pool, body.nbytes, squared_norms, blocks, body, start, stop)
             except PayloadCorrupt as error:
                 text = f"the own contribution is not sent to {stripe.reducer}: {error}"
                 self.note(ev.Note("corrupt", text, fragment, order.version, is_alarm=True))
@@ -137,7 +139,7 @@ class StripeEffects:
         fragment = contribution.fragment
         blocks = self.learner.blocks[fragment]
         try:
-            await in_thread(self.pool, squared_norms, blocks, body, start, stop)
+            await beside_loop(self.pool, body.nbytes, squared_norms, blocks, body, start, stop)
         except PayloadCorrupt as error:
             self._refuse(header, error)
             return
@@ -173,8 +175,9 @@ class StripeEffects:
         before = self.table.residual(fragment, order.residual_of, order.stripe)
         try:
             async with self._reducing:
-                reduction, merged_body, residual = await in_thread(
+                reduction, merged_body, residual = await beside_loop(
                     self.pool,
+                    sum(body.nbytes for body in bodies),
                     lambda: reduce_stripe(
                         order,
                         bodies,
@@ -198,7 +201,7 @@ class StripeEffects:
         self.post(reduction)
         self._post_merged(self.region, header, reduction.squared_norms)
         if len(bodies) > 1:
-            values = await in_thread(self.pool, cosines, order, bodies, up)
+            values = await beside_loop(self.pool, sum(body.nbytes for body in bodies), cosines, order, bodies, up)
             for contribution, value in zip(order.contributions, values, strict=True):
                 self.cosines.setdefault(contribution.learner, deque(maxlen=COSINES_KEPT)).append(value)
 
@@ -225,7 +228,7 @@ class StripeEffects:
         # The disk works while the blocks are checked; what does not pass is never named.
         self.drafts.add(header.ballot, fragment, version, start, body, blocks=blocks)
         try:
-            digest, norms = await in_thread(self.pool, checked_digest, blocks, body, start, stop)
+            digest, norms = await beside_loop(self.pool, body.nbytes, checked_digest, blocks, body, start, stop)
             if digest != header.digest:
                 raise PayloadCorrupt("it does not match its digest")
         except PayloadCorrupt as error:

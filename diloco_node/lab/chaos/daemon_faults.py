@@ -24,7 +24,7 @@ from diloco_node.transport.streams import AcceptedStream
 from diloco_node.wire.envelope import Hello
 
 CUT_POLL_S: Final = 0.1
-"""How often a link looks whether it is cut."""
+"""How often it is looked whether the links are cut."""
 
 CUT: Final = "cut off on purpose"
 
@@ -38,20 +38,26 @@ def install(folder: Path, region: str) -> None:
 def install_partition(is_cut: Callable[[], bool]) -> None:
     """Cut every link while it is so."""
     run_dialer, connect, accept = PeerLink.run_dialer, PeerLink._connect, PeerLink.accept
+    links: list[PeerLink] = []
 
-    async def watch(link: PeerLink) -> None:
+    async def watch() -> None:
         while True:
             await asyncio.sleep(CUT_POLL_S)
             if is_cut():
-                link.drop(CUT)
+                for link in links:
+                    link.drop(CUT)
 
     async def run_watched(self: PeerLink) -> None:
-        watching = asyncio.create_task(watch(self), name=f"cuts {self.peer}")
+        links.append(self)
+        # For all links one task: its wake-ups would be a part of what a daemon costs.
+        watching = asyncio.create_task(watch(), name="cuts") if links == [self] else None
         try:
             await run_dialer(self)
-            await watching  # a link that only the peer dials has no dialer
+            await asyncio.Event().wait()  # a link that only the peer dials has no dialer
         finally:
-            watching.cancel()
+            links.remove(self)
+            if watching is not None:
+                watching.cancel()
 
     def refuse(peer: str) -> None:
         if is_cut():
