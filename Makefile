@@ -64,8 +64,7 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codec.py
-	$(PIP) --quiet --editable '.[bench]'
-	$(BIN)/python benchmarks/round.py
+	$(BIN)/python benchmarks/peers.py --links loopback
 
 # The site in site/. Strict: a broken link, a missing anchor or a page outside the navigation fails.
 .PHONY: docs

@@ -15,7 +15,7 @@ What was chosen for them:
 - elastic: one agent for all ranks, so that no rendezvous over nodes is waited for; a checkpoint every half second.
 - Synchronisation and checkpoints count to the minimal time of a step, so they are free while a step has time left.
 
-Needs `pip install torchft==0.2.0` (make bench does that).
+Needs `pip install '.[bench]'`.
 """
 
 from __future__ import annotations

@@ -28,11 +28,17 @@ def escaped_document(value: Any) -> Any:
     """A JSON-like value with all of its texts, keys too, escaped. Values that are no text stay the same objects."""
     if isinstance(value, str):
         return escaped(value)
+    # A call for each number or text would take most of the time.
     if isinstance(value, dict):
         return {
-            escaped_document(key): item if type(item) in _NUMBERS else escaped_document(item)
+            escaped_document(key): item
+            if (kind := type(item)) in _NUMBERS or (kind is str and item.isprintable())
+            else escaped_document(item)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [item if type(item) in _NUMBERS else escaped_document(item) for item in value]
+        return [
+            item if (kind := type(item)) in _NUMBERS or (kind is str and item.isprintable()) else escaped_document(item)
+            for item in value
+        ]
     return value

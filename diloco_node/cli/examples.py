@@ -33,6 +33,8 @@ EXAMPLES: Final = {
     "quarantine add": "diloco-node quarantine add us-west us-east",
     "quarantine lift": "diloco-node quarantine lift us-west us-east",
     "members list": "diloco-node members list us-east",
+    "members add": "diloco-node members add ap-south us-east --address 192.0.2.7:7400 --ca-key /media/stick/ca.key",
+    "members recover": "diloco-node members recover us-east --ca-key /media/stick/ca.key",
     "members remove": "diloco-node members remove us-west us-east --ca-key /media/stick/ca.key",
     "members promote": "diloco-node members promote us-west us-east",
     "members demote": "diloco-node members demote us-west us-east",

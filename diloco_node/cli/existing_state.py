@@ -34,7 +34,8 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
 
             check_past_init(config.run.init)
         return "", []
-    record.check(folder, run_id=config.run.id, regions=config.regions)
+    founders = [name for name, section in config.regions.items() if not section.joined]
+    record.check(folder, run_id=config.run.id, founders=founders)
     lines = _changes(config, folder / node_file)
     if extension(record.end, config.run_settings()) is not None:
         words = "was finished and goes on once a majority starts with these limits; the model until now is kept"

@@ -167,7 +167,7 @@ def run_toml(new: NewRun) -> str:
     ]
     if new.budget:
         lines += ["", "[budget]", f"egress = {_quote(new.budget)}", f"ingress = {_quote(new.budget)}"]
-    ports = _admin_ports(new.regions)
+    ports = admin_ports(new.regions)
     for name, address in new.regions.items():
         where = "# no address: it dials the others" if address is None else f"address = {_quote(address)}"
         admin = f"admin_port = {ports[name]}  # dashboard, status and metrics, on loopback only"
@@ -175,7 +175,7 @@ def run_toml(new: NewRun) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _admin_ports(regions: Mapping[str, str | None]) -> dict[str, int]:
+def admin_ports(regions: Mapping[str, str | None]) -> dict[str, int]:
     """By region: from `ADMIN_PORT` on, the first that nothing else of the run has on its machine."""
     dialled = {name: address.rpartition(":") for name, address in regions.items() if address is not None}
     hosts = {name: LOOPBACK if _is_loopback(host) else host for name, (host, _, _) in dialled.items()}

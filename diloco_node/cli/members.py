@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from diloco_node.cli.options import ConfigOption, load
+from diloco_node.cli.options import ConfigOption, load, parse_option
 from diloco_node.cli.orders import give_order
 from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.cli.tables import table_lines
-from diloco_node.errors import PeersUnreachable
+from diloco_node.errors import ConfigError, PeerIncompatible, PeersUnreachable
+from diloco_node.state_names import NODE_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from diloco_node.transport.certificates import Identity
+
+PEER_S: Final = 5.0
+"""Seconds for which a region may take to answer."""
 
 app = typer.Typer(help="The regions of a running run.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -43,6 +53,26 @@ def list_members(
     for line in table_lines([(name, "left") for name in ("region", "kind", "since", "now")], rows):
         typer.echo(line)
     typer.echo(members["tolerance"])
+
+
+@app.command()
+def add(
+    *,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A region that has a certificate: `certs add NAME`.")],
+    place: RegionArgument = None,
+    address: Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Where the others dial it.")],
+    key: KeyOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Add a region to the run. It trains as a contributor, which changes no majority; `promote` gives it a vote."""
+    from diloco_node.config.field_types import host_port_of
+    from diloco_node.wire.message_schema import is_region_name
+
+    if not is_region_name(name):
+        raise ConfigError(f"{name!r} is no region's name: use 1 to 63 of a-z, 0-9 and '-'")
+    parse_option("--address", address, host_port_of)
+    _change(name, "contributor", place, config, key, address=address)
+    typer.echo(f"Then, in {name}: diloco-node start --join HOST:PORT --region {name}, with the address of any member")
 
 
 @app.command()
@@ -79,8 +109,76 @@ def demote(
     _change(name, "contributor", place, config, key, is_forced=is_forced)
 
 
+@app.command()
+def recover(
+    *,
+    place: RegionArgument = None,
+    key: KeyOption = None,
+    is_forced: Annotated[
+        bool, typer.Option("--force", help="Do it; without it, only say what would be done.", show_default=False)
+    ] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Go on with one region alone, after a majority of the voters is lost for good. All others leave the run."""
+    from diloco_node.daemon.lone_region import go_on_alone, look_alone
+    from diloco_node.daemon.spec import NodeSpec
+    from diloco_node.transport.authority import sign
+    from diloco_node.transport.certificates import CA_KEY, load_identity
+
+    folder = region_folder(place, config, file=NODE_NAME)
+    spec = NodeSpec.load(folder / NODE_NAME)
+    facts = look_alone(folder, spec.region)
+    if not is_forced:
+        raise ConfigError(
+            f"{spec.region} goes on alone from entry {facts.index}; {', '.join(facts.leavers)} leave the run, and what "
+            "they committed without it is lost. Stop every region that is there, then give the command again with "
+            f"--force. If a majority of {', '.join(facts.voters)} can come back, start those instead"
+        )
+    identity = load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id)
+    key = key if key is not None else load(config).run.certs_dir / CA_KEY
+    if fault := identity.signature_fault(spec.run_id.encode(), sign(key, spec.run_id.encode())):
+        raise ConfigError(f"{key}: {fault}")
+    _check_silence(identity, {name: facts.addresses[name] or spec.peers.get(name) for name in facts.leavers})
+    facts = go_on_alone(folder, spec.region, spec.run_id, lambda statement: sign(key, statement))
+    typer.echo(
+        f"{spec.region} goes on alone from entry {facts.index}: start it. {', '.join(facts.leavers)} left the run, and "
+        "come back with an empty folder after `diloco-node members add`"
+    )
+
+
+def _check_silence(identity: Identity, addresses: Mapping[str, str | None]) -> None:
+    """Refuse to go on alone while another region answers. Raises ConfigError."""
+    from diloco_node.errors import PeerError
+    from diloco_node.transport.asking import ask_peer
+
+    async def answers(peer: str, address: str) -> str:
+        try:
+            await ask_peer(identity, peer, address, timeout_s=PEER_S)
+        except PeerIncompatible:
+            return f"{peer} at {address}"
+        except PeerError:
+            return ""
+        return f"{peer} at {address}"
+
+    async def ask() -> list[str]:
+        return await asyncio.gather(*(answers(peer, place) for peer, place in addresses.items() if place))
+
+    if there := list(filter(None, asyncio.run(ask()))):
+        raise ConfigError(
+            f"{', '.join(there)} answers: start {identity.region} beside it, or stop it first, if a majority is lost "
+            "for good"
+        )
+
+
 def _change(
-    name: str, kind: str, place: str | None, config: Path | None, key: Path | None, *, is_forced: bool = False
+    name: str,
+    kind: str,
+    place: str | None,
+    config: Path | None,
+    key: Path | None,
+    *,
+    is_forced: bool = False,
+    address: str = "",
 ) -> None:
     from diloco_node.core.ledger.roster import Membership, Roster
     from diloco_node.core.member_kind import MemberKind, MembershipBody
@@ -90,10 +188,11 @@ def _change(
     folder = region_folder(place, config)
     run_id, members = _members(folder)
     lines = {row["region"]: Membership(MemberKind(row["kind"]), address=row["address"]) for row in members["rows"]}
-    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind))
+    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind, address))
     key = key if key is not None else load(config).run.certs_dir / CA_KEY
     signature = sign(key, roster.statement(run_id)).hex()
-    give_order(folder, "members", {"region": name, "kind": kind, "signature": signature, "force": is_forced})
+    order = {"region": name, "kind": kind, "address": address, "changes": roster.changes}
+    give_order(folder, "members", {**order, "signature": signature, "force": is_forced})
     fact = "is removed" if kind == MemberKind.FORMER else f"is a {kind}"
     typer.echo(
         f"{folder.name} puts it into the ledger: {name} {fact} when a majority agrees. The voters are "

@@ -75,6 +75,12 @@ def start(
         str | None,
         typer.Option("--on-spike", metavar="warn|rollback", help="When the loss leaves its range for several steps."),
     ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            "--join", metavar="HOST:PORT", help="Join a run that goes on: any member's address. Writes run.toml."
+        ),
+    ] = None,
     serve: Annotated[
         bool,
         typer.Option("--serve", help="A finished run, without a learner: until no other region lacks its end."),
@@ -102,6 +108,10 @@ def start(
         "log.level": ("--log-level", log_level),
         "log.format": ("--log-format", log_format),
     }
+    if join is not None:
+        from diloco_node.cli.join import join_run
+
+        join_run(region, join, config, flags, assignments)
     # A name with a dot would become a key of its own; the check names the regions there are.
     settings = load(config, flags if "." not in region else {}, assignments)
     settings.check_region(region)
@@ -292,13 +302,23 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
             TRAINER_VARIABLE: str(trainer_file),
             ON_SPIKE_VARIABLE: config.learner.on_spike,
             ENCODER_VARIABLE: config.learner.encode,
-            PLACE_VARIABLE: f"{sorted(config.regions).index(region)}/{len(config.regions)}",
+            PLACE_VARIABLE: place_of(config, region),
         },
         hang_s=config.learner.hang.ns / 1e9,
         stop_s=config.learner.stop_grace.ns / 1e9,
         log_format=config.log.format,
         preload=preload_modules(config, command),
     )
+
+
+def place_of(config: NodeConfig, region: str) -> str:
+    """INDEX/COUNT: the region's place in the run, by its ledger; before it has one, those that joined are last."""
+    from diloco_node.daemon.run_record import read_run_record
+
+    record = read_run_record(config.state_dir(region))
+    names = sorted(config.regions, key=lambda name: (config.regions[name].joined > 0, name))
+    places = names if record is None else record.roster.places(region)
+    return f"{list(places).index(region)}/{len(places)}"
 
 
 def serving_spec(spec: SupervisorSpec) -> SupervisorSpec:
@@ -349,19 +369,23 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
     from diloco_node.unix_sockets import socket_path
 
     host, port = config.listen(region)
+    section = config.regions[region]
     return NodeSpec(
         region=region,
         run_id=config.run.id,
-        regions=tuple(config.regions),
+        regions=tuple(
+            name for name in config.regions if (name != region if section.joined else not config.regions[name].joined)
+        ),
         listen_host=host,
         listen_port=port,
         peers={name: section.address for name, section in config.regions.items() if name != region},
-        is_advertised=config.regions[region].address is not None,
+        address=section.address,
+        joined=section.joined,
         state_dir=folder,
         identity_dir=config.identity_dir(region).resolve(),
-        admin_port=config.regions[region].admin_port,
-        admin_host=config.regions[region].admin_host,
-        payload_archive=config.regions[region].payload_archive,
+        admin_port=section.admin_port,
+        admin_host=section.admin_host,
+        payload_archive=section.payload_archive,
         log_level=config.log.level,
         log_format=config.log.format,
         history_every_s=config.history.every.ns / 1e9,
@@ -373,6 +397,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         settings_digest=config.settings_digest(),
         settings_shown=tuple(config.rows()),
         shared_settings=tuple(f"{key}={value}" for key, value in config.shared_settings().items()),
+        joiner_settings=tuple(f"{key}={value}" for key, value in config.joiner_settings().items()),
         init=config.run.init.absolute() if config.run.init is not None else None,
         # Regions must draw different election timeouts from one seed of the run.
         seed=int.from_bytes(hashlib.sha256(f"{config.run.seed}/{region}".encode()).digest()[:4], "big"),

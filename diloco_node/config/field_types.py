@@ -38,7 +38,8 @@ def modules_of(value: object) -> object:
     return names
 
 
-def _host_port(value: object) -> object:
+def host_port_of(value: object) -> object:
+    """Take "HOST:PORT". Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400"')
     host, _, port = value.rpartition(":")
@@ -66,4 +67,4 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Span = Annotated[Duration, NoDecode, PlainValidator(parse_duration)]
 AdminHost = Annotated[str, BeforeValidator(_admin_host)]
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
-HostPort = Annotated[str, BeforeValidator(_host_port)]
+HostPort = Annotated[str, BeforeValidator(host_port_of)]

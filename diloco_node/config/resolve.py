@@ -67,6 +67,14 @@ def default_outer(cycles: int) -> tuple[float, float]:
     return (0.7, 0.3) if 0 < cycles < 60 else (0.5, 0.6)
 
 
+def is_joiner_setting(key: str) -> bool:
+    """Whether a region that joins takes over the setting with this dotted key from a member of the run."""
+    section, _, name = key.partition(".")
+    fields: dict[str, type[BaseModel]] = {"run": RunSection, "model": ModelSection, "rounds": RoundsSection}
+    is_place = key in {"run.state_dir", "run.certs_dir", "run.init"}
+    return section in fields and name in fields[section].model_fields and not is_place
+
+
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
     """Everything that is set, checked as a whole.
@@ -148,6 +156,10 @@ class NodeConfig:
             for key, value, _ in self.rows()
             if key.startswith("rounds.") or key in {"run.steps", "run.tokens"}
         }
+
+    def joiner_settings(self) -> dict[str, str]:
+        """The settings that a region which joins the run takes over, as `shared_settings`; without defaults."""
+        return {key: value for key, value, origin in self.rows() if origin != "default" and is_joiner_setting(key)}
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """(dotted key, value as text, origin) of every setting; defaults that the program chooses are filled in."""

@@ -370,6 +370,13 @@ class RegionSection(Section):
         "containers; whoever reaches it can read the status",
         examples=["172.20.0.2"],
     )
+    joined: Whole = setting(
+        0,
+        "changes of the members when this region joined a run that had begun; 0: it founds the run",
+        "never: `start --join` writes it",
+        ge=0,
+        le=1 << 40,
+    )
     measure_port: Whole = setting(
         0, "port of `measure serve`; 0: the region's port", "beside a daemon", ge=0, le=65_535
     )

@@ -48,6 +48,9 @@ HASH_BYTES: Final = 32
 SUMMARY_BYTES_MAX: Final = 3 << 20
 """Longest summary of a ledger, below the limit of a control message. 64 regions, 100 fragments: about 0.5 MB."""
 
+LISTING_BYTES_MAX: Final = 60_000
+"""Some two thousand frozen tensors (`wire.frozen_listing`)."""
+
 REVOKED: Final = 1024
 """Certificates of a run. Another authority revokes all at once."""
 
@@ -119,6 +122,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "entries": Items(64),
     "disk": Octets((0, DISK_BYTES)),
     "disks": Items(REGIONS, Octets((DISK_BYTES,))),
+    "listing": Octets((), most=LISTING_BYTES_MAX),
     "certificate": HASH,
     "kind": Text(KIND_BYTES),
     "address": Text(ADDRESS_BYTES),

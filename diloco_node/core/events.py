@@ -82,11 +82,13 @@ class LearnerAttached:
         snapshots: per fragment the number of its unresolved snapshot, or -1.
         trained_before: what the persisted counters say of dead incarnations of this region's learner:
             (incarnation, steps, tokens) for each, so that what died can be booked as discarded.
+        listing: of its frozen tensors, as genesis keeps it.
     """
 
     status: LearnerStatus
     snapshots: tuple[int, ...]
     trained_before: tuple[tuple[int, int, int], ...]
+    listing: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ class Genesis:
 
     Args:
         run: what all regions must agree on.
+
+    Attributes:
+        listing: of the frozen tensors of the learner that attached last.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Genesis:
         self._fetches = fetches
         self._effects = effects
         self._proposed_term = 0
+        self.listing = b""
 
     @property
     def wants_initial_state(self) -> bool:
@@ -84,7 +88,7 @@ class Genesis:
             run_id, settings_digest, manifest_digest, regions = self._run
             disks = tuple(founders[name] for name in regions)
             self._leader.proposals.append(
-                GenesisBody(run_id, manifest_digest, settings_digest, regions, digests, disks)
+                GenesisBody(run_id, manifest_digest, settings_digest, regions, digests, disks, self.listing)
             )
 
     def fault(self, body: GenesisBody) -> str:

@@ -448,6 +448,7 @@ class RegionCore:
         self.versions.learner_attached(status)
         self._learner_is(status, now_ns)
         self.end.learner_attached(status.incarnation)
+        self._genesis.listing = event.listing
 
     def _learner_detached(self, _: ev.LearnerDetached, now_ns: int) -> None:
         self._effects.note("learner", "detached")

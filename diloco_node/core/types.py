@@ -163,6 +163,7 @@ class GenesisBody:
 
     Attributes:
         disks: the id of each region's folder, in the order of `regions`: the first ones that count.
+        listing: of the proposer's frozen tensors, for words (`wire.frozen_listing`); empty: none was known.
     """
 
     run_id: str
@@ -171,6 +172,7 @@ class GenesisBody:
     regions: tuple[str, ...]
     fragment_digests: tuple[bytes, ...]
     disks: tuple[bytes, ...] = ()
+    listing: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import signal
 import time
@@ -54,6 +55,9 @@ from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 
 LEARNER_PROCESS_POLL_S: Final = 1.0
 """Between two looks at what the supervisor says of the learner's process."""
+
+TIMER_GRAIN_S: Final = 0.01
+"""A timer may fire so much early: what is due by then is done with it."""
 
 LOADS_KERNELS: Final = "loads its kernels, which the first start compiles"
 WAITS_FOR_TENSORS: Final = "waits for the learner to list its tensors"
@@ -138,10 +142,9 @@ class Daemon:
             await in_thread(self._threads.pool, warm_up)
             self._starting_reason = WAITS_FOR_TENSORS
             await self.learner_server.start()
-            self.spawn(self._watch_run(), "console")
-            if not self.spec.is_serving:  # what is on disk is of the learner that there was, and of the run
+            self.spawn(self._watch_run(), "console and history")
+            if not self.spec.is_serving:  # what is on disk is of the learner that there was
                 self.spawn(self._watch_learner_process(), "learner process")
-                self.spawn(self._keep_history(), "history")
             manifest, damage = recover_manifest(self.spec.state_dir)
             if damage:
                 self.notes.add(Note("disk", damage, is_alarm=True))
@@ -230,7 +233,8 @@ class Daemon:
         try:
             record = run_record(recovery.base, recovery.entries, len(manifest.fragments))
             if record is not None:  # before the node, for which another run's ledger would be a damaged one
-                record.check(self.spec.state_dir, run_id=self.spec.run_id, regions=self.spec.regions)
+                founders = record.genesis.regions if self.spec.joined else self.spec.regions
+                record.check(self.spec.state_dir, run_id=self.spec.run_id, founders=founders)
             self._was_finished = is_complete(self.spec.state_dir, record)
             node = Node(runtime, manifest, recovery)
         except (StorageError, ProtocolViolation) as error:  # whole frames, but what they say can't be
@@ -366,21 +370,23 @@ class Daemon:
             await asyncio.sleep(LEARNER_PROCESS_POLL_S)
 
     async def _watch_run(self) -> None:
-        """Show lines about the run while it goes on."""
+        """Show lines about the run while it goes on, and keep its history: both of one document."""
+        loop = asyncio.get_running_loop()
+        # What is on the disk of a region that only serves is the history of the run.
+        point_at_s = math.inf if self.spec.is_serving else loop.time() + self._history.period_s
         while True:
-            self._look_at_run()
-            await asyncio.sleep(LINES_POLL_S)
+            document = self._look_at_run()
+            if loop.time() >= point_at_s - TIMER_GRAIN_S:
+                point_at_s = loop.time() + self._history.period_s
+                if self._history.take(document):
+                    await in_thread(self._threads.background, self._history.save)
+            await asyncio.sleep(min(LINES_POLL_S, max(TIMER_GRAIN_S, point_at_s - loop.time())))
 
-    def _look_at_run(self) -> None:
+    def _look_at_run(self) -> dict[str, Any]:
         document = self.status()
         for line in self._console.look(document, self.not_ready_reason(document), now_s=time.monotonic()):
             console_line(self.spec.region, line)
-
-    async def _keep_history(self) -> None:
-        while True:
-            await asyncio.sleep(self._history.period_s)
-            if self._history.take(self.status()):
-                await in_thread(self._threads.background, self._history.save)
+        return document
 
     def start_learner(self) -> str:
         """Have the supervisor start a learner that it has stopped, or that waits. Raises ConfigError."""
@@ -405,7 +411,7 @@ class Daemon:
 
     def _set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Change it until the region starts again or reads its settings again. Raises ConfigError."""
-        self._follow_budget(changed_plan(self.spec.budget, document, self.spec.peers), "an operator")
+        self._follow_budget(changed_plan(self.spec.budget, document, self._peers), "an operator")
         return self.spec.budget.to_plain()
 
     async def _reload(self) -> None:
@@ -433,9 +439,13 @@ class Daemon:
             self.node.transport.set_budget(plan)
         self.notes.add(Note("budget", f"set by {why}: {plan}"))
 
+    @property
+    def _peers(self) -> Mapping[str, str | None]:
+        return self.spec.peers if self.node is None else self.node.transport.addresses
+
     def _check_peer(self, peer: str) -> None:
-        if peer not in self.spec.peers:
-            raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self.spec.peers))}")
+        if peer not in self._peers:
+            raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self._peers))}")
 
     def _expel(self, peer: str) -> None:
         """Have the ledger expel a peer. Raises ConfigError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -44,6 +44,7 @@ from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.credentials import fingerprint_text, pem_to_der
 from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire.run_shown import MemberShown, RunShown
 from diloco_node.wire.tensor_listing import pack_tensors
 
 DRAIN_S: Final = 5.0
@@ -93,6 +94,7 @@ class Node:
             now_ns=now_ns(),
             authority=self._signature_fault,
         )
+        self.core.farewell.joined = spec.joined
         # Learner and transport call back into effects, which are built on both: hence the methods below.
         self.learner = LearnerProxy(
             manifest=manifest,
@@ -117,30 +119,30 @@ class Node:
             manifest_digest=manifest.digest,
             identity=identity,
             listen=(spec.listen_host, spec.listen_port),
-            peers=spec.peers,
+            peers=self._addresses(),
             handler=self,
             executor=threads.pool,
-            is_advertised=spec.is_advertised,
+            is_advertised=spec.address is not None,
             seed=spec.seed,
             budget=spec.budget,
             on_superseded=runtime.end,
             settings=spec.shared_settings,
             model=pack_tensors(manifest.tensors),
-            messages_per_s=messages_per_s(
-                len(spec.regions),
-                rounds_in_flight=spec.settings.rounds_in_flight_max,
-                heartbeat_ns=spec.settings.heartbeat_ns,
-            ),
+            messages_per_s=self._messages_per_s(),
+            show_run=self._shown_run,
         )
-        measuring = Measuring(
+        self._measuring = Measuring(
             region=spec.region,
-            peers=tuple(sorted(spec.peers)),
+            peers=tuple(self.transport.addresses),
             transport=self.transport,
             spawn=spawn,
             executor=threads.background,
             now_ns=now_ns,
         )
-        self.measure = MeasureCommand(spec.region, measuring.peers, lambda _: measuring.own_links(), self._limit_to).run
+        self._measure_command = MeasureCommand(
+            spec.region, self._measuring.peers, lambda _: self._measuring.own_links(), self._limit_to
+        )
+        self.measure = self._measure_command.run
         self.effects = build_effects(
             region=spec.region,
             settings=spec.settings,
@@ -165,16 +167,17 @@ class Node:
             refusals=lambda: refusals,
             now_ns=now_ns,
         )
-        self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._facts.observe)
+        self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._observe)
         self._budget_watch = BudgetWatch(manifest, spec.settings)
         self._presence = Presence()
         self._end_wishes = EndWishes(spec.state_dir)
         # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
-        # As the links know it; None: not yet.
-        self._roster: Roster | None = None
+        # By the log, and as far as it is committed, as the links know them.
+        self._rosters: tuple[Roster, ...] = ()
         # True from the final write on, for good; and once this region was removed from the run.
         self._is_lingering = False
+        self._follow_rosters()
         self.status = NodeStatus(
             runtime=runtime,
             manifest=manifest,
@@ -182,7 +185,7 @@ class Node:
             learner=self.learner,
             reception=self.reception,
             transport=self.transport,
-            measuring=measuring,
+            measuring=self._measuring,
             effects=self.effects,
             facts=self._facts,
             pump=self._pump,
@@ -227,17 +230,43 @@ class Node:
         self._pump.post(event)
         self.transport.expel(self.core.history.expelled)
         self.transport.credentials.revocations = self.core.history.revocations
-        self._follow_roster()
         self.reception.core_changed()
         if not self._is_lingering and (isinstance(event, ev.FinalWritten) or self.core.farewell.reason):
             self._is_lingering = True
             self._runtime.spawn(self._leave() if self.core.farewell.reason else self._linger(), "linger")
 
-    def _follow_roster(self) -> None:
+    def _observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
+        self._follow_rosters()  # before the effects, which may be messages to a region that was just added
+        self._facts.observe(event, effects)
+
+    def _follow_rosters(self) -> None:
+        rosters = (self.core.ledger.disks.roster, self.core.history.roster)
+        if rosters == self._rosters:
+            return
+        self._rosters = rosters
+        addresses = self._addresses()
+        members = {name for roster in rosters for name in roster.names}
+        self.transport.follow(addresses, addresses.keys() - members, messages_per_s=self._messages_per_s())
+        self._measure_command.peers = tuple(self.transport.addresses)
+        self._measuring.follow(self._measure_command.peers)
+
+    def _addresses(self) -> dict[str, str | None]:
+        rosters = (self.core.history.roster, self.core.ledger.disks.roster)
+        addresses = {name: place for roster in rosters for name, place in roster.addresses(self._spec.peers).items()}
+        addresses.pop(self._spec.region, None)
+        return addresses
+
+    def _shown_run(self) -> RunShown:
         roster = self.core.history.roster
-        if roster is not self._roster:
-            self._roster = roster
-            self.transport.part_with(frozenset(filter(roster.has_removed, self._spec.peers)))
+        addresses = {**self.transport.addresses, self._spec.region: self._spec.address}
+        members = tuple(MemberShown(name, addresses.get(name) or "") for name in roster.names)
+        return RunShown(self._spec.joiner_settings, members, self.core.ledger.leader or None, roster.changes)
+
+    def _messages_per_s(self) -> int:
+        settings, regions = self._spec.settings, len(self.core.ledger.disks.roster.names)
+        return messages_per_s(
+            regions, rounds_in_flight=settings.rounds_in_flight_max, heartbeat_ns=settings.heartbeat_ns
+        )
 
     async def _leave(self) -> None:
         """End this region, which is no member any more: its learner stops, for nobody merges its steps."""
@@ -267,7 +296,7 @@ class Node:
             look = partial(self._budget_watch.look, late_ns=self.core.liveness.late_ns)
             budget = self.transport.budget_status()
             note = await in_thread(self._runtime.threads.background, look, self.view(), budget)
-            shut_out = [peer for peer in self._spec.peers if self.transport.quarantine_reason(peer)]
+            shut_out = [peer for peer in self.transport.addresses if self.transport.quarantine_reason(peer)]
             for news in (*([] if note is None else [note]), *self._presence.look(self.view().peers, shut_out)):
                 self._runtime.notes.add(news)
 
@@ -335,7 +364,8 @@ class Node:
         Raises:
             ConfigError: why that can't be.
         """
-        order = member_order(document)
+        addresses = {self._spec.region: self._spec.address, **self.transport.addresses}
+        order = member_order(document, self.core.ledger.disks.roster, addresses)
         try:
             self._order(order)
         except ConfigError:

@@ -16,6 +16,7 @@ from diloco_node.core import events as ev
 from diloco_node.core.messages import BallotOpened, MergeDecided
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Ballot
+from diloco_node.escaping import escaped_document
 from diloco_node.numeric import NS_PER_S
 
 ROUNDS_KEPT: Final = 128
@@ -100,7 +101,7 @@ class RoundLog:
         return not (self._open or self._applying or self._merged or self._reasons)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The last rounds that ended, oldest first, plain values."""
+        """The last rounds that ended, oldest first, plain values; all texts escaped, and none is changed later."""
         return list(self._rows)
 
     def commit_age_s(self) -> float | None:
@@ -203,7 +204,8 @@ class RoundLog:
         missing: tuple[str, ...],
         reason: str,
     ) -> None:
-        self._rows.append(
+        # Here and not in each status document, of which these rows would be most.
+        row = escaped_document(
             {
                 "fragment": round_.fragment,
                 "version": round_.version,
@@ -218,8 +220,9 @@ class RoundLog:
                 "reason": reason[:REASON_CHARS_MAX],
             }
         )
+        self._rows.append(row)
         if outcome == "committed":
-            self._on_committed(self._rows[-1])
+            self._on_committed(row)
 
 
 def _fragment_of(event: ev.Event) -> int | None:

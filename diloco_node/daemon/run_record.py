@@ -11,7 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from diloco_node.core.ledger.summary import decode_summary
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.ledger.summary import decode_summary, summed_roster
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.manifest_file import load_manifest
@@ -31,11 +32,12 @@ class RunRecord:
     """The run that a ledger is of.
 
     Attributes:
-        genesis: how it began.
+        genesis: how it began. roster: its members by the entries here.
         end: None: it did not end, as far as this region knows, or it was extended.
     """
 
     genesis: GenesisBody
+    roster: Roster
     end: FinishedBody | None
 
     @property
@@ -43,8 +45,11 @@ class RunRecord:
         """Why it ended."""
         return None if self.end is None else self.end.reason
 
-    def check(self, state_dir: Path, *, run_id: str, regions: Iterable[str]) -> None:
+    def check(self, state_dir: Path, *, run_id: str, founders: Iterable[str]) -> None:
         """Refuse a folder of another run, naming both.
+
+        Args:
+            founders: of the run, by run.toml. It need not name those that were removed, nor those that were added.
 
         Raises:
             ConfigError: the folder's run has another name, or other regions.
@@ -56,12 +61,14 @@ class RunRecord:
                 f"Set run.state_dir (--state-dir) to another one, or run.id back to {genesis.run_id} "
                 "to go on with that run"
             )
-        here = tuple(sorted(regions))
-        if genesis.regions != here:
+        here, roster = tuple(sorted(founders)), self.roster
+        added = {name for name, line in roster.memberships.items() if name not in genesis.regions}
+        lacking = {name for name in genesis.regions if name in roster.disks and not roster.memberships[name].address}
+        if not set(here) <= {*genesis.regions, *added} or not lacking <= set(here):
             raise ConfigError(
                 f"run {run_id} in {state_dir} began with the regions {', '.join(genesis.regions)}, run.toml has "
-                f"{', '.join(here)}: a run keeps those that it began with there, also when `diloco-node members` has "
-                f"removed some. For others begin a new run; run.init takes the old one's {FINAL_NAME}"
+                f"{', '.join(here)}: a run keeps those that it began with there. `diloco-node members add` adds others "
+                f"while it runs. For others begin a new run; run.init takes the old one's {FINAL_NAME}"
             )
 
 
@@ -75,7 +82,10 @@ def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> Ru
     genesis = find_genesis(summary, entries)
     if genesis is None:
         return None
-    return RunRecord(genesis, find_end(summary, entries))
+    roster = summed_roster(summary) if summary is not None else Roster({})
+    for entry in entries:
+        roster = roster.after(entry)
+    return RunRecord(genesis, roster, find_end(summary, entries))
 
 
 def read_run_record(state_dir: Path) -> RunRecord | None:

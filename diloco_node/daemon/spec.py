@@ -22,12 +22,12 @@ class NodeSpec:
     """Everything a daemon needs to know.
 
     Attributes:
-        region: this region; one of `regions`.
+        region: this region.
         run_id: the run's name, in every certificate.
-        regions: all regions, sorted.
+        regions: that found the run, sorted; without this one, if it was added later: those that it knows.
         listen_host, listen_port: where the port between regions is bound.
         peers: address "host:port" of each other region, None where it can't be dialled.
-        is_advertised: the others have an address of this region; if not, it dials at once instead of being dialled.
+        address: of this region, where the others dial it; None: it dials them, at once instead of being dialled.
         state_dir: ledger, payloads, states, logs, final.safetensors.
         identity_dir: folder with ca.pem and this region's node.pem and node.key.
         admin_port: on loopback; 0 picks a free one (written to state_dir/admin.port).
@@ -38,6 +38,7 @@ class NodeSpec:
         settings: of the run.
         settings_digest: hex; must be equal on all regions.
         shared_settings: what the digest is of, as run.toml has it: "rounds.sync_every=24" each.
+        joiner_settings: that a region which joins the run takes over, in the same way.
         init: a safetensors file with Theta_0, or None: the first leader's learner decides.
         seed: of everything random in the daemon (election timeouts, back-off).
         settings_shown: (key, value, where it was set) of all settings, for people.
@@ -45,6 +46,7 @@ class NodeSpec:
         log_level, log_format: of its log, as `logs.set_up_logs` takes them.
         history_every_s: between two rows of the run history.
         is_serving: the run is finished here; the region is there for others until all have its end.
+        joined: changes of the members when this region joined the run; 0: it founded it.
     """
 
     region: str
@@ -53,7 +55,7 @@ class NodeSpec:
     listen_host: str
     listen_port: int
     peers: dict[str, str | None]
-    is_advertised: bool
+    address: str | None
     state_dir: Path
     identity_dir: Path
     admin_port: int
@@ -69,10 +71,12 @@ class NodeSpec:
     payload_archive: bool = False
     settings_shown: tuple[tuple[str, ...], ...] = ()
     shared_settings: tuple[str, ...] = ()
+    joiner_settings: tuple[str, ...] = ()
     log_level: str = "info"
     log_format: LogFormat = "logfmt"
     history_every_s: float = 2.0
     is_serving: bool = False
+    joined: int = 0
 
     def save(self, path: Path) -> None:
         """Write as JSON; under its name only when whole."""
@@ -102,6 +106,7 @@ class NodeSpec:
                 "regions": tuple(document["regions"]),
                 "settings_shown": tuple(tuple(row) for row in document.get("settings_shown", ())),
                 "shared_settings": tuple(document.get("shared_settings", ())),
+                "joiner_settings": tuple(document.get("joiner_settings", ())),
                 "init": None if document["init"] is None else Path(document["init"]),
                 "budget": BudgetPlan.from_plain(document["budget"]),
                 "config_file": None if document["config_file"] is None else Path(document["config_file"]),

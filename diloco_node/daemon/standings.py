@@ -5,15 +5,25 @@ All but the cosines is in the ledger, so every region shows the same. Reads comm
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from diloco_node.core.merge.outliers import MEMBERS_MIN
-from diloco_node.core.types import Member, RoundBody
+from diloco_node.core.types import RoundBody
 
 ROUNDS_KEPT: Final = 64
+
+
+class _Turn(NamedTuple):
+    """A region in one round; `usual_length` is the median's, both lengths None where too few can be compared."""
+
+    steps: int
+    tokens: int
+    weight_share: float
+    length: float | None
+    usual_length: float | None
 
 
 class Standings:
@@ -24,37 +34,49 @@ class Standings:
     """
 
     def __init__(self, cosines: Mapping[str, Sequence[float]]) -> None:
-        self._rounds: deque[tuple[Member, ...]] = deque(maxlen=ROUNDS_KEPT)
+        # By region; worked out once, for documents are made more often than rounds.
+        self._rounds: deque[dict[str, _Turn]] = deque(maxlen=ROUNDS_KEPT)
         self._cosines = cosines
 
     def observe(self, body: RoundBody) -> None:
         """Take a committed round."""
-        self._rounds.append(body.members)
+        lengths = [sqrt(sum(member.contribution.squared_norms)) for member in body.members]
+        # The lower of the middle two: half of the members may be too long.
+        usual_length = sorted(lengths)[(len(lengths) - 1) // 2]
+        weights = sum(member.weight for member in body.members)
+        is_comparable = len(lengths) >= MEMBERS_MIN
+        self._rounds.append(
+            {
+                member.contribution.learner: _Turn(
+                    member.contribution.steps,
+                    member.contribution.tokens,
+                    member.weight / weights,
+                    length if is_comparable else None,
+                    usual_length if is_comparable else None,
+                )
+                for member, length in zip(body.members, lengths, strict=True)
+            }
+        )
 
     def document(self) -> list[dict[str, Any]]:
         """A row for each region of the last rounds, for the status; means over those rounds."""
-        names = sorted({member.contribution.learner for members in self._rounds for member in members})
-        steps_all = sum(member.contribution.steps for members in self._rounds for member in members)
-        return [self._row(name, steps_all) for name in names]
+        turns: defaultdict[str, list[_Turn]] = defaultdict(list)
+        for turn_of in self._rounds:
+            for name, turn in turn_of.items():
+                turns[name].append(turn)
+        steps_all = sum(turn.steps for of_region in turns.values() for turn in of_region)
+        return [self._row(name, turns[name], steps_all) for name in sorted(turns)]
 
-    def _row(self, name: str, steps_all: int) -> dict[str, Any]:
-        rounds = [
-            (member, members) for members in self._rounds for member in members if member.contribution.learner == name
-        ]
-        steps = sum(member.contribution.steps for member, _ in rounds)
-        shares = [member.weight / sum(other.weight for other in members) for member, members in rounds]
-        lengths = [
-            (_length(member), _median(map(_length, members)))
-            for member, members in rounds
-            if len(members) >= MEMBERS_MIN
-        ]
+    def _row(self, name: str, turns: Sequence[_Turn], steps_all: int) -> dict[str, Any]:
+        steps = sum(turn.steps for turn in turns)
+        lengths = [(turn.length, turn.usual_length) for turn in turns if turn.length is not None]
         length, usual_length = max(lengths, key=lambda pair: pair[0] / (pair[1] or 1.0), default=(None, None))
         cosines = self._cosines.get(name, ())
         return {
             "region": name,
-            "rounds": len(rounds),
-            "tokens_per_step": sum(member.contribution.tokens for member, _ in rounds) / steps,
-            "weight_share": sum(shares) / len(self._rounds),
+            "rounds": len(turns),
+            "tokens_per_step": sum(turn.tokens for turn in turns) / steps,
+            "weight_share": sum(turn.weight_share for turn in turns) / len(self._rounds),
             "steps_share": steps / steps_all,
             # Of the round in which it was longest compared with the median member.
             "length": length,
@@ -63,13 +85,3 @@ class Standings:
             "cosines": len(cosines),
             "cosines_negative": sum(value < 0.0 for value in cosines),
         }
-
-
-def _length(member: Member) -> float:
-    return sqrt(sum(member.contribution.squared_norms))
-
-
-def _median(values: Iterable[float]) -> float:
-    """The median, the lower of the middle two: half of the members may be too long."""
-    in_order = sorted(values)
-    return in_order[(len(in_order) - 1) // 2]

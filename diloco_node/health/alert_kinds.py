@@ -31,7 +31,8 @@ NO_MAJORITY: Final = AlertKind(
     "A-NO-MAJORITY",
     Mark.FAILED,
     "Fewer than a majority of the regions hear each other, so nothing is merged.",
-    "Bring a missing region back; if it has finished, with `start --serve`. Learners train on meanwhile.",
+    "Bring a missing region back; if it has finished, with `start --serve`. If a majority is lost for good: "
+    "`members recover`. Learners train on meanwhile.",
 )
 CUT_OFF: Final = AlertKind(
     "A-CUT-OFF",
@@ -156,6 +157,13 @@ LEARNER_WARNS: Final = AlertKind(
     Mark.INFO,
     "Within the last ten minutes the learner warned of something in its script or model.",
     "Read the text: what it names may train or merge otherwise than you think.",
+    "tail -n 40 {log}",
+)
+BASE_DIFFERS: Final = AlertKind(
+    "A-BASE-DIFFERS",
+    Mark.WARNING,
+    "This region's frozen parameters or buffers are others than those with which the run began, or were not compared.",
+    "Have its script load and build the same model as the region that is named, and start it again.",
     "tail -n 40 {log}",
 )
 LOSS_SPIKE: Final = AlertKind(

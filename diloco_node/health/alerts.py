@@ -269,7 +269,8 @@ def _learner(document: Document) -> Iterator[Finding]:
     if fault is not None and trouble is not None and _is_same(fault[1], text(document["learner_warning"], "text")):
         # A script that fails ends its process: one cause, one alert. Of both the graver, or the one that stays.
         fault, trouble = (fault, None) if fault[0].mark is Mark.FAILED else (None, trouble)
-    for alert in (fault, trouble):
+    base = (kinds.BASE_DIFFERS, words) if (words := text(document, "base_difference")) else None
+    for alert in (fault, trouble, base):
         if alert is not None:
             yield _make(alert[0], document, alert[1])
 

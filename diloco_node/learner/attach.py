@@ -10,8 +10,7 @@
                 break
 
 Without DILOCO_SOCKET it warns once and does nothing. With several ranks (torchrun) each calls it; rank 0 talks to the
-daemon, and all ranks take the same versions at the same boundary, each its own part. DistributedDataParallel, FSDP2,
-tensor parallelism and their meshes need nothing else: attach after the model was sharded (docs/sharding.md).
+daemon, and all take the same versions at the same boundary. Attach after the model was sharded (docs/sharding.md).
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from diloco_node.learner.checkpoint import Stateful, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.daemon_session import LearnerSession, fragments_of, join
 from diloco_node.learner.first_parameters import FirstParameters
+from diloco_node.learner.frozen_tensors import frozen_listing
 from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
@@ -127,11 +127,10 @@ class Diloco:
 
     Attributes:
         region: name of this region, "" when alone. region_index: its place among `regions` regions.
-        region_names: all of them, sorted.
+        region_names: all of them, in the order of their places; also those that have left.
         global_step: where the run is, in steps of its median learner. Never goes back. A learner that is slower than
             the median sees it grow by more than one a step, a faster one by one or none.
-        progress: part of the way to the run's end, 0 to 1, by `[run] steps` or `tokens`, whichever is nearer; None
-            when nothing says where the run ends, and when alone.
+        progress: part of the way to the run's end, 0 to 1; None when alone, or where nothing says where that is.
         should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
         stop_reason: why, in words. is_interrupted: this process was asked to stop, the run goes on: leave soon.
         steps, tokens: made by this process, over all ranks.
@@ -457,11 +456,12 @@ class Diloco:
         self._terminate.install()
         description = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)
         specs, shards = agreed(self._ranks.all_bytes(description))
+        listing = frozen_listing(self._tensors, self._ranks)
         if self._ranks.is_first:
             if not memory:
                 raise ConfigError("DILOCO_SOCKET is set, but DILOCO_SUPERVISOR is not: start through diloco-node start")
             self._session = LearnerSession(
-                Path(socket), Path(memory), self._tensors, specs=specs, shards=shards, ranks=self._ranks
+                Path(socket), Path(memory), self._tensors, listing, specs=specs, shards=shards, ranks=self._ranks
             )
         welcome = join(self._session, self._ranks, lambda: self._terminate.is_set)
         if welcome is None:

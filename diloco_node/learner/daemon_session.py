@@ -86,7 +86,7 @@ class LearnerSession:
 
     Args:
         socket: the daemon's (DILOCO_SOCKET). memory: the supervisor's (DILOCO_SUPERVISOR).
-        tensors: the model's parameters on this rank. specs: those of all ranks.
+        tensors: the model's parameters on this rank. listing: of the frozen tensors of all. specs: those of all ranks.
         shards: which rank holds what. ranks: this process's place among them.
 
     Attributes:
@@ -104,6 +104,7 @@ class LearnerSession:
         socket: Path,
         memory: Path,
         tensors: ModelTensors,
+        listing: bytes,
         *,
         specs: tuple[TensorSpec, ...],
         shards: ShardMap,
@@ -123,6 +124,7 @@ class LearnerSession:
         self._specs = specs
         self._shards = shards
         self._ranks = ranks
+        self._listing = listing
         # Both from the first Welcome on, for the life of the process.
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
@@ -191,7 +193,7 @@ class LearnerSession:
         if fragments is not None:
             fragments.finish_reading()
         if fragments is None or welcome is None:
-            return Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), ())
+            return Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), (), self._listing)
         return Attach(
             protocol=LINK_PROTOCOL,
             pid=os.getpid(),
@@ -203,6 +205,7 @@ class LearnerSession:
             step_time_ns=self.timer.average_ns,
             positions=tuple(fragments.positions),
             snapshots=fragments.unresolved(),
+            listing=self._listing,
         )
 
     def _welcomed(self, welcome: Welcome) -> None:

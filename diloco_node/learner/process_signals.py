@@ -138,7 +138,7 @@ def die_with_supervisor() -> None:
 
 
 def place() -> tuple[int, int]:
-    """This region's index among the run's regions, sorted by name, and how many there are; (0, 1) when alone.
+    """This region's place among the run's regions, and how many there are or were; (0, 1) when alone.
 
     Known before `attach`: for a data loader that has to be made first.
 

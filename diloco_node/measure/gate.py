@@ -42,11 +42,16 @@ class MeasuringGate:
 
     def __init__(self, peers: tuple[str, ...], *, is_bounded: bool, now_ns: int) -> None:
         self.is_bounded = is_bounded
-        self._bytes = {
-            peer: TokenBucket(REQUEST_BYTES_PER_S, burst=REQUEST_BYTES_SAVED_MAX, now_ns=now_ns) for peer in peers
-        }
-        self._echoes = {peer: TokenBucket(ECHOES_PER_S, burst=ECHOES_SAVED_MAX, now_ns=now_ns) for peer in peers}
+        self._bytes: dict[str, TokenBucket] = {}
+        self._echoes: dict[str, TokenBucket] = {}
         self._running: _Admitted | None = None
+        for peer in peers:
+            self.add_peer(peer, now_ns=now_ns)
+
+    def add_peer(self, peer: str, *, now_ns: int) -> None:
+        """Let one more peer ask; nothing changes for one that may."""
+        self._bytes.setdefault(peer, TokenBucket(REQUEST_BYTES_PER_S, burst=REQUEST_BYTES_SAVED_MAX, now_ns=now_ns))
+        self._echoes.setdefault(peer, TokenBucket(ECHOES_PER_S, burst=ECHOES_SAVED_MAX, now_ns=now_ns))
 
     def begin(self, purpose: str, *, requester: str | None, bytes_max: int, now_ns: int) -> str:
         """Begin a measurement; the reason why not, or empty when it has begun and `end` must follow.

@@ -99,13 +99,15 @@ class MeasureCommand:
     """Carries out what an operator requests, one command at a time.
 
     Args:
-        region: ours. peers: names that there are. linked: has links to them.
-        limits: of a daemon's links; None: there is no daemon.
+        region: ours. linked: has links to the peers. limits: of a daemon's links; None: there is no daemon.
+
+    Attributes:
+        peers: names that there are.
     """
 
     def __init__(self, region: str, peers: tuple[str, ...], dial: Linked, limits: Limits | None = None) -> None:
         self._region = region
-        self._peers = peers
+        self.peers = peers
         self._linked = dial
         self._limits = limits
         self._is_running = False
@@ -124,7 +126,7 @@ class MeasureCommand:
                 failed.
         """
         is_daemon = self._limits is not None
-        request = parse_request(document, region=self._region, peers=self._peers, is_daemon=is_daemon)
+        request = parse_request(document, region=self._region, peers=self.peers, is_daemon=is_daemon)
         if self._is_running:
             raise DilocoError(f"{self._region} carries out another `measure` command: wait for it, or end it")
         self._is_running = True
@@ -179,11 +181,11 @@ class MeasureCommand:
         return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by}
 
     async def _mesh(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
-        names = sorted((self._region, *self._peers))
+        names = sorted((self._region, *self.peers))
         pairs = [(source, target) for source in names for target in names if source != target]
         seconds = request.span_ns / NS_PER_S
         mesh: dict[str, Any] = {"regions": names, "pairs": [], "failures": [], "seconds": seconds}
-        async with self._linked(self._peers) as measuring:
+        async with self._linked(self.peers) as measuring:
             for number, (source, target) in enumerate(pairs, start=1):
                 on_progress(f"pair {number} of {len(pairs)}: {source} to {target}")
                 try:

@@ -79,6 +79,13 @@ class Measuring:
         )
         transport.register(self, KINDS)
 
+    def follow(self, peers: tuple[str, ...]) -> None:
+        """Measure with these peers from now on."""
+        self.peers = peers
+        for peer in peers:
+            self.receivers.add_peer(peer)
+            self.gate.add_peer(peer, now_ns=self._now_ns())
+
     @contextlib.asynccontextmanager
     async def own_links(self) -> AsyncIterator[Measuring]:
         """This end with the links that it has, as a `Linked` gives it."""

@@ -298,6 +298,10 @@ class ProbeReceivers:
         self.expected = {peer: ProbesExpected() for peer in peers}
         self._receivers: dict[tuple[str, int], ProbeReceiver] = {}
 
+    def add_peer(self, peer: str) -> None:
+        """Take the probes of one more peer."""
+        self.expected.setdefault(peer, ProbesExpected())
+
     @contextlib.contextmanager
     def receiver(self, peer: str, request: MeasurementRequested) -> Iterator[ProbeReceiver]:
         """A receiver that gets what arrives, for as long as this lasts."""

@@ -36,7 +36,7 @@ class Credentials:
 
     Attributes:
         identity: ours; new connections are made with it.
-        revocations: fingerprints that the ledger revokes. Links by them are closed within `CERTIFICATES_POLL_S`.
+        revocations: fingerprints that the ledger revokes. Links by them are closed within a second.
         shown: the certificate that each peer showed last.
     """
 

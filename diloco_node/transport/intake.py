@@ -53,6 +53,12 @@ class Intake:
         self._all = _bucket(KINDS * per_s, now_ns)
         self._bytes = _bucket(BYTES_PER_S, now_ns)
 
+    def allow(self, per_s: int, *, now_ns: int) -> None:
+        """Take so many messages of one kind in a second from now on."""
+        if per_s != self._per_s:
+            self._per_s, self._all = per_s, _bucket(KINDS * per_s, now_ns)
+            self._kinds.clear()
+
     def take(self, kind: type, size_bytes: int, *, now_ns: int) -> int:
         """Count a message that came. Returns for how many nanoseconds nothing more may be read; 0 for honest peers.
 

@@ -67,7 +67,7 @@ class PeerLink:
         self.address = address
         self.env = env
         # Outlives sessions: a peer gets no fresh allowance by dialing again.
-        self._intake = Intake(env.messages_per_s, now_ns=time.monotonic_ns())
+        self.intake = Intake(env.messages_per_s, now_ns=time.monotonic_ns())
         self._random = random.Random(seed)
         # Whether the peer was removed from the run: it is let in to be told so, and dialed only where it can't dial.
         self.is_former = False
@@ -187,14 +187,14 @@ class PeerLink:
     # ---- dialing -----------------------------------------------------------------------------------------------------
 
     async def run_dialer(self) -> None:
-        """Dial whenever there is no session and it is our turn. Ends only by cancellation."""
-        if self.address is None:
-            return
+        """Dial whenever there is no session and it is our turn. Ends only without an address, and by cancellation."""
         times = self.env.times
         backoff = Backoff(times.backoff_min_s, times.backoff_max_s)
         may_wait = False
         while True:
             await self._down.wait()
+            if self.address is None:
+                return
             if may_wait and not self._is_smaller and self.env.is_advertised:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(times.fallback_s):
@@ -275,7 +275,7 @@ class PeerLink:
             raise
         more = partial(self.dial_more, address, instance, dial_number)
         control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
-        return Session(self.peer, control, bulk, env, intake=self._intake, instance=instance, more=more)
+        return Session(self.peer, control, bulk, env, intake=self.intake, instance=instance, more=more)
 
     async def dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
         """Open one more bulk connection of a session that is up. Raises PeerError."""
@@ -356,7 +356,7 @@ class PeerLink:
                     control,
                     bulk,
                     self.env,
-                    intake=self._intake,
+                    intake=self.intake,
                     instance=hello.instance_id,
                     accepted_dial=hello.dial,
                 )

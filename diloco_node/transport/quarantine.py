@@ -48,6 +48,10 @@ class Quarantine:
         self._records = {peer: _Record() for peer in sorted(peers)}
         self.expelled: frozenset[str] = frozenset()
 
+    def add_peer(self, peer: str) -> None:
+        """Count the strikes of one more peer."""
+        self._records.setdefault(peer, _Record())
+
     def strike(self, peer: str, reason: str, *, now_ns: int) -> bool:
         """A peer did what no honest one does. Returns whether it is shut out from now on.
 

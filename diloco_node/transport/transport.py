@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any, Final
@@ -32,7 +32,6 @@ from diloco_node.errors import (
     RateExceeded,
     SupersededError,
 )
-from diloco_node.transport.addresses import resolve
 from diloco_node.transport.asking import clock_metadata
 from diloco_node.transport.certificates import Identity, tls_name
 from diloco_node.transport.credentials import Credentials
@@ -45,6 +44,7 @@ from diloco_node.transport.link import PeerLink
 from diloco_node.transport.link_status import PeerStatus
 from diloco_node.transport.listener import Listener
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.peer_links import PeerLinks
 from diloco_node.transport.peer_session import LinkEnvironment, LinkTimes
 from diloco_node.transport.quarantine import Quarantine
 from diloco_node.transport.streams import AcceptedStream, Caller, DuplicateInstance, RedundantDial, caller, refuse
@@ -60,6 +60,7 @@ from diloco_node.wire.envelope import (
     encode_hello,
 )
 from diloco_node.wire.message_tables import BULK_LANES, PROTOCOL_VERSION, BudgetLane, ControlMessage, TransferHeader
+from diloco_node.wire.run_shown import RunShown, encode_run_shown
 
 _log = structlog.get_logger(part="transport")
 
@@ -73,9 +74,6 @@ REJECTIONS_MAX: Final = 1024
 """Different (peer, reason) that are counted; names come from certificates of the run, so this is never reached."""
 
 REJECTION_LOG_S: Final = 10.0
-
-CERTIFICATES_POLL_S: Final = 1.0
-"""Between two looks at whether a link's certificate has ended: by the wall clock, which may be set."""
 
 UNKNOWN_PEER: Final = "unknown"
 """In `rejections`, for what nobody can tell whose fault it was."""
@@ -97,6 +95,7 @@ class GrpcTransport:
         messages_per_s: what one peer may send of one kind of message (`intake.messages_per_s`).
         settings: what the digest is of, "name=value" each: so a peer whose settings differ is told which. model: the
             same for the tensors, of `wire.tensor_listing`.
+        show_run: the run, for a region of its authority that asks to join.
 
     Raises ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate
     is for another region or run.
@@ -125,6 +124,7 @@ class GrpcTransport:
         messages_per_s: int = MESSAGES_PER_S,
         settings: tuple[str, ...] = (),
         model: bytes = b"",
+        show_run: Callable[[], RunShown] | None = None,
     ) -> None:
         if connections is not None and not 1 <= connections <= TRANSFER_CONNECTIONS_MAX:
             raise ConfigError(f"{connections} bulk connections: 1 to {TRANSFER_CONNECTIONS_MAX}")
@@ -149,16 +149,14 @@ class GrpcTransport:
         self.credentials = Credentials(identity)
         # What to bind; `_port` is the port that was bound, 0 before.
         self._listen = listen
-        # Address of each peer, or None; in the order of names.
-        self._peers = dict(sorted(peers.items()))
         self._times = times or LinkTimes()
-        self._seed = seed
+        self._show_run = show_run
         # The kernel's counters of all links, and what they may send by them.
         self.meter = WireMeter()
-        self.pacer = Pacer(self._peers, meter=self.meter, send=self.send)
+        self.pacer = Pacer(peers, meter=self.meter, send=self.send)
         self.pacer.set_plan(budget)
         self._handlers = Handlers(handler)
-        self._env = LinkEnvironment(
+        env = LinkEnvironment(
             self._hello,
             self.credentials,
             self._handlers,
@@ -173,12 +171,13 @@ class GrpcTransport:
             self.quarantine_reason,
             messages_per_s,
         )
-        self._quarantine = Quarantine(self._peers)
+        self._quarantine = Quarantine(peers)
+        self._peers = PeerLinks(peers, env, self._quarantine, seed=seed)
         self.on_superseded = on_superseded
         # Peers that refuse us because of a newer process of ours; a link that comes up takes its peer out.
         self._superseded_by: set[str] = set()
         # A link for each peer, and a listener: from `start` on.
-        self.links: dict[str, PeerLink] = {}
+        self.links = self._peers.links
         self.listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
         # Incoming calls whose hello has not come yet, at most HANDSHAKES_MAX.
@@ -202,8 +201,6 @@ class GrpcTransport:
     async def start(self) -> None:
         """Bind the port and begin to dial. Raises BindError, IdentityError."""
         host, port = self._listen
-        for index, (peer, where) in enumerate(self._peers.items()):
-            self.links[peer] = PeerLink(peer, where, self._env, seed=self._seed * 1000 + index)
         listener = Listener(
             lambda: self.credentials.identity,
             host,
@@ -214,11 +211,9 @@ class GrpcTransport:
         )
         await listener.start()
         self.listener, self._port = listener, listener.port
-        for peer, link in self.links.items():
-            self._spawn(link.run_dialer(), f"dialer {peer}")
+        self._peers.start(self._spawn)
         self._spawn(listener.run(), "listener")
-        self._spawn(self._run_meter(), "wire meter")
-        self._spawn(self._watch_certificates(), "certificates")
+        self._spawn(self.pacer.run(), "wire meter")
         _log.info("listening", region=self._hello.region, address=host, port=self._port)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -232,8 +227,7 @@ class GrpcTransport:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for link in self.links.values():
-            await link.stop()
+        await self._peers.stop()
         listener, self.listener = self.listener, None
         if listener is not None:
             await listener.stop()
@@ -305,7 +299,10 @@ class GrpcTransport:
 
     def budget_status(self) -> dict[str, Any]:
         """Return ceilings, demand and use, per peer and lane; see `Pacer.status`."""
-        return self.pacer.status()
+        status = self.pacer.status()
+        return status | {
+            "peers": {peer: row for peer, row in status["peers"].items() if peer not in self._peers.former}
+        }
 
     def peer_status(self) -> dict[str, PeerStatus]:
         """Return the state of each link, and why it is down if it is."""
@@ -346,33 +343,21 @@ class GrpcTransport:
         for peer in sorted(news & self.links.keys()):
             self.links[peer].drop(self.quarantine_reason(peer))
 
-    def part_with(self, former: frozenset[str]) -> None:
-        """Close the links of these peers, which were removed from the run, once they have had time to hear so."""
-        for peer, link in self.links.items():
-            link.is_former = peer in former
+    @property
+    def addresses(self) -> dict[str, str | None]:
+        """Where each peer listens; None where that is not known."""
+        return {peer: address for peer, address in self._peers.addresses.items() if peer not in self._peers.former}
+
+    def follow(
+        self, addresses: Mapping[str, str | None], former: Collection[str] = (), *, messages_per_s: int | None = None
+    ) -> None:
+        """Have these peers from now on; see `PeerLinks.follow`."""
+        self._peers.follow(addresses, former, messages_per_s=messages_per_s)
 
     async def renew(self, identity: Identity) -> dict[str, PeerError]:
-        """Use another identity of this region from now on, and make each link again with it, one after the other.
-
-        Returns:
-            By peer, why its link could not be made again. It goes on with the old certificate until that ends, unless
-            the peer's is not trusted any more.
-        """
+        """Use another identity of this region from now on; see `PeerLinks.renew`."""
         self.credentials.identity = identity
-        failures: dict[str, PeerError] = {}
-        for peer, link in self.links.items():
-            link.check_certificates(is_renewed=True)
-            if (error := await link.remake()) is not None:
-                failures[peer] = error
-        return failures
-
-    async def _watch_certificates(self) -> None:
-        while True:
-            await asyncio.sleep(CERTIFICATES_POLL_S)
-            for link in self.links.values():
-                link.check_certificates()
-                if link.is_outdated:
-                    await link.remake()
+        return await self._peers.renew()
 
     def lift_quarantine(self, peer: str) -> bool:
         """Forget what a peer did; it may link again. Returns whether it was shut out or had strikes."""
@@ -392,7 +377,7 @@ class GrpcTransport:
             self._superseded_by.discard(peer)
             return
         self._superseded_by.add(peer)
-        if self.on_superseded is not None and 2 * len(self._superseded_by) > max(2, len(self._peers)):
+        if self.on_superseded is not None and 2 * len(self._superseded_by) > max(2, len(self.addresses)):
             on_superseded, self.on_superseded = self.on_superseded, None
             on_superseded(
                 SupersededError(
@@ -428,10 +413,12 @@ class GrpcTransport:
     async def _greet(self, lane: Lane, peer_caller: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
         """Find the link of the caller, and check that we belong together. Raises PeerError."""
         link = self.links.get(peer_caller.region)
-        if link is None or peer_caller.tls_name != tls_name(peer_caller.region, self._hello.run_id):
-            raise PeerIncompatible(
-                f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
-            )
+        is_of_run = peer_caller.tls_name == tls_name(peer_caller.region, self._hello.run_id)
+        stranger = PeerIncompatible(
+            f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
+        )
+        if not is_of_run or (link is None and self._show_run is None):
+            raise stranger
         stream.certificate = self.credentials.take(peer_caller.region, peer_caller.certificate)
         if why := self.quarantine_reason(peer_caller.region):
             raise LinkLost(f"{peer_caller.region} is {why} by {self._hello.region}; its operator can lift that")
@@ -443,6 +430,11 @@ class GrpcTransport:
                 hello = decode_hello(await stream.read())
                 connection = hello.connection if lane is Lane.BULK else 0
                 ours = replace(self._hello, lane=lane, dial=hello.dial, connection=connection)
+                if hello.role is LinkRole.JOINING and self._show_run is not None:
+                    await _answer_joiner(ours, stream, self._show_run)
+                    raise LinkLost(f"{peer_caller.region} was shown the run")
+                if link is None:
+                    raise stranger
                 try:
                     check_hello(ours, hello, certificate_region=peer_caller.region)
                 except PeerIncompatible as error:
@@ -460,14 +452,16 @@ class GrpcTransport:
         self.meter.assign(peer_caller.region, peer_caller.address, is_lasting=False, is_bulk=lane is Lane.BULK)
         return link, hello
 
-    async def _run_meter(self) -> None:
-        for peer, address in self._peers.items():
-            if address is None:
-                continue
-            with contextlib.suppress(LinkLost):  # what can't be resolved can't be dialed, which says so
-                for endpoint in await resolve(address):
-                    self.meter.assign(peer, (endpoint.ip, endpoint.port))
-        await self.pacer.run()
+
+async def _answer_joiner(ours: Hello, stream: AcceptedStream, show_run: Callable[[], RunShown]) -> None:
+    """Show the run to a region that asks to join. Raises LinkLost: it has settings that are too long to be told."""
+    try:
+        frame = encode_run_shown(show_run())
+    except ValueError as error:
+        raise LinkLost(f"the settings of this run can't be told ({error}): copy run.toml from a region") from None
+    await stream.send_metadata(clock_metadata())
+    await stream.write(encode_hello(ours))
+    await stream.write(frame)
 
 
 def _report(task: asyncio.Task[None]) -> None:

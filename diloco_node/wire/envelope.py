@@ -11,6 +11,7 @@ Every frame is one HTTP/2 (gRPC) message: one byte of kind, a fixed little-endia
 | CHUNK | bulk | transfer id u64, offset u64, raw length u32, is_compressed u8, data |
 | END | bulk | transfer id u64, then for each connection the chunks that went over it u32 |
 | ABORT | bulk | transfer id u64, how many counts follow u8, these as in END, reason in UTF-8 |
+| RUN_SHOWN | control, after the hello, to a region that asks to join | msgpack `RunShown` (`run_shown`) |
 | JOINED | bulk, from the dialing side, second frame of a further connection | nothing: it is used from here on |
 
 BEGIN, END and ABORT go over the first connection of the bulk lane, CHUNK over any. Pure: bytes in, frozen dataclasses
@@ -82,6 +83,8 @@ class LinkRole(StrEnum):
 
     TRAINING = "training"
     MEASURING = "measuring"
+    JOINING = "joining"
+    """Asks for the run, and never links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,7 @@ _OTHER_ROLE: Final = {
     LinkRole.TRAINING: "what answers is the training daemon of {region}, which measures only with daemons: leave out "
     "--alone to measure through the daemon that runs here, or start `diloco-node measure serve` beside that one on a "
     "port of its own (measure_port in run.toml)",
+    LinkRole.JOINING: "{region} asks for the run of a daemon, and this is none",
     LinkRole.MEASURING: "what is there is no training daemon, but `diloco-node measure` of {region}: end it, or give "
     "it a port of its own (measure_port in run.toml)",
 }

@@ -39,6 +39,8 @@ BOUNDS: Final[dict[str, Bound]] = {
     "dial": INDEX,
     "connection": Whole(0, 7),
     "settings": Items(SETTINGS, Text(SETTING_BYTES)),
+    "RunShown.settings": Items(SETTINGS, Text(ANSWER_BYTES)),
+    "RunShown.members": Items(REGIONS),
     "model": Octets((), LISTING_BYTES_MAX),
     "IngressGranted.bytes_per_s": Whole(0, RATE_FREE_MAX),
     "IngressDemand.bytes_per_s": Whole(0, RATE_FREE_MAX),

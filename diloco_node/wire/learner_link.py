@@ -67,6 +67,7 @@ class Attach:
         step_time_ns: moving average of the time of one inner step, 0 when unknown.
         positions: one per fragment; empty for a new process, which does not know how many there are.
         snapshots: per fragment the number of its unresolved snapshot or NO_SNAPSHOT; empty for a new process.
+        listing: of its frozen tensors (`wire.frozen_listing`).
     """
 
     protocol: int
@@ -79,6 +80,7 @@ class Attach:
     step_time_ns: int
     positions: tuple[FragmentPosition, ...]
     snapshots: tuple[int, ...]
+    listing: bytes = b""
 
     def in_fragments(self, count: int) -> Attach:
         """The same with a position and a snapshot for each of `count` fragments.
@@ -216,7 +218,7 @@ class Welcome:
     """The answer to Attach.
 
     Attributes:
-        region: this region's name. region_index: its place in `regions`, which are sorted.
+        region: this region's name. region_index: its place in `regions`, which never changes.
         incarnation: which life of the learner this is; the one in Attach unless that was NEW_PROCESS.
         run_id: the run's name. fragments: P. sync_every: H. merge: rule for tensors that are not embeddings or head.
         codec_up: of contributions. carry: mode. carry_steps_limit: steps up to which carry-over is exact.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.escaping import escaped
@@ -44,10 +44,14 @@ def tensor_difference(own_listing: bytes, peer_listing: bytes) -> str:
 def _unpack(listing: bytes) -> dict[str, str]:
     """Shape and rule of each tensor, in words; empty if it is no listing."""
     try:
-        text = zlib.decompressobj().decompress(listing, _TEXT_BYTES_MAX)
-        return {str(name): f"{shape} ({rule})" for name, shape, rule in json.loads(text)}
+        return {str(name): f"{shape} ({rule})" for name, shape, rule in unpack_rows(listing)}
     except (ValueError, TypeError, RecursionError, zlib.error):
         return {}
+
+
+def unpack_rows(listing: bytes) -> Any:
+    """Return the JSON in a listing. Raises ValueError, RecursionError or zlib.error: there is none."""
+    return json.loads(zlib.decompressobj().decompress(listing, _TEXT_BYTES_MAX))
 
 
 def _word(text: str) -> str:

@@ -70,7 +70,7 @@ def a_region(folder: Path, manifest: Manifest = BUILTIN, *, versions: tuple[int,
         for field in dataclasses.fields(NodeSpec)
     }
     values |= {"region": folder.name, "run_id": "try", "regions": ("a", "b"), "peers": {}, "settings": settings}
-    values |= {"listen_host": "", "listen_port": 0, "is_advertised": False, "admin_port": 0, "settings_digest": "00"}
+    values |= {"listen_host": "", "listen_port": 0, "address": None, "admin_port": 0, "settings_digest": "00"}
     NodeSpec(**values).save(folder / NODE_NAME)
     model = {"hf": None, **dataclasses.asdict(TINY)}
     (folder / "trainer.json").write_text(json.dumps({"run": {"seed": 5}, "model": model}))

@@ -276,7 +276,17 @@ def test_changes_of_the_members_are_signed_with_the_authoritys_key(
     assert "eu refuses: 3 voters, all are there: removing asia leaves 2" in capsys.readouterr().err
     assert main(["members", "promote", "us", "--ca-key", "nowhere"]) == 2
     assert "nowhere is missing: only the holder of the authority's key" in capsys.readouterr().err
+    assert main(["members", "add", "ap", "--address", "ap.example:7400"]) == 0
+    assert "in ap: diloco-node start --join HOST:PORT --region ap" in capsys.readouterr().out
+    addition = region.changes[-1]
+    after = disks.roster.changed(MembershipBody("ap", "contributor", "ap.example:7400"))
+    assert identity.signature_fault(after.statement("try"), bytes.fromhex(addition["signature"])) == ""
+    assert (addition["address"], addition["changes"]) == ("ap.example:7400", 1)
+    assert main(["members", "add", "AP", "--address", "ap.example:7400"]) == 2
+    assert "'AP' is no region's name" in capsys.readouterr().err
+    assert main(["members", "add", "ap", "--address", "ap.example"]) == 2
+    assert "--address is 'ap.example': it must be" in capsys.readouterr().err
     region.status = {"run_id": "try", "reason": "loads its kernels"}
     assert main(["members", "list"]) != 0
     assert "eu does not tell the members of the run: loads its kernels" in capsys.readouterr().err
-    assert len(region.changes) == 1
+    assert len(region.changes) == 2

@@ -66,6 +66,14 @@ def test_a_leader_proposes_once_in_a_term_when_its_disk_holds_theta_0() -> None:
     assert list(place.leader.proposals) == [genesis] * 2
 
 
+def test_genesis_has_the_frozen_tensors_of_the_learner_that_attached_last() -> None:
+    place = Place()
+    place.genesis.initial_state_stored(STORED)
+    place.genesis.listing = b"frozen"
+    place.genesis.propose()
+    assert [body.listing for body in place.leader.proposals] == [b"frozen"]
+
+
 def test_nothing_is_proposed_by_others_or_after_genesis() -> None:
     place = Place()
     place.genesis.initial_state_stored(STORED)

@@ -266,6 +266,10 @@ def test_a_list_of_before_removes_nobody_who_was_added_again(patch: pytest.Monke
         context.setattr(core.history, "roster", without.changed(MembershipBody(victim, "contributor")))
         core.farewell.take(peer, old)
         assert core.farewell.reason == ""
+    core.farewell.joined = 2  # with an empty folder, and listed by the second change
+    core.farewell.take(peer, old)
+    assert core.farewell.reason == ""
+    core.farewell.joined = 0
     core.farewell.take(peer, old)
     assert core.farewell.reason, "where it is news"
 

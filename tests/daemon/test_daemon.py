@@ -76,7 +76,7 @@ def spec() -> Iterator[NodeSpec]:
             listen_host="127.0.0.1",
             listen_port=0,
             peers={},
-            is_advertised=True,
+            address="127.0.0.1:7400",
             state_dir=state,
             identity_dir=folder / "certs" / "a",
             admin_port=0,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.core.ledger.summary import RunSummary, encode_summary
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.run_record import FINAL_NAME, has_final_report, is_complete, read_run_record, run_record
@@ -28,11 +29,24 @@ def test_a_folder_of_another_run_or_of_other_regions_is_refused_with_both_names(
     begin_run(tmp_path, "old", REGIONS)
     record = read_run_record(tmp_path)
     assert record is not None
-    record.check(tmp_path, run_id="old", regions=("c", "b", "a"))
+    record.check(tmp_path, run_id="old", founders=("c", "b", "a"))
     with pytest.raises(ConfigError, match=r"holds run old, but run\.id is new: a new run begins in a new folder"):
-        record.check(tmp_path, run_id="new", regions=REGIONS)
+        record.check(tmp_path, run_id="new", founders=REGIONS)
     with pytest.raises(ConfigError, match=r"began with the regions a, b, c, run\.toml has a, b: "):
-        record.check(tmp_path, run_id="old", regions=("a", "b"))
+        record.check(tmp_path, run_id="old", founders=("a", "b"))
+
+
+def test_who_came_and_who_left_need_not_be_in_the_run_toml(tmp_path: Path) -> None:
+    changes = (MembershipBody("d", "contributor", "d:1"), MembershipBody("a", "former"))
+    begin_run(tmp_path, "old", REGIONS, changes=changes)
+    record = read_run_record(tmp_path)
+    assert record is not None
+    assert record.roster.places("a") == ("a", "b", "c", "d")
+    for founders in (REGIONS, ("b", "c"), ("b", "c", "d")):
+        record.check(tmp_path, run_id="old", founders=founders)
+    for founders in (("b",), (*REGIONS, "e")):
+        with pytest.raises(ConfigError, match=r"`diloco-node members add` adds others while it runs"):
+            record.check(tmp_path, run_id="old", founders=founders)
 
 
 def test_a_run_is_complete_here_when_its_end_is_known_and_the_model_written(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ async def members(cluster: Cluster, leader: str, *words: str, key: Path | None =
     verb, *rest = words
     key = key or cluster.folder / "certs" / "ca.key"
     keys = [] if verb == "list" else ["--ca-key", str(key)]
-    command = ["members", verb, *rest[:1], str(cluster.regions[leader].state_dir), *rest[1:], *keys]
+    name = [] if verb == "recover" else rest[:1]
+    command = ["members", verb, *name, str(cluster.regions[leader].state_dir), *rest[len(name) :], *keys]
     result = await asyncio.to_thread(CliRunner().invoke, operator_app(), command)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -126,3 +127,37 @@ async def test_a_run_of_four_shrinks_to_two_and_goes_on(cluster: Cluster) -> Non
         await until_ended(cluster, name)
     cluster.names = rest
     cluster.check_equal()
+
+
+async def test_one_region_goes_on_alone_after_the_majority_is_lost(cluster: Cluster) -> None:
+    await cluster.start()
+    await cluster.until_trains()
+    await cluster.until_commits(2)
+    leader = await cluster.until_leader()
+    survivor, *lost = cluster.others(leader)
+    before = (await cluster.statuses())[survivor]["rounds_committed"]
+    for name in (leader, *lost, survivor):
+        await cluster.kill(name)
+    with pytest.raises(
+        ConfigError, match=f"{survivor} goes on alone from entry .* what they committed without it is lost"
+    ):
+        await members(cluster, survivor, "recover")
+    init_run(cluster.folder / "others", "another-run", [survivor])
+    with pytest.raises(ConfigError, match=r"no authority in the ca\.pem of"):
+        await members(cluster, survivor, "recover", "--force", key=cluster.folder / "others" / "ca.key")
+    await cluster.start(leader)
+    await cluster.until("it is there", lambda now: "members" in now[leader], [leader])
+    with pytest.raises(ConfigError, match=f"{leader} at .* answers: start {survivor} beside it"):
+        await members(cluster, survivor, "recover", "--force")
+    await cluster.kill(leader)
+
+    assert f"{survivor} goes on alone" in await members(cluster, survivor, "recover", "--force")
+    with pytest.raises(ConfigError, match="is the only member already: start it"):
+        await members(cluster, survivor, "recover")
+    await cluster.start(survivor)
+    await cluster.until("it merges alone", lambda now: now[survivor]["rounds_committed"] > before + 1, [survivor])
+    assert "1 voters, 1 must be there: the next failure stops merging" in await members(cluster, survivor, "list")
+    await cluster.start(leader)
+    await until_ended(cluster, leader, "shows the authority's signature", "ends with 0")
+    await order_finish([cluster.regions[survivor]], limit_s=WAIT_S)
+    await until_ended(cluster, survivor)

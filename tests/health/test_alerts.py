@@ -48,6 +48,7 @@ SOUND: dict[str, Any] = {
     "digest_differences": 0,
     "budget_warning": "",
     "learner_warning": None,
+    "base_difference": "",
     "state_dir": "/s/us",
     "tokens_ratio_max": 4.0,
 }
@@ -211,6 +212,7 @@ CASES = [
         "the model has batch (30 s ago)",
         "tail -n 40 /s/us/logs/learner.log",
     ),
+    (kinds.BASE_DIFFERS, changed(base_difference="frozen tensors: 2 of 9"), "frozen tensors: 2 of 9", "tail -n 40"),
     (kinds.MERGES_LATE, changed(merge_pace=LATE), "merged every 31 steps, H is 16", "diloco-node why us"),
     (kinds.BUDGET_SMALL, changed(budget_warning="H = 48 would fit"), "H = 48 would fit", "diloco-node plan"),
     (kinds.DISK_REFUSED, changed(disk={"refused": "ledger: No space left"}), "No space left", "df -h /s/us"),

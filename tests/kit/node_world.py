@@ -163,8 +163,12 @@ class MemoryTransport:
     def expel(self, regions: frozenset[str]) -> None:
         """Here links of an expelled region stay: the core ignores what it says."""
 
-    def part_with(self, former: frozenset[str]) -> None:
-        """Nor is a removed region's link closed."""
+    @property
+    def addresses(self) -> dict[str, str | None]:
+        return dict.fromkeys(self._peers)
+
+    def follow(self, *_: Any, **__: Any) -> None:
+        """Nor do peers come and go."""
 
     def changed(self, peer: str, *, is_up: bool) -> None:
         if is_up:
@@ -443,7 +447,7 @@ class Region:
             listen_host="",
             listen_port=0,
             peers={peer: None for peer in names if peer != name},
-            is_advertised=True,
+            address="127.0.0.1:7400",
             state_dir=folder,
             identity_dir=folder,
             admin_port=0,

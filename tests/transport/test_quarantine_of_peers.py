@@ -176,12 +176,13 @@ async def test_links_of_an_expelled_region_are_closed_and_refused_until_it_is_re
 
 async def test_a_removed_region_is_let_in_to_be_told_so_and_dialed_no_more(run: list[Process]) -> None:
     a, b, c = run
-    a.transport.part_with(frozenset({"c"}))
+    a.transport.follow(a.transport.addresses, {"c"})
     for is_up in (False, True, False):
         await c.until(lambda is_up=is_up: ("a" in c.up) is is_up)
     assert a.transport.quarantine_reason("c") == "", "it has broken nothing"
     assert ("b" in a.up, "b" in c.up) == (True, True)
-    b.transport.part_with(frozenset({"a"}))
+    addresses = b.transport.addresses
+    b.transport.follow(addresses, {"a"})
     assert "a is removed from the run" in await refused_with(b, "a", "is removed from the run")
-    b.transport.part_with(frozenset())
+    b.transport.follow(addresses)
     await b.until(lambda: "a" in b.up)

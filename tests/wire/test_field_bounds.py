@@ -33,12 +33,13 @@ from diloco_node.wire.field_bounds import BOUNDS, RATE_FREE_MAX
 from diloco_node.wire.learner_link import ToDaemon, ToLearner
 from diloco_node.wire.message_schema import Limits, Schema
 from diloco_node.wire.message_tables import BULK_HEADERS, ENTRY_BODIES, MESSAGES
+from diloco_node.wire.run_shown import RunShown
 from tests.kit.repository import ROOT
 
 SECTIONS: dict[str, list[type]] = {
     "Messages between regions": list(MESSAGES.values()),
     "Headers of bulk transfers": list(BULK_HEADERS.values()),
-    "The first frame of a connection": [Hello],
+    "The first frames of a connection": [Hello, RunShown],
     "From the learner to its daemon": list(typing.get_args(ToDaemon)),
     "From the daemon to its learner": list(typing.get_args(ToLearner)),
 }

@@ -162,7 +162,13 @@ def source_of_state(folder: Path) -> Source:
             "use --parameters until it has"
         )
     times = _live_times(folder)
-    return Source(str(folder), manifest.size, manifest, spec.settings, spec.regions, *times, limits=_limits_of(spec))
+    return Source(
+        str(folder), manifest.size, manifest, spec.settings, _regions_of(spec), *times, limits=_limits_of(spec)
+    )
+
+
+def _regions_of(spec: NodeSpec) -> tuple[str, ...]:
+    return tuple(sorted({spec.region, *spec.peers}))
 
 
 def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
@@ -175,7 +181,7 @@ def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
 
     if spec.config_file is None or not spec.config_file.exists():
         return {spec.region: spec.budget.least()}
-    return _least_limits(load_config(spec.config_file), spec.regions)
+    return _least_limits(load_config(spec.config_file), _regions_of(spec))
 
 
 def _live_times(folder: Path) -> tuple[int, int]:

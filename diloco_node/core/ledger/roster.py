@@ -71,7 +71,8 @@ class Roster:
     """The memberships at one entry of the ledger. It never changes: `after` gives another one.
 
     Attributes:
-        memberships: by name, sorted; former members too.
+        memberships: by name, former members too. Founders are first, sorted, then each one that came: so a region's
+            place never changes.
         names: the members, sorted.
         voters: those of them that count for a majority, sorted.
         disks: per member the folder that the log names; see `Membership`.
@@ -82,8 +83,8 @@ class Roster:
 
     def __init__(self, memberships: Mapping[str, Membership], changes: int = 0, signature: bytes = b"") -> None:
         self.changes, self.signature = changes, signature
-        self.memberships = dict(sorted(memberships.items()))
-        members = {name: line for name, line in self.memberships.items() if line.kind is not MemberKind.FORMER}
+        self.memberships = dict(memberships)
+        members = {name: line for name, line in sorted(memberships.items()) if line.kind is not MemberKind.FORMER}
         self.names = tuple(members)
         self.voters = tuple(name for name, line in members.items() if line.kind is MemberKind.VOTER)
         self.disks = {name: line.disk for name, line in members.items()}
@@ -92,7 +93,9 @@ class Roster:
     def of_voters(cls, names: Iterable[str], disks: Mapping[str, bytes] | None = None, *, since: int = 0) -> Roster:
         """Make the roster of a run whose regions all vote, from these folders."""
         named_disks = disks or {}
-        return cls({name: Membership(MemberKind.VOTER, named_disks.get(name, NO_DISK), since) for name in names})
+        return cls(
+            {name: Membership(MemberKind.VOTER, named_disks.get(name, NO_DISK), since) for name in sorted(names)}
+        )
 
     @classmethod
     def of_lines(cls, lines: Iterable[Enrolled], changes: int, signature: bytes) -> Roster:
@@ -124,6 +127,14 @@ class Roster:
     def has_removed(self, region: str) -> bool:
         """Whether a region was a member, and is none any more."""
         return region in self.memberships and region not in self.disks
+
+    def places(self, region: str) -> tuple[str, ...]:
+        """All that are or were members, and this region: by their places, which shares of the data go by."""
+        return tuple(dict.fromkeys((*self.memberships, region)))
+
+    def addresses(self, settings: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Where to dial each region, former members too: as the authority has signed, else as the settings say."""
+        return {name: line.address or settings.get(name) for name, line in self.memberships.items()}
 
     def replacements(self, region: str) -> int:
         """How often the log named another folder of the region, in place of one that was lost."""
@@ -193,9 +204,7 @@ class Roster:
 def lines_fault(lines: Iterable[Enrolled]) -> str:
     """Say why these can't be the lines of a roster; empty if they can."""
     names, kinds = [line.region for line in lines], {line.kind for line in lines}
-    if names == sorted(set(names)) and kinds <= KINDS:
-        return ""
-    return "its members are not sorted, are repeated, or of no kind that there is"
+    return "" if len(set(names)) == len(names) and kinds <= KINDS else "a member is named twice, or of no kind there is"
 
 
 def vote_fault(disks: Mapping[str, bytes], region: str) -> str:

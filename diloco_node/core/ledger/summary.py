@@ -105,7 +105,7 @@ class RunSummary:
         last_rounds: per fragment the version of the run's last round; -1: it was not held yet.
         recent: per fragment how long its last gradients were (`core.merge.outliers.RecentRounds.packed`).
         rounds_committed: over all fragments.
-        members: by name; empty: those of genesis. changes, signature: see `roster.Roster`.
+        members: as `Roster.lines`; empty: those of genesis. changes, signature: see `roster.Roster`.
         revocations: certificates, sorted.
     """
 

@@ -29,6 +29,7 @@ class Farewell:
 
     Attributes:
         reason: why this region leaves the run; empty while it does not.
+        joined: changes of the members when this region asked to join; a list with fewer is from before.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Farewell:
         roster_fault: Callable[[Roster], str],
     ) -> None:
         self.reason = ""
+        self.joined = 0
         self._region, self._ledger, self._history, self._effects = region, ledger, history, effects
         self._quiet_ns = QUIET_HEARTBEATS * heartbeat_ns
         self._roster_fault = roster_fault
@@ -59,7 +61,8 @@ class Farewell:
     def take(self, peer: str, message: RosterShown) -> None:
         """Take the roster that a peer shows, if it is newer than the ledger here."""
         changes = message.changes
-        if self.reason or changes <= self._history.roster.changes or lines_fault(message.members):
+        is_old = changes <= self._history.roster.changes or changes < self.joined
+        if self.reason or is_old or lines_fault(message.members):
             return
         roster = Roster.of_lines(message.members, changes, message.signature)
         if not roster.has_removed(self._region):

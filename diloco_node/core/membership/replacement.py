@@ -183,6 +183,8 @@ def _words(order: EntryOrdered) -> str:
             return f"{'expels' if disk == EXPELLED else 'readmits'} {region}"
         case RevokedBody(region, certificate):
             return f"revokes certificate {certificate.hex()[:16]} of {region}"
+        case MembershipBody(region, kind, address) if address:
+            return f"adds {region} as a {kind}, at {address}"
         case MembershipBody(region, kind):
             return f"removes {region}" if kind == MemberKind.FORMER else f"makes {region} a {kind}"
 

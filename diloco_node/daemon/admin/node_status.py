@@ -68,6 +68,7 @@ class NodeStatus:
             learner=self.learner,
             transport=self.transport,
             notes=self.runtime.notes,
+            round_log=self.facts.rounds.rows(),
             now_ns=self.runtime.now_ns(),
             extra={
                 "pids": {"supervisor": os.getppid(), "daemon": os.getpid(), "learner": self.learner.pid},

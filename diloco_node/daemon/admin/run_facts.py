@@ -112,7 +112,6 @@ class RunFacts:
             "tokens_ratio_max": self._spec.settings.tokens_ratio_max,
             "phase_seconds": self._phases.document(),
             "rounds_in_flight_max": self._rounds_in_flight_max,
-            "round_log": self.rounds.rows(),
             "commit_age_seconds": self.rounds.commit_age_s(),
             "usual_commit_seconds": self.rounds.usual_commit_s(),
             "state_dir": str(self._spec.state_dir.resolve()),
@@ -120,6 +119,7 @@ class RunFacts:
             "machine": {"late_seconds": self._core.liveness.late_ns / NS_PER_S, "cpu_pressure_percent": self._pressure},
             "certificate": self._certificate(),
             "learner_warning": self._warning(learner.facts),
+            "base_difference": learner.facts.base_difference,
         }
 
     def _run(self) -> dict[str, Any]:

@@ -114,6 +114,7 @@ def region_status(
     learner: LearnerProxy,
     transport: GrpcTransport,
     notes: NoteBook,
+    round_log: list[dict[str, Any]],
     now_ns: int,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -169,13 +170,11 @@ def region_status(
             for (peer, reason), count in sorted(transport.rejections.items())
         ],
         "quarantine": {peer: why for peer in links if (why := transport.quarantine_reason(peer))},
-        "notes": list(notes.last),
         "marks": [list(mark) for mark in notes.marks],
         **extra,
     }
-    # Reasons and errors are in part the words of peers.
-    harmless: dict[str, Any] = escaped_document(document)
-    return harmless
+    # Reasons and errors are in part the words of peers. Notes and rounds were escaped when they were made.
+    return {**escaped_document(document), "notes": [dict(note) for note in notes.last], "round_log": round_log}
 
 
 def _headline(view: RegionView) -> str:

@@ -52,6 +52,7 @@ class LearnerFacts:
         warnings: losses and gradient norms that were out of their range, and were told.
         discounted_versions: applied with part of the own steps thrown away, since they were too many.
         last_warning, last_warning_ns: the newest of `warnings`, or why the learner failed (`has_failed`); 0: none.
+        base_difference: how its frozen tensors differ from the run's; empty: not, as far as is known.
         tokens: how fast they are made now.
     """
 
@@ -71,6 +72,7 @@ class LearnerFacts:
     last_warning: str = ""
     last_warning_ns: int = 0
     has_failed: bool = False
+    base_difference: str = ""
     tokens: SlidingRate = field(default_factory=lambda: SlidingRate(RATE_WINDOW_S))
 
 
@@ -206,7 +208,7 @@ class LearnerProxy:
         self._steps_before = sum(steps for _, steps, _ in trained_before)
         self._tokens_before = sum(tokens for _, _, tokens in trained_before)
         self._note_totals()
-        self._post(ev.LearnerAttached(self.status, attach.snapshots, trained_before))
+        self._post(ev.LearnerAttached(self.status, attach.snapshots, trained_before, attach.listing))
 
     def attach_fault(self, attach: learner_link.Attach, *, run_id: str) -> str:
         """Why what a process says of itself can't be; empty if it can."""

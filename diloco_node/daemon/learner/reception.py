@@ -21,12 +21,14 @@ from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import ProtocolViolation, StorageError
 from diloco_node.storage.trained import Trained, allot_incarnation, read_trained, set_damaged_aside
+from diloco_node.wire.frozen_listing import frozen_difference
 from diloco_node.wire.learner_link import (
     NEW_PROCESS,
     Attach,
     Report,
     RunAdvanced,
     ToDaemon,
+    Warned,
     Welcome,
     merge_rules,
 )
@@ -65,6 +67,8 @@ class Reception:
         self._lack_since_ns: int | None = None
         # Why the run can't begin with this region's model; empty as far as is known.
         self._model_fault = ""
+        # Of the learner that was welcomed last, until it was compared with those that the run began with.
+        self._listing = b""
 
     @property
     def known_incarnation(self) -> int:
@@ -141,6 +145,7 @@ class Reception:
         if self.waiting_attach is not None and self._core.may_allot_incarnation:
             attach, self.waiting_attach = self.waiting_attach, None
             self._runtime.spawn(self._welcome(attach, self._attaches), "welcome")
+        self._compare_frozen()
         if self._sent_lack and self._is_welcomed and not self._lack():
             self._send_position(self._sent_position)
 
@@ -202,11 +207,12 @@ class Reception:
         settings = self._spec.settings
         self._is_welcomed = True
         position = self._core.leader.progress.position(now_ns=self._runtime.now_ns())
+        regions = self._core.ledger.disks.roster.places(self._spec.region)
         self._runtime.learner_server.send(
             Welcome(
                 region=self._spec.region,
-                region_index=self._spec.regions.index(self._spec.region),
-                regions=self._spec.regions,
+                region_index=regions.index(self._spec.region),
+                regions=regions,
                 incarnation=incarnation,
                 run_id=self._spec.run_id,
                 fragments=settings.fragments,
@@ -230,6 +236,17 @@ class Reception:
             tuple((life.incarnation, life.steps, life.tokens) for life in predecessors),
             writes_initial=wants_initial_state,
         )
+        self._listing = attach.listing
+        self._compare_frozen()
+
+    def _compare_frozen(self) -> None:
+        """Say how frozen tensors differ from the run's. A warning: a region may hold some of its own on purpose."""
+        genesis = self._core.history.genesis
+        if genesis is not None and self._listing:
+            listing, self._listing = self._listing, b""
+            text = self._learner.facts.base_difference = frozen_difference(listing, genesis.listing, genesis.regions)
+            if text:
+                self._learner.on_message(Warned(text))
 
     def _first_digests(self, predecessors: tuple[Trained, ...]) -> tuple[bytes, ...]:
         """Return the digests that a new region's script is compared with; none where `run.init` stands for all."""

@@ -36,7 +36,8 @@ class RegionProcess:
         namespace: the network namespace it runs in, "" for this process's own. It is asked over its Unix socket, which
             reaches into any namespace and puts no bytes on the interface that carries the run.
         program: what Python runs instead of `diloco-node`. env: added to this process's environment.
-        settings: for `start --set`, beyond those of the file. process: the supervisor; None before the start.
+        settings: for `start --set`, beyond those of the file.
+        options: further words of `start`. process: the supervisor; None before the start.
         status: the last status document that was read; {} before the first.
         answered_s: when it was read, on the monotonic clock; minus infinity if the last try read none.
         asking: the try that is under way, or the last one.
@@ -49,6 +50,7 @@ class RegionProcess:
     program: Sequence[str] = ("-m", "diloco_node.main")
     env: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     process: asyncio.subprocess.Process | None = None
     status: dict[str, Any] = field(default_factory=dict)
     answered_s: float = -math.inf
@@ -70,6 +72,7 @@ class RegionProcess:
                 "--config",
                 str(config),
                 *(word for setting in self.settings for word in ("--set", setting)),
+                *self.options,
                 *(("--", *command) if command else ()),
                 stdout=output,
                 stderr=output,

@@ -148,8 +148,14 @@ class EgressBudget:
 
     def __init__(self, peers: Iterable[str], *, now_ns: int) -> None:
         self._region = TokenBucket(None, now_ns=now_ns)
-        self._peers = {peer: _PeerBudget(TokenBucket(None, now_ns=now_ns)) for peer in sorted(peers)}
+        self._peers: dict[str, _PeerBudget] = {}
         self._requests = 0
+        for peer in sorted(peers):
+            self.add_peer(peer, now_ns=now_ns)
+
+    def add_peer(self, peer: str, *, now_ns: int) -> None:
+        """Send to one more peer, which has no limit of its own yet."""
+        self._peers[peer] = _PeerBudget(TokenBucket(None, now_ns=now_ns))
 
     @property
     def region_rate_bytes_per_s(self) -> int | None:

@@ -80,8 +80,14 @@ class IngressGrants:
     """
 
     def __init__(self, peers: Iterable[str], *, now_ns: int) -> None:
-        self._peers = {peer: _Grant(TokenBucket(None, now_ns=now_ns)) for peer in sorted(peers)}
+        self._peers: dict[str, _Grant] = {}
         self._region = TokenBucket(None, now_ns=now_ns)
+        for peer in sorted(peers):
+            self.add_peer(peer, now_ns=now_ns)
+
+    def add_peer(self, peer: str, *, now_ns: int) -> None:
+        """Share with one more peer, which is not connected yet."""
+        self._peers[peer] = _Grant(TokenBucket(None, now_ns=now_ns))
 
     @property
     def rate_bytes_per_s(self) -> int | None:

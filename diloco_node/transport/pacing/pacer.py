@@ -95,7 +95,6 @@ class Pacer:
         now_ns: Callable[[], int] = time.monotonic_ns,
         minute_of_day: Callable[[], int] | None = None,
     ) -> None:
-        names = sorted(peers)
         self._meter = meter
         self._send = send
         self._now_ns = now_ns
@@ -103,9 +102,9 @@ class Pacer:
         self._minute_of_day = minute_of_day or _local_minute
         # The budget as set; the ceilings of this minute are in `_egress` and `_grants`.
         self._plan = BudgetPlan()
-        self._egress = EgressBudget(names, now_ns=now_ns())
-        self._grants = IngressGrants(names, now_ns=now_ns())
-        self._peers = {name: _PeerState(LinkWatch(name, meter)) for name in names}
+        self._egress = EgressBudget((), now_ns=now_ns())
+        self._grants = IngressGrants((), now_ns=now_ns())
+        self._peers: dict[str, _PeerState] = {}
         # A future for each piece that waits in `_egress`; it is done when the piece counts as sent.
         self._waiting: dict[tuple[str, BudgetLane], asyncio.Future[None]] = {}
         # At most one of each is armed: for the next piece that may go, and for the next grant that may grow.
@@ -124,6 +123,8 @@ class Pacer:
         self._late_ns = LATE_NS
         # How long pieces may be gathered: 0 unless the kernel spreads them out on all busy links.
         self._coalesce_ns = 0
+        for name in sorted(peers):
+            self.add_peer(name)
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
@@ -132,15 +133,26 @@ class Pacer:
         """The budget that holds now."""
         return self._plan
 
+    def add_peer(self, peer: str) -> None:
+        """Share the budget with one more peer."""
+        now_ns = self._now_ns()
+        self._peers[peer] = _PeerState(LinkWatch(peer, self._meter))
+        self._egress.add_peer(peer, now_ns=now_ns)
+        self._grants.add_peer(peer, now_ns=now_ns)
+        self._limit(peer, now_ns)
+
+    def _limit(self, peer: str, now_ns: int) -> None:
+        limits = self._plan.peer_limits(peer)
+        self._egress.set_limit(peer, LimitSource.PEER, limits.egress, now_ns=now_ns)
+        self._grants.set_peer_rate(peer, limits.ingress)
+
     def set_plan(self, plan: BudgetPlan) -> None:
         """Change the budget from now on."""
         self._plan = plan
         self._follow_plan()
         now_ns = self._now_ns()
         for peer in self._peers:
-            limits = plan.peer_limits(peer)
-            self._egress.set_limit(peer, LimitSource.PEER, limits.egress, now_ns=now_ns)
-            self._grants.set_peer_rate(peer, limits.ingress)
+            self._limit(peer, now_ns)
         self.release()
         self._grant()
         self._woken.set()

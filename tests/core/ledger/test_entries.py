@@ -62,7 +62,7 @@ BODIES: list[EntryBody] = [
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "42aaa4ea302ef8632e64773f32db9beaa921cb01866a8ba453b1adc76b961036"
+GOLDEN_CHAIN = "91a98e87cee55504d5acbbc7277b0c0723946169c7cadc8f45398e8af6f84112"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)

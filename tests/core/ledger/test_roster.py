@@ -81,6 +81,16 @@ def test_so_many_regions_and_no_more_are_ever_members() -> None:
     assert roster.change_fault(MembershipBody("r1", "contributor")) == "", "one that comes back is none more"
 
 
+def test_a_place_is_for_good() -> None:
+    aa, back = MembershipBody("aa", "contributor"), MembershipBody("b", "contributor")
+    roster = roster_of(GENESIS, ADDED, MembershipBody("b", "former"), aa, back)
+    assert roster.places("aa") == (*tuple("abcd"), "aa"), "founders, then each one that came, and those that left"
+    assert roster.places("e") == (*roster.places("aa"), "e"), "one that is not listed here yet"
+    again = Roster.of_lines(roster.lines, roster.changes, roster.signature)
+    assert (again.places("a"), again.names) == (roster.places("a"), ("a", "aa", "b", "c", "d"))
+    assert again.statement("run") == roster.statement("run")
+
+
 def test_a_majority_is_of_voters() -> None:
     roster = roster_of(GENESIS, ADDED)
     assert [roster.is_majority(names) for names in ("a", "ad", "ab", "abd")] == [False, False, True, True]

@@ -116,6 +116,7 @@ def status_of(view: RegionView, learner: Any = None, notes: NoteBook | None = No
         learner=learner or learner_of(view.learner),
         transport=TRANSPORT,
         notes=notes or NoteBook("us", lambda: 0),
+        round_log=[],
         now_ns=5 * SECOND,
         extra={"events": 99, "buffered_bytes": 17, "tasks": 23},
     )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import GenesisBody, RunSettings
 from diloco_node.daemon.learner import reception as reception_module
+from diloco_node.daemon.learner.proxy import LearnerFacts
 from diloco_node.daemon.learner.reception import Reception
 from diloco_node.errors import StorageError
 from diloco_node.storage.trained import Trained
+from diloco_node.wire.frozen_listing import FrozenTensor, pack_frozen
 from diloco_node.wire.learner_link import (
     LINK_PROTOCOL,
     NEW_PROCESS,
@@ -82,6 +86,7 @@ class Desk:
         self.newest = -1
         self.said: list[Any] = []
         self.tasks: list[Any] = []
+        self.warned: list[Any] = []
 
         async def read(*_: object) -> Any:
             return 2, lives, ()
@@ -102,7 +107,7 @@ class Desk:
             may_allot_incarnation=True,
             incarnation_min=1,
             wants_initial_state=False,
-            ledger=SimpleNamespace(leader="b"),
+            ledger=SimpleNamespace(leader="b", disks=SimpleNamespace(roster=Roster.of_voters("ab"))),
             end=SimpleNamespace(lack=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""),
             leader=SimpleNamespace(progress=SimpleNamespace(position=lambda *, now_ns: RunPosition(8, None))),
             history=SimpleNamespace(
@@ -112,13 +117,15 @@ class Desk:
         learner: Any = SimpleNamespace(
             attach_fault=lambda *_, **__: "",
             on_attach=lambda *_, **__: None,
-            on_message=lambda _: None,
+            on_message=self.warned.append,
+            facts=LearnerFacts(),
             steps_total=200,
         )
+        self.core = core
         self.reception = Reception(runtime, MANIFEST, core, learner)
 
-    async def welcome(self) -> Welcome:
-        self.reception.on_message(Attach(LINK_PROTOCOL, 1, MANIFEST.tensors, NEW_PROCESS, "", 0, 0, 0, (), ()))
+    async def welcome(self, listing: bytes = b"") -> Welcome:
+        self.reception.on_message(Attach(LINK_PROTOCOL, 1, MANIFEST.tensors, NEW_PROCESS, "", 0, 0, 0, (), (), listing))
         await self.tasks[0]
         return next(message for message in self.said if isinstance(message, Welcome))
 
@@ -147,7 +154,34 @@ async def test_only_a_new_region_hears_with_what_a_script_began_the_run(
 ) -> None:
     desk = Desk(monkeypatch, lives, init)
     desk.newest = newest
-    assert (await desk.welcome()).fragment_digests == expected
+    welcome = await desk.welcome()
+    assert welcome.fragment_digests == expected
+    assert (welcome.region_index, welcome.regions) == (0, ("a", "b"))
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+async def test_a_learner_on_another_base_is_told_once_when_the_run_has_begun(
+    monkeypatch: pytest.MonkeyPatch, is_begun: bool
+) -> None:
+    base = FrozenTensor("base.weight", "float32", (4, 3), 1.0, 2.0)
+    desk = Desk(monkeypatch)
+    genesis = replace(desk.core.history.genesis, listing=pack_frozen(1, [base]))
+    desk.core.history.genesis = genesis if is_begun else None
+    await desk.welcome(pack_frozen(0, [replace(base, norm=3.0)]))
+    assert len(desk.warned) == is_begun
+    desk.core.history.genesis = genesis
+    desk.reception.core_changed()
+    desk.reception.core_changed()
+    (warning,) = desk.warned
+    assert "region b, which began the run: of 1: 1 hold other values (base.weight)" in warning.text
+
+
+async def test_a_learner_on_the_same_base_hears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = pack_frozen(0, [FrozenTensor("base.weight", "float32", (4, 3), 1.0, 2.0)])
+    desk = Desk(monkeypatch)
+    desk.core.history.genesis = replace(desk.core.history.genesis, listing=listing)
+    await desk.welcome(listing)
+    assert desk.warned == []
 
 
 async def test_a_learner_that_comes_past_the_end_without_a_leader_is_held_until_there_is_one(

@@ -136,7 +136,9 @@ def test_the_first_regions_of_a_file_are_a_topology_of_their_own() -> None:
         lossy.first(4)
 
 
-@pytest.mark.parametrize(("name", "regions"), [("us-4", 4), ("world-8", 8), ("lossy", 3), ("asymmetric", 3)])
+@pytest.mark.parametrize(
+    ("name", "regions"), [("us-4", 4), ("world-8", 8), ("lossy", 3), ("asymmetric", 3), ("home", 4)]
+)
 def test_the_shipped_files_are_whole_and_plausible(name: str, regions: int) -> None:
     topology = load_topology(NETEM / f"{name}.toml")
     assert len(topology.names) == regions

@@ -1,0 +1,245 @@
+"""`diloco-node start --join`: a region with a certificate and one member's address learns the run, and writes run.toml.
+
+Nothing that the member shows is taken on trust: each setting is one of those that all regions share, is checked as if
+it stood in run.toml, and their digest must be the run's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from diloco_node.atomic_file import replace_file
+from diloco_node.cli.init import CONFIG_NAME, admin_ports
+from diloco_node.cli.options import load, parse_option
+from diloco_node.errors import ConfigError, IdentityError, PeerError, PeersUnreachable, StorageError
+from diloco_node.escaping import escaped
+
+if TYPE_CHECKING:
+    from diloco_node.config.resolve import NodeConfig
+    from diloco_node.transport.asking import PeerAnswer
+    from diloco_node.transport.certificates import Identity
+    from diloco_node.wire.run_shown import RunShown
+
+TIMEOUT_S: Final = 5.0
+POLL_S: Final = 2.0
+"""Between two looks at whether the region is listed."""
+
+USUAL_PORT: Final = 7400
+PATH_SETTINGS: Final = frozenset({"run.state_dir", "run.certs_dir"})
+
+Flags = Mapping[str, tuple[str, Any]]
+Sections = dict[str, dict[str, str]]
+"""By table of run.toml: by name a value as it is written there."""
+
+
+def join_run(
+    region: str, address: str, config: Path | None, flags: Flags, assignments: Sequence[str] | None = None
+) -> None:
+    """Write the run.toml with which this region starts, once it is listed; waits for that.
+
+    Does nothing where an earlier call has written it.
+
+    Args:
+        region: this one. address: of any member, "host:port". flags, assignments: as for `load`; they are written, too.
+
+    Raises:
+        ConfigError: what stands in the way here. IdentityError: the certificate. PeersUnreachable: no member of the run
+            is there.
+    """
+    from diloco_node.config.field_types import host_port_of
+    from diloco_node.transport.certificates import load_identity
+
+    parse_option("--join", address, host_port_of)
+    path = config if config is not None else Path(CONFIG_NAME)
+    state_dir, certs_dir = (Path(flags[f"run.{name}_dir"][1] or path.parent / name) for name in ("state", "certs"))
+    if not (certs_dir / region).exists():
+        raise IdentityError(
+            f"{certs_dir / region} is missing: where the run's ca.key is, `diloco-node certs add {region}` makes it; "
+            "copy it here, or name the folder that it is in with --certs"
+        )
+    identity = load_identity(certs_dir / region, region=region)
+    if path.exists():
+        _check_written(load(path), path, region, identity.run_id)
+        return
+    _check_folder(state_dir / region, identity.run_id)
+    peer, answer = _until_listed(certs_dir / region, identity, address, flags[f"regions.{region}.address"][1])
+    text = _toml(region, address, peer, answer, flags=flags, assignments=assignments)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode(), is_durable=True)
+    except OSError as error:
+        raise StorageError(
+            f"{path} can't be written ({error.strerror or error}): name another with --config"
+        ) from error
+    _say(f"{region} is a member of run {identity.run_id}: {path} is written, and the next start needs no --join")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"diloco-node: {text}\n")
+
+
+def _check_written(config: NodeConfig, path: Path, region: str, run_id: str) -> None:
+    """Refuse a run.toml that is not the one that joining writes. Raises ConfigError."""
+    if config.run.id != run_id or region not in config.regions:
+        lack = "" if region in config.regions else f", without {region}"
+        raise ConfigError(
+            f"{path} is there already, of run {config.run.id}{lack}; the certificate is of {region} in run {run_id}: "
+            "name another file with --config, for --join writes it"
+        )
+
+
+def _check_folder(folder: Path, run_id: str) -> None:
+    """Refuse a state folder of another run. Raises ConfigError."""
+    from diloco_node.daemon.run_record import read_run_record
+
+    record = read_run_record(folder)
+    if record is not None and record.genesis.run_id != run_id:
+        raise ConfigError(
+            f"{folder} holds run {record.genesis.run_id}, the certificate is of run {run_id}: give another --state-dir"
+        )
+
+
+def _until_listed(folder: Path, identity: Identity, address: str, own_address: str | None) -> tuple[str, PeerAnswer]:
+    """Ask the member until it shows this region among the others.
+
+    Args:
+        folder: of the certificate. address: the member's. own_address: where the others are to dial this region.
+
+    Returns: the member's name, and its answer with the run.
+    """
+    is_told = False
+    while True:
+        try:
+            peer, own_host, answer = _ask(folder, identity, address)
+        except (PeersUnreachable, IdentityError):
+            if not is_told:
+                raise
+            time.sleep(POLL_S)  # a member that is started again, while this region waits
+            continue
+        run = answer.run
+        if run is None:
+            raise ConfigError(
+                f"--join {address}: that is no training daemon, but `measure` of {peer}: give its daemon's"
+            )
+        members = {member.region: member.address for member in run.members}
+        if identity.region in members:
+            if own_address and members[identity.region] not in ("", own_address):
+                raise ConfigError(
+                    f"--advertise is {own_address}, but {identity.region} was added at {members[identity.region]}: "
+                    "leave it out, or remove the region and add it again"
+                )
+            return peer, answer
+        if not is_told:
+            is_told = True
+            leader = run.leader or "REGION"
+            place = own_address or f"{own_host}:{USUAL_PORT}"
+            _say(
+                f"{identity.region} is no member of run {identity.run_id} yet: where {leader} leads, and with the "
+                f"authority's key, `diloco-node members add {identity.region} {leader} --address {place} --ca-key "
+                "ca.key`. This waits for it"
+            )
+        time.sleep(POLL_S)
+
+
+def _ask(folder: Path, identity: Identity, address: str) -> tuple[str, str, PeerAnswer]:
+    """The name of the member at an address, our own host on the way to it, and its answer."""
+    from diloco_node.transport.asking import ask_peer, region_at
+    from diloco_node.wire.envelope import LinkRole
+
+    try:
+        peer, own_host = region_at(folder, identity, address, timeout_s=TIMEOUT_S)
+        if peer == identity.region:
+            raise ConfigError(f"--join {address}: {peer} itself runs there already; give the address of another member")
+        answer = ask_peer(identity, peer, address, timeout_s=TIMEOUT_S, role=LinkRole.JOINING)
+        return peer, own_host, asyncio.run(answer)
+    except PeerError as error:
+        refusal = IdentityError if "certificate" in str(error) else PeersUnreachable
+        raise refusal(f"--join {address}: {escaped(str(error))}") from None
+
+
+def _toml(
+    region: str, address: str, peer: str, answer: PeerAnswer, *, flags: Flags, assignments: Sequence[str] | None
+) -> str:
+    """The text of run.toml. Raises ConfigError: what the member shows can't be."""
+    from diloco_node.wire.envelope import settings_difference
+
+    run = answer.run
+    assert run is not None
+    sections = _shown_sections(peer, run)
+    addresses = {member.region: member.address or None for member in run.members if member.region != region}
+    place = next(member.address for member in run.members if member.region == region)
+    for name, host_port in addresses.items():
+        sections[f"regions.{name}"] = {} if host_port is None else {"address": json.dumps(host_port)}
+    sections[f"regions.{region}"] = {
+        **({"address": json.dumps(place)} if place else {}),
+        "joined": str(run.changes),
+        "admin_port": str(admin_ports({**addresses, region: place or None})[region]),
+    }
+    config = _loaded(_text(sections, ""), peer, flags, assignments)
+    for key, value, origin in config.rows():
+        if origin.startswith("--") and key != "run.init":
+            section, _, name = key.rpartition(".")
+            sections[section][name] = _absolute(key, value)
+    if config.settings_digest() != answer.hello.settings_digest:
+        ours = [f"{key}={value}" for key, value in config.shared_settings().items()]
+        difference = settings_difference(ours, answer.hello.settings) or "their digests differ"
+        raise ConfigError(f"{peer} runs with other settings than it shows, or another version: {difference}")
+    return _text(sections, f"# Written by diloco-node start --join {address}: the run as {peer} showed it.\n")
+
+
+def _shown_sections(peer: str, run: RunShown) -> Sections:
+    """The settings that a member shows. Raises ConfigError: one is none that regions share, or no single value."""
+    from diloco_node.config.resolve import is_joiner_setting
+
+    sections: Sections = defaultdict(dict)
+    for line in run.settings:
+        key, _, value = line.partition("=")
+        try:
+            is_value = tomllib.loads(f"value = {value}").keys() == {"value"} and len(value.splitlines()) == 1
+        except (ValueError, RecursionError):
+            is_value = False
+        if not is_value or not is_joiner_setting(key):
+            raise ConfigError(
+                f"{peer} shows {escaped(line[:80])}, which is no setting that regions share: install its version"
+            )
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    return sections
+
+
+def _loaded(text: str, peer: str, flags: Flags, assignments: Sequence[str] | None) -> NodeConfig:
+    """The settings of a run.toml before it is written. Raises ConfigError."""
+    with tempfile.TemporaryDirectory() as trial:
+        (Path(trial) / CONFIG_NAME).write_text(text)
+        try:
+            return load(Path(trial) / CONFIG_NAME, flags, assignments)
+        except ConfigError as error:
+            raise ConfigError(escaped(str(error)).replace(f"{trial}/", f"as {peer} shows it, ")) from None
+
+
+def _absolute(key: str, value: str) -> str:
+    """A flag's value as it is written: a path is taken from the folder of the command, not from that of run.toml."""
+    from diloco_node.config.sources import HUB
+
+    if key in PATH_SETTINGS:
+        return json.dumps(str(Path(json.loads(value)).absolute()))
+    if key == "data.paths":
+        return json.dumps([path if path.startswith(HUB) else str(Path(path).absolute()) for path in json.loads(value)])
+    return value
+
+
+def _text(sections: Sections, head: str) -> str:
+    tables = (
+        "\n".join([f"[{table}]", *(f"{name} = {value}" for name, value in rows.items())])
+        for table, rows in sections.items()
+    )
+    return head + "\n\n".join(tables) + "\n"

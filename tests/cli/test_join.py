@@ -1,0 +1,179 @@
+"""cli/join.py: a region learns its run from one member, which may show anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_node.cli import join
+from diloco_node.cli.join import join_run
+from diloco_node.cli.options import load
+from diloco_node.errors import ConfigError, DilocoError, IdentityError, PeersUnreachable
+from diloco_node.transport.authority import add_regions, init_run
+from diloco_node.wire.envelope import LinkRole
+from diloco_node.wire.run_shown import MemberShown, RunShown
+from tests.kit.transport_kit import RUN, Mesh, address, meshed
+
+SETTINGS = ('run.id="run1"', "run.steps=48", "model.dim=16", "rounds.sync_every=8")
+FLAGS = ("run.state_dir", "run.certs_dir", "regions.d.address", "regions.d.admin_port", "data.paths")
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
+    monkeypatch.chdir(tmp_path)
+    async with meshed(tmp_path) as mesh:
+        add_regions(tmp_path / "run", ["d"])
+        yield mesh
+
+
+def agreement() -> dict[str, Any]:
+    """The settings of the run and their digest, as a hello has them."""
+    tables: dict[str, list[str]] = {}
+    for line in SETTINGS:
+        key, _, value = line.partition("=")
+        table, _, name = key.partition(".")
+        tables.setdefault(table, []).append(f"{name} = {value}")
+    path = Path("shown.toml")
+    path.write_text("\n".join(f"[{table}]\n" + "\n".join(rows) for table, rows in tables.items()) + "\n[regions.a]\n")
+    config = load(path)
+    shared = tuple(f"{key}={value}" for key, value in config.shared_settings().items())
+    return {"settings_digest": config.settings_digest(), "settings": shared}
+
+
+def run_toml(text: str = "") -> str:
+    """Write the file, if there is a text; what is in it."""
+    path = Path("run.toml")
+    if text:
+        path.write_text(text)
+    return path.read_text() if path.exists() else ""
+
+
+def run_of(*members: str, settings: tuple[str, ...] = SETTINGS, changes: int = 3) -> RunShown:
+    """The run with these members; b is the only one that nobody can dial."""
+    places = tuple(MemberShown(name, "" if name == "b" else f"{name}.example:7400") for name in members)
+    return RunShown(settings, places, "a", changes)
+
+
+def trust_both(folder: Path, other: Path) -> None:
+    """Make certificates for d by an authority of its own, and have d trust that of another folder, too."""
+    init_run(folder, RUN, ["d"])
+    (folder / "d" / "ca.pem").write_bytes((other / "ca.pem").read_bytes() + (folder / "ca.pem").read_bytes())
+
+
+async def member(mesh: Mesh, show_run: Callable[[], RunShown]) -> str:
+    """The address of a running member that shows this run."""
+    options = {**agreement(), "show_run": show_run}
+    a, _ = await mesh.start("a", {"b": None}, **options)
+    return address(a)
+
+
+async def joined(place: str, *, region: str = "d", **flags: Any) -> None:
+    """Join by the member at an address, with the certificates of the run."""
+    values = {
+        f"regions.{region}.address": None,
+        **dict.fromkeys(FLAGS),
+        "run.certs_dir": "run",
+        **{key.replace("__", "."): flags[key] for key in flags},
+    }
+    pairs = {key: (f"--{key}", value) for key, value in values.items()}
+    await asyncio.to_thread(join_run, region, place, None, pairs)
+
+
+async def test_what_a_member_shows_becomes_the_run_toml_of_the_next_start(mesh: Mesh) -> None:
+    place = await member(mesh, lambda: run_of("a", "b", "d"))
+    await joined(place, regions__d__admin_port=7499, data__paths=["here.txt"])
+    settings = load(Path("run.toml"))
+    assert (settings.run.id, settings.run.steps, settings.rounds.sync_every, settings.model.dim) == ("run1", 48, 8, 16)
+    addresses = {name: section.address for name, section in settings.regions.items()}
+    assert addresses == {"a": "a.example:7400", "b": None, "d": "d.example:7400"}
+    assert (settings.regions["d"].joined, settings.regions["d"].admin_port, settings.regions["a"].joined) == (
+        3,
+        7499,
+        0,
+    )
+    assert settings.run.certs_dir == mesh.folder / "run"
+    assert settings.data.paths == (str(mesh.folder / "here.txt"),)
+    before = run_toml()
+    await joined(place)
+    assert run_toml() == before, "the next start with --join goes on with it"
+
+
+async def test_who_is_not_listed_says_how_to_be_and_waits(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(join, "POLL_S", 0.01)
+    answers = [run_of("a", "b"), run_of("a", "b"), run_of("a", "b", "d")]
+    place = await member(mesh, lambda: answers.pop(0))
+    await joined(place, regions__d__address="d.example:7400")
+    first, second = capsys.readouterr().err.splitlines()
+    assert "`diloco-node members add d a --address d.example:7400 --ca-key ca.key`. This waits for it" in first
+    assert "d is a member of run run1: run.toml is written" in second
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ((*SETTINGS, 'learner.preload=["os"]'), "which is no setting that regions share"),
+        ((*SETTINGS, 'run.state_dir="/"'), "which is no setting that regions share"),
+        ((*SETTINGS, 'model.lr=1e-3\n[learner]\npreload = ["os"]'), "which is no setting that regions share"),
+        ((*SETTINGS, "model.lr=" + "[" * 4000), "which is no setting that regions share"),
+        ((*SETTINGS, "rounds.heartbeat=7"), "rounds.heartbeat is 7"),
+        (
+            (*SETTINGS[:3], "rounds.sync_every=16"),
+            "with other settings than it shows, or another version: rounds.sync_every is 16 here, 8 there",
+        ),
+        (SETTINGS[1:], "run.id is not set"),
+    ],
+)
+async def test_settings_that_can_not_be_are_refused(mesh: Mesh, settings: tuple[str, ...], fault: str) -> None:
+    place = await member(mesh, lambda: run_of("a", "b", "d", settings=settings))
+    with pytest.raises(ConfigError, match=fault):
+        await joined(place)
+    assert run_toml() == ""
+
+
+async def test_each_wrong_way_is_one_line(mesh: Mesh, tmp_path: Path) -> None:
+    place = await member(mesh, lambda: run_of("a", "b", "d"))
+
+    async def refusal(kind: type[DilocoError], where: str = place, **flags: Any) -> str:
+        with pytest.raises(kind) as refused:
+            await joined(where, **flags)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    assert "nobody answers there" in await refusal(PeersUnreachable, "127.0.0.1:1")
+    assert "nobody answers there" in await refusal(PeersUnreachable, "nowhere.invalid:7400")
+    assert "--join is 'a': it must be" in await refusal(ConfigError, "a")
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        silent = asyncio.to_thread(lambda: server.accept()[0].close())
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        reasons = await asyncio.gather(refusal(PeersUnreachable, where), silent)
+        assert "no region of diloco-node" in reasons[0] or "nobody answers" in reasons[0]
+    assert "is missing" in await refusal(IdentityError, run__certs_dir="nowhere")
+    init_run(tmp_path / "other", "other", ["d"])
+    assert "of another authority than that of run other" in await refusal(IdentityError, run__certs_dir="other")
+    assert "a itself runs there already" in await refusal(ConfigError, region="a")
+    assert "was added at d.example:7400" in await refusal(ConfigError, regions__d__address="d2.example:7400")
+    measuring, _ = await mesh.start("c", {"d": None}, role=LinkRole.MEASURING)
+    assert "that is no training daemon" in await refusal(ConfigError, address(measuring))
+    run_toml('[run]\nid = "other"\n[regions.d]\n')
+    assert "run.toml is there already, of run other" in await refusal(ConfigError)
+
+
+async def test_a_settings_document_that_is_too_long_is_not_told(mesh: Mesh) -> None:
+    place = await member(mesh, lambda: run_of("a", "d", settings=("model.hf_args=" + "x" * 5000,)))
+    with pytest.raises(PeersUnreachable, match=r"can't be told .*: copy run\.toml from a region"):
+        await joined(place)
+
+
+async def test_a_certificate_of_the_run_is_needed_to_ask(mesh: Mesh, tmp_path: Path) -> None:
+    place = await member(mesh, lambda: run_of("a", "d"))
+    trust_both(tmp_path / "mixed", tmp_path / "run")
+    with pytest.raises(IdentityError, match="does not trust our certificate"):
+        await joined(place, run__certs_dir="mixed")

@@ -1,0 +1,110 @@
+"""A region that goes on alone: the entries that it writes, and the folders with which it can't."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, FinishedBody, GenesisBody, LeaderBody
+from diloco_node.daemon.lone_region import TERMS_AHEAD, go_on_alone, look_alone
+from diloco_node.daemon.manifest_file import save_manifest
+from diloco_node.errors import ConfigError, StorageError
+from diloco_node.storage.store import RegionStore
+from tests.kit.ledger_kit import a_round, disk_of
+from tests.kit.node_kit import MANIFEST
+
+REGIONS = ("a", "b", "c")
+FRAGMENTS = len(MANIFEST.fragments)
+TERM = 7
+
+
+def begin(folder: Path, bodies: Sequence[EntryBody] = (), *, is_own: bool = True) -> None:
+    """Leave the folder of region b with a ledger of these entries; `is_own`: which names this folder."""
+    folder.mkdir()
+    save_manifest(folder, MANIFEST)
+    with closing(RegionStore(folder)) as store:
+        store.load(FRAGMENTS)
+        disks = tuple(store.disk if name == "b" and is_own else disk_of(name) for name in REGIONS)
+        genesis = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, (bytes(32),) * FRAGMENTS, disks)
+        entries = list[Entry]()
+        for index, body in enumerate((LeaderBody("a"), genesis, *bodies), start=1):
+            entries.append(seal(index, TERM, entries[-1].hash if entries else ZERO_HASH, body))
+        store.persist(TERM, "", 0, entries)
+
+
+def sign(statement: bytes) -> bytes:
+    return b"signed " + statement
+
+
+def test_its_entries_remove_the_others_each_by_a_signature_of_its_own(tmp_path: Path) -> None:
+    begin(tmp_path / "b", [MembershipBody("d", "contributor", "d:1", b"of before")])
+    seen = look_alone(tmp_path / "b", "b")
+    facts = go_on_alone(tmp_path / "b", "b", "run", sign)
+    assert facts == seen
+    assert (facts.voters, facts.leavers, facts.index) == (REGIONS, ("a", "c", "d"), 3)
+    assert facts.addresses == {"a": "", "b": "", "c": "", "d": "d:1"}
+    with closing(RegionStore(tmp_path / "b")) as store:
+        recovered = store.load(FRAGMENTS)
+    assert not store.lost
+    assert recovered.term == TERM + TERMS_AHEAD
+    assert recovered.voted_for == "b"
+    roster = Roster({})
+    for entry in recovered.entries:
+        before, roster = roster, roster.after(entry)
+        if entry.index > facts.index:
+            assert isinstance(entry.body, MembershipBody)
+            assert entry.term == recovered.term
+            assert before.change_fault(entry.body) == ""
+            assert roster.signature == sign(roster.statement("run"))
+    assert (roster.names, roster.voters, roster.changes) == (("b",), ("b",), 4)
+    assert roster.disks == {"b": recovered.disk}
+
+
+def test_a_voter_without_a_folder_is_removed_first(tmp_path: Path) -> None:
+    begin(tmp_path / "b", [DiskNamedBody("c", b"")])
+    go_on_alone(tmp_path / "b", "b", "run", sign)
+    with closing(RegionStore(tmp_path / "b")) as store:
+        entries = store.load(FRAGMENTS).entries
+    assert [entry.body.region for entry in entries if isinstance(entry.body, MembershipBody)] == ["c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("bodies", "is_own", "words"),
+    [
+        ([MembershipBody("b", "contributor")], True, "b has no vote, so it may lack .* go on with one of a, c"),
+        ([MembershipBody("b", "former")], True, "b has no vote"),
+        ([], False, "names another folder of b than"),
+        ([DiskNamedBody("b", b"another".ljust(16))], True, "names another folder of b than"),
+        ([MembershipBody("a", "former"), MembershipBody("c", "former")], True, "b is the only member already"),
+        ([FinishedBody((0,) * FRAGMENTS, "asked")], True, "the run is finished"),
+        ([a_round(1)], True, "lacks the payload of version 1 of fragment 0, and nobody is left to fetch it from"),
+    ],
+)  # fmt: skip
+def test_a_folder_with_which_it_can_not_is_left_as_it_is(
+    tmp_path: Path, bodies: list[EntryBody], is_own: bool, words: str
+) -> None:
+    begin(tmp_path / "b", bodies, is_own=is_own)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir() if path.is_file()}
+    with pytest.raises(ConfigError, match=words):
+        go_on_alone(tmp_path / "b", "b", "run", sign)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir() if path.is_file()} == before
+
+
+def test_a_folder_before_the_run_in_use_or_damaged_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the run has not begun there"):
+        go_on_alone(tmp_path / "none", "b", "run", sign)
+    begin(tmp_path / "b")
+    with closing(RegionStore(tmp_path / "b")), pytest.raises(StorageError, match="in use by another daemon"):
+        go_on_alone(tmp_path / "b", "b", "run", sign)
+    ledger = tmp_path / "b" / "ledger.log"
+    damaged = ledger.read_bytes()[:-1] + b"?"
+    ledger.write_bytes(damaged)
+    with pytest.raises(StorageError):
+        go_on_alone(tmp_path / "b", "b", "run", sign)
+    assert ledger.read_bytes() == damaged, "it was not set aside"

@@ -1,0 +1,34 @@
+"""transport/peer_links.py: peers come while a transport runs, move, and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diloco_node.core.messages import RequestVoteReply
+from tests.kit.transport_kit import address, meshed
+
+
+async def test_a_peer_that_comes_is_linked_counted_and_shares_the_budget(tmp_path: Path) -> None:
+    async with meshed(tmp_path) as mesh:
+        a, at_a, b, _ = await mesh.pair()
+        c, at_c = await mesh.start("c", {"a": None})
+        a.follow({**a.addresses, "c": address(c)}, messages_per_s=900)
+        await at_a.until(lambda: at_a.is_up.get("c"))
+        assert sorted(a.budget_status()["peers"]) == sorted(a.peer_status()) == ["b", "c"]
+        assert a.send("c", RequestVoteReply(1, True, False, b""))
+        await at_c.until(lambda: at_c.messages)
+        assert at_a.is_up["b"], "the other link stays"
+        a.follow(a.addresses, {"c"})
+        assert (sorted(a.budget_status()["peers"]), sorted(a.addresses)) == (["b"], ["b"])
+        a.follow({"b": address(b), "c": address(c)})
+        assert sorted(a.budget_status()["peers"]) == ["b", "c"], "it was added again"
+
+
+async def test_a_peer_that_was_not_dialed_is_when_its_address_is_known(tmp_path: Path) -> None:
+    async with meshed(tmp_path) as mesh:
+        b, _ = await mesh.start("b", {"a": None})
+        a, at_a = await mesh.start("a", {"b": None})
+        a.follow({"b": "127.0.0.1:1"})
+        a.follow({"b": address(b)})
+        await at_a.until(lambda: at_a.is_up.get("b"))
+        assert a.peer_status()["b"].address == address(b)
