@@ -144,6 +144,7 @@ class ShardOrder:
             or not isinstance(number, int)
             or number < 0
         ):
-            raise ConfigError(f"data state {str(state)[:200]} has no positions: the checkpoint is of another version")
+            text = f"data state {str(state)[:150]} has no positions"
+            raise ConfigError(f"{text}: remove the folder learner/checkpoints, which is of another version")
         self.positions, self._pass = positions.cpu().numpy().copy(), number
         self._own, self._queue = (), []
