@@ -83,7 +83,7 @@ $(PROGRAM): pyproject.toml constraints.txt
 	touch $(PROGRAM)
 
 $(STAMP): $(PROGRAM)
-	$(PIP) --quiet --editable '.[dev,docs,hf,lightning,titan,tensorboard,trackio,wandb]'
+	$(PIP) --quiet --editable '.[dev,docs,hf,lightning,store,titan,tensorboard,trackio,wandb]'
 	touch $(STAMP)
 
 # Wheel and sdist in dist/. tests/deploy/test_release.py builds them the same way, installs the wheel in a clean environment and

@@ -55,7 +55,8 @@ def has_device() -> bool:
 
 def child(name: str, size: str) -> None:
     """Run one check here, and write each of its lines as JSON."""
-    from gpu_checks import Line, relay
+    from gpu_checks import relay
+    from gpu_lines import Line
     from gpu_model import HAS_DRIVER, SIZES
 
     if name in DRIVER_ALONE and not HAS_DRIVER:

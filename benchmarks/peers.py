@@ -15,8 +15,8 @@ of them in one round (`peers_learner`). In turns, each arm from its start:
 - cut: in the middle of a round the last region is cut off. What share of its steps it made meanwhile, and how long
   after the heal every region had finished a round: by itself, or it is told why not.
 
-Peers are installed into environments of their own below `--peers` at their first use. What can't be installed or ends
-is a row with the reason.
+Peers are installed into environments of their own below `--peers` at their first use, once: remove the folder to try
+again. What can't be installed or ends is a row with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -397,9 +397,11 @@ def _totals(arm: Arm) -> dict[str, float]:
 def window(
     arm: Arm, warm_up: set[int], before: Mapping[str, float], after: Mapping[str, float], *, seconds: float, rounds: int
 ) -> dict[str, Any]:
-    """Figures of the rounds between two totals."""
+    """Figures of the rounds between two totals. Raises ArmEnded: there are none."""
     each = {key: (after[key] - before[key]) / rounds for key in before}
     durations = [duration for number, duration in arm.rounds().items() if number not in warm_up]
+    if not durations:
+        raise ArmEnded("rounds went on, and nobody noted when they began")
     return {
         "rounds": rounds,
         "seconds": statistics.median(durations),
@@ -446,9 +448,8 @@ async def cut(arm: Arm, wire_bytes: float, seconds: float) -> dict[str, Any]:
     return {**outcome, "back_seconds": max(firsts) - healed_s}
 
 
-def run_all(options: argparse.Namespace, say: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Every arm on every link, in turns; a row for each."""
-    rows = []
+def run_all(options: argparse.Namespace) -> Generator[dict[str, Any], None, None]:
+    """Every arm on every link, in turns; a row for each, after its last turn."""
     for link, regions, size in itertools.product(options.links, options.regions, options.sizes):
         with tempfile.TemporaryDirectory(prefix="peers-") as name, network(link, regions, Path(name)) as net:
             turns: dict[str, list[dict[str, Any]]] = {arm: [] for arm in options.arms}
@@ -457,13 +458,11 @@ def run_all(options: argparse.Namespace, say: Callable[[dict[str, Any]], None]) 
                 for arm in options.arms if turn % 2 == 0 else reversed(options.arms):
                     folder = Path(name) / f"{arm}-{turn}"
                     folder.mkdir()
-                    cut_s = options.cut if turn == options.turns - 1 else 0.0
-                    turns[arm].append(run_arm(Arm(arm, net, folder), size, options, cut_s))
-        for arm, results in turns.items():
-            row = {"arm": arm, "link": link, "regions": regions, "parameters": size * SIDE * SIDE, **median(results)}
-            rows.append(row)
-            say(row)
-    return rows
+                    is_last = turn == options.turns - 1
+                    turns[arm].append(run_arm(Arm(arm, net, folder), size, options, options.cut if is_last else 0.0))
+                    if is_last:
+                        start = {"arm": arm, "link": link, "regions": regions, "parameters": size * SIDE * SIDE}
+                        yield {**start, **median(turns[arm])}
 
 
 def run_arm(arm: Arm, matrices: int, options: argparse.Namespace, cut_s: float) -> dict[str, Any]:
@@ -550,9 +549,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.peers.mkdir(parents=True, exist_ok=True)
     out = sys.stderr if options.json else sys.stdout
     print(HEAD, file=out)
-    rows = run_all(options, lambda row: print(line(row), file=out, flush=True))
-    if options.json:
-        print(json.dumps({"rounds": options.rounds, "steps": STEPS, "cpus": os.cpu_count(), "rows": rows}))
+    rows: list[dict[str, Any]] = []
+    try:
+        with contextlib.closing(run_all(options)) as results:
+            for row in results:
+                rows.append(row)
+                print(line(row), file=out, flush=True)
+    finally:
+        if options.json:  # also what there is when it is ended early
+            command = " ".join(arguments if arguments is not None else sys.argv[1:])
+            print(json.dumps({"date": time.strftime("%F"), "command": command, "cpus": os.cpu_count(), "rows": rows}))
     return 0
 
 

@@ -157,8 +157,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The rows of all kept rounds, in the order of links, regions, sizes and arms."""
     rows = {}
     for path in sorted(folder.glob("rounds*.json")):
-        for row in json.loads(path.read_text())["rows"]:
-            rows[row["link"], row["regions"], row["parameters"], row["arm"]] = row
+        result = json.loads(path.read_text())
+        for row in result["rows"]:
+            rows[row["link"], row["regions"], row["parameters"], row["arm"]] = {**row, "date": result["date"]}
     order = list(LABELS)
     return [
         rows[key] for key in sorted(rows, key=lambda key: (list(LINKS).index(key[0]), *key[1:3], order.index(key[3])))
@@ -203,6 +204,10 @@ def rounds_table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{start} {seconds} | {row['still_seconds']:.2f} | {row['wire_bytes'] / 1e6:.0f} | "
             f"{row['cpu_seconds']:.2f} | {cuts} |"
         )
+    loads = [row["load"] for row in rows if "load" in row]
+    if loads:
+        dates = sorted({row["date"] for row in rows})
+        lines += ["", f"{' and '.join(dates)}, load average {min(loads):.1f} to {max(loads):.1f}."]
     return "\n".join(lines).strip()
 
 
@@ -211,7 +216,7 @@ def after(cut: Mapping[str, Any]) -> str:
     if cut["back_seconds"] is None:
         return f"**{str(cut['reason']).replace('|', '/')}**"
     others = f"; others {cut['others']} rounds" if cut["others"] else ""
-    return f"{cut['made']:.0%}{others}; {cut['back_seconds']:.1f} s"
+    return f"{100 * cut['made']:.0f} %{others}; {cut['back_seconds']:.1f} s"
 
 
 def plots(folder: Path) -> dict[str, str]:

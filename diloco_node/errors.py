@@ -16,6 +16,7 @@
     +-- PeersUnreachable       nobody answers; exit code 5
     +-- StorageError           disk: full, damaged, in use; exit code 6
     |   +-- DiskRefused        full, read-only, failing: what is there stays as it is, and another try may go through
+    |   +-- StoreRefused       a bucket of copies: no credentials, no network, full
     |   +-- LedgerLost         entries that were durable can't be read any more, and the disk does not let go of its id
     |   +-- LedgerGone         the same, and the id is gone: the next process begins again as another folder
     +-- SupersededError        a newer process has this identity, or another version runs; exit code 7
@@ -149,6 +150,13 @@ class DiskRefused(StorageError):
 
     code = "E-DISK"
     remedy = "make room, remount the disk writable, or do what the message says; the daemon tries again by itself"
+
+
+class StoreRefused(StorageError):
+    """A bucket or its network refused. The message names the object, and what helps."""
+
+    code = "E-BUCKET"
+    remedy = "do what the message says, and give the command again: an earlier copy is untouched, half a copy is none"
 
 
 class LedgerLost(StorageError):

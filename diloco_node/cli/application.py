@@ -13,7 +13,20 @@ import typer
 from typer.core import TyperGroup
 
 from diloco_node import __version__
-from diloco_node.cli import certs, config, explain, init, ledger, members, orders, replay, start, status, why
+from diloco_node.cli import (
+    certs,
+    checkpoint,
+    config,
+    explain,
+    init,
+    ledger,
+    members,
+    orders,
+    replay,
+    start,
+    status,
+    why,
+)
 from diloco_node.cli.doctor.doctor_command import doctor
 from diloco_node.cli.export import export
 from diloco_node.cli.measure import measure_command
@@ -90,6 +103,7 @@ def operator_app() -> typer.Typer:
     app.command("ledger", rich_help_panel=LOOK)(ledger.ledger)
     app.command("replay", rich_help_panel=LOOK)(replay.replay)
     app.command("export", rich_help_panel=LOOK)(export)
+    app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=LOOK)
     app.command("help", rich_help_panel=LOOK)(explain.explain)
     app.command("drain", rich_help_panel=CHANGE)(orders.drain)
     app.command("finish", rich_help_panel=CHANGE)(orders.finish)

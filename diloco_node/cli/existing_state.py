@@ -45,6 +45,13 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
     return f"run {config.run.id} is finished in {region}: {escaped(record.finished or '')}. {_final(folder)}", []
 
 
+def full_place(init: str | None) -> str | None:
+    """`run.init` as it is from any folder: a URL stays as it is."""
+    from diloco_node.storage.object_store import is_url
+
+    return init if init is None or is_url(init) else str(Path(init).resolve())
+
+
 def _final(folder: Path) -> str:
     from diloco_node.daemon.run_record import FINAL_NAME
 
@@ -68,7 +75,7 @@ def _changes(config: NodeConfig, node_file: Path) -> list[str]:
     except (ConfigError, ValueError):
         return []
     init = config.run.init
-    if init is not None and (spec.init is None or init.resolve() != spec.init.resolve()):
+    if init is not None and (spec.init is None or full_place(init) != full_place(spec.init)):
         raise ConfigError(
             f"run.init is {init} ({config.origin('run.init')}), but run {config.run.id} has begun, and its last start "
             f"had {spec.init or 'none'}: leave it out, or begin a new run with another run.id and run.state_dir"

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from diloco_node import __version__
-from diloco_node.cli.places import run_folder
+from diloco_node.cli.places import copies_or_run
 from diloco_node.errors import ConfigError
 from diloco_node.integrations.weight_files import check_hub_name, has_weights
-from diloco_node.state_names import TRAINER_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from diloco_node.core.merge.fragments import Manifest
     from diloco_node.daemon.export_source import MergedModel
     from diloco_node.integrations.hf_export import SavedModel
 
@@ -36,15 +35,23 @@ class ExportType(StrEnum):
     FLOAT16 = "float16"
 
 
+class ExportForm(StrEnum):
+    """Files of the folder."""
+
+    HF = "hf"
+    DCP = "dcp"
+
+
 def export(
     *,
     place: Annotated[
         str,
         typer.Argument(
-            metavar="REGION|STATE-FOLDER", help="A region of run.toml, its state folder, or that of all regions."
+            metavar="REGION|STATE-FOLDER|COPIES",
+            help="A region of run.toml, its state folder, that of all regions, or where copies are: a URL or a folder.",
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write, or a URL such as s3://BUCKET/NAME.")],
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE", help="The model's config.json, where a script of your own trains it."),
@@ -55,6 +62,9 @@ def export(
             "--base", metavar="FOLDER", help="A saved model: config, tokenizer and what is not merged come from it."
         ),
     ] = None,
+    form: Annotated[
+        ExportForm, typer.Option("--format", help="For `from_pretrained`, or for torch.distributed.checkpoint.")
+    ] = ExportForm.HF,
     dtype: Annotated[ExportType, typer.Option("--dtype", help="Type of the tensors.")] = ExportType.FLOAT32,
     version: Annotated[
         int | None,
@@ -65,34 +75,29 @@ def export(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export in OUT.")] = False,
 ) -> None:
-    """Write the merged model as a folder for `from_pretrained`: final, newest on disk, or an earlier version.
+    """Write the merged model as a folder: final, newest on disk, or an earlier version; of copies the newest one.
 
     Nothing in the region's folder is changed, and a daemon may run on it.
     """
     from diloco_node.core.merge.adapter_names import has_adapters
-    from diloco_node.daemon.export_source import read_merged, read_merged_past
-    from diloco_node.daemon.run_files import region_folders
     from diloco_node.integrations.adapter_export import save_adapter
+    from diloco_node.integrations.dcp_export import save_dcp
     from diloco_node.integrations.hf_export import save_model
-    from diloco_node.storage.new_folder import new_folder
 
-    _check_out(out, is_forced=force)
-    if version is not None and step is not None:
-        raise ConfigError("--version and --step both name an earlier model: give one of them")
-    source_folder = run_folder(place, None)
-    if version is None and step is None:
-        model = read_merged(region_folders(source_folder)[0])
-    else:
-        model = read_merged_past(source_folder, version=version, step=step)
-    is_adapter = has_adapters(model.tensors)
-    document, source = ({}, None) if is_adapter else _model_source(model.folder, model.manifest, config, base)
+    model = _read_model(place, version, step)
+    is_dcp, is_adapter = form is ExportForm.DCP, has_adapters(model.tensors)
+    if is_dcp and (config or base) is not None:
+        raise ConfigError("--config and --base are for --format hf: a distributed checkpoint has tensors only")
+    document, source = ({}, None) if is_adapter or is_dcp else _model_source(model, config, base)
     weights = source if source is not None and (base is not None or has_weights(source)) else None
-    with new_folder(out, is_forced=force) as fresh:
-        if is_adapter:
+    with _new_export(out, is_forced=force) as fresh:
+        if is_dcp:
+            result = save_dcp(fresh, model.tensors, dtype=dtype.value)
+        elif is_adapter:
             result = save_adapter(fresh, model.tensors, config or base, dtype=dtype.value)
         else:
             result = save_model(fresh, model.tensors, document, base=weights, tokenizer=source, dtype=dtype.value)
-        report = as_document(model, result)
+        report = as_document(model, result, _file_digests(fresh))
         (fresh / REPORT_NAME).write_text(json.dumps(report, indent=2) + "\n")
     typer.echo(report_line(report, out))
     if result.is_plain:
@@ -103,20 +108,77 @@ def export(
         raise typer.Exit(1)
 
 
-def _check_out(out: Path, *, is_forced: bool) -> None:
-    """Refuse to replace a folder that is no export: --force on a wrong path would remove a region's state."""
-    is_used = out.is_dir() and any(out.iterdir())
-    if is_used and is_forced and not (out / REPORT_NAME).is_file():
-        raise ConfigError(f"{out} has no {REPORT_NAME}: --force replaces earlier exports only; name another folder")
+def _read_model(place: str, version: int | None, step: int | None) -> MergedModel:
+    """Read the model that the options name. Raises ConfigError: they name two."""
+    from diloco_node.daemon.checkpoint_copies import copies_at
+    from diloco_node.daemon.export_source import read_merged, read_merged_past
+    from diloco_node.daemon.run_files import region_folders
+
+    if version is not None and step is not None:
+        raise ConfigError("--version and --step both name an earlier model: give one of them")
+    source = copies_or_run(place)
+    if version is None and step is None and copies_at(source) is None:
+        return read_merged(region_folders(Path(source))[0])
+    return read_merged_past(source, version=version, step=step)
 
 
-def _model_source(
-    folder: Path, manifest: Manifest, config: Path | None, base: Path | None
-) -> tuple[dict[str, Any], str | None]:
+@contextmanager
+def _new_export(out: str, *, is_forced: bool) -> Iterator[Path]:
+    """Hand out an empty folder to fill, which takes the name at the end of the block, or is sent to the URL.
+
+    Raises ConfigError: something is there that is no export: --force on a wrong path would remove a region's state.
+    """
+    import numpy as np
+
+    from diloco_node.storage.new_folder import new_folder
+    from diloco_node.storage.object_store import folder_of, open_objects
+
+    folder = folder_of(out)
+    if folder is None:
+        objects = open_objects(out)
+        names = objects.sizes().keys()
+    else:
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if names and is_forced and REPORT_NAME not in names:
+        raise ConfigError(f"{out} has no {REPORT_NAME}: --force replaces earlier exports only; give another name")
+    if folder is not None:
+        with new_folder(folder, is_forced=is_forced) as fresh:
+            yield fresh
+        return
+    if names and not is_forced:
+        raise ConfigError(f"{out} is there and not empty: give another URL, or add --force to replace it")
+    with TemporaryDirectory(prefix="diloco-export-") as fresh_name:
+        yield Path(fresh_name)
+        paths = {path.relative_to(fresh_name).as_posix(): path for path in _files(Path(fresh_name))}
+        for name in sorted(names, key=lambda name: name != REPORT_NAME):
+            objects.remove(name)
+        # The report comes last: without it the files at the URL are no export.
+        for name in sorted(paths, key=lambda name: name == REPORT_NAME):
+            objects.write(name, [np.memmap(paths[name], np.uint8, "r").data] if paths[name].stat().st_size else [])
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _file_digests(folder: Path) -> dict[str, dict[str, Any]]:
+    """Bytes and BLAKE3 of each file, by its path in the folder."""
+    from blake3 import blake3
+
+    return {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "blake3": blake3(max_threads=1).update_mmap(path).hexdigest(),
+        }
+        for path in _files(folder)
+    }
+
+
+def _model_source(model: MergedModel, config: Path | None, base: Path | None) -> tuple[dict[str, Any], str | None]:
     """The model's config, and the folder or name of the model that it began with, if there is one."""
     from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 
-    trainer = read_object(folder / TRAINER_NAME).get("model", {}) if (folder / TRAINER_NAME).is_file() else {}
+    trainer = model.trainer
     name = trainer.get("hf")
     source = str(base) if base is not None else name
     if config is not None or base is not None:
@@ -126,10 +188,8 @@ def _model_source(
         # The recipe trains a causal language model, whatever head the folder was saved with.
         config_values = read_config(Path(name)) if Path(name).is_dir() else _hub_config(name)
         return {key: value for key, value in config_values.items() if key != "architectures"}, source
-    shape = ModelSettings(
-        **{field.name: trainer[field.name] for field in fields(ModelSettings) if field.name in trainer}
-    )
-    if trainer and {spec.name: spec.shape for spec in manifest.tensors} == parameter_shapes(shape):
+    shape = ModelSettings(**{field: value for field, value in trainer.items() if field != "hf"})
+    if trainer and {spec.name: spec.shape for spec in model.manifest.tensors} == parameter_shapes(shape):
         return hf_config(shape), None
     raise ConfigError(
         "a training script of your own trains this model, so its config.json is not known here: add --config FILE, or "
@@ -149,24 +209,15 @@ def _hub_config(name: str) -> dict[str, Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """A config.json, or that of a folder. Raises ConfigError: it is none."""
+    from diloco_node.daemon.export_source import read_object
+
     config = read_object(path / CONFIG_NAME if path.is_dir() else path)
     if not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{path} has no model_type: give the config.json that save_pretrained writes")
     return config
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError: it can't be read, or is something else."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path} is no JSON object")
-    return document
-
-
-def as_document(model: MergedModel, result: SavedModel) -> dict[str, Any]:
+def as_document(model: MergedModel, result: SavedModel, files: Mapping[str, Any]) -> dict[str, Any]:
     """export.json; docs/export.md describes its fields."""
     return {
         "diloco_node": __version__,
@@ -180,10 +231,11 @@ def as_document(model: MergedModel, result: SavedModel) -> dict[str, Any]:
         "manifest_digest": model.manifest.digest,
         "merged": len(model.tensors),
         "kept": list(result.unmerged),
+        "files": files,
     }
 
 
-def report_line(report: Mapping[str, Any], out: Path) -> str:
+def report_line(report: Mapping[str, Any], out: str) -> str:
     """For people: the contents of the folder."""
     versions = report["versions"]
     state = "finished" if report["is_final"] else "in mid-run"

@@ -8,6 +8,7 @@ import itertools
 import json
 import shlex
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -195,7 +196,8 @@ def _is_loopback(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return host.lower().rstrip(".").endswith(LOOPBACK)
+        name = host.lower().rstrip(".")
+        return name.endswith(LOOPBACK) or name.partition(".")[0] == socket.gethostname().lower().partition(".")[0]
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 

@@ -138,7 +138,8 @@ def _body_words(entry: Entry) -> str:
             words = f"goes on to {body.steps_max or 'any number of'} steps, {body.tokens_max or 'any number of'} tokens"
         case types.DiskNamedBody() as body:
             disk = f"folder {_short(body.disk)}" if body.disk else "no folder that counts"
-            words = f"{body.region} is expelled" if body.disk == types.EXPELLED else f"{body.region} has {disk}"
+            states = {types.EXPELLED: "is expelled", types.EVICTED: "was away for long, and has no vote"}
+            words = f"{body.region} {states.get(body.disk, f'has {disk}')}"
         case types.RevokedBody() as body:
             words = f"certificate {_short(body.certificate)} of {body.region}"
         case MembershipBody() as body:

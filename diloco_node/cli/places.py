@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 CONVENTION: Final = "give a region of run.toml, as us-east, or its state folder, as state/us-east"
 
+_URL_MARK: Final = "://"
+
 RegionArgument = Annotated[
     str | None,
     typer.Argument(
@@ -114,6 +116,11 @@ def run_folder(place: str | None, config: Path | None) -> Path:
         return Path(place)
     settings = _settings(place, config, NODE_NAME)
     return settings.run.state_dir if place is None else settings.state_dir(place)
+
+
+def copies_or_run(place: str) -> str | Path:
+    """The URL or folder that has copies or regions: a region of run.toml has a folder."""
+    return place if _URL_MARK in place else run_folder(place, None)
 
 
 def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:

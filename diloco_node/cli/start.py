@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from diloco_node.cli.existing_state import check_begun
+from diloco_node.cli.existing_state import check_begun, full_place
 from diloco_node.cli.options import ConfigOption, SetOption, load
 from diloco_node.errors import BindError, ConfigError, StorageError
 from diloco_node.integrations.weight_files import check_hub_name
@@ -70,7 +70,7 @@ def start(
     preload: Annotated[
         str | None, typer.Option("--preload", metavar="MODULE,...", help="Imported once; restarted learners fork.")
     ] = None,
-    init: Annotated[Path | None, typer.Option("--init", metavar="FILE", help="First parameters, safetensors.")] = None,
+    init: Annotated[str | None, typer.Option("--init", metavar="FILE", help="First parameters, safetensors.")] = None,
     on_spike: Annotated[
         str | None,
         typer.Option("--on-spike", metavar="warn|rollback", help="When the loss leaves its range for several steps."),
@@ -210,7 +210,7 @@ def check_init(config: NodeConfig) -> None:
         )
     from diloco_node.daemon.effects.initial_files import check_initial
 
-    check_initial(path)
+    check_initial(Path(path))
 
 
 def check_trackers(config: NodeConfig) -> None:
@@ -290,7 +290,8 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         trainer_file.write_text(json.dumps(trainer_settings(config), indent=1) + "\n")
     except OSError as error:
         raise StorageError(
-            f"state folder {folder} can't be written ({error.strerror or error}): make it writable, or set --state-dir"
+            f"state folder {folder} can't be written ({error.strerror or error}): make room, make it writable, or set "
+            "--state-dir"
         ) from error
     return SupervisorSpec(
         region=region,
@@ -398,7 +399,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         settings_shown=tuple(config.rows()),
         shared_settings=tuple(f"{key}={value}" for key, value in config.shared_settings().items()),
         joiner_settings=tuple(f"{key}={value}" for key, value in config.joiner_settings().items()),
-        init=config.run.init.absolute() if config.run.init is not None else None,
+        init=full_place(config.run.init),
         # Regions must draw different election timeouts from one seed of the run.
         seed=int.from_bytes(hashlib.sha256(f"{config.run.seed}/{region}".encode()).digest()[:4], "big"),
     )

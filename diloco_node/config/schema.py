@@ -71,9 +71,10 @@ class RunSection(Section):
         "the disk is elsewhere; a new run beside an old one",
     )
     certs_dir: Path = setting(Path("certs"), "folder that `certs init` made", "certificates lie elsewhere")
-    init: Path | None = setting(
+    init: str | None = setting(
         None,
-        "the first parameters: a safetensors file, a model's folder or index, or FOLDER@N: an earlier run's version N",
+        "the first parameters: a safetensors file, a model's folder or index, or an earlier run's version N: FOLDER@N, "
+        "or URL@N of a copy",
         "you go on from a model; regions start with other seeds",
         changes="new run",
     )

@@ -17,7 +17,8 @@ from diloco_node.errors import ConfigError
 ENV_PREFIX: Final = "DILOCO_"
 CONFIG_BYTES_MAX: Final = 1 << 20
 MODEL_KEY: Final = ("model", "hf")
-PATH_KEYS: Final = (("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), MODEL_KEY, ("data", "paths"))
+INIT_KEY: Final = ("run", "init")
+PATH_KEYS: Final = (("run", "state_dir"), ("run", "certs_dir"), INIT_KEY, MODEL_KEY, ("data", "paths"))
 HUB: Final = "hf:"
 """Prefix of a data path that is the name of a dataset (see `integrations.hf_recipe`)."""
 
@@ -135,7 +136,8 @@ def _take_from(folder: Path, tree: dict[str, Any], key: Key) -> None:
 def _path_from(folder: Path, value: str, key: Key) -> str:
     if key == MODEL_KEY:
         return folder_or_name(folder, value)
-    return value if value.startswith(HUB) or (not value and key[0] == "data") else str(folder / value)
+    is_no_path = value.startswith(HUB) or (not value and key[0] == "data") or (key == INIT_KEY and "://" in value)
+    return value if is_no_path else str(folder / value)
 
 
 def folder_or_name(folder: Path, value: str) -> str:

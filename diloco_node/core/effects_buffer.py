@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from diloco_node.core.events import Effect, Note, Send
 from diloco_node.core.messages import Message
@@ -31,6 +32,11 @@ class EffectBuffer:
             self.local.append(message)
         else:
             self._effects.append(Send(peer, message))
+
+    def send_all(self, peers: Iterable[str], message: Message) -> None:
+        """Send a message to each of these regions."""
+        for peer in peers:
+            self.send(peer, message)
 
     def note(self, kind: str, text: str, *, fragment: int = -1, version: int = -1, is_alarm: bool = False) -> None:
         """Add a line that says why."""

@@ -304,9 +304,10 @@ class FinishRequested:
 
 @dataclass(frozen=True, slots=True)
 class DiscardReported:
-    """Region to leader, repeated until they are in the ledger: steps of its learner that no merge will ever include.
+    """Region to all, repeated until they are in the ledger: steps of its learner that no merge will ever include.
 
-    They are those of a dead incarnation after its last inclusion, or were thrown away by `overwrite`.
+    Voters pass it on to the leader, which books what a majority can bear out. They are of a dead incarnation after its
+    last inclusion, or were thrown away by `overwrite`.
     """
 
     bodies: tuple[DiscardedBody, ...]

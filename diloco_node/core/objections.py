@@ -2,53 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from diloco_node.core.events import Effect
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery.versions import MISSING_ROUNDS, Versions
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discard_check import DiscardCheck
-from diloco_node.core.rounds.run_end import RunEnd
-from diloco_node.core.types import EntryBody
+from diloco_node.core.rounds.run_end import RunEnd, is_end
+from diloco_node.core.types import DiscardedBody, DiskNamedBody, EntryBody
+
+WORD_TIMEOUTS: Final = 16
+"""Lost steps wait for the word of a silent region for so many election timeouts: it may have died after its report."""
 
 
 class Objections:
-    """Asked after each event about the entries that wait (`LedgerState.missing_payloads`)."""
+    """Asked after each event about the entries that wait (`LedgerState.missing_payloads`).
 
-    def __init__(self, context: RoundContext, versions: Versions, end: RunEnd, ended: Mapping[int, int]) -> None:
-        self._versions, self._end, self._discards = versions, end, DiscardCheck(context, ended)
-        self._effects = context.effects
+    Attributes:
+        discards: hears the reports of lost steps.
+    """
+
+    def __init__(
+        self,
+        context: RoundContext,
+        versions: Versions,
+        end: RunEnd,
+        lives: Mapping[int, int],
+        leader: Callable[[], str],
+    ) -> None:
+        self._versions, self._end, self.discards = versions, end, DiscardCheck(context, lives, leader)
+        self._effects, self._absence = context.effects, context.liveness.absence
+        # An eviction that is taken all the same.
+        self._believed: EntryBody | None = None
         # An end is doubted for so long: if others knew a reason for it, a majority would have it by then.
         self._patience_ns = context.settings.election_timeout_ns
-        # Since when the end that waits is doubted; None: none is.
-        self._doubted_ns: int | None = None
+        # Whose lost steps wait (empty: another entry does), and since when; None: nothing that is doubted does.
+        self._doubted: tuple[str, int] | None = None
+        # What the disk held at the start was acknowledged before.
+        self._is_starting = True
 
     def doubt(self, body: EntryBody, *, now_ns: int) -> str:
         """Return why this region does not acknowledge an entry now; empty if it may. Once it may, it may for ever."""
-        return self._end.doubt(body, now_ns=now_ns) or self._discards.doubt(body, now_ns=now_ns)
+        if self._is_starting:
+            return ""
+        return self._reason_to_wait(body, now_ns) or self.discards.doubt(body, now_ns=now_ns)
+
+    def _reason_to_wait(self, body: EntryBody, now_ns: int) -> str:
+        """Return why an entry may be wrong, which others may know better."""
+        absence_doubt = "" if body == self._believed else self._absence.doubt(body, now_ns=now_ns)
+        return self._end.doubt(body, now_ns=now_ns) or absence_doubt
 
     def raise_against(self, ledger: LedgerCore, *, now_ns: int) -> list[Effect]:
         """Refuse an entry that is not what it says, and its leader; take it if a majority has committed it."""
         effects: list[Effect] = []
-        since_ns, self._doubted_ns = self._doubted_ns, None
+        self._is_starting = False
+        doubted, self._doubted = self._doubted, None
         for body in ledger.missing_payloads(rounds_max=MISSING_ROUNDS):
-            fault = self._versions.payload_fault(body) or self._discards.fault(body, now_ns=now_ns)
-            end_doubt, doubt = self._end.doubt(body, now_ns=now_ns), self.doubt(body, now_ns=now_ns)
+            name = body.learner if isinstance(body, DiscardedBody) else ""
+            since_ns = doubted[1] if doubted and doubted[0] == name else now_ns
+            waited_ns = now_ns - since_ns
+            is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
+            fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_late, now_ns=now_ns)
+            waits, doubt = self._reason_to_wait(body, now_ns), self.doubt(body, now_ns=now_ns)
             if not fault and not doubt:
+                if isinstance(body, DiscardedBody | DiskNamedBody):
+                    effects += ledger.payload_arrived(now_ns=now_ns)  # it was doubted before
                 continue
-            if not ledger.is_staged(body):
-                self._effects.note("committed", f"taken all the same: {fault or doubt}", is_alarm=bool(fault))
+            is_silent = isinstance(body, DiscardedBody) and is_late and not fault
+            if not ledger.is_staged(body) or is_silent:
+                if fault or waits or is_silent:
+                    self._effects.note("committed", f"taken all the same: {fault or doubt}", is_alarm=not waits)
                 self._versions.believe(body)
-                self._discards.believe(body)
-                if end_doubt:
+                self.discards.believe(body)
+                if is_end(body):
                     self._end.believe()
+                self._believed = body if isinstance(body, DiskNamedBody) else self._believed
                 effects += ledger.payload_arrived(now_ns=now_ns)
             elif fault:
-                self._discards.heed(body)
+                self.discards.heed(body)
                 return effects + ledger.refuse(body, fault, now_ns=now_ns)
-            elif end_doubt:
-                if since_ns is not None and now_ns - since_ns >= self._patience_ns:
-                    return effects + ledger.refuse(body, doubt, now_ns=now_ns)
-                self._doubted_ns = now_ns if since_ns is None else since_ns
+            elif waits and waited_ns >= self._patience_ns:
+                return effects + ledger.refuse(body, doubt, now_ns=now_ns)
+            else:
+                # What follows waits for it.
+                self._doubted = (name, since_ns)
+                break
         return effects

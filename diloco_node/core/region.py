@@ -32,11 +32,12 @@ from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
 from diloco_node.core.recovery.upkeep import Upkeep
 from diloco_node.core.recovery.versions import MISSING_ROUNDS, Versions
+from diloco_node.core.rounds.answers import BallotAnswer
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.leader import RoundLeader, RoundMessage
+from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.run_end import RunEnd
@@ -81,9 +82,7 @@ class RegionCore:
         silent_heartbeats: int = SILENT_HEARTBEATS,
         authority: Authority = no_authority,
     ) -> None:
-        self._region = region
-        self._manifest = manifest
-        self._settings = settings
+        self._region, self._manifest, self._settings = region, manifest, settings
         fragments = len(manifest.fragments)
         # The time of the last event, and of the next heartbeat.
         self._now_ns = self._next_beat_ns = now_ns
@@ -95,7 +94,6 @@ class RegionCore:
         if (base := recovery.base).index:
             self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
         run = (run_id, settings_digest, manifest.digest, founders_of(peers, region, self.history, recovery.entries))
-        names = self.history.roster.names
         self.versions = Versions(
             region=region,
             fragments=fragments,
@@ -105,10 +103,10 @@ class RegionCore:
             effects=self._effects,
             payload_versions=settings.payload_versions,
         )
-        self._fetches = Fetches(region=region, regions=names, effects=self._effects)
+        self._fetches = Fetches(region=region, regions=self.history.roster.names, effects=self._effects)
         self.liveness = Liveness(
             region=region,
-            regions=names,
+            regions=self.history.roster.names,
             heartbeat_ns=settings.heartbeat_ns,
             effects=self._effects,
             silent_heartbeats=silent_heartbeats,
@@ -123,10 +121,10 @@ class RegionCore:
             secret=secret,
         )
         progress = RunProgress(context)
-        self.end = RunEnd(context, self.versions, progress, (entry.body for entry in recovery.entries))
+        self.end = RunEnd(context, self.versions, progress)
         self.participant = RoundParticipant(context, self.versions)
-        self._discards = DiscardReporter(context)
-        self._objections = Objections(context, self.versions, self.end, self._discards.ended)
+        self._losses = DiscardReporter(context)
+        self._objections = Objections(context, self.versions, self.end, self._losses.ended, lambda: self.ledger.leader)
         witness = self.participant.audits.entry_fault
         check = EntryCheck(run, manifest, settings, witness=witness)
         self.ledger = LedgerCore(
@@ -161,11 +159,7 @@ class RegionCore:
             effects=self._effects,
         )
         self.replacement = DiskReplacement(
-            self.ledger,
-            self.history,
-            self.leader,
-            heartbeat_ns=settings.heartbeat_ns,
-            roster_fault=check.roster_fault,
+            self.ledger, self.history, self.leader, heartbeat_ns=settings.heartbeat_ns, roster_fault=check.roster_fault
         )
         self.farewell = Farewell(
             region=region,
@@ -186,7 +180,7 @@ class RegionCore:
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
-        self._participation = Participation(names, self.liveness)
+        self._participation = Participation(self.history.roster.names, self.liveness)
         self._participation.restore(self.history.rounds_included)
         self.history.followers = (self.liveness.follow, self._fetches.follow, self._participation.follow)
         self._patience = PayloadPatience(self.participant, settings)
@@ -382,9 +376,9 @@ class RegionCore:
         leader = self.ledger.leader
         if not leader or self.history.genesis is None or self.is_replaying:
             return
-        if bodies := self._discards.bodies():
+        if bodies := self._losses.bodies():
             self._beat(self._now_ns, only_to=leader)  # a report that bears them out comes first
-            self._effects.send(leader, msg.DiscardReported(bodies))
+            self._effects.send_all(self.history.roster.names, msg.DiscardReported(bodies))
         self.end.ask()
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
@@ -405,7 +399,11 @@ class RegionCore:
     def _round_message(self, peer: str, message: msg.Message, now_ns: int) -> None:
         if isinstance(message, msg.AuditDrawn):
             self.participant.audits.take(peer, message)
-        if isinstance(message, RoundMessage):
+        if isinstance(message, msg.DiscardReported):
+            self.leader.take_discards(
+                self._objections.discards.hear(peer, message.bodies, now_ns=now_ns), now_ns=now_ns
+            )
+        if isinstance(message, BallotAnswer):
             self.leader.on_answer(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):
             if (reason := self.end.take(peer, message, now_ns=now_ns)) is not None:
@@ -443,7 +441,7 @@ class RegionCore:
 
     def _learner_attached(self, event: ev.LearnerAttached, now_ns: int) -> None:
         status = event.status
-        self._discards.on_attach(status, event.trained_before)
+        self._losses.on_attach(status, event.trained_before)
         self._effects.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
         self.versions.learner_attached(status)
         self._learner_is(status, now_ns)
@@ -460,9 +458,9 @@ class RegionCore:
         self.liveness.own_learner(status, now_ns=now_ns)
         self.leader.on_status(self._region, now_ns=now_ns)
         self.participant.learner_changed(status)
-        self._discards.learner_changed(status)
+        self._losses.learner_changed(status)
         self.versions.learner_changed(status)
-        if self._discards.has_news():
+        if self._losses.has_news():
             self._repeat_requests()
         before = self._due
         self._due = frozenset() if status is None else due_fragments(status, sync_every=self._settings.sync_every)
@@ -495,5 +493,6 @@ class RegionCore:
             upkeep=self._upkeep,
             fetches=self._fetches,
             participation=self._participation,
+            overbooked=self._losses.overbooked(),
             now_ns=self._now_ns,
         )

@@ -252,6 +252,9 @@ class ExtendedBody:
 EXPELLED: Final = b"\xff" * DISK_ID_BYTES
 """In place of a folder's id: an operator has expelled the region."""
 
+EVICTED: Final = b"\xfe" * DISK_ID_BYTES
+"""In place of a folder's id: the region was away for long, and has no vote until it is back."""
+
 
 @dataclass(frozen=True, slots=True)
 class DiskNamedBody:
@@ -259,7 +262,7 @@ class DiskNamedBody:
 
     Attributes:
         disk: the folder's id; empty: none of this region, until a further entry names one; EXPELLED: none, until an
-            entry readmits the region.
+            entry readmits the region; EVICTED: none, and the voter counts for no majority, until an entry names one.
     """
 
     region: str

@@ -99,6 +99,7 @@ class RegionView:
         digest_differences: alarms about unequal bytes at equal versions; must be 0.
         contradictions: what peers hold or do that can't be in Raft beside this ledger; must be empty.
         wrong_leaders: (peer, reason) of each whose entries were refused; must be empty.
+        overbooked: steps that the ledger has as lost and that this region's learner never made; must be empty.
         is_ending: last rounds are being held. finished: the reason, once the run's end is committed, else empty.
         is_final: every fragment is at its final version and written.
         left_out: whom the leader leaves out of its ballots for a while, in which part, and why.
@@ -130,6 +131,7 @@ class RegionView:
     left_out: tuple[LeftOut, ...] = ()
     contradictions: tuple[str, ...] = ()
     wrong_leaders: tuple[tuple[str, str], ...] = ()
+    overbooked: str = ""
 
 
 class Participation:
@@ -204,7 +206,14 @@ def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[Rou
 
 
 def region_view(
-    core: RegionCore, *, region: str, upkeep: Upkeep, fetches: Fetches, participation: Participation, now_ns: int
+    core: RegionCore,
+    *,
+    region: str,
+    upkeep: Upkeep,
+    fetches: Fetches,
+    participation: Participation,
+    overbooked: str,
+    now_ns: int,
 ) -> RegionView:
     """See `RegionCore.view`."""
     ledger, history, leader, end = core.ledger, core.history, core.leader, core.end
@@ -233,6 +242,7 @@ def region_view(
         digest_differences=upkeep.digests.differences,
         contradictions=tuple(ledger.contradictions.values()),
         wrong_leaders=tuple(sorted(ledger.wrong_leaders.items())),
+        overbooked=overbooked,
         is_ending=leader.is_ending,
         finished="" if end.end is None else end.end.reason,
         is_final=end.is_final,

@@ -6,10 +6,11 @@ run itself: a fragment is on disk every `checkpoint_versions` versions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -19,15 +20,17 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.recovery.past_versions import PastVersion
 from diloco_node.core.recovery.replay_plan import find_end
 from diloco_node.core.types import Entry, RoundBody
+from diloco_node.daemon.checkpoint_copies import copies_at
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.daemon.parameters import join_fragments
 from diloco_node.daemon.run_files import region_folders
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.state_replay import read_past
-from diloco_node.errors import StorageError
+from diloco_node.errors import ConfigError, StorageError
+from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.numeric import F32
-from diloco_node.state_names import NODE_NAME
+from diloco_node.state_names import NODE_NAME, TRAINER_NAME
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.ledger_reader import LedgerReader
 from diloco_node.storage.store import RegionStore
@@ -41,6 +44,7 @@ class MergedModel:
     """The merged model of a run, as one region holds it.
 
     Attributes:
+        trainer: `[model]` of its trainer, as far as it is known.
         tensors: by name, float32, shaped; trainable ones only, tied ones once.
         versions: per fragment; empty: the run is over, and the ledger can't be read.
         tokens: merged up to these versions, the mean over the fragments; None: the ledger does not say.
@@ -48,7 +52,7 @@ class MergedModel:
         past: the version that was asked for by number or step; None: none was.
     """
 
-    folder: Path
+    trainer: Mapping[str, Any]
     run_id: str
     region: str
     manifest: Manifest
@@ -80,23 +84,50 @@ def read_merged(folder: Path) -> MergedModel:
         versions = tuple(version for version, _ in states)
         tensors = _assemble(manifest, [theta for _, theta in states])
     tokens = _tokens(*ledger, versions) if ledger and versions else None
-    return MergedModel(folder, spec.run_id, spec.region, manifest, tensors, versions, tokens, is_final)
+    return MergedModel(trainer_model(folder), spec.run_id, spec.region, manifest, tensors, versions, tokens, is_final)
 
 
-def read_merged_past(place: Path, *, version: int | None, step: int | None) -> MergedModel:
+def read_merged_past(place: str | Path, *, version: int | None, step: int | None) -> MergedModel:
     """Read the model as it was at a version of the run, or at the newest one up to a step.
 
     Args:
-        place: as for `region_folders`; the first region that has all it needs is taken.
+        place: copies; or as for `region_folders`: the first region that has all it needs is taken.
 
     Raises:
-        ConfigError, StorageError: as `state_replay.read_past`.
+        ConfigError, StorageError: as `state_replay.read_past`, or as `CheckpointCopies`.
     """
-    files, past, parameters = read_past(region_folders(place), version=version, step=step)
+    copies = copies_at(place)
+    if copies is not None:
+        copy = copies.find(version=version, step=step)
+        past = PastVersion(copy.version, copy.versions, copy.step, copy.tokens)
+        tensors = join_fragments(copy.manifest, copies.read(copy)[0])
+        return MergedModel(
+            copy.model, copy.run_id, copy.region, copy.manifest, tensors, past.versions, past.tokens, False, past
+        )
+    files, past, parameters = read_past(region_folders(Path(place)), version=version, step=step)
     spec, tensors = files.spec, parameters.full_tensors()
+    trainer = trainer_model(files.folder)
     return MergedModel(
-        files.folder, spec.run_id, spec.region, files.manifest, tensors, past.versions, past.tokens, False, past
+        trainer, spec.run_id, spec.region, files.manifest, tensors, past.versions, past.tokens, False, past
     )
+
+
+def trainer_model(folder: Path) -> dict[str, Any]:
+    """`[model]` of a region's trainer, as far as `export` needs it; empty: it is not known. Raises ConfigError."""
+    path = folder / TRAINER_NAME
+    model = read_object(path).get("model", {}) if path.is_file() else {}
+    return {name: model[name] for name in ("hf", *ModelSettings.__dataclass_fields__) if name in model}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError: it can't be read, or is something else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} is no JSON object")
+    return document
 
 
 def _newest(folder: Path, fragment: int) -> tuple[int, F32]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import MergeRule
@@ -18,12 +18,29 @@ MANIFEST_NAME: Final = "manifest.json"
 
 def save_manifest(state_dir: Path, manifest: Manifest) -> None:
     """Write tensors, number of fragments and digest; durable when this returns. Raises StorageError."""
-    document = {
+    replace_file(state_dir / MANIFEST_NAME, [(json.dumps(as_document(manifest), indent=1) + "\n").encode()])
+
+
+def as_document(manifest: Manifest) -> dict[str, Any]:
+    """Tensors, number of fragments and digest."""
+    return {
         "digest": manifest.digest,
         "fragments": len(manifest.fragments),
         "tensors": [[spec.name, list(spec.shape), spec.merge.value] for spec in manifest.tensors],
     }
-    replace_file(state_dir / MANIFEST_NAME, [(json.dumps(document, indent=1) + "\n").encode()])
+
+
+def manifest_of(document: Mapping[str, Any]) -> Manifest:
+    """The manifest of `as_document`, laid out again.
+
+    Raises:
+        DilocoError, ValueError, KeyError, TypeError, OverflowError: it is none, or lays out to another digest.
+    """
+    tensors = [TensorSpec(name, tuple(shape), MergeRule(merge)) for name, shape, merge in document["tensors"]]
+    manifest = build_manifest(tensors, document["fragments"])
+    if manifest.digest != document["digest"]:
+        raise ValueError(f"it names digest {str(document['digest'])[:16]}, its tensors give {manifest.digest[:16]}")
+    return manifest
 
 
 def load_manifest(state_dir: Path) -> Manifest | None:
@@ -41,18 +58,9 @@ def load_manifest(state_dir: Path) -> Manifest | None:
     except OSError as error:
         raise disk_error("read", path, error) from error
     try:
-        document = json.loads(data)
-        tensors = [TensorSpec(name, tuple(shape), MergeRule(merge)) for name, shape, merge in document["tensors"]]
-        manifest = build_manifest(tensors, document["fragments"])
-        digest = document["digest"]
+        return manifest_of(json.loads(data))
     except (DilocoError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DamagedFile(f"{path} is damaged ({error!r}); the learner lists its tensors again") from error
-    if manifest.digest != digest:
-        raise DamagedFile(
-            f"{path} names digest {str(digest)[:16]}, its tensors give {manifest.digest[:16]}; the learner lists its "
-            "tensors again"
-        )
-    return manifest
 
 
 def recover_manifest(state_dir: Path) -> tuple[Manifest | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Final
 from diloco_node.core.recovery.past_versions import PastVersion, ReachableVersions, past_versions
 from diloco_node.core.recovery.replay_plan import FragmentReplay
 from diloco_node.core.types import Entry, RoundBody
+from diloco_node.daemon.checkpoint_copies import copies_at
 from diloco_node.daemon.run_files import ARCHIVE_HINT, RunFiles, region_folders
 from diloco_node.daemon.run_record import FINAL_NAME, past_of
 from diloco_node.errors import ConfigError, StorageError
@@ -31,11 +33,18 @@ class PastRun:
         self.files = files = RunFiles.read(folder)
         entries = _committed_entries(files)
         self.past = past_versions(files.genesis, files.summary, files.base_index, entries)
+        self._payloads: dict[tuple[int, int], list[tuple[int, int, bytes]]] = defaultdict(list)
+        for fragment, version, digest in files.payloads:
+            self._payloads[fragment, version].append((fragment, version, digest))
         self._reachable = ReachableVersions(files.genesis, files.summary, entries, files.states, files.payloads)
 
     def lack(self, past: PastVersion) -> str:
         """Name the first file that is missing for a version; empty if none is."""
         return self._reachable.lack(past)
+
+    def payloads_of(self, past: PastVersion) -> list[tuple[int, int, bytes]]:
+        """The payloads on disk with which fragments came to a version."""
+        return [item for version in enumerate(past.versions) for item in self._payloads.get(version, ())]
 
     def plan(self, past: PastVersion) -> tuple[FragmentReplay, ...]:
         """How to compute a version that nothing lacks."""
@@ -55,17 +64,11 @@ def _committed_entries(files: RunFiles) -> tuple[Entry, ...]:
     return files.entries[: max(indexes, default=files.base_index) - files.base_index]
 
 
-def find_past(
-    folders: Sequence[Path], *, version: int | None = None, step: int | None = None
-) -> tuple[PastRun, PastVersion]:
-    """Find a version of the run in regions' folders.
-
-    Args:
-        folders: of one run, the one to prefer first. version: its number, or `step`: the newest one up to that step.
+def read_runs(folders: Sequence[Path]) -> list[PastRun]:
+    """Read those of a run's folders that can be read.
 
     Raises:
-        ConfigError: it is in the future, or gone; names the nearest that can be had. Folders are of several runs.
-        StorageError: no folder can be read.
+        ConfigError: they are of several runs. StorageError: none can be read.
     """
     runs, refusals = [], []
     for folder in folders:
@@ -75,14 +78,33 @@ def find_past(
             refusals.append(error)
     if not runs:
         raise refusals[0]
-    where = str(runs[0].files.folder) if len(folders) == 1 else f"the {len(folders)} regions' folders"
     if len({run.files.genesis for run in runs}) > 1:
         names = ", ".join(f"{run.files.folder} ({run.files.spec.run_id})" for run in runs)
         raise ConfigError(f"these folders are of several runs: {names}; give one region's folder")
+    return runs
+
+
+def find_past(
+    folders: Sequence[Path], *, version: int | None = None, step: int | None = None
+) -> tuple[PastRun, PastVersion]:
+    """Find a version of the run in regions' folders.
+
+    Args:
+        folders: of one run, the one to prefer first. version: its number, or `step`: the newest one up to that step.
+            Neither: the newest one that can be had.
+
+    Raises:
+        ConfigError: it is in the future, or gone; names the nearest that can be had. StorageError: as `read_runs`.
+    """
+    runs = read_runs(folders)
+    where = str(runs[0].files.folder) if len(folders) == 1 else f"the {len(folders)} regions' folders"
     past = {item.number: item for run in runs for item in run.past}
     if not past:
         raise ConfigError(f"{where}: no whole version is on disk yet")
     newest = past[max(past)]
+    available = sorted(item.number for item in past.values() if any(not run.lack(item) for run in runs))
+    if version is None and step is None:
+        version = max(available, default=newest.number)
     if version is None:
         assert step is not None
         version = max((item.number for item in past.values() if item.step <= step), default=min(past) - 1)
@@ -101,7 +123,6 @@ def find_past(
         lack = run.lack(past[version])
         if not lack:
             return run, past[version]
-    available = sorted(item.number for item in past.values() if any(not run.lack(item) for run in runs))
     if not available:
         raise ConfigError(f"{wish} is gone from {where}, as are all others: it lacks {lack}. {ARCHIVE_HINT}")
     nearest = min(available, key=lambda number: abs(number - version))
@@ -111,7 +132,7 @@ def find_past(
     )
 
 
-def check_past_init(init: Path) -> None:
+def check_past_init(init: str | Path) -> None:
     """Check that the version that `run.init` names can be had, if it names one. Nothing is computed.
 
     Raises:
@@ -119,8 +140,13 @@ def check_past_init(init: Path) -> None:
     """
     past = past_of(init)
     if past is not None:
+        place, version = past
         try:
-            find_past(region_folders(past[0]), version=past[1])
+            copies = copies_at(place)
+            if copies is not None:
+                copies.find(version=version)
+            else:
+                find_past(region_folders(Path(place)), version=version)
         except (ConfigError, StorageError) as error:
             raise ConfigError(f"run.init: {error}") from error
 

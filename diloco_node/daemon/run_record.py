@@ -19,6 +19,7 @@ from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import ConfigError, DilocoError, StorageError
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.ledger_reader import LedgerReader
+from diloco_node.storage.object_store import is_url
 
 FINAL_NAME: Final = "final.safetensors"
 """The final model, in the region's folder."""
@@ -101,12 +102,20 @@ def read_run_record(state_dir: Path) -> RunRecord | None:
         return None
 
 
-def past_of(init: Path) -> tuple[Path, int] | None:
-    """The folder and the version that `run.init` names; None: it is no `FOLDER@N`.
+def past_of(init: str | Path) -> tuple[str | Path, int] | None:
+    """The folder or URL, and the version that `run.init` names; None: it is no `FOLDER@N` and no `URL@N`.
 
     Raises:
-        ConfigError: a state folder without a version, or with something else behind the @.
+        ConfigError: a URL or a state folder without a version, or with something else behind the @.
     """
+    if is_url(init):
+        url, _, number = str(init).rpartition("@")
+        if url and number.isascii() and number.isdigit():
+            return url, int(number)
+        raise ConfigError(
+            f"run.init: {init}: a URL is that of copies, and the version comes after it, as in {init}@120"
+        )
+    init = Path(init)
     # A file that this user may not read is there; its reader says so.
     if os.path.lexists(init) or not os.access(init.parent, os.X_OK):
         if os.path.lexists(init / LEDGER_NAME):

@@ -63,7 +63,7 @@ class NodeSpec:
     supervisor_socket: Path
     settings: RunSettings
     settings_digest: str
-    init: Path | None = None
+    init: str | None = None
     seed: int = 0
     admin_host: str = "127.0.0.1"
     budget: BudgetPlan = BudgetPlan()  # noqa: RUF009 - frozen
@@ -107,7 +107,6 @@ class NodeSpec:
                 "settings_shown": tuple(tuple(row) for row in document.get("settings_shown", ())),
                 "shared_settings": tuple(document.get("shared_settings", ())),
                 "joiner_settings": tuple(document.get("joiner_settings", ())),
-                "init": None if document["init"] is None else Path(document["init"]),
                 "budget": BudgetPlan.from_plain(document["budget"]),
                 "config_file": None if document["config_file"] is None else Path(document["config_file"]),
             }

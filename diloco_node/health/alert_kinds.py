@@ -229,6 +229,13 @@ LEADER_WRONG: Final = AlertKind(
     "Compare its version and its machine's memory with the others'. If nothing explains it, expel it.",
     "diloco-node quarantine add {region} {own}",
 )
+OVERBOOKED: Final = AlertKind(
+    "A-OVERBOOKED",
+    Mark.WARNING,
+    "The ledger has steps as lost that this region's learner never made: a leader lied while few were there to object.",
+    "Start the learner again: its next life is merged. Then look for who led, and expel it.",
+    "diloco-node ledger {state}",
+)
 SETTINGS_DIFFER: Final = AlertKind(
     "A-SETTINGS-DIFFER",
     Mark.WARNING,

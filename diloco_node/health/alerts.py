@@ -201,6 +201,8 @@ def _rounds(document: Document) -> Iterator[Finding]:
     for entry in rows(document, "wrong_leaders"):
         line = f"entries of {text(entry, 'region')} were refused while it led: {text(entry, 'reason')}"
         yield _make(kinds.LEADER_WRONG, document, line, region=text(entry, "region"))
+    if text(document, "overbooked"):
+        yield _make(kinds.OVERBOOKED, document, text(document, "overbooked"))
     if text(document, "budget_warning"):
         yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
     elif document.get("role") == "leader" and (line := _lateness(document)):
@@ -324,7 +326,9 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
         reason = reason or f"exit code {exit_code:.0f}"
         return kinds.LEARNER_CRASHES, f"the learner's process ended: {reason}; {restarts:.0f} restarts"
     is_perhaps_witness = not process and not number(document, "inner_steps")
-    if text(document, "state") == "starting" or is_perhaps_witness:
+    # Before the first parameters it attaches only when all regions are there: those are what is missing.
+    is_first_start = state == "running" and not is_founded(document)
+    if text(document, "state") == "starting" or is_perhaps_witness or is_first_start:
         return None
     return kinds.LEARNER_MISSING, "no learner is attached"
 

@@ -269,7 +269,7 @@ class Diloco:
         assert self._watch is not None
         self._watch.check()
         self.tokens += self._crossed(self._boundaries.cross_step(tokens)).tokens
-        self._watch.note_writes()
+        self._watch.note_writes(self._boundaries.fragments.applied)
         if session is not None and session.is_report_due(started_ns):
             self._report(session)
 
@@ -287,7 +287,9 @@ class Diloco:
 
     def _check_open(self, call: str) -> None:
         if self._is_closed and self.is_attached:
-            raise LearnerError(f"{call} after the `with` block, after close(), or in a child: no learner is here")
+            raise LearnerError(
+                f"{call} after the end of the `with` block, after close(), or in a child: no learner is here"
+            )
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:
@@ -341,8 +343,8 @@ class Diloco:
     def own_state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
 
-        They are the model's parameters, and once the run's last merges have begun those from just before: what the
-        last rounds leave is the global parameters plus a few steps. Callers and errors: see `global_state_dict`.
+        Once the run's last merges have begun, those from just before: what they leave is the global parameters plus a
+        few steps. Callers and errors: see `global_state_dict`.
         """
         return model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.own_vectors)
 
@@ -359,15 +361,12 @@ class Diloco:
 
     @USABLE
     def settle(self, seconds: float) -> None:
-        """Go on taking versions for some time without stepping, to end on the run's last versions. All ranks call it.
-
-        Raises LearnerError: some rank does not.
-        """
+        """Go on taking versions for some time without stepping. All ranks call it, or LearnerError is raised."""
         if self._boundaries is not None and not self._is_closed:
             for boundary in self._boundaries.settle(seconds):
                 self._crossed(boundary)
             if self._watch is not None:
-                self._watch.note_writes()
+                self._watch.note_writes(self._boundaries.fragments.applied)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
@@ -463,7 +462,9 @@ class Diloco:
             )
         welcome = join(self._session, self._ranks, lambda: self._terminate.is_set)
         if welcome is None:
+            self.is_interrupted = self._terminate.is_set
             self._stop_if(True, "asked to stop before the daemon answered")
+            HERE.keep_all()
             if self._session is not None:
                 self._session.close(None)
                 self._session = None

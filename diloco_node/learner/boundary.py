@@ -124,25 +124,19 @@ class StepBoundaries:
 
     def _brought(self, tokens: int, *, has_orders: bool) -> Boundary:
         """Return what this rank brings to the agreement."""
-        fragments, session = self.fragments, self.session
-        boundary = Boundary(
+        fragments, session, checkpoints = self.fragments, self.session, self.checkpoints
+        return Boundary(
             tokens,
-            self.is_stopping(),
-            arrived=fragments.arrived(),
-            is_idle=self.checkpoints.is_idle,
-            written_step=self.checkpoints.written_step,
-            wants_end=bool(self.wish.reason),
-        )
-        if session is None:
-            return boundary
-        return replace(
-            boundary,
-            is_stopping=boundary.is_stopping or session.stop_reason is not None,
-            has_orders=has_orders,
-            wants_checkpoint=self.checkpoints.is_due and fragments.is_placed,
-            global_step=session.run_clock.global_step,
-            part=session.run_clock.part,
-            is_held=bool(session.hold_reason),
+            self.is_stopping() or (session is not None and session.stop_reason is not None),
+            has_orders,
+            session is not None and checkpoints.is_due and fragments.is_placed,
+            fragments.arrived(),
+            0 if session is None else session.run_clock.global_step,
+            None if session is None else session.run_clock.part,
+            checkpoints.is_idle,
+            checkpoints.written_step,
+            bool(self.wish.reason),
+            session is not None and bool(session.hold_reason),
         )
 
     def _carry_out(self, boundary: Boundary, orders: Orders) -> list[Answer]:

@@ -123,6 +123,11 @@ class LearnerLink:
         finally:
             self._write_lock.release()
 
+    @property
+    def may_have_commands(self) -> bool:
+        """Whether `commands` may yield or raise something; without the lock, which a boundary without any spares."""
+        return bool(self.waiting_commands) or self._arrived.is_set() or self._failure is not None
+
     def commands(self) -> Iterator[ToLearner]:
         """Return the daemon's commands since the last time, oldest first. Call with `lock` held.
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -64,6 +65,8 @@ REPORT_EVERY_NS: Final = 20_000_000
 the daemon a tenth of a millisecond."""
 
 STEP_TIME_DECAY: Final = 0.1
+
+_INCLUDED_STEP: Final = attrgetter("included_step")
 
 
 class StepTimer:
@@ -139,8 +142,11 @@ class LearnerSession:
         self._denied: SnapshotDenied | None = None
         # The script's wish for the end of the run: every daemon is told.
         self._end_wanted: EndWanted | None = None
-        # The next step that rounds may wait for; None: no step is news.
+        # The step that was reported last, by which the next one is found that rounds may wait for.
+        self._told_step = 0
+        # That one; None: no step is news. Of no use while `_is_news_old`.
         self._news_step: int | None = None
+        self._is_news_old = True
         # When the last report was due, by the clock of `step`.
         self._reported_ns = 0
         self.link = LearnerLink(socket, self._make_attach)
@@ -180,6 +186,8 @@ class LearnerSession:
         Raises:
             LearnerError: the daemon refuses this learner.
         """
+        if not self.link.may_have_commands:
+            return self._wants_initial_state
         with self.link.lock:
             requests = []
             for command in list(self.link.commands()):
@@ -283,10 +291,11 @@ class LearnerSession:
         Args:
             checkpoint_step: of the checkpoint that was saved last, once it is on disk; -1: it is not.
         """
-        checkpoint_step = max(checkpoint_step, self.place.checkpoint_step)
-        included_step = min((position.included_step for position in self.fragments.positions), default=0)
-        step = self.fragments.step
-        self._write_place(replace(self.place, step=step, included_step=included_step, checkpoint_step=checkpoint_step))
+        place, fragments = self.place, self.fragments
+        included_step = min(map(_INCLUDED_STEP, fragments.positions), default=0)
+        checkpoint_step = max(checkpoint_step, place.checkpoint_step)
+        pause = place.since_s, place.limit_s, place.activity
+        self._write_place(PlaceMark(place.pid, fragments.step, included_step, checkpoint_step, *pause))
 
     def pause(self, activity: str, *, since_s: float, limit_s: float) -> None:
         """Write that the loop makes no steps for a while, and why; an empty activity: it goes on."""
@@ -395,15 +404,19 @@ class LearnerSession:
 
     def is_report_due(self, now_ns: int) -> bool:
         """Whether to report this step: after a while, or if rounds may wait for it or one that was not reported."""
-        is_news = self._news_step is not None and self.fragments.step >= self._news_step
-        if is_due := is_news or now_ns - self._reported_ns >= REPORT_EVERY_NS:
+        if is_due := now_ns - self._reported_ns >= REPORT_EVERY_NS or self._is_news():
             self._reported_ns = now_ns
         return is_due
 
     def _note_news(self, reported_step: int) -> None:
-        assert self.welcome is not None
-        sync_every = self.welcome.sync_every
-        self._news_step = next_news_step(self.fragments.positions, reported_step, sync_every=sync_every)
+        self._told_step, self._is_news_old = reported_step, True
+
+    def _is_news(self) -> bool:
+        if self._is_news_old:
+            assert self.welcome is not None
+            sync_every, self._is_news_old = self.welcome.sync_every, False
+            self._news_step = next_news_step(self.fragments.positions, self._told_step, sync_every=sync_every)
+        return self._news_step is not None and self.fragments.step >= self._news_step
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a command from the daemon."""

@@ -39,31 +39,31 @@ CHUNK_VALUES: Final = 1 << 22
 def frozen_listing(tensors: ModelTensors, ranks: Ranks) -> bytes:
     """Return what `wire.frozen_listing` packs, of all ranks. All of them call it."""
     with torch.no_grad():
-        own_rows = [[name, *_parts(tensor)] for name, tensor in _frozen(tensors)]
+        own_rows = [[name, *_row(tensor)] for name, tensor in _constants(tensors)]
     rows: dict[str, tuple[str, list[int], dict[str, list[float]]]] = {}
     for text in ranks.all_bytes(json.dumps(own_rows).encode()):
         for name, kind, shape, box, figures in json.loads(text):
             # A part that several ranks hold counts once.
             rows.setdefault(name, (kind, shape, {}))[2].setdefault(str(box), [prod(box[1]), *figures])
-    return pack_frozen(place()[0], [_joined(name, *row) for name, row in rows.items()])
+    return pack_frozen(place()[0], [_tensor_of(name, *row) for name, row in rows.items()])
 
 
-def _joined(name: str, kind: str, shape: list[int], parts: Mapping[str, list[float]]) -> FrozenTensor:
-    volume, projection, square = (sum(column) for column in zip(*parts.values(), strict=True))
+def _tensor_of(name: str, kind: str, shape: list[int], boxes: Mapping[str, list[float]]) -> FrozenTensor:
+    volume, projection, square = (sum(column) for column in zip(*boxes.values(), strict=True))
     is_whole = volume == prod(shape)
     return FrozenTensor(name, kind, tuple(shape), projection if is_whole else nan, square**0.5 if is_whole else nan)
 
 
-def _frozen(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
+def _constants(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
     """Yield what is not merged and ought to be equal in all regions, with its name."""
-    model, merged = tensors.model, set(tensors.followed.values())
+    model, trainees = tensors.model, set(tensors.followed.values())
     for parameter, names in names_of(model).items():
-        if parameter not in merged and not _is_empty(parameter):
+        if parameter not in trainees and not _is_empty(parameter):
             yield names[0], parameter
-    running = {buffer for module in model.modules() for buffer in _running(module)}
+    statistics = {buffer for module in model.modules() for buffer in _statistics(module)}
     for name, buffer in buffers_of(model).items():
         is_known = buffer.is_floating_point() or (buffer.dtype in CODES and buffer.dim() >= MATRIX)
-        if is_known and buffer not in merged | running and not _is_empty(buffer):
+        if is_known and buffer not in trainees | statistics and not _is_empty(buffer):
             yield name, buffer
 
 
@@ -72,26 +72,26 @@ def _is_empty(tensor: Tensor) -> bool:
     return tensor.is_meta or not tensor.numel()
 
 
-def _running(module: nn.Module) -> list[Tensor]:
+def _statistics(module: nn.Module) -> list[Tensor]:
     if RUNNING & {kind.__name__ for kind in type(module).__mro__}:
         return [buffer for buffer in module._buffers.values() if buffer is not None]
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ == "SpectralNorm"]
     return [module._buffers[f"{hook.name}_{side}"] for hook in hooks for side in "uv"]  # type: ignore[misc,attr-defined]
 
 
-def _parts(tensor: Tensor) -> tuple[str, list[int], list[list[int]], list[float]]:
+def _row(tensor: Tensor) -> tuple[str, list[int], list[list[int]], list[float]]:
     """Return type, shape, and of the part on this rank its box, projection and square of its norm."""
     kind, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    whole = [[0] * len(shape), shape]
+    full_box = [[0] * len(shape), shape]
     values = local_part(tensor.data)
     if type(values) is not Tensor or values.layout != torch.strided:
-        return "packed", shape, whole, [nan, nan]
+        return "packed", shape, full_box, [nan, nan]
     try:
         boxes = boxes_of("", tensor)
     except LearnerError:
-        return kind, shape, whole, [nan, nan]
+        return kind, shape, full_box, [nan, nan]
     if not boxes:
-        return kind, shape, [whole[0], [0] * len(shape)], [0.0, 0.0]
+        return kind, shape, [full_box[0], [0] * len(shape)], [0.0, 0.0]
     return kind, shape, [list(boxes[0].offsets), list(boxes[0].sizes)], _figures(values, boxes[0].offsets)
 
 
@@ -99,12 +99,14 @@ def _figures(values: Tensor, offsets: tuple[int, ...]) -> list[float]:
     """Return projection and square of the norm of a part that begins at these offsets."""
     if not values.dim():
         values, offsets = values.view(1), (0,)
-    first, *further = (_signs(*axis) for axis in zip(range(values.dim()), offsets, values.shape, strict=True))
-    row_signs = reduce(torch.kron, further, torch.ones(1, device="cpu")).to(values.device)
+    row_axis, *axes = (_signs(*axis) for axis in zip(range(values.dim()), offsets, values.shape, strict=True))
+    row_signs = reduce(torch.kron, axes, torch.ones(1, device="cpu")).to(values.device)
     rows = max(1, CHUNK_VALUES // row_signs.numel())
     sums = []
-    for chunk, signs in zip(values.split(rows), first.to(values.device).split(rows), strict=True):
-        matrix = chunk.reshape(len(signs), -1).to(torch.float32)
+    first_signs = row_axis.to(values.device)
+    for start in range(0, len(values), rows):
+        signs = first_signs[start : start + rows]
+        matrix = values[start : start + rows].reshape(len(signs), -1).to(torch.float32)
         # Row by row, and by no product of matrices: both may be off by more than two regions may differ.
         square = torch.linalg.vector_norm(matrix, dim=1).square().sum()
         sums.append(torch.stack(((matrix.mul(row_signs).sum(1) * signs).sum(), square)))

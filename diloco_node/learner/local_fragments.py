@@ -28,7 +28,8 @@ from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.contribution_area import ContributionArea
 from diloco_node.learner.fragment_settings import FragmentSettings
-from diloco_node.learner.layouts.device import DeviceLane, Room, encodes_there, has_streams, page_locked
+from diloco_node.learner.layouts.device import DeviceLane, Room, encodes_there, has_streams
+from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.shard_map import ShardMap, join, whole_map
 from diloco_node.learner.layouts.slab_values import host_values
 from diloco_node.learner.layouts.tensors import ModelTensors
@@ -66,7 +67,7 @@ class LearnerFragments:
 
     Attributes:
         positions: per fragment. step, tokens: of this incarnation, at the last boundary.
-        carried_steps: sum over applies of the own steps kept; discounted: applies with lam below 1.
+        applied: versions written into the model. carried_steps: own steps kept at these. discounted: with lam below 1.
     """
 
     def __init__(
@@ -90,9 +91,8 @@ class LearnerFragments:
         # Steps and tokens of this incarnation; they grow at a boundary, before anything is carried out there.
         self.step = 0
         self.tokens = 0
-        # Only grow; for people.
-        self.carried_steps = 0
-        self.discounted = 0
+        # Only grow.
+        self.applied = self.carried_steps = self.discounted = 0
         # Per fragment the version in `_base` and what it includes; equal on all ranks.
         self.positions: list[FragmentPosition] = [UNATTACHED for _ in manifest.fragments]
         # None with a single rank.
@@ -370,7 +370,8 @@ class LearnerFragments:
     def arrived(self) -> tuple[int, ...]:
         """Fragments, ascending, of which this rank has all of a version that was begun."""
         self._worker.check()
-        return tuple(sorted(index for index, incoming in self._incoming.items() if incoming.arrived.is_set()))
+        coming = self._incoming.items()
+        return tuple(sorted(index for index, incoming in coming if incoming.arrived.is_set())) if coming else ()
 
     def apply(self, offer: VersionOffered, values: Tensor | None = None) -> OfferApplied:
         """`take` and `finish` at once, on all ranks. Waits for a device, and for other ranks."""
@@ -390,10 +391,8 @@ class LearnerFragments:
         Raises:
             LearnerError: the daemon names a snapshot that this learner does not have.
         """
-        incoming = self._incoming.pop(index)
-        offer = incoming.offered
-        version = offer.version
-        position = self.positions[index]
+        incoming, position = self._incoming.pop(index), self.positions[index]
+        offer, version = incoming.offered, incoming.offered.version
         if version <= position.base_version:
             return OfferApplied(index, position.base_version, position, 1.0, 0)
         snapshot = self._included(offer)
@@ -422,6 +421,7 @@ class LearnerFragments:
         if index in self._snapshots:
             self._resolve(self._snapshots[index])
         carry_factor = 1.0 if position.base_version < 0 else plan.carry_factor
+        self.applied += 1
         self.carried_steps += kept_steps
         self.discounted += carry_factor < 1.0
         return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps)

@@ -4,7 +4,8 @@
 - What else lives in the process: other modules whose values move, optimizers, gradient scalers, schedules, generators
   of NumPy and Python, and data loaders without a position. They are found by their classes among all objects.
 
-It looks at checkpoints number 1, 2, 4, 8 ...: the values compared are samples, and nothing waits for a device.
+It looks at checkpoints number 1, 2, 4, 8 ...: the values compared are samples, and nothing waits for a device. After
+the first one the process is searched only where it may have other objects than before (`learner.living_objects`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import compress
 from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,7 @@ from diloco_node.learner.generators import KeptGenerator
 from diloco_node.learner.layouts.names import plain_name
 from diloco_node.learner.layouts.shard_map import Box
 from diloco_node.learner.layouts.tensors import ModelTensors, boxes_of, is_sharded, local_part
+from diloco_node.learner.living_objects import LivingObjects
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import sample_of, stack
 from diloco_node.learner.several_optimizers import inner_of
@@ -78,11 +79,14 @@ class LoopState:
         # Samples as of attach(), by name; of other modules as of the first look at them.
         self._first = {name: sample_of(tensor) for name, tensor in self._unmerged().items()}
         self._modules: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
-        self._others(_living(nn.Module))
+        self._living = LivingObjects(*KINDS)
+        living = self._living.now()
+        self._others(living)
         # Generators and their states when seen first, by address: those that never move need no place.
         self._draws: dict[int, tuple[Any, str]] = {}
-        for item in _living(*GENERATORS):
-            self._has_drawn(item)
+        for item in living:
+            if isinstance(item, GENERATORS):
+                self._has_drawn(item)
         # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
         # tensors, and of the parts that modules outside of the model hold.
         self._copy: dict[tuple[str, Box | None], Tensor] = {}
@@ -95,13 +99,13 @@ class LoopState:
         self._looks += 1
         objects: list[str] = []
         if self._looks & (self._looks - 1) == 0:
-            living = _living(*KINDS)
+            living = self._living.search() if self._looks == 1 else self._living.now()
             self._compare(living)
             objects = [*self._objects(living)]
             del living
         if self._new(objects):
             gc.collect()  # an object that nobody has any more is not of the loop
-            objects = [*self._objects(_living(*KINDS))]
+            objects = [*self._objects(self._living.search())]
         changes = [name for name, count in self._changes.items() if int(count)] if self._change_sum.fresh() else []
         if names := self._new((*changes, *objects)):
             self._told |= set(names)
@@ -220,22 +224,6 @@ class LoopState:
                     yield f"the position of a {type(item).__name__}"
             elif not self._has_position and _is_under_way(item):
                 yield "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
-
-
-def _living(*kinds: type) -> list[Any]:
-    """All objects of these classes. By their type alone: `isinstance` would wake what only looks like one.
-
-    A process has some 300,000 objects, and the loop waits for this. So the classes are listed first, and no line of
-    Python runs for each object. Classes are compared by address: one with a metaclass of its own may lack a hash.
-    """
-    edge, classes = list(kinds), dict[int, type]()
-    while edge:
-        kind = edge.pop()
-        if id(kind) not in classes:
-            classes[id(kind)] = kind
-            edge += type.__subclasses__(kind)
-    objects = gc.get_objects()
-    return list(compress(objects, map(classes.__contains__, map(id, map(type, objects)))))
 
 
 def _of_process() -> list[object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class HeldOutLosses:
     @property
     def fields(self) -> dict[str, Any]:
         """As fields of a message."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def _number(loss: Tensor | float, name: str) -> float:

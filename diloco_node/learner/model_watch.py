@@ -27,9 +27,11 @@ from torch.optim import optimizer as optimizer_hooks
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.batch_norm import batch_norm_warning
+from diloco_node.learner.layouts.device import is_capturing
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of
+from diloco_node.learner.tensor_forms import TensorForms
 
 SAMPLE_VALUES: Final = 256
 """Values to compare of each tensor, spread over it: a tensor that is loaded differs in nearly all of them."""
@@ -52,9 +54,9 @@ FAR_AT_FIRST: Final = 0.5
 FAR: Final = 0.1
 """Change between two steps, in lengths of the values, that is a load and no constraint or noise."""
 
-_FORM: Final = attrgetter("dtype", "shape")
 _WRITES: Final = attrgetter("_version")
 _VALUES: Final = methodcaller("values")
+_TRAINS: Final = attrgetter("requires_grad")
 
 REMEDY: Final = (
     "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
@@ -68,7 +70,8 @@ class _OptimizerRecord:
 
     Attributes:
         size: parameters in its groups. tensors: those that are merged, by name.
-        writes: how often each was written to, when this learner or the optimizer did so last. steps: since `attach`.
+        writes: how often each was written to, when this learner or the optimizer did so last, and where the largest
+            lies. steps: since `attach`.
         largest: place of the largest of them.
         counted_steps: of the optimizer whose steps count, when this one's last step began.
         is_stepping: it is in a step: what it writes was not noted yet.
@@ -93,16 +96,37 @@ class _OptimizerRecord:
         self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
 
     def count_writes(self) -> list[int]:
-        return [*map(_WRITES, self.tensors.values())]
+        # `tensor.data = ...` counts nothing, but puts other memory in its place.
+        return [*map(_WRITES, self.tensors.values()), local_part(self._largest).data_ptr()]
 
     def take_sample(self) -> Tensor:
-        return sample_of([*self.tensors.values()][self.largest])
+        return sample_of(self._largest)
+
+    @property
+    def _largest(self) -> Tensor:
+        return [*self.tensors.values()][self.largest]
 
     def note(self) -> None:
         """Take the values as they are now: the optimizer, or this learner, has written them."""
         writes = self.count_writes()
         if writes != self.writes:
             self.writes, self.sample = writes, self.take_sample()
+
+
+class _Places:
+    """What modules hold, in their dictionaries, when this is made."""
+
+    def __init__(self, holders: list[dict[str, Any]]) -> None:
+        self._holders, self._sizes = holders, [*map(len, holders)]
+        # Half of a model's dictionaries are empty, and their sizes say whether they still are.
+        self._filled = [*filter(None, holders)]
+        self._values = [*chain.from_iterable(map(_VALUES, holders))]
+
+    @property
+    def are_same(self) -> bool:
+        """Whether they hold the same now."""
+        now = chain.from_iterable(map(_VALUES, self._filled))
+        return [*map(len, self._holders)] == self._sizes and all(map(is_, now, self._values))
 
 
 class ModelWatch:
@@ -124,11 +148,13 @@ class ModelWatch:
         self._counted = counted
         # Merged tensors and masters, with their names.
         self._names = tensors.names
-        self._forms = [*map(_FORM, self._names)]
-        self._present = set(tensors.present())
+        self._forms = TensorForms(self._names)
+        self._present = tensors.present()
         self._places = self._places_now()
         # Those that have made a step; None for one that trains something else.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OptimizerRecord | None] = WeakKeyDictionary()
+        # Parameters that an optimizer holds, and that get no gradients.
+        self._constants: set[Tensor] = set()
         followed = tensors.followed
         # Parameters and masters, but no buffers: a forward pass may change those before the first step.
         self._weights = {
@@ -142,6 +168,8 @@ class ModelWatch:
         # by this learner, and its values then.
         self._still_steps: int | None = 0
         self._counts, self._standing = self._counts_now(), self._written
+        # Those that this learner had written when it was asked last; -1: it was not.
+        self._versions = -1
         # Once True nothing more is said of writes.
         self._has_warned = False
         # Values that are not as `attach` wrote them, by tensor, and their sum, which may be on its way from a device.
@@ -184,8 +212,11 @@ class ModelWatch:
                 "float32 masters to attach(..., masters={name: tensor})"
             )
 
-    def note_writes(self) -> None:
-        """Say that this learner itself has written to the parameters."""
+    def note_writes(self, versions: int) -> None:
+        """Say how many versions this learner has written into the parameters so far."""
+        if versions == self._versions:
+            return
+        self._versions = versions
         self._note_records()
         if self._still_steps is not None and (counts := self._counts_now()) != self._counts:
             self._counts, self._standing = counts, [sample_of(tensor) for tensor in self._weights]
@@ -195,29 +226,31 @@ class ModelWatch:
             if record is not None and record.sample is not None:
                 record.note()
 
-    def _places_now(self) -> tuple[list[dict[str, Any]], list[int], list[Any]]:
-        """Return what the modules hold: the dictionaries themselves, their sizes, and the values of all."""
+    def _places_now(self) -> _Places:
         merge_tensors = set(self._tensors.followed.values())
         modules = [*self._tensors.model.modules()]
         holders: list[dict[str, Any]] = [
             holder for module in modules for holder in (module._parameters, module._modules)
         ]
         holders += [module._buffers for module in modules if not merge_tensors.isdisjoint(module._buffers.values())]
-        return holders, [*map(len, holders)], [*chain.from_iterable(map(_VALUES, holders))]
+        return _Places(holders)
 
     def _check_model(self) -> None:
-        forms = [*map(_FORM, self._names)]
-        if forms != self._forms:
-            entries = zip(self._names.values(), forms, self._forms, strict=True)
-            name, *pair = next(entry for entry in entries if entry[1] != entry[2])
-            now, before = (f"{dtype} of shape {tuple(shape)}" for dtype, shape in pair)
+        if difference := self._forms.difference():
+            number, before, now = difference
+            name = [*self._names.values()][number]
             raise LearnerError(f"{name!r} is {now} now, at attach() it was {before}. {REMEDY}")
-        holders, sizes, values = self._places
-        if [*map(len, holders)] == sizes and all(map(is_, chain.from_iterable(map(_VALUES, holders)), values)):
+        if self._places.are_same:
             return
         # The same tensors may be set again, as sharding does around a forward pass.
         check_not_replaced(self._tensors)
         present = self._tensors.present()
+        own_names = [name for name, tensor in self._present.items() if tensor in self._names]
+        if strays := [name for name in own_names if present.get(name) is not self._present[name]]:
+            raise LearnerError(
+                f"{strays[0]!r} was tied to {self._names[self._present[strays[0]]]!r} at attach(), and is another "
+                f"tensor now: this region would have it alone. {REMEDY}"
+            )
         new = [name for name in present if present[name].requires_grad and name not in self._present]
         if new:
             raise LearnerError(
@@ -244,7 +277,7 @@ class ModelWatch:
                 )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or _is_capturing():
+        if torch.compiler.is_compiling() or is_capturing():
             return
         record = self._record_of(optimizer)
         if record is None:
@@ -261,7 +294,7 @@ class ModelWatch:
             self._check_writes(record)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        record = None if torch.compiler.is_compiling() or _is_capturing() else self._optimizers.get(optimizer)
+        record = None if torch.compiler.is_compiling() or is_capturing() else self._optimizers.get(optimizer)
         if record is None:
             return
         record.note()
@@ -293,13 +326,14 @@ class ModelWatch:
         """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         record = self._optimizers.get(optimizer)
-        if optimizer in self._optimizers and (record is None or record.size == size):
+        is_thawed = any(map(_TRAINS, self._constants))
+        if optimizer in self._optimizers and (record is None or record.size == size) and not is_thawed:
             return record
         parameters = parameters_of(optimizer)
         # By the model as it is now: a layer that is unfrozen or new is in it, but is not followed.
         own_names = {parameter: name for name, parameter in self._tensors.present().items()}
-        alone = [own_names[parameter] for parameter in parameters if parameter in own_names.keys() - self._names.keys()]
-        if alone:
+        strangers = [parameter for parameter in parameters if parameter in own_names.keys() - self._names.keys()]
+        if alone := [own_names[parameter] for parameter in strangers if parameter.requires_grad]:
             raise LearnerError(
                 f"an optimizer trains {len(alone)} parameters of the model that attach() does not follow, such as "
                 f"{alone[0]!r}: then they were frozen, or absent, or no optimizer that attach() was given held them. "
@@ -307,6 +341,7 @@ class ModelWatch:
             )
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
         self._optimizers[optimizer] = _OptimizerRecord(size, tensors) if tensors else None
+        self._constants.update(strangers)
         return self._optimizers[optimizer]
 
     def _compare(self, *, is_trained: bool) -> None:
@@ -341,8 +376,9 @@ class ModelWatch:
         writes = record.count_writes()
         if record.sample is None or writes == record.writes:
             return
-        name = next(name for name, new, old in zip(record.tensors, writes, record.writes, strict=True) if new != old)
-        distance = float(torch.linalg.vector_norm(record.take_sample() - record.sample))
+        names = [*record.tensors, [*record.tensors][record.largest]]
+        name = next(name for name, new, old in zip(names, writes, record.writes, strict=True) if new != old)
+        distance = float(torch.linalg.vector_norm(record.take_sample().to(record.sample.device) - record.sample))
         if distance > FAR * float(torch.linalg.vector_norm(record.sample)):
             raise LearnerError(
                 f"{name!r}, and others, were changed between two steps by something else than their optimizer: weights "
@@ -350,7 +386,9 @@ class ModelWatch:
                 f"trained. {REMEDY}"
             )
         at = record.largest
-        is_restored = distance == 0.0 and writes[at] != record.writes[at]  # averages, or a climb, in and out again
+        is_moved = writes[-1] != record.writes[-1]
+        # Averages, or a climb, in and out again; or `model.to()`.
+        is_restored = distance == 0.0 and (is_moved or writes[at] != record.writes[at])
         if not self._has_warned and not is_restored:
             self._has_warned = True
             self._warn(
@@ -430,17 +468,15 @@ def _amount(tensors: Iterable[Tensor]) -> str:
 def sample_of(tensor: Tensor) -> Tensor:
     """Return some values of the part on this rank, spread over it: about SAMPLE_VALUES, float32; a copy."""
     values = local_part(tensor)
-    step = max(1, values.numel() // SAMPLE_VALUES)
-    flat = values.view(-1) if values.is_contiguous() else values.reshape(-1)
-    return flat[::step].to(torch.float32, copy=True)
+    count = values.numel()
+    step = max(1, count // SAMPLE_VALUES)
+    if not values.is_contiguous():
+        values = values.reshape(-1)
+    # In one call, for an optimizer's every step takes one: a slice of a flat view would be three.
+    return values.as_strided((-(-count // step),), (step,), values.storage_offset()).to(torch.float32, copy=True)
 
 
 def stack(scalars: Iterable[Tensor]) -> Tensor:
     """Return scalars, of one or more devices, as a tensor of float32 on the first one's."""
     values = list(scalars)
     return torch.stack([value.to(values[0].device, torch.float32) for value in values])
-
-
-def _is_capturing() -> bool:
-    """Whether a graph is being recorded: nothing may be read then, and the hooks of a replay are not called."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

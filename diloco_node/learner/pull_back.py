@@ -22,7 +22,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diloco_node.learner.layouts.device import LateNumbers, has_streams, page_locked
+from diloco_node.learner.layouts.device import LateNumbers, has_streams
+from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.shard_map import LocalFragment
 from diloco_node.learner.layouts.slab_values import host_values
 from diloco_node.learner.layouts.tensors import ModelTensors

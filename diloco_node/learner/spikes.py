@@ -7,6 +7,7 @@ is a hard batch: it is only logged. `IN_A_ROW` of them, one after the other, are
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from typing import Final
 
@@ -37,7 +38,9 @@ class SpikeWatch:
     def __init__(self, name: str, *, is_rolling_back: bool = False) -> None:
         self.in_a_row = self.not_finite = 0
         self._name, self._is_rolling_back = name, is_rolling_back
-        self._last: deque[float] = deque(maxlen=KEPT)
+        self._last: deque[float] = deque()
+        # The same values, the least first.
+        self._ascending: list[float] = []
 
     @property
     def wrong_in_a_row(self) -> int:
@@ -56,17 +59,23 @@ class SpikeWatch:
             return f"the {self._name} is {value}"
         self.not_finite = 0
         limit = self._limit()
-        self._last.append(value)
+        self._take(value)
         if value <= limit:
             self.in_a_row = 0
             return ""
         self.in_a_row += 1
         return f"the {self._name} is {value:.4g}, far above its range of late (up to {limit:.4g} is usual)"
 
+    def _take(self, value: float) -> None:
+        if len(self._last) == KEPT:
+            del self._ascending[bisect_left(self._ascending, self._last.popleft())]
+        self._last.append(value)
+        insort(self._ascending, value)
+
     def _limit(self) -> float:
-        if len(self._last) < SEEN_MIN:
+        ascending = self._ascending
+        if len(ascending) < SEEN_MIN:
             return math.inf
-        ascending = sorted(self._last)
         median = ascending[len(ascending) // 2]
         spread = max(ascending[len(ascending) * 9 // 10] - median, SPREAD_MIN * abs(median))
         return median + FAR * spread

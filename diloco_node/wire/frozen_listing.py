@@ -1,7 +1,7 @@
 """The tensors of a model that no merge makes equal, in short: regions that train on other ones name them.
 
-Frozen parameters and buffers never travel. Of each the type, the shape, its length and one projection on random signs
-do: two tensors at a relative distance d differ there by d lengths or so. Only words follow from it.
+Frozen parameters and buffers never travel. A listing has type, shape and length of each, and one projection on random
+signs: two tensors at a relative distance d differ there by d lengths or so. Only words follow from it.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def pack_frozen(index: int, tensors: Sequence[FrozenTensor]) -> bytes:
     Args:
         index: the region's place among those of the run.
     """
-    for rows in ([tensor.row() for tensor in tensors], _summed(tensors), None):
+    for rows in ([tensor.row() for tensor in tensors], _sums_by_name(tensors), None):
         listing = zlib.compress(json.dumps([index, rows], separators=(",", ":")).encode(), 9)
         if len(listing) <= LISTING_BYTES_MAX:
             break
     return listing
 
 
-def _summed(tensors: Sequence[FrozenTensor]) -> list[list[Any]]:
+def _sums_by_name(tensors: Sequence[FrozenTensor]) -> list[list[Any]]:
     """Add up tensors of one shape whose names differ in numbers alone, weighted, for they may change places."""
     sums: dict[tuple[str, str, tuple[int, ...]], list[float]] = {}
     for tensor in tensors:
@@ -101,42 +101,37 @@ def frozen_difference(own_listing: bytes, first_listing: bytes, regions: Sequenc
     (own_index, here), (index, there) = _unpack(own_listing), _unpack(first_listing)
     if own_index < 0 or (here and index not in range(len(regions))):
         return (
-            "frozen parameters and buffers are not compared with those of other regions: there are too many, or the "
-            "run began without a listing of them. Have all scripts load the same"
+            "frozen tensors are not compared with those of other regions: there are too many, or the run began without "
+            "a listing. Have all scripts load the same"
         )
-    packed = {tensor.layer for tensor in (*here.values(), *there.values()) if tensor.is_packed}
-    here, there = _comparable(here, there, packed), _comparable(there, here, packed)
-    both = [(here[name], there[name]) for name in here if name in there and here[name].shape == there[name].shape]
-    far = [own.name for own, first in both if own.is_far_from(first)]
-    lone = [name for name in {**here, **there} if name not in {own.name for own, _ in both}]
-    kinds = [f"{own.name} ({own.kind} here, {first.kind} there)" for own, first in both if own.kind != first.kind]
+    code_layers = {tensor.layer for tensor in (*here.values(), *there.values()) if tensor.is_packed}
+    here, there = _comparable(here, there, code_layers), _comparable(there, here, code_layers)
+    pairs = [(here[name], there[name]) for name in here if name in there and here[name].shape == there[name].shape]
+    outliers = [own.name for own, first in pairs if own.is_far_from(first)]
+    singles = [name for name in {**here, **there} if name not in {own.name for own, _ in pairs}]
+    kinds = [f"{own.name} ({own.kind} here, {first.kind} there)" for own, first in pairs if own.kind != first.kind]
     clauses = [
-        *_clause(far, "{} hold other values"),
-        *_clause(lone, "{} have another shape, or are on one side only"),
+        *_clause(outliers, "{} hold other values"),
+        *_clause(singles, "{} have another shape, or are on one side only"),
         *_clause(kinds, "{} are of another type"),
     ]
     if not clauses:
         return ""
     return (
-        f"frozen parameters or buffers are not those of region {regions[index]}, which began the run: of "
-        f"{len(here)}: {', '.join(clauses)}. No merge makes them equal, so this region trains another model. Have its "
-        "script load and build the same, and start it again"
+        f"frozen tensors are not those of region {regions[index]}, which began the run: of {len(here)}, "
+        f"{', '.join(clauses)}. Have the script load and build the same, and start it again: no merge makes them equal"
     )
 
 
 def _comparable(
-    tensors: Mapping[str, FrozenTensor], others: Mapping[str, FrozenTensor], packed: set[str]
+    tensors: Mapping[str, FrozenTensor], twins: Mapping[str, FrozenTensor], code_layers: set[str]
 ) -> dict[str, FrozenTensor]:
     """Leave out quantised layers, but for codes that both have: each region may quantise in its own way."""
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if tensor.layer not in packed
-        or (
-            name in others
-            and tensor.is_packed
-            and (tensor.kind, tensor.shape) == (others[name].kind, others[name].shape)
-        )
+        if tensor.layer not in code_layers
+        or (name in twins and tensor.is_packed and (tensor.kind, tensor.shape) == (twins[name].kind, twins[name].shape))
     }
 
 

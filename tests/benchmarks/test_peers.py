@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,7 +22,7 @@ from diloco_node.lab.wan.topology import parse_topology
 NETWORK = Network([Place(name, "diloco-peers-all", "127.0.0.1") for name in "ab"])
 FIGURES = {
     "rounds": 2, "seconds": 1.0, "seconds_min": 0.5, "seconds_max": 1.5, "wire_bytes": 8e7, "cpu_seconds": 0.5,
-    "still_seconds": 0.1, "router_cpu_seconds": 0.2, "packets_late": 0,
+    "still_seconds": 0.1, "router_cpu_seconds": 0.2, "packets_late": 0, "load": 0.5,
 }  # fmt: skip
 
 
@@ -151,6 +152,25 @@ def test_a_word_that_names_nothing_is_refused(option: str, word: str, capsys: py
     assert f"there is no {word!r}" in capsys.readouterr().err
 
 
+def test_what_was_measured_before_an_early_end_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    row = {"arm": "pccl", "link": "1g", "regions": 2, "parameters": 20_971_520, "reason": "no"}
+
+    def run_all(_: Any) -> Generator[dict[str, Any], None, None]:
+        yield row
+        raise SystemExit(1)
+
+    monkeypatch.setattr(peers, "run_all", run_all)
+    monkeypatch.setattr(peers.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(peers.os, "geteuid", lambda: 0)
+    with pytest.raises(SystemExit):
+        peers.main(["--json", "--links", "1g", "--peers", str(tmp_path)])
+    result = json.loads(capsys.readouterr().out)
+    assert result["rows"] == [row]
+    assert result["command"].startswith("--json --links 1g")
+
+
 def test_of_two_rows_for_the_same_the_later_file_counts_and_misses_are_bold(tmp_path: Path) -> None:
     start = {"link": "1g", "regions": 2, "parameters": 20_971_520, "cuts": []}
     cut = {"made": 0.5, "back_seconds": None, "reason": "no round after 60 s"}
@@ -159,13 +179,15 @@ def test_of_two_rows_for_the_same_the_later_file_counts_and_misses_are_bold(tmp_
         {**start, **FIGURES, "arm": "ours", "seconds": 1.01, "cuts": [cut]},
         {**start, "arm": "pccl", "reason": "no"},
     ]
-    (tmp_path / "rounds-1.json").write_text(json.dumps({"rows": first}))
-    (tmp_path / "rounds-2.json").write_text(json.dumps({"rows": again}))
+    (tmp_path / "rounds-1.json").write_text(json.dumps({"date": "2026-11-26", "rows": first}))
+    (tmp_path / "rounds-2.json").write_text(json.dumps({"date": "2026-11-27", "rows": again}))
     table = plots.rounds_table(plots.rows_of(tmp_path)).splitlines()
     assert table[2:] == [
         "| ours | **1.01 (0.50 to 1.50)** | 0.10 | 80 | 0.50 | **no round after 60 s** |",
         "| torchft 0.2.0 | 1.00 (0.50 to 1.50) | 0.10 | 80 | 0.50 |  |",
         "| PCCL | no | | | | |",
+        "",
+        "2026-11-26 and 2026-11-27, load average 0.5 to 0.5.",
     ]
 
 

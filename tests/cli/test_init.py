@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from diloco_node.cli.init import admin_ports
 from diloco_node.config.resolve import load_config
 from diloco_node.main import app, main
 from diloco_node.transport.certificates import load_identity
@@ -50,6 +52,13 @@ def test_regions_of_one_machine_get_admin_ports_of_their_own() -> None:
     assert main(["init", "--regions", regions, "--yes"]) == 0
     ports = {name: section.admin_port for name, section in load_config(Path("run.toml")).regions.items()}
     assert ports == {"a": 7402, "b": 7404, "c": 7405, "d": 7406, "e": 7407}
+
+
+def test_the_own_name_of_this_machine_is_one_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Vm-1.lan")
+    for name in ("vm-1", "VM-1.example.org."):
+        assert admin_ports({"a": "127.0.0.1:7400", "b": f"{name}:7500"}) == {"a": 7401, "b": 7402}
+    assert admin_ports({"a": "127.0.0.1:7400", "b": "vm-12:7500"}) == {"a": 7401, "b": 7401}
 
 
 def test_regions_of_several_machines_have_the_same_admin_port() -> None:

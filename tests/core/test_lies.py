@@ -152,7 +152,7 @@ def believes_itself(small: Small, name: str) -> None:
     small.hosts[name].core.ledger._entry_gate._meaning.doubt = lambda _: ""
     small.hosts[name].core.end.believe()
     small.hosts[name].core.versions.payload_fault = lambda _: ""
-    small.hosts[name].core._objections._discards.doubt = lambda *_args, **_named: ""
+    small.hosts[name].core._objections.discards.doubt = lambda *_args, **_named: ""
 
 
 def proposes(small: Small, name: str, change: Change) -> list[EntryBody]:

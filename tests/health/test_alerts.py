@@ -240,6 +240,7 @@ CASES = [
         "entries of eu were refused while it led: entry 11: its factor 0 is 0",
         "diloco-node quarantine add eu us",
     ),
+    (kinds.OVERBOOKED, changed(overbooked="the ledger has steps"), "the ledger has steps", "diloco-node ledger /s/us"),
     (kinds.DIGEST_DIFFERS, changed(digest_differences=2), "2 digests differed", "diloco-node replay /s/us"),
     (
         kinds.SETTINGS_DIFFER,
@@ -274,6 +275,19 @@ def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any
     health = health_of(document)
     assert health["state"] in STATES
     assert health["line"].startswith(health["state"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_told"),
+    [
+        ({"versions": [-1, -1]}, False),  # it waits for the first start of all regions
+        ({"versions": [-1, 0]}, True),
+        ({"versions": [-1, -1], "learner_process": {"state": "waiting", "exit_code": None}}, True),
+    ],
+)
+def test_a_learner_that_waits_for_the_first_parameters_is_not_missing(fields: dict[str, Any], is_told: bool) -> None:
+    codes = [alert.code for alert in find_alerts(changed(learner=None, **fields))]
+    assert ("A-LEARNER-MISSING" in codes) is is_told
 
 
 EAGER = {"name": "eu", "link": "dialing", "is_alive": False, "rtt_seconds": None, "applied_index": 0, "address": "eu:1"}

@@ -457,7 +457,7 @@ class Region:
             settings_digest="settings",
             seed=seed,
             payload_archive=is_archive,
-            init=init,
+            init=None if init is None else str(init),
         )
         self.notes = NoteBook(name, _now_ns)
         self.errors: list[BaseException] = []

@@ -138,7 +138,7 @@ def states(count: int, layouts: list[str], folder: Path, *, rounds: int, codec: 
     """What ranks come to after so many rounds, by layout; the second half is rounds with evaluations in between.
 
     Returns:
-        State before and after, what evaluations saw, and what the daemon was sent last.
+        State before and after, what evaluations saw, what the daemon was sent last, and the frozen tensors.
     """
     found: dict[str, Any] = {}
     with Ranks(count) as ranks:
@@ -154,7 +154,8 @@ def states(count: int, layouts: list[str], folder: Path, *, rounds: int, codec: 
                     applied = ranks.merged(daemon, rounds // 4, applied=applied)
                     seen.append(ranks.agreed(do="evaluate"))
                 sent = [daemon.encoded(fragment) for fragment in range(2)]
-                found[layout] = {"first": first, "last": ranks.state(), "seen": seen, "sent": sent}
+                listing = daemon.wait_attached().listing
+                found[layout] = {"first": first, "last": ranks.state(), "seen": seen, "sent": sent, "listing": listing}
                 ranks.ask(do="close")
     return found
 

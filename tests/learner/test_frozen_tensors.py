@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import diloco_node
 from diloco_node.learner import frozen_tensors
@@ -26,6 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 class Adapted(nn.Module):
     """A frozen base with a trained adapter, buffers, and layers whose buffers run."""
+
+    position_ids: Tensor
 
     def __init__(self, seed: int = 0, theta: float = 10_000.0) -> None:
         super().__init__()

@@ -194,6 +194,77 @@ def test_a_layer_that_is_unfrozen_in_mid_run_is_named(folder: Path) -> None:
             train(model, optimizer, diloco)
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_an_optimizer_may_hold_frozen_parameters_until_they_are_unfrozen(folder: Path, is_alone: bool) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer, second = torch.optim.AdamW(model[is_alone:].parameters()), torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 3)
+        second.step()
+        model[0].requires_grad_(True)
+        with pytest.raises(LearnerError, match=r"trains 2 parameters.*such as '0\.weight'.*alone"):
+            train(model, second if is_alone else optimizer, diloco)
+
+
+def test_parameters_may_be_frozen_in_some_epochs(folder: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        for epoch in range(4):
+            model[0].requires_grad_(epoch % 2 == 0)
+            train(model, optimizer, diloco, 2)
+        assert diloco.steps == 8
+
+
+@pytest.mark.parametrize("name", ["0.weight", "2.weight"])
+def test_a_tied_weight_that_is_parted_in_mid_run_is_named(folder: Path, name: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco)
+        model[int(name[0])].weight = nn.Parameter(model[0].weight.detach().clone())
+        with pytest.raises(LearnerError, match=f"{name!r}.* another tensor"):
+            train(model, optimizer, diloco)
+
+
+def test_a_lazy_layer_is_named(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(2))
+    with FakeDaemon(folder):
+        with pytest.raises(LearnerError, match=r"'1\.weight' is lazy.*run a batch"):
+            diloco_node.attach(model, make(model[0]))
+        model(torch.randn(4, 6))
+        diloco_node.attach(model, make(model)).close()
+
+
+def _triple_by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 3
+
+
+def _triple_as_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 3
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+@pytest.mark.parametrize("change", [_triple_by_data, _triple_as_vector])
+def test_weights_that_are_put_in_place_by_data_in_mid_run_are_refused(
+    folder: Path, change: Callable[[nn.Module], None]
+) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 3)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # as model.to() does
+        train(model, optimizer, diloco)
+        change(model)
+        with pytest.raises(LearnerError, match="changed between two steps by something else"):
+            train(model, optimizer, diloco)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
 def test_a_second_optimizer_that_attach_was_not_given_is_named(folder: Path) -> None:
     model = net()
     first, second = torch.optim.AdamW(model[:2].parameters()), torch.optim.AdamW(model[2].parameters())

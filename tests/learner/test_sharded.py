@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from diloco_node.shared_memory import MemoryStore
+from diloco_node.wire.frozen_listing import frozen_difference, pack_frozen
 from tests.kit.fake_daemon import Done, FakeDaemon
 from tests.kit.shard_layouts import cut
 from tests.kit.shard_ranks import Ranks, digest, states
@@ -69,6 +70,10 @@ def test_every_layout_comes_to_the_bits_of_one_rank(ranks: int, whole: dict[str,
             ), (layout, when)
         assert found[layout]["seen"] == expected["seen"], layout
         assert found[layout]["sent"] == expected["sent"], layout
+        assert frozen_difference(found[layout]["listing"], expected["listing"], ("eu",)) == "", layout
+        assert "(frozen.weight, frozen.bias, ...)" in frozen_difference(
+            found[layout]["listing"], pack_frozen(0, []), ("eu",)
+        )
     before, after = whole["whole"]["first"], whole["whole"]["last"]
     for name in ("up.weight", "experts.weight", "experts.load"):
         assert before[name] != after[name]

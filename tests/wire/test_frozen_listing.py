@@ -29,7 +29,7 @@ def test_the_same_tensors_are_no_news() -> None:
 def test_tensors_that_differ_are_counted_and_the_first_ones_named_with_the_region() -> None:
     other = [replace(tensor, projection=tensor.projection + 5.0) for tensor in BASE]
     text = difference([*BASE, ROPE], [*other, ROPE])
-    assert "not those of region eu, which began the run: of 5: 4 hold other values " in text
+    assert "not those of region eu, which began the run: of 5, 4 hold other values " in text
     assert "(layers.0.q.weight, layers.1.q.weight, ...)" in text
     assert "load and build the same" in text
 
@@ -77,7 +77,7 @@ def test_very_many_tensors_are_summed_by_name() -> None:
     assert len(pack_frozen(0, experts)) <= LISTING_BYTES_MAX
     assert difference(experts, experts) == ""
     other = [replace(tensor, projection=-tensor.projection) for tensor in experts]
-    assert "of 1: 1 hold other values (layers.#.w[8, 4])" in difference(experts, other)
+    assert "of 1, 1 hold other values (layers.#.w[8, 4])" in difference(experts, other)
     one = [*experts[:-1], replace(experts[-1], projection=-99e3)]
     assert "hold other values" in difference(one, experts)
 

@@ -43,12 +43,11 @@ class Patient:
         return self.config.state_dir(self.region)
 
     @property
-    def addresses(self) -> dict[str, str]:
-        """Addresses of the peers that can be dialled."""
-        regions = self.config.regions.items()
-        return {
-            name: settings.address for name, settings in regions if settings.address is not None and name != self.region
-        }
+    def addresses(self) -> dict[str, str | None]:
+        """Where each peer is dialled: as its daemon knows from the ledger, else as run.toml says; None: it dials us."""
+        if peers := rows(self.status or {}, "peers"):
+            return {str(peer.get("name")): peer.get("address") for peer in peers}
+        return {name: settings.address for name, settings in self.config.regions.items() if name != self.region}
 
     def storage(self) -> Storage | None:
         """Memory and disk that it needs, as `plan` says; None: the model is not known yet."""
@@ -178,18 +177,16 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
     from diloco_node.cli.doctor.peer_probes import SENT_BYTES, look_at_peers
 
     addresses = patient.addresses
-    results = asyncio.run(look_at_peers(identity, addresses))
-    for peer in patient.config.regions:
-        if peer == patient.region:
-            continue
-        if peer not in results:
+    results = asyncio.run(look_at_peers(identity, {name: place for name, place in addresses.items() if place}))
+    for peer, address in addresses.items():
+        if not address:
             yield topics.REACHABLE.unknown(f"{peer} has no address, so it dials us")
         else:
             answer, mtu = results[peer].answer, results[peer].mtu
             if isinstance(answer, PeerError):
-                yield network.peer_refused(peer, addresses[peer], str(answer))
+                yield network.peer_refused(peer, address, str(answer))
             else:
-                yield from _answer_findings(peer, addresses[peer], answer, patient.config)
+                yield from _answer_findings(peer, address, answer, patient.config)
             if mtu is not None:
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent_bytes=SENT_BYTES)
         entries = rows(patient.status or {}, "peers")

@@ -4,7 +4,8 @@ A region's folder has a random id. A folder that was emptied, or lost its files,
 have forgotten its votes and acknowledgements. So only folders that the log names count. Genesis names the first ones. A
 lost one is replaced by two entries (`DiskNamedBody`): the first takes its id away, the second, once the first is
 committed and the new folder has caught up, names the new one. A region that an operator expels is named EXPELLED. To
-readmit it takes that away, and then its folder is named as a new one is.
+readmit it takes that away, and then its folder is named as a new one is. A voter that is away for long is named EVICTED
+(`core.membership.absence`): it alone counts for no majority, until its folder is named again.
 
 As in Raft's changes of a single member, an entry counts from the moment when it is in the log, committed or not, and
 goes with it when it is overwritten. The majority is always that of all voters, whether a folder of them counts or not.
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 
 from diloco_node.core.ledger.roster import NO_DISK, Roster, majority_of
-from diloco_node.core.types import EXPELLED, Entry
+from diloco_node.core.types import EVICTED, EXPELLED, Entry
 
 
 def expulsion_fault(disks: Mapping[str, bytes], region: str, alive: Container[str] | None = None) -> str:
@@ -80,7 +81,7 @@ class DiskView:
     def disk_of(self, region: str) -> bytes:
         """The id of the region's folder that counts; empty if none does."""
         disk = self.roster.disks.get(region, NO_DISK)
-        return NO_DISK if disk == EXPELLED else disk
+        return NO_DISK if disk in (EXPELLED, EVICTED) else disk
 
     @property
     def expelled(self) -> frozenset[str]:

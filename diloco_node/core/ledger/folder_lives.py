@@ -38,13 +38,25 @@ def starts_of(life: int) -> int:
 
 @dataclass(slots=True)
 class _Memory:
-    """The folder of a region since the ledger named it: its newest life, the last entry that it told to hold, and why
-    it is an older copy (empty if it is none)."""
+    """The folder of a region since the ledger named it.
+
+    Attributes:
+        folder: its newest life. index: the last committed entry that it surely held in that life.
+        acknowledged: also in a later life, perhaps: that one may acknowledge before it tells that it began.
+        is_heard: the life was told since the link last changed, so what came over it is this life's.
+        fault: why it is an older copy; empty if it is none.
+    """
 
     named_at: int
     folder: FolderLife
     index: int
+    acknowledged: int = 0
+    is_heard: bool = True
     fault: str = ""
+
+    def settle(self) -> None:
+        """Whatever was acknowledged up to now, this life did."""
+        self.index = max(self.index, self.acknowledged)
 
 
 class FolderLives:
@@ -68,15 +80,23 @@ class FolderLives:
             return ""
         if memory.fault:
             return ""
-        if folder.life != memory.folder.life:
+        if folder.life == memory.folder.life:
+            memory.settle()
+        else:
             memory.fault = _difference(memory, folder)
-        memory.folder, memory.index = folder, max(memory.index, folder.commit_index)
+        memory.folder, memory.index, memory.is_heard = folder, max(memory.index, folder.commit_index), True
         return memory.fault
 
     def hold(self, peer: str, index: int) -> None:
         """Take that a region has acknowledged all entries up to this one, which are committed."""
         if (memory := self._memories.get(peer)) is not None:
-            memory.index = max(memory.index, index)
+            memory.acknowledged = max(memory.acknowledged, index)
+
+    def link_changed(self, peer: str) -> None:
+        """Take that the link with a region was lost or made: another process may be there from now on."""
+        if (memory := self._memories.get(peer)) is not None and memory.is_heard:
+            memory.settle()
+            memory.is_heard = False
 
     def is_older(self, peer: str) -> bool:
         """Whether the folder that the ledger names is an older copy, and the others can do without it.

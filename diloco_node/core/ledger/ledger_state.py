@@ -109,10 +109,8 @@ class LedgerState:
         )
 
         # Known to be on a majority's disks; what is taken is on the own disk, too.
-        self._cluster_commit_index = base.index
+        self._cluster_commit_index = max(base.index, settled_index)
         self._taken_index = base.index
-        # Committed by what the disk held: never overwritten, though it is not taken yet.
-        self._settled_index = settled_index
 
         # The part of a follower: begun anew in each term.
         self._following = Following(matched_index=base.index)
@@ -318,11 +316,6 @@ class LedgerState:
     def _is_up_to_date(self, last_index: int, last_term: int) -> bool:
         """Whether a candidate's log holds at least what this one does."""
         return (last_term, last_index) >= (self._log.last_term, self._log.last_index)
-
-    @property
-    def _fixed_index(self) -> int:
-        """Entries up to there are never overwritten."""
-        return max(self._cluster_commit_index, self._settled_index)
 
     def _rival(self, peer: str) -> str:
         """The leader of this term, now or earlier, if it is another than the peer; empty if none is known."""

@@ -212,6 +212,7 @@ class LedgerCore(LedgerState):
 
     def _link_changed(self, peer: str, is_up: bool, now_ns: int) -> None:
         self._entry_gate.link_changed(peer)
+        self.folders.link_changed(peer)
         if self.is_leader and peer in self._followers:
             self._followers[peer].link_changed()
             if is_up:
@@ -382,7 +383,7 @@ class LedgerCore(LedgerState):
             return
         committed_index = self._cluster_commit_index
         fault = fault_in(request)
-        if not fault and (fork := fork_in(request, self._log, committed_index=self._fixed_index)):
+        if not fault and (fork := fork_in(request, self._log, committed_index=self._cluster_commit_index)):
             self._part_from(peer, *fork, request.sequence, now_ns)
             return
         if fault or (fault := self._entry_gate.fault(request, peer=peer, committed_index=committed_index)):
@@ -423,7 +424,7 @@ class LedgerCore(LedgerState):
 
     def _part_from(self, peer: str, index: int, entry_hash: bytes, sequence: int, now_ns: int) -> None:
         """Follow no more who leads with a log that can't be beside this one, and tell it: nothing here is dropped."""
-        settled = ", which is committed here" if index <= self._fixed_index else ""
+        settled = ", which is committed here" if index <= self._cluster_commit_index else ""
         self._contradict(peer, f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed")
         own_hash = self._log.hash_at(index)
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, index, own_hash, self._disk))
@@ -451,7 +452,7 @@ class LedgerCore(LedgerState):
         if base.index > self._cluster_commit_index:
             fault = self._base_fault(base) if base.term <= message.term else f"it is of term {base.term}"
         if not fault and is_fork(
-            self._log, base.index, base.hash, (base.term, message.term), committed_index=self._fixed_index
+            self._log, base.index, base.hash, (base.term, message.term), committed_index=self._cluster_commit_index
         ):
             self._part_from(peer, base.index, base.hash, message.sequence, now_ns)
             return

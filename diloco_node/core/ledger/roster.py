@@ -26,9 +26,12 @@ import msgpack
 
 from diloco_node.core.bounds import REGIONS
 from diloco_node.core.member_kind import Enrolled, MemberKind, MembershipBody
-from diloco_node.core.types import EXPELLED, DiskNamedBody, Entry, GenesisBody
+from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, Entry, GenesisBody
 
 KINDS: Final = frozenset(MemberKind)
+VOTERS_MIN: Final = 3
+"""No fewer are left when a voter is evicted."""
+
 NO_DISK: Final = b""
 """In place of an id: no folder of this region counts."""
 
@@ -54,7 +57,7 @@ class Membership:
     """A region's place in the run.
 
     Attributes:
-        disk: the id of its folder that counts; NO_DISK or EXPELLED: none does.
+        disk: the id of its folder that counts; NO_DISK, EXPELLED or EVICTED: none does.
         since: index of the entry that gave it this kind; 0: of none.
         address: where the others dial it; empty: run.toml says so, or it dials them.
         folders: how many the log has named so far; each but the first one in place of one that was lost.
@@ -74,7 +77,7 @@ class Roster:
         memberships: by name, former members too. Founders are first, sorted, then each one that came: so a region's
             place never changes.
         names: the members, sorted.
-        voters: those of them that count for a majority, sorted.
+        voters: those of them that count for a majority, sorted: voters that are not EVICTED.
         disks: per member the folder that the log names; see `Membership`.
         changes: of the members since genesis. signature: of the last one, see `statement`; empty without one.
     """
@@ -86,7 +89,8 @@ class Roster:
         self.memberships = dict(memberships)
         members = {name: line for name, line in sorted(memberships.items()) if line.kind is not MemberKind.FORMER}
         self.names = tuple(members)
-        self.voters = tuple(name for name, line in members.items() if line.kind is MemberKind.VOTER)
+        is_voter = {name: line.kind is MemberKind.VOTER and line.disk != EVICTED for name, line in members.items()}
+        self.voters = tuple(name for name in members if is_voter[name])
         self.disks = {name: line.disk for name, line in members.items()}
 
     @classmethod
@@ -153,7 +157,7 @@ class Roster:
             return Roster.of_voters(body.regions, disks, since=entry.index)
         if isinstance(body, DiskNamedBody) and body.region in self.disks:
             line = self.memberships[body.region]
-            folders = line.folders + (body.disk not in (NO_DISK, EXPELLED))
+            folders = line.folders + (body.disk not in (NO_DISK, EXPELLED, EVICTED))
             return self._with(body.region, replace(line, disk=body.disk, folders=folders))
         if isinstance(body, MembershipBody) and body.kind in KINDS:
             return self.changed(body, entry.index)
@@ -189,13 +193,26 @@ class Roster:
             return vote_fault({name: disk for name, disk in self.voter_disks.items() if name != region}, region)
         return ""
 
+    def eviction_fault(self, region: str) -> str:
+        """Say why the vote of a region can't be taken for being away; empty if it can."""
+        if region not in self.voters or self.disks[region] == EXPELLED:
+            return f"{region} has no vote that could be taken"
+        left = len(self.voters) - 1
+        if left < VOTERS_MIN:
+            return f"{left} voters would be left without {region}, and {VOTERS_MIN} must be"
+        return vote_fault({name: disk for name, disk in self.voter_disks.items() if name != region}, region)
+
     def _promotion_fault(self, region: str) -> str:
         if region not in self.disks:
             return f"{region} is no member: add it first, it gets its vote once its disk holds what is committed"
         disk = self.disks[region]
         if disk == EXPELLED:
             return f"{region} is expelled: readmit it first"
-        return "" if disk else f"the disk of {region} does not hold yet what is committed: it gets no vote before"
+        return (
+            ""
+            if disk not in (NO_DISK, EVICTED)
+            else f"the disk of {region} does not hold yet what is committed: it gets no vote before"
+        )
 
     def _with(self, name: str, line: Membership) -> Roster:
         return Roster({**self.memberships, name: line}, self.changes, self.signature)

@@ -8,6 +8,7 @@ from typing import Final
 
 from diloco_node.core.cadence import CEILING, Cadence
 from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.membership.absence import Absence
 from diloco_node.core.messages import Heartbeat
 from diloco_node.core.types import NO_LIMITS, FolderLife, FragmentDigest, LearnerStatus, RateLimits
 
@@ -73,6 +74,7 @@ class Liveness:
         stride: every so many heartbeats go to all regions, the others to the leader.
         is_leaving: this region is about to stop.
         folder: this region's, as the next heartbeat tells it.
+        absence: since when each of the others is away.
         patience: factor on how long the others may be silent: terms came to nothing (`LedgerState.patience`).
     """
 
@@ -88,6 +90,7 @@ class Liveness:
         self._region = region
         self.is_leaving = False
         self.folder: FolderLife | None = None
+        self.absence = Absence()
         self.patience = 1
         self.stride = 1
         # Regular heartbeats since the last one to all, below `stride`.
@@ -203,6 +206,8 @@ class Liveness:
     ) -> None:
         """Send a heartbeat to everybody, or to one region when there is news that can't wait for the next one."""
         self._sequence += 1
+        if only_to is None:
+            self.absence.watch(self, now_ns=now_ns)
         limits_ns = sorted(peer.cadence.limit_ns for peer in self._peers.values())
         # Where most are late, this machine or theirs is starved: nobody is gone for being as late as they are.
         self._usual_limit_ns = limits_ns[len(limits_ns) // 2] if limits_ns else 0

@@ -10,7 +10,7 @@ from collections.abc import Container
 
 from diloco_node.core.ledger.roster import NO_DISK, Roster, majority_of
 from diloco_node.core.member_kind import MemberKind, MembershipBody
-from diloco_node.core.types import EXPELLED
+from diloco_node.core.types import EVICTED, EXPELLED
 
 
 def order_fault(
@@ -56,6 +56,9 @@ def tolerance(roster: Roster, there: Container[str]) -> str:
     spare = len(voters) - len(away) - quorum
     missing = f"; no vote comes from {', '.join(away)}" if away else ""
     state = f"{len(voters)} voters, {quorum} must be there{missing}"
+    evicted = ", ".join(name for name, disk in roster.disks.items() if disk == EVICTED)
+    remark = f"; {evicted} was away too long" if evicted else ""
     if spare > 0:
-        return f"{state}: merging goes on with {spare} {'more ' if away else ''}of them away"
-    return f"{state}: the next failure stops merging" if not spare else f"{state}: merging waits for {-spare} of them"
+        return f"{state}: merging goes on with {spare} {'more ' if away else ''}of them away{remark}"
+    need = f"merging waits for {-spare} of them" if spare else "the next failure stops merging"
+    return f"{state}: {need}{remark}"

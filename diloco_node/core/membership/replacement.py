@@ -1,5 +1,7 @@
 """A region whose folder was lost comes back with another one: the leader has the ledger name it, in two entries.
 
+A voter that nobody hears for long loses its vote by an entry (`absence`), and gets it back as a new folder is named.
+
 An operator's order expels a region with one entry, and readmits it with another one, after which its folder is named.
 Another order revokes a certificate of a region, and a third kind changes the members (`member_change`). A region leaves
 once no open round has it: until then no new round does. So a round never has a member that the ledger does not name.
@@ -21,7 +23,7 @@ from diloco_node.core.membership import member_change
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import EXPELLED, DiskNamedBody, FolderLife, RevokedBody
+from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, FolderLife, RevokedBody
 
 REST_HEARTBEATS: Final = 50
 """After a region's folder was named, the next change of the same region waits for so long: 10 s by default. A folder is
@@ -90,11 +92,15 @@ class DiskReplacement:
         departure, self._departure = self._departure, None
         if departure is not None:
             return self.carry_out(departure, effects, liveness, now_ns=now_ns)
-        due = self.due(now_ns=now_ns)
+        due = self.due(now_ns=now_ns) or self._eviction(liveness, now_ns=now_ns)
         if due is None:
             return []
-        news = f"is now {due.disk.hex()}" if due.disk else "is lost: another one is there, or an older copy"
-        effects.note("disk", f"the folder of {due.region} {news}", is_alarm=not due.disk)
+        news = f"the folder of {due.region} is now {due.disk.hex()}"
+        if due.disk == EVICTED:
+            news = f"{due.region} is away for long: it has no vote from now on, until it is back and has caught up"
+        elif not due.disk:
+            news = f"the folder of {due.region} is lost: another one is there, or an older copy"
+        effects.note("disk", news, is_alarm=due.disk in (b"", EVICTED))
         return self._ledger.propose(due, now_ns=now_ns)
 
     def order_fault(self, order: EntryOrdered, liveness: Liveness, *, now_ns: int) -> str:
@@ -155,6 +161,16 @@ class DiskReplacement:
         wishes = self._ledger.propose(body, now_ns=now_ns)
         self._ordered_index = self._ledger.disks.known_index
         return wishes
+
+    def _eviction(self, liveness: Liveness, *, now_ns: int) -> DiskNamedBody | None:
+        """The voter whose vote is to be taken, for nobody has heard of it for long; None when none is."""
+        ledger, disks = self._ledger, self._ledger.disks
+        if not ledger.is_settled or max(disks.last_change_index, self._ordered_index) > ledger.cluster_commit_index:
+            return None
+        roster = disks.roster
+        voters = [name for name in roster.voters if not roster.eviction_fault(name)]
+        region = liveness.absence.longest(voters, now_ns=now_ns) if disks.has_view else ""
+        return DiskNamedBody(region, EVICTED) if region else None
 
     def due(self, *, now_ns: int) -> DiskNamedBody | None:
         """The next change of the view; None when none is due, or one is not committed yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from diloco_node.core.merge import weights as weighing
 from diloco_node.core.messages import (
@@ -11,7 +11,6 @@ from diloco_node.core.messages import (
     Contributed,
     ContributionProjected,
     Declined,
-    DiscardReported,
     MergedReceived,
     PayloadDurable,
     ReductionReported,
@@ -19,7 +18,7 @@ from diloco_node.core.messages import (
 )
 from diloco_node.core.rounds.claim_limits import claim_fault, discard_contradiction
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.discards import REPORTED_MAX, DiscardDesk
+from diloco_node.core.rounds.discards import DiscardDesk
 from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, RoundBody
@@ -90,13 +89,10 @@ class Answers:
             contribution, version=version, incarnation_min=self._eligibility.incarnation_min(contribution.learner)
         )
 
-    def take_discards(
-        self, peer: str, message: DiscardReported, rounds: Mapping[int, OpenRound], *, now_ns: int
-    ) -> None:
+    def take_discards(self, bodies: Iterable[DiscardedBody], rounds: Mapping[int, OpenRound], *, now_ns: int) -> None:
         """Propose to book lost steps, as soon as no open round can still include any of them."""
-        for body in message.bodies[:REPORTED_MAX]:
-            if body.learner != peer:
-                return
+        for body in bodies:
+            peer = body.learner
             status = self._liveness.learner(peer)
             if status is not None and body.incarnation < status.incarnation:
                 # That incarnation is over: no ballot may name it from now on.

@@ -49,8 +49,7 @@ class AuditPart:
         announcement = ballot.announcement
         if ballot.digest and ballot.drawn is None and self._is_on and ballot.drawer == self._region:
             ballot.drawn = AuditDrawn(ballot.number, ballot.digest, (nonce_of(self._secret, ballot.number),))
-            for name in self._context.regions:
-                self._effects.send(name, ballot.drawn)
+            self._effects.send_all(self._context.regions, ballot.drawn)
         own = round_.contribution if ballot.has_contributed and not ballot.has_row_order else None
         is_payload_due = bool(ballot.digest) and not ballot.is_lost and not ballot.has_payload_order
         if not ballot.nonces or (own is None and not is_payload_due):

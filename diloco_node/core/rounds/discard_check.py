@@ -1,59 +1,148 @@
-"""Steps that a leader books as lost, compared with the number that their region reports to be made.
+"""Steps that a leader books as lost, compared with what their region tells.
 
-An honest leader books what the region itself has reported, so a leader that books more is wrong. But a report that came
-here may be older than the entry. So the entry waits until the region has answered a heartbeat that this region sent
-later. A region knows it of its own learner at once.
+An honest leader books what the region itself has reported, and the region reports it to all. So the entry waits until
+this region has that report: who has just started, and has heard nothing, vouches for nobody. A heartbeat that speaks
+against it may be older than the entry; one that answers a heartbeat sent later from here refuses the leader. A region
+knows at once how far its own learner came.
+
+A region may die right after its report, and an entry that only some can bear out would hold up all others. So each
+voter passes the report on to the leader, which books once a majority has it.
 
 A region may tell each of the others something else, and have an honest leader refused. So its reports count against
-one leader only.
+one leader only. It may also be gone for good: then an entry that too few can bear out is taken after a while. If its
+learner was seen to train meanwhile, and it never reported that, the leader is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from diloco_node.core.ledger.roster import majority_of
+from diloco_node.core.messages import DiscardReported
 from diloco_node.core.rounds.claim_limits import discard_contradiction
 from diloco_node.core.rounds.context import RoundContext
+from diloco_node.core.rounds.discards import BOOKING_MAX, REPORTED_MAX
 from diloco_node.core.types import DiscardedBody, EntryBody
 
 
 class DiscardCheck:
-    """See the module. ended: of the own learner, the steps of each life that has ended."""
+    """See the module.
 
-    def __init__(self, context: RoundContext, ended: Mapping[int, int]) -> None:
-        self._region, self._liveness, self._ended = context.region, context.liveness, ended
-        # The steps that are doubted, and the last heartbeat before that.
-        self._question: tuple[DiscardedBody, int] | None = None
-        # Regions whose reports had a leader refused.
-        self._heeded: set[str] = set()
-        # What a majority has committed all the same.
+    Args:
+        lives: of the own learner, the steps of each life that has ended.
+        leader: whose entries are asked about; empty while there is none.
+    """
+
+    def __init__(self, context: RoundContext, lives: Mapping[int, int], leader: Callable[[], str]) -> None:
+        self._region, self._liveness, self._lives = context.region, context.liveness, lives
+        self._leader, self._history, self._effects = leader, context.history, context.effects
+        self._patience_ns = context.settings.election_timeout_ns
+        # By (who tells, whose learner), then (incarnation, fragment): the last reports, at most BOOKING_MAX each.
+        self._reports: dict[tuple[str, str], dict[tuple[int, int], DiscardedBody]] = {}
+        # By region, since when it reports lost steps without a pause, and when it did last.
+        self._reported_ns: dict[str, tuple[int, int]] = {}
+        # The steps that are doubted; since when, and the last heartbeat before that.
+        self._question: tuple[DiscardedBody, int, int] | None = None
+        # The leader that a region's reports had refused.
+        self._heeded: dict[str, str] = {}
+        # What is taken all the same.
         self._believed: EntryBody | None = None
 
-    def doubt(self, body: EntryBody, *, now_ns: int) -> str:
-        """Return what the region's last report says against its steps being lost; empty if nothing."""
-        if not isinstance(body, DiscardedBody) or body == self._believed or body.learner in self._heeded:
-            return ""
-        if body.learner == self._region and body.incarnation in self._ended:
-            steps = self._ended[body.incarnation]
-            return f"incarnation {body.incarnation} made {steps} steps" if body.step_to > steps else ""
-        is_alive = self._liveness.is_alive(body.learner, now_ns=now_ns)
-        return discard_contradiction(body, self._liveness.learner(body.learner)) if is_alive else ""
+    def hear(self, peer: str, bodies: Sequence[DiscardedBody], *, now_ns: int) -> list[DiscardedBody]:
+        """Take what a region tells of lost steps, and pass its report of its own ones on to the leader.
 
-    def fault(self, body: EntryBody, *, now_ns: int) -> str:
-        """Return the doubt if a report that is newer than the entry has it, too."""
+        Returns those that this region may book as the leader: what it books, a majority can bear out.
+        """
+        roster, leader, bodies = self._history.roster, self._leader(), bodies[:REPORTED_MAX]
+        for body in bodies:
+            if body.learner in roster.names:
+                reports = self._reports.setdefault((peer, body.learner), {})
+                reports.pop((body.incarnation, body.fragment), None)
+                reports[body.incarnation, body.fragment] = body
+                if len(reports) > BOOKING_MAX:
+                    del reports[next(iter(reports))]
+        own_bodies = tuple(body for body in bodies if body.learner == peer)
+        if own_bodies:
+            since_ns, last_ns = self._reported_ns.get(peer, (now_ns, now_ns))
+            self._reported_ns[peer] = (since_ns if now_ns - last_ns < self._patience_ns else now_ns, now_ns)
+        if leader == self._region:
+            return [body for body in bodies if self._is_borne_out(body, now_ns)]
+        if own_bodies and leader and peer != self._region and self._region in roster.voters:
+            self._effects.send(leader, DiscardReported(own_bodies))
+        return []
+
+    def _is_borne_out(self, body: DiscardedBody, now_ns: int) -> bool:
+        """Whether a majority acknowledges an entry with these steps, even if their region dies at this moment.
+
+        Its own word is needed where too few others are there, and is enough once it was repeated for a while.
+        """
+        name, voters = body.learner, self._history.roster.voters
+        if self._report(name, body) != body:
+            return False
+        others = [voter for voter in voters if voter != name]
+        witnesses = [voter for voter in others if voter == self._region or _covers(self._report(voter, body), body)]
+        present = [voter for voter in others if self._liveness.is_alive(voter, now_ns=now_ns)]
+        quorum, (since_ns, _) = majority_of(len(voters)), self._reported_ns.get(name, (now_ns, now_ns))
+        is_word_enough = len(present) < quorum or now_ns - since_ns >= self._patience_ns
+        return len(witnesses) + (is_word_enough and name in voters) >= quorum
+
+    def _report(self, peer: str, body: DiscardedBody) -> DiscardedBody | None:
+        return self._reports.get((peer, body.learner), {}).get((body.incarnation, body.fragment))
+
+    def doubt(self, body: EntryBody, *, now_ns: int) -> str:
+        """Return why the steps can't be taken as lost yet; empty if they can."""
+        if not isinstance(body, DiscardedBody) or body == self._believed:
+            return ""
+        leader, name = self._leader(), body.learner
+        if leader == self._region or (leader and self._heeded.get(name, leader) != leader):
+            return ""
+        if contradiction := self._contradiction(body, now_ns):
+            return contradiction
+        is_known = name == self._region and body.incarnation in self._lives
+        is_member = name == self._region or name in self._liveness.others
+        if is_known or not is_member or _covers(self._report(name, body), body):
+            return ""
+        return f"{name} has not reported them here"
+
+    def fault(self, body: EntryBody, *, is_late: bool, now_ns: int) -> str:
+        """Return the doubt if what the region tells is newer than the entry.
+
+        Args:
+            is_late: the entry has waited for so long that whatever came meanwhile is newer.
+        """
         doubt = self.doubt(body, now_ns=now_ns)
         if not doubt or not isinstance(body, DiscardedBody):
             return ""
         if self._question is None or self._question[0] != body:
-            self._question = (body, self._liveness.sequence)
-        is_news = body.learner == self._region or self._liveness.echo(body.learner) > self._question[1]
-        return f"{body.learner} has not given up steps ({body.step_from}, {body.step_to}]: {doubt}" if is_news else ""
+            self._question = (body, now_ns, self._liveness.sequence)
+        _, since_ns, sequence = self._question
+        name = body.learner
+        is_answered = name == self._region or self._liveness.echo(name) > sequence
+        is_news = is_answered and bool(self._contradiction(body, now_ns))
+        if not is_news and (not is_late or (self._liveness.stepped_at_ns(name) or 0) <= since_ns):
+            return ""
+        return f"{name} has not given up steps ({body.step_from}, {body.step_to}]: {doubt}"
 
     def believe(self, body: EntryBody) -> None:
-        """Take an entry all the same: a majority did."""
+        """Take an entry all the same: a majority did, or nobody is there to speak against it."""
         self._believed = body
 
     def heed(self, body: EntryBody) -> None:
         """The leader is refused for this entry."""
         if isinstance(body, DiscardedBody) and body.learner != self._region:
-            self._heeded.add(body.learner)
+            self._heeded[body.learner] = self._leader()
+
+    def _contradiction(self, body: DiscardedBody, now_ns: int) -> str:
+        """Return what the region's last heartbeat, or this region's own knowledge, says against it."""
+        if body.learner == self._region and body.incarnation in self._lives:
+            steps = self._lives[body.incarnation]
+            return f"incarnation {body.incarnation} made {steps} steps" if body.step_to > steps else ""
+        is_alive = self._liveness.is_alive(body.learner, now_ns=now_ns)
+        return discard_contradiction(body, self._liveness.learner(body.learner)) if is_alive else ""
+
+
+def _covers(report: DiscardedBody | None, body: DiscardedBody) -> bool:
+    """Whether a region that reports so much has lost the steps of an entry: a later report begins later."""
+    if report is None or report.step_to < body.step_to:
+        return False
+    return report.step_from != body.step_from or report.tokens >= body.tokens

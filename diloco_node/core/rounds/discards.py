@@ -82,6 +82,19 @@ class DiscardReporter:
             bodies.extend(self._overwritten(self._learner))
         return tuple(bodies[:REPORTED_MAX])
 
+    def overbooked(self) -> str:
+        """Return what the ledger has as lost of the living learner and it never made, in words; empty if nothing.
+
+        A leader lied while nobody was there to speak against it. No step of this life is merged there any more.
+        """
+        if (life := self._learner) is None:
+            return ""
+        for mark in self._history.account.given_up_lines():
+            if (mark.learner, mark.incarnation) == (self._region, life.incarnation) and mark.step_to > life.step:
+                steps = f"steps up to {mark.step_to} of incarnation {mark.incarnation} as lost"
+                return f"the ledger has {steps} in fragment {mark.fragment}, and the learner has made {life.step}"
+        return ""
+
     def _overwritten(self, learner: LearnerStatus) -> list[DiscardedBody]:
         """Return steps that a living learner threw away at an apply, once the ledger shows what that version
         included."""

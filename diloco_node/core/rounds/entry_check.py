@@ -30,7 +30,7 @@ from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, summed_roster
-from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
@@ -40,6 +40,7 @@ from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.rounds.extension import extension_fault
 from diloco_node.core.types import (
+    EVICTED,
     EXPELLED,
     Contribution,
     DiscardedBody,
@@ -220,9 +221,10 @@ class EntryCheck:
             return f"its members changed {roster.changes} times, {changes} changes are committed here"
         if roster.changes:
             return self.roster_fault(roster)
-        if roster.voters == tuple(sorted(genesis.regions)) == tuple(roster.memberships):
+        voters = tuple(name for name in roster.memberships if roster.kind_of(name) is MemberKind.VOTER)
+        if voters == tuple(sorted(genesis.regions)) == tuple(roster.memberships):
             return ""
-        return f"its voters are {', '.join(roster.voters)}, and no change of the members led there"
+        return f"its voters are {', '.join(voters)}, and no change of the members led there"
 
     def fault(self, entry: Entry) -> str:
         """Return why the entry can't be the next one; empty if it can."""
@@ -314,6 +316,9 @@ class EntryCheck:
         disk = roster.disks.get(body.region, b"")
         if body.disk == EXPELLED != disk:
             return self._region_fault(body.region) or expulsion_fault(roster.voter_disks, body.region)
+        if body.disk == EVICTED:
+            return self._region_fault(body.region) or roster.eviction_fault(body.region)
+        disk = b"" if disk == EVICTED else disk
         if bool(disk) == bool(body.disk):
             return f"{body.region}'s folder is {disk.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
         return self._region_fault(body.region)

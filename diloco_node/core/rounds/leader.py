@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol, assert_never
 
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
-from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut, ReusedStripe
+from diloco_node.core.messages import BallotOpened, LeftOut, ReusedStripe
 from diloco_node.core.projections import ContributionsProjected, Projection
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.answers import Answers, BallotAnswer
@@ -26,10 +26,17 @@ from diloco_node.core.rounds.opening import Opening
 from diloco_node.core.rounds.payload_audit import PayloadAudit
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import SuspicionBook
-from diloco_node.core.types import Ballot, Entry, EntryBody, ExtendedBody, FinishedBody, RoundBody, Stripe
+from diloco_node.core.types import (
+    Ballot,
+    DiscardedBody,
+    Entry,
+    EntryBody,
+    ExtendedBody,
+    FinishedBody,
+    RoundBody,
+    Stripe,
+)
 from diloco_node.numeric import NS_PER_S
-
-RoundMessage = BallotAnswer | DiscardReported
 
 
 class LocalPayloads(Protocol):
@@ -192,16 +199,18 @@ class RoundLeader:
         text = f"ballot {body.ballot} with {names}, share {body.share:.3g}, after {took_s:.3f} s"
         self._note("committed", text, round_)
 
-    def on_answer(self, peer: str, message: RoundMessage, *, now_ns: int) -> None:
+    def on_answer(self, peer: str, message: BallotAnswer, *, now_ns: int) -> None:
         """Take a region's answer to a ballot."""
         if not self._is_acting:
-            return
-        if isinstance(message, DiscardReported):
-            self._answers.take_discards(peer, message, self.rounds, now_ns=now_ns)
             return
         round_ = next((candidate for candidate in self._open_rounds() if candidate.ballot == message.ballot), None)
         if round_ is not None and not round_.is_proposed:
             self._answers.take(round_, peer, message)
+
+    def take_discards(self, bodies: Iterable[DiscardedBody], *, now_ns: int) -> None:
+        """Book lost steps that their regions have reported."""
+        if self._is_acting:
+            self._answers.take_discards(bodies, self.rounds, now_ns=now_ns)
 
     def let_go(self, region: str) -> bool:
         """Leave a region that is about to leave the run out of new ballots; empty: none is.
@@ -441,8 +450,7 @@ class RoundLeader:
         self._effects.note(kind, text, fragment=round_.fragment, version=round_.version)
 
     def _announce(self, round_: OpenRound) -> None:
-        for name in self._context.regions:
-            self._effects.send(name, round_.announcement)
+        self._effects.send_all(self._context.regions, round_.announcement)
 
     def _repeat(self, round_: OpenRound) -> None:
         """Announce the ballot again to every region that is not done, and the decision to late reducers: messages get
@@ -450,13 +458,10 @@ class RoundLeader:
         if round_.is_proposed:
             return
         names_done = round_.payload_holders() if round_.is_merged else round_.holders
-        for name in self._context.regions:
-            if name not in names_done:
-                self._effects.send(name, round_.announcement)
+        self._effects.send_all((name for name in self._context.regions if name not in names_done), round_.announcement)
         self._audit.disclose(round_)
         if round_.decision is not None:
-            for name in round_.late_reducers():
-                self._effects.send(name, round_.decision)
+            self._effects.send_all(round_.late_reducers(), round_.decision)
 
     def _reaches(self, region: str, now_ns: int) -> bool:
         return self._eligibility.reaches(region, now_ns=now_ns)

@@ -11,7 +11,6 @@ a while; others may know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from diloco_node.core.events import StopLearner, WriteFinal
@@ -31,19 +30,12 @@ class RunEnd:
 
     Attributes:
         is_final: every fragment is at its final version and written.
-
-    Args:
-        bodies: of the ledger on disk: an end in it was acknowledged before.
     """
 
-    def __init__(
-        self, context: RoundContext, versions: Versions, progress: RunProgress, bodies: Iterable[EntryBody] = ()
-    ) -> None:
+    def __init__(self, context: RoundContext, versions: Versions, progress: RunProgress) -> None:
         self.is_final = False
         self._progress, self._context, self._settings = progress, context, context.settings
         self._is_believed = False
-        for body in bodies:
-            self._is_believed = is_end(body) or (self._is_believed and not isinstance(body, ExtendedBody))
         # Of this region, what `ask` repeats: its operator's order, its script's vote; None: there is none.
         self._order: FinishRequested | None = None
         self._vote: FinishRequested | None = None
@@ -70,8 +62,7 @@ class RunEnd:
         """Pass the own order and vote on to all regions, this one too; repeated, for a message may be lost."""
         for request in (self._order, self._vote):
             if request is not None and self._history.finished is None:
-                for name in self._context.regions:
-                    self._effects.send(name, request)
+                self._effects.send_all(self._context.regions, request)
 
     def take(self, region: str, request: FinishRequested, *, now_ns: int) -> str | None:
         """Take a region's order or vote. Returns the reason to end the run with; None: more votes are needed."""

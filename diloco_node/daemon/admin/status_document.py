@@ -164,6 +164,7 @@ def region_status(
         "digest_differences": view.digest_differences,
         "ledger_contradictions": list(view.contradictions),
         "wrong_leaders": [{"region": peer, "reason": reason} for peer, reason in view.wrong_leaders],
+        "overbooked": view.overbooked,
         "alarms": notes.alarms,
         "rejections": [
             {"peer": peer, "reason": reason, "count": count}

@@ -40,7 +40,7 @@ class DiskEffects:
     """Writes what must survive the process, and tries again while the disk refuses.
 
     Args:
-        init: a file with Theta_0, or FOLDER@N; None: it is the learner's.
+        init: a file with Theta_0, FOLDER@N or URL@N; None: it is the learner's.
         write_final_file: makes the final model durable, by tensor name; raises StorageError.
         save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
         files: threads for everything but the ledger. disk: one thread, for the ledger.
@@ -49,7 +49,7 @@ class DiskEffects:
         refusals: what the disk does not take at this moment, and why.
     """
 
-    init: Path | None
+    init: str | None
     write_final_file: Callable[[dict[str, F32]], None]
     save_counter_file: Callable[[int, mmap.mmap], object]
     parameters: Parameters
@@ -124,7 +124,7 @@ class DiskEffects:
                 if past is not None:
                     thetas, momentum = past
                 else:
-                    thetas = await in_thread(self.files, read_initial, self.init, manifest)
+                    thetas = await in_thread(self.files, read_initial, Path(self.init), manifest)
             digests = []
             for fragment, theta in enumerate(thetas):
                 write = partial(self.initial.store_own, fragment, theta, momentum[fragment])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import assert_never
 
 import numpy as np
@@ -149,7 +148,7 @@ def build_effects(
     *,
     region: str,
     settings: RunSettings,
-    init: Path | None,
+    init: str | None,
     parameters: Parameters,
     store: RegionStore,
     transport: Transport,

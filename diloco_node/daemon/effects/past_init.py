@@ -1,12 +1,14 @@
-"""Theta_0 and momentum from an earlier version of another run: `run.init = "FOLDER@N"`."""
+"""Theta_0 and momentum from an earlier version of another run: `run.init = "FOLDER@N"`, or that of a copy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from diloco_node.core.merge.fragments import Manifest
+from diloco_node.daemon.checkpoint_copies import copies_at
 from diloco_node.daemon.parameters import join_fragments, split_tensors
 from diloco_node.daemon.run_files import region_folders
 from diloco_node.daemon.run_record import past_of
@@ -15,7 +17,7 @@ from diloco_node.errors import ConfigError, StorageError
 from diloco_node.numeric import F32
 
 
-def read_past_init(init: Path, manifest: Manifest) -> tuple[list[F32], list[F32]] | None:
+def read_past_init(init: str | Path, manifest: Manifest) -> tuple[list[F32], list[F32]] | None:
     """Parameters and momentum of the version that `run.init` names.
 
     Args:
@@ -31,13 +33,13 @@ def read_past_init(init: Path, manifest: Manifest) -> tuple[list[F32], list[F32]
     if past is None:
         return None
     try:
-        files, _, parameters = read_past(region_folders(past[0]), version=past[1])
+        earlier, *values = _read_past(*past)
     except (ConfigError, StorageError) as error:
         raise ConfigError(f"run.init: {error}") from error
-    _check_tensors(init, files.manifest, manifest)
+    _check_tensors(init, earlier, manifest)
     vectors = []
-    for kind, values in (("tensor", parameters.theta), ("momentum of tensor", parameters.momentum)):
-        tensors = join_fragments(files.manifest, values)
+    for kind, values_of_kind in zip(("tensor", "momentum of tensor"), values, strict=True):
+        tensors = join_fragments(earlier, values_of_kind)
         for name, tensor in tensors.items():
             if not np.isfinite(np.dot(tensor.ravel(), tensor.ravel())):
                 raise ConfigError(f"run.init: {init}: {kind} {name} holds NaN, infinite or huge values")
@@ -46,7 +48,17 @@ def read_past_init(init: Path, manifest: Manifest) -> tuple[list[F32], list[F32]
     return theta, momentum
 
 
-def _check_tensors(init: Path, earlier: Manifest, manifest: Manifest) -> None:
+def _read_past(place: str | Path, version: int) -> tuple[Manifest, Sequence[F32], Sequence[F32]]:
+    """Manifest, parameters and momentum per fragment, from copies or from regions' folders."""
+    copies = copies_at(place)
+    if copies is not None:
+        checkpoint = copies.find(version=version)
+        return checkpoint.manifest, *copies.read(checkpoint)
+    files, _, parameters = read_past(region_folders(Path(place)), version=version)
+    return files.manifest, parameters.theta, parameters.momentum
+
+
+def _check_tensors(init: str | Path, earlier: Manifest, manifest: Manifest) -> None:
     """Compare names and shapes; merge rules and fragments may differ. Raises ConfigError with the first difference."""
     there, here = ({spec.name: spec.shape for spec in side.tensors} for side in (earlier, manifest))
     for name in sorted(there.keys() | here.keys()):

@@ -48,13 +48,11 @@ class Reception:
     """
 
     def __init__(self, runtime: NodeRuntime, manifest: Manifest, core: RegionCore, learner: LearnerProxy) -> None:
-        # Of the node, for its life.
         self._runtime = runtime
-        # Of the runtime, which never changes it.
+        # Both of the runtime, for as long as it lives.
         self._spec = runtime.spec
-        # Takes each note; for its life.
+        # Tells people, in the log and the status.
         self._note = runtime.notes.add
-        # The run's model, which never changes.
         self._manifest = manifest
         self._core = core
         self._learner = learner

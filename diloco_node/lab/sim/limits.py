@@ -9,6 +9,7 @@ from types import ModuleType
 
 from diloco_node.core import region
 from diloco_node.core.ledger import account, log, replication, write_gate
+from diloco_node.core.membership import absence
 from diloco_node.core.merge import stripes
 from diloco_node.core.recovery import compaction, digest_watch, fetches, upkeep, versions
 
@@ -26,6 +27,7 @@ LOW: tuple[tuple[str, int, tuple[ModuleType, ...]], ...] = (
     ("VERSIONS_KEPT", 3, (digest_watch,)),
     ("FRESH_MAX", 1, (digest_watch,)),
     ("STRIPE_BYTES_MIN", 1, (stripes,)),
+    ("EVICT_AFTER_NS", 4_000_000_000, (absence,)),
 )
 """Name, low value, and the modules that read it."""
 

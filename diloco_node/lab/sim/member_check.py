@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import DiskNamedBody, EntryBody, GenesisBody, RoundBody
+from diloco_node.core.types import EVICTED, DiskNamedBody, EntryBody, GenesisBody, RoundBody
 from diloco_node.lab.sim import core_parts as view
 
 Kinds = dict[str, str]
-"""By region, "voter" or "contributor"; who left is not there."""
+"""By region, "voter", "contributor" or "evicted" (a voter whose vote is taken); who left is not there."""
+
+VOTING = ("voter", "evicted")
+VOTERS_LEFT_MIN = 3
 
 
 class MemberCheck:
@@ -32,6 +35,10 @@ class MemberCheck:
             names |= {stripe.reducer for stripe in body.stripes}
             if strangers := sorted(names - self.kinds.keys()):
                 self._violate(f"members: {body.fragment}/{body.version} is of {strangers}, of whom the run has none")
+        elif isinstance(body, DiskNamedBody) and body.disk == EVICTED:
+            voters = [name for name, kind in self.kinds.items() if kind == "voter" and name != body.region]
+            if len(voters) < VOTERS_LEFT_MIN or self.kinds.get(body.region) != "voter":
+                self._violate(f"members: {body} leaves {voters}, of {self.kinds}")
         elif isinstance(body, DiskNamedBody) and body.disk:
             self._named.add(body.region)
         elif isinstance(body, MembershipBody):
@@ -79,3 +86,5 @@ def _take(kinds: Kinds, body: EntryBody) -> None:
         kinds.pop(body.region, None)
     elif isinstance(body, MembershipBody):
         kinds[body.region] = body.kind
+    elif isinstance(body, DiskNamedBody) and body.disk and kinds.get(body.region) in VOTING:
+        kinds[body.region] = "evicted" if body.disk == EVICTED else "voter"

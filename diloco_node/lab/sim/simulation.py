@@ -51,9 +51,6 @@ WORDS = "words"
 LIARS = (WORDS, *cheats.CHEATS)
 """How a region can lie: in words of its own (`liar`), or in right words about what it did wrongly (`cheats`)."""
 
-LIARS_DRAWN = tuple(kind for kind in LIARS if kind != "discards")
-"""Those that seeds draw. A follower that has just started can not doubt discards, so some commit."""
-
 LIARS_CHANCE = 0.2
 
 COMMITS_AFTER_HEALING = 2
@@ -325,7 +322,7 @@ def _draw_lies(seed: int, regions: int, fault: Fault | None, effects: str) -> st
         return ""  # of two regions nobody knows who lies
     # A draw of its own, so that the other seeds' runs do not depend on it.
     rng = random.Random(f"liar of {seed}")
-    return rng.choice(LIARS_DRAWN) if rng.random() < LIARS_CHANCE else ""
+    return rng.choice(LIARS) if rng.random() < LIARS_CHANCE else ""
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +27,6 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +43,7 @@ from diloco_node.learner.layouts.block_rows import (
     row_bytes,
     row_count,
 )
+from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.shard_map import LocalFragment, Slab
 from diloco_node.learner.layouts.tensors import ModelTensors
 
@@ -53,7 +52,6 @@ ROOMS: Final = 2
 
 WITHOUT_STREAMS: Final = ("cpu", "mps", "meta")
 
-PAGE_BYTES: Final = 4096
 CAPTURE_MODE_RELAXED: Final = 2
 
 log = logging.getLogger("diloco_node.learner")
@@ -64,19 +62,21 @@ class Stretch:
     """The slabs of one fragment that lie on one device.
 
     Attributes:
+        fragment: its number.
         sizes: per slab its values, which lie side by side in the device's staging memory.
         copies: (place in the fragment's vector, place in staging) of slabs that are neighbours in both.
         size: values of all of them.
     """
 
     device: torch.device
+    fragment: int
     slabs: tuple[Slab, ...]
     sizes: list[int]
     copies: tuple[tuple[slice, slice], ...]
     size: int
 
     @classmethod
-    def of_slabs(cls, device: torch.device, slabs: Sequence[Slab]) -> Stretch:
+    def of_slabs(cls, device: torch.device, fragment: int, slabs: Sequence[Slab]) -> Stretch:
         """Lay them side by side."""
         copies: list[tuple[slice, slice]] = []
         end = 0
@@ -87,15 +87,12 @@ class Stretch:
             else:
                 copies.append((slab.span, span))
             end = span.stop
-        return cls(device, tuple(slabs), [slab.size for slab in slabs], tuple(copies), end)
+        return cls(device, fragment, tuple(slabs), [slab.size for slab in slabs], tuple(copies), end)
 
     def views(self, row: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
-        """Parts of a row of a room, staging or host memory, in the shapes and on the device of the values."""
-        if has_streams(self.device):
-            parts = torch.split_with_sizes(row, self.sizes)
-            return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
-        pairs = zip(self.slabs, values, strict=True)
-        return [row[slab.span].view(value.shape).to(self.device) for slab, value in pairs]
+        """Parts of a row of staging memory in the shapes of the values."""
+        parts = torch.split_with_sizes(row, self.sizes)
+        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
 @dataclass(slots=True)
@@ -106,12 +103,14 @@ class Room:
         host: shape (rows, largest fragment), float32, page-locked if the system allows.
         staging: by device, shape (rows, values), float32.
         stretches: what is in it now.
+        views: by fragment and device, a stretch, staging, and by row the views of its slabs in it.
         fills: by device, an event that comes when staging holds the values. reads: when its last user has read them.
     """
 
     host: Tensor
     staging: dict[torch.device, Tensor] = field(default_factory=dict)
     stretches: list[Stretch] = field(default_factory=list)
+    views: dict[tuple[int, torch.device], tuple[Stretch, Tensor, list[list[Tensor]]]] = field(default_factory=dict)
     fills: dict[torch.device, Any] = field(default_factory=dict)
     reads: dict[torch.device, Any] = field(default_factory=dict)
 
@@ -124,6 +123,21 @@ class Room:
             # The memory may have been another tensor's, whose last reader is still to run in the loop's stream.
             self.reads[stretch.device] = record_event(stretch.device)
         return staging[:, : stretch.size]
+
+    def parts(self, stretch: Stretch, values: Sequence[Tensor]) -> list[list[Tensor]]:
+        """By row, memory for each slab in the shapes and on the device of the values.
+
+        Views of staging memory are made once: each of them would take a call of torch at each order.
+        """
+        if not has_streams(stretch.device):
+            pairs = [*zip(stretch.slabs, values, strict=True)]
+            return [[row[slab.span].view(value.shape).to(stretch.device) for slab, value in pairs] for row in self.host]
+        place = stretch.fragment, stretch.device
+        entry = self.views.get(place)
+        if entry is None or entry[0] is not stretch or entry[1] is not self.staging.get(stretch.device):
+            views = [stretch.views(row, values) for row in self.rows(stretch)]
+            entry = self.views[place] = stretch, self.staging[stretch.device], views
+        return entry[2]
 
 
 class DeviceLane:
@@ -175,20 +189,17 @@ class DeviceLane:
         check_not_capturing("call step() after each replay")
         room = self._down.popleft() if self._down else self._room(1, self._largest_down)
         room.stretches = self._stretches(local)
-        for stretch in room.stretches:
-            values = [self._tensors.values(slab) for slab in stretch.slabs]
-            if not has_streams(stretch.device):
-                for slab, value in zip(stretch.slabs, values, strict=True):
-                    room.host[0, slab.span].view(value.shape).copy_(value)
-                continue
-            row = room.rows(stretch)[0]
-            _wait(room.reads, stretch.device)
-            with torch.no_grad():
-                if all(value.dtype == row.dtype for value in values):
-                    torch.cat([value.reshape(-1) for value in values], out=row)
-                else:
-                    torch._foreach_copy_(stretch.views(row, values), values)
-            room.fills[stretch.device] = record_event(stretch.device)
+        with torch.no_grad():
+            for stretch in room.stretches:
+                values = self._tensors.in_place(stretch.slabs)
+                if not has_streams(stretch.device):
+                    for slab, value in zip(stretch.slabs, values, strict=True):
+                        room.host[0, slab.span].view(value.shape).copy_(value)
+                    continue
+                parts = room.parts(stretch, values)[0]
+                _wait(room.reads, stretch.device)
+                torch._foreach_copy_(parts, values)
+                room.fills[stretch.device] = record_event(stretch.device)
         return self._fetcher.submit(self._fetch, room, out, is_kept)
 
     def _fetch(self, room: Room, out: Tensor, is_kept: bool) -> Room | None:
@@ -299,11 +310,10 @@ class DeviceLane:
         check_not_capturing("call step() after each replay")
         self._tensors.reshard()
         for stretch in room.stretches:
-            values = [self._tensors.values(slab) for slab in stretch.slabs]
             _wait(room.fills, stretch.device)
             with torch.no_grad():
-                rows = room.rows(stretch) if has_streams(stretch.device) else room.host
-                new, anchor = (stretch.views(row, values) for row in rows)
+                values = self._tensors.in_place(stretch.slabs)
+                new, anchor = room.parts(stretch, values)
                 _shift(values, new, anchor if is_anchored else None, carry_factor)
                 self._tensors.follow(stretch.slabs)
             if has_streams(stretch.device):
@@ -332,13 +342,13 @@ class DeviceLane:
 
     def _stretches(self, local: LocalFragment) -> list[Stretch]:
         """By device; laid out anew where `model.to()` has moved parameters."""
-        devices = [*map(self._tensors.device, local.slabs)]
+        devices = self._tensors.devices_of(local.slabs)
         layout = self._layouts.get(id(local))
         if layout is None or layout[1] != devices:
             slabs: dict[torch.device, list[Slab]] = {}
             for slab, device in zip(local.slabs, devices, strict=True):
                 slabs.setdefault(device, []).append(slab)
-            stretches = [Stretch.of_slabs(device, neighbours) for device, neighbours in slabs.items()]
+            stretches = [Stretch.of_slabs(device, local.index, neighbours) for device, neighbours in slabs.items()]
             layout = self._layouts[id(local)] = local, devices, stretches
         return layout[2]
 
@@ -406,38 +416,6 @@ def encodes_there(devices: Collection[torch.device], codec: Codec, encode: Encod
     return not any(reasons.values())
 
 
-def page_locked(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros on the CPU, in pages that a device copies from and to without the host; in others if it must.
-
-    Half a second for a gigabyte. torch would round the size up to a power of two: 4.9 GB to 8.6 GB.
-    """
-    size = torch.Size(shape).numel() * dtype.itemsize
-    try:
-        runtime: Any = torch.cuda.cudart() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
-        if runtime is None:  # a device of another maker, or in software
-            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
-        pages = np.zeros(-(-max(1, size) // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES, np.uint8)
-        start = -pages.ctypes.data % PAGE_BYTES  # whole pages of its own: none may be registered twice
-        _register(runtime, pages, pages.ctypes.data + start, len(pages) - PAGE_BYTES)
-        return torch.from_numpy(pages[start : start + size]).view(dtype).view(shape)
-    except RuntimeError as error:
-        text = "no page-locked memory of %d MB (%s): copies from and to the device take longer. Raise `ulimit -l`"
-        log.warning(text, size >> 20, error)
-        return torch.zeros(shape, dtype=dtype, device="cpu")
-
-
-def _register(runtime: Any, pages: Any, address: int, size: int) -> None:
-    """Tell the driver of memory, until the array is gone. Raises RuntimeError: it refuses."""
-    if int(runtime.cudaHostRegister(address, size, 0)):
-        raise RuntimeError("cudaHostRegister refused it")
-
-    def let_go() -> None:
-        with contextlib.suppress(RuntimeError):
-            runtime.cudaHostUnregister(address)
-
-    weakref.finalize(pages, let_go).atexit = False
-
-
 def record_event(device: torch.device) -> Any:
     """An event behind all that this thread has ordered on a device so far."""
     module = getattr(torch, device.type)
@@ -449,9 +427,14 @@ def record_event(device: torch.device) -> Any:
 
 def check_not_capturing(advice: str) -> None:
     """Raise LearnerError, with the advice, while a CUDA graph is captured: what is ordered would be a part of it."""
-    is_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if is_begun and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise LearnerError(f"a step boundary inside of a CUDA graph's capture: {advice}")
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being recorded: nothing may be read then, and the hooks of a replay are not called."""
+    is_begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_begun and torch.cuda.is_current_stream_capturing()
 
 
 def relax_capture() -> None:

@@ -69,6 +69,11 @@ class Slab:
         return prod(self.shape)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its box."""
+        return self.shape == self.box.sizes
+
+    @property
     def span(self) -> slice:
         """Its place in the vector of a `LocalFragment`."""
         return slice(self.offset, self.offset + self.size)

@@ -20,7 +20,7 @@ def host_values(*shape: int) -> Tensor:
 
 def cut(tensor: Tensor, slab: Slab) -> Tensor:
     """The slab of a tensor's part on this rank; mostly that is all of it, and each slice takes microseconds."""
-    return tensor if slab.shape == slab.box.sizes else tensor[slab.local]
+    return tensor if slab.is_whole else tensor[slab.local]
 
 
 def first_values(tensor: Tensor, slab: Slab) -> Tensor:

@@ -143,6 +143,8 @@ class ModelTensors:
         self.idle: dict[str, Tensor] = {}
         self._names_of |= {buffer: [name] for name, buffer in trainable.items()}
         for parameter, names in self._names_of.items():
+            if torch.nn.parameter.is_lazy(parameter):
+                raise LearnerError(f"{names[0]!r} is lazy and has no values yet: run a batch through the model first")
             if not (parameter.requires_grad or names[0] in trainable) or not parameter.numel():
                 continue
             master = next((masters[name] for name in names if name in masters), None)
@@ -230,7 +232,7 @@ class ModelTensors:
             out: shape (part.size,), float32, CPU; overwritten.
         """
         with torch.no_grad():
-            sources = [self.values(slab) for slab in local.slabs]
+            sources = self.in_place(local.slabs)
             if sources and all(value.is_cpu and value.dtype == out.dtype for value in sources):
                 # One call, for of small tensors each costs more than its values. Other types would take it longer.
                 torch.cat([value.reshape(-1) for value in sources], out=out)
@@ -246,10 +248,9 @@ class ModelTensors:
         """
         self.reshard()
         with torch.no_grad():
-            for slab in local.slabs:
-                target = self.values(slab)
+            for slab, target in zip(local.slabs, self.in_place(local.slabs), strict=True):
                 target.copy_(values[slab.span].view(target.shape))
-                self.follow((slab,))
+            self.follow(local.slabs)
 
     def shift(
         self, local: LocalFragment, new: Tensor, anchor: Tensor | None, carry_factor: float, scratch: Tensor
@@ -268,8 +269,7 @@ class ModelTensors:
             return
         self.reshard()
         with torch.no_grad():
-            for slab in local.slabs:
-                values = self.values(slab)
+            for slab, values in zip(local.slabs, self.in_place(local.slabs), strict=True):
                 is_direct = values.dtype == torch.float32 and values.device.type == "cpu"
                 theta = values if is_direct else scratch[: slab.size].view(values.shape).copy_(values)
                 _shift(theta, new[slab.span].view(values.shape), anchor[slab.span].view(values.shape), carry_factor)
@@ -320,9 +320,7 @@ class ModelTensors:
 
         All ranks call it, where frozen parameters are sharded. For `is_kept` and the copies see `own_state`.
         """
-        merged_names = {
-            name for parameter, names in self._names_of.items() if names[0] in self._tracked for name in names
-        }
+        merged_names = {name for names in self._names_of.values() if names[0] in self._tracked for name in names}
         return self._host_state(merged_names, is_kept=is_kept)
 
     def own_state(self, *, is_kept: bool) -> dict[str, Tensor]:
@@ -368,13 +366,18 @@ class ModelTensors:
         own_names = [name for name in by_plain_name(self.model.state_dict(), self.model) if name in state]
         return {name: state[name] for name in dict.fromkeys((*own_names, *state))}
 
-    def device(self, slab: Slab) -> torch.device:
-        """Where the slab's values lie now."""
-        return self._tracked[slab.piece.name].whole.device
+    def devices_of(self, slabs: Sequence[Slab]) -> list[torch.device]:
+        """Where the values of each slab lie now."""
+        return [self._tracked[slab.piece.name].whole.device for slab in slabs]
 
     def values(self, slab: Slab) -> Tensor:
         """A view of the slab's values; taken anew each time, for `model.to()` may have moved them."""
         return cut(self._tracked[slab.piece.name].source, slab)
+
+    def in_place(self, slabs: Sequence[Slab]) -> list[Tensor]:
+        """The same of each, within `no_grad`: a whole tensor is itself, for each view takes a call of torch."""
+        pairs = [(slab, self._tracked[slab.piece.name].whole) for slab in slabs]
+        return [whole if type(whole) in PLAIN and slab.is_whole else self.values(slab) for slab, whole in pairs]
 
     def follow(self, slabs: Sequence[Slab]) -> None:
         """Copy masters that were written into their parameters."""

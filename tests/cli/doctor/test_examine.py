@@ -32,6 +32,13 @@ def test_the_daemon_and_its_alerts_are_reported(tmp_path: Path) -> None:
     assert findings["alert"].mark == "failed"
 
 
+def test_peers_are_those_of_the_ledger_where_a_daemon_knows_it(tmp_path: Path) -> None:
+    """A region that joined later is in no run.toml of the others, and one that was removed still is."""
+    assert list(patient(tmp_path, None).addresses) == [PEER]
+    joined = {"name": "joined", "address": "joined.example:7400"}
+    assert patient(tmp_path, {"peers": [joined]}).addresses == {"joined": "joined.example:7400"}
+
+
 async def test_peers_are_probed_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = threading.Barrier(2, timeout=120)
 

@@ -52,13 +52,42 @@ def test_an_older_copy_is_told_once_and_counts_no_more(folder: FolderLife, words
     assert not lives.is_older("c")
 
 
-def test_what_was_acknowledged_to_this_leader_counts_before_it_is_told() -> None:
+def test_what_was_acknowledged_before_the_link_was_lost_counts_before_it_is_told() -> None:
     lives = FolderLives(a_view())
     lives.hear("b", told(LIVES[0]))
     lives.hold("b", 12)
     lives.hold("c", 12)
+    lives.link_changed("b")
     assert "ends at entry 11" in lives.hear("b", told(LIVES[1], end=11))
     lives.hold("b", 99)
+
+
+def test_what_was_acknowledged_counts_once_the_same_life_is_told_again() -> None:
+    lives = FolderLives(a_view())
+    lives.hear("b", told(LIVES[0]))
+    lives.hold("b", 12)
+    lives.hear("b", told(LIVES[0]))
+    assert "ends at entry 11" in lives.hear("b", told(LIVES[1], end=11))
+
+
+def test_a_new_life_may_acknowledge_more_than_it_began_with_before_it_tells_that_it_began() -> None:
+    lives = FolderLives(a_view())
+    lives.hear("b", told(LIVES[0]))
+    lives.hold("b", 28)
+    lives.link_changed("b")
+    lives.hold("b", 30)
+    lives.link_changed("b")
+    assert lives.hear("b", told(LIVES[1], end=28)) == "", "two links came and went before it was told"
+    assert not lives.is_older("b")
+
+
+def test_the_old_life_is_not_excused_by_a_new_one_that_is_told_late() -> None:
+    lives = FolderLives(a_view())
+    lives.hear("b", told(LIVES[0]))
+    lives.hold("b", 28)
+    lives.link_changed("b")
+    lives.hold("b", 30)
+    assert "ends at entry 27, and it had committed up to entry 28" in lives.hear("b", told(LIVES[1], end=27))
 
 
 def test_a_folder_that_is_named_anew_counts_again() -> None:

@@ -4,48 +4,56 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import Effect
-from diloco_node.core.messages import Heartbeat
+from diloco_node.core.events import Effect, Note, Send
+from diloco_node.core.messages import DiscardReported, Heartbeat
 from diloco_node.core.objections import Objections
 from diloco_node.core.rounds.discard_check import DiscardCheck
-from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.discards import BOOKING_MAX
 from diloco_node.core.types import DiscardedBody, FragmentPosition, LearnerStatus
-from tests.kit.rounds_kit import context_of
+from tests.kit.rounds_kit import context_of, history_of
 
 STATUS = LearnerStatus(3, 90, 900, 10, (FragmentPosition(4, 40, 40, 400), FragmentPosition(4, 60, 60, 600)))
 """Of incarnation 3, at step 90."""
+
+NOT_HERE = "c has not reported them here"
+
+
+def lost(incarnation: int, fragment: int, step_to: int, *, learner: str = "c") -> DiscardedBody:
+    return DiscardedBody(learner, incarnation, fragment, 0, step_to, 10, "dead")
 
 
 class Desk:
     """Region b, which hears c, and has heard what an entry says of the steps of c's learner."""
 
     def __init__(self) -> None:
-        context = context_of(RoundHistory(2), region="b", effects=EffectBuffer("b"))
+        self.effects = EffectBuffer("b")
+        context = context_of(history_of(), region="b", effects=self.effects)
         self.liveness, self.sequence = context.liveness, 0
-        self.check = DiscardCheck(context, {2: 50})
+        self.leader, self.patience_ns = "a", context.settings.election_timeout_ns
+        self.check = DiscardCheck(context, {2: 50}, lambda: self.leader)
+
+    def tell(self, peer: str, *bodies: DiscardedBody, now_ns: int = 0) -> list[DiscardedBody]:
+        return self.check.hear(peer, bodies, now_ns=now_ns)
 
     def beat(self) -> int:
         self.liveness.beat(applied_index=0, digests=(), now_ns=0)
         return self.liveness.sequence
 
-    def hear(self, status: LearnerStatus | None, echo: int = 0) -> None:
+    def hear(self, status: LearnerStatus | None, echo: int = 0, *, now_ns: int = 0) -> None:
         self.sequence += 1
         beat = Heartbeat(self.sequence, echo, 0, (), status, 0, ())
-        assert self.liveness.heartbeat_arrived("c", beat, now_ns=0)
+        assert self.liveness.heartbeat_arrived("c", beat, now_ns=now_ns)
 
     def doubt(self, body: DiscardedBody) -> str:
         return self.check.doubt(body, now_ns=0)
 
-    def fault(self, body: DiscardedBody) -> str:
-        return self.check.fault(body, now_ns=0)
-
-
-def lost(incarnation: int, fragment: int, step_to: int, *, learner: str = "c") -> DiscardedBody:
-    return DiscardedBody(learner, incarnation, fragment, 0, step_to, 10, "dead")
+    def fault(self, body: DiscardedBody, *, is_late: bool = False) -> str:
+        return self.check.fault(body, is_late=is_late, now_ns=0)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +69,94 @@ def lost(incarnation: int, fragment: int, step_to: int, *, learner: str = "c") -
 )
 def test_what_its_own_report_speaks_against_is_doubted(body: DiscardedBody, words: str) -> None:
     desk = Desk()
-    assert desk.doubt(body) == "", "c was not heard yet"
+    assert desk.doubt(body) == NOT_HERE, "who has just started vouches for nobody"
     desk.hear(STATUS)
+    desk.tell("c", body)
     assert desk.doubt(body) == words
     desk.liveness.link_changed("c", is_up=False)
-    assert desk.doubt(body) == "", "what is no more heard may have changed"
+    assert desk.doubt(body) == "", "its report is remembered, and nothing is heard against it"
     desk.hear(None)
-    assert desk.doubt(body) == "", "there is no learner that reports"
+    assert desk.doubt(body) == "", "there is no learner that speaks against it"
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        lost(3, 1, 40),
+        lost(4, 0, 40),
+        lost(3, 0, 39),
+        replace(lost(3, 0, 41), tokens=9),
+        lost(3, 0, 40, learner="d"),
+        lost(3, 0, 40, learner="a"),
+    ],
+)
+def test_only_a_report_of_the_region_itself_that_covers_the_steps_bears_them_out(report: DiscardedBody) -> None:
+    desk, body = Desk(), lost(3, 0, 40)
+    desk.tell("c", report)
+    desk.tell("a", body)
+    assert desk.doubt(body) == NOT_HERE
+    desk.tell("c", replace(body, step_from=30, step_to=50, tokens=1))
+    assert desk.doubt(body) == "", "it reports later ones: what it reported before came to others"
+    desk.leader = "b"
+    assert desk.doubt(lost(3, 1, 1)) == "", "a leader books what it has got a report of"
+
+
+def test_of_a_region_that_reports_without_an_end_the_last_lines_are_remembered() -> None:
+    desk = Desk()
+    for incarnation in range(BOOKING_MAX + 2):
+        desk.tell("c", lost(incarnation, 0, 1), lost(0, 1, 1))
+    assert desk.doubt(lost(BOOKING_MAX + 1, 0, 1)) == desk.doubt(lost(0, 1, 1)) == ""
+    assert desk.doubt(lost(1, 0, 1)) == NOT_HERE
+
+
+def test_a_voter_passes_a_report_on_to_the_leader_and_nobody_reports_for_others() -> None:
+    desk, body = Desk(), lost(3, 0, 40)
+    assert desk.tell("c", body, lost(3, 1, 40, learner="a")) == []
+    assert desk.effects.take() == [Send("a", DiscardReported((body,)))]
+    assert desk.tell("d", body) == desk.tell("b", lost(3, 0, 40, learner="b")) == []
+    assert desk.effects.take() == [], "only at first hand, and never its own a second time"
+
+
+def test_a_leader_books_what_a_majority_can_bear_out_if_their_region_dies_at_once() -> None:
+    desk, body = Desk(), lost(3, 0, 40)
+    desk.leader = "b"
+    desk.hear(STATUS)
+    assert desk.liveness.heartbeat_arrived("a", Heartbeat(1, 0, 0, (), STATUS, 0, ()), now_ns=0)
+    assert desk.tell("a", body) == [], "its region has not said so"
+    assert desk.tell("c", body) == [body], "a and the leader have it"
+    later = replace(body, step_to=50)
+    assert desk.tell("c", later) == [], "a has an older report"
+    assert desk.tell("a", replace(later, step_to=49)) == desk.tell("a", replace(later, tokens=9)) == []
+    assert desk.tell("a", later) == [later]
+
+
+def test_the_word_of_the_region_itself_is_enough_where_others_are_silent_or_after_a_while() -> None:
+    desk, body = Desk(), lost(3, 0, 40)
+    desk.leader = "b"
+    assert desk.tell("c", body) == [body], "without c there is no majority anyway"
+    assert desk.liveness.heartbeat_arrived("a", Heartbeat(1, 0, 0, (), STATUS, 0, ()), now_ns=0)
+    other = lost(3, 1, 40)
+    half_ns = desk.patience_ns // 2
+    assert desk.tell("c", other) == [], "a is there, and may have it soon"
+    assert desk.liveness.heartbeat_arrived("a", Heartbeat(2, 0, 0, (), STATUS, 0, ()), now_ns=2 * half_ns)
+    assert desk.tell("c", other, now_ns=half_ns) == []
+    assert desk.tell("c", other, now_ns=2 * half_ns) == [other]
+    after_ns = 2 * half_ns + desk.patience_ns
+    assert desk.liveness.heartbeat_arrived("a", Heartbeat(3, 0, 0, (), STATUS, 0, ()), now_ns=after_ns)
+    assert desk.tell("c", other, now_ns=after_ns) == [], "it was away meanwhile"
+
+
+def test_of_a_region_that_is_no_member_any_more_nobody_waits_for_a_word() -> None:
+    assert Desk().doubt(lost(4, 0, 1, learner="d")) == ""
+
+
+def test_a_region_that_trained_on_and_never_reported_them_refuses_the_leader_though_it_answered_nothing() -> None:
+    desk, body = Desk(), lost(2, 0, 1 << 20)
+    desk.hear(STATUS)
+    assert desk.fault(body) == desk.fault(body, is_late=True) == "", "it may have died as it reported"
+    desk.hear(replace(STATUS, step=91), now_ns=1)
+    assert desk.fault(body) == ""
+    assert desk.fault(body, is_late=True) == f"c has not given up steps (0, {1 << 20}]: {NOT_HERE}"
 
 
 def test_only_a_report_that_is_newer_than_the_entry_is_held_against_a_leader() -> None:
@@ -80,7 +169,7 @@ def test_only_a_report_that_is_newer_than_the_entry_is_held_against_a_leader() -
     desk.hear(STATUS, echo=desk.beat())
     assert desk.fault(body) == "c has not given up steps (0, 8]: its incarnation is 3, not 4"
     desk.hear(replace(STATUS, incarnation=4), echo=desk.beat())
-    assert desk.fault(lost(4, 0, 40)) == desk.doubt(lost(4, 0, 40)) == ""
+    assert desk.fault(body) == "", "it has not reported them here, but it may have elsewhere"
 
 
 def test_the_reports_of_one_region_count_against_one_leader_only() -> None:
@@ -88,38 +177,94 @@ def test_the_reports_of_one_region_count_against_one_leader_only() -> None:
     desk.hear(STATUS)
     assert desk.doubt(body)
     desk.check.heed(body)
+    assert desk.doubt(body), "of the two one lies: it is no loss if the same leader is refused again"
+    desk.leader = "d"
     assert desk.doubt(body) == desk.doubt(lost(5, 0, 8)) == ""
 
 
 class Ledger:
-    """A log with one entry that waits; it counts refusals."""
+    """A log with entries that wait; it notes which leaders were refused, and what was taken."""
 
-    def __init__(self, body: DiscardedBody) -> None:
-        self.body, self.refusals = body, 0
+    def __init__(self, *bodies: DiscardedBody) -> None:
+        self.bodies, self.leader, self.refused, self.taken = list(bodies), "a", list[str](), 0
 
     def missing_payloads(self, *, rounds_max: int) -> tuple[DiscardedBody, ...]:
-        return (self.body,)
+        return tuple(self.bodies)
 
     def is_staged(self, _: DiscardedBody) -> bool:
         return True
 
     def refuse(self, _body: DiscardedBody, _fault: str, *, now_ns: int) -> list[Effect]:
-        self.refusals += 1
+        self.refused.append(self.leader)
+        return []
+
+    def payload_arrived(self, *, now_ns: int) -> list[Effect]:
+        self.taken += 1
         return []
 
 
+class Bench(Desk):
+    """A desk with a log, whose entries it is asked about again and again."""
+
+    def __init__(self, *bodies: DiscardedBody) -> None:
+        super().__init__()
+        self.ledger = Ledger(*bodies)
+        nothing: Any = SimpleNamespace(payload_fault=lambda _: "", doubt=lambda _, now_ns: "", believe=lambda _: None)
+        context = context_of(history_of(), region="b", effects=self.effects, liveness=self.liveness)
+        self.objections = Objections(context, nothing, nothing, {}, lambda: self.ledger.leader)
+
+    def ask(self, now_ns: int = 0) -> None:
+        log: Any = self.ledger
+        self.objections.raise_against(log, now_ns=now_ns)
+
+
 def test_no_region_has_leader_after_leader_refused() -> None:
-    desk, ledger = Desk(), Ledger(lost(4, 0, 8))
-    nothing = SimpleNamespace(payload_fault=lambda _: "", doubt=lambda _, now_ns: "")
-    context = context_of(RoundHistory(2), region="b", effects=EffectBuffer("b"), liveness=desk.liveness)
-    objections = Objections(context, nothing, nothing, {})  # type: ignore[arg-type]
-    for body, refusals in ((ledger.body, 1), (lost(5, 0, 8), 1)):
-        ledger.body = body
-        desk.hear(STATUS)
-        objections.raise_against(ledger, now_ns=0)  # type: ignore[arg-type]
-        desk.hear(STATUS, echo=desk.beat())
-        objections.raise_against(ledger, now_ns=0)  # type: ignore[arg-type]
-        assert ledger.refusals == refusals
+    bench = Bench()
+    for leader, incarnation in (("a", 4), ("d", 5), ("a", 6)):
+        bench.ledger.leader, bench.ledger.bodies = leader, [lost(incarnation, 0, 8)]
+        bench.hear(STATUS)
+        bench.ask()
+        bench.hear(STATUS, echo=bench.beat())
+        bench.ask()
+    assert bench.ledger.refused == ["a", "a"]
+
+
+def test_of_two_entries_that_wait_the_first_is_asked_about_until_there_is_an_answer() -> None:
+    bench = Bench(lost(4, 0, 8), lost(4, 1, 8))
+    bench.hear(STATUS)
+    bench.ask()
+    bench.hear(STATUS, echo=bench.beat())
+    bench.ask()
+    assert bench.ledger.refused == ["a"]
+
+
+def test_steps_of_a_region_that_stays_silent_are_taken_in_the_end_with_an_alarm() -> None:
+    bench = Bench(lost(4, 0, 8))
+    bench.ask(1)
+    bench.ask(16 * bench.patience_ns)
+    assert (bench.ledger.taken, bench.effects.take()) == (0, [])
+    bench.ask(16 * bench.patience_ns + 1)
+    (note,) = [effect for effect in bench.effects.take() if isinstance(effect, Note)]
+    assert (bench.ledger.taken, bench.ledger.refused, note.is_alarm) == (1, [], True)
+
+
+def test_the_word_of_another_region_is_waited_for_anew() -> None:
+    bench = Bench(lost(4, 0, 8), lost(4, 1, 8), lost(4, 0, 8, learner="d"))
+    bench.ask(1)
+    bench.ask(16 * bench.patience_ns + 1)
+    assert bench.ledger.taken == 2, "both of c, who is silent; and d has been asked about just now"
+    bench.ledger.bodies = [lost(4, 0, 8, learner="d")]
+    bench.ask(32 * bench.patience_ns)
+    assert bench.ledger.taken == 2
+    bench.ask(32 * bench.patience_ns + 1)
+    assert bench.ledger.taken == 3
+
+
+def test_what_the_disk_held_at_the_start_was_acknowledged_before() -> None:
+    bench, body = Bench(), lost(4, 0, 8)
+    assert bench.objections.doubt(body, now_ns=0) == ""
+    bench.ask()
+    assert bench.objections.doubt(body, now_ns=0)
 
 
 def test_what_a_majority_committed_is_doubted_no_more() -> None:
@@ -133,6 +278,8 @@ def test_what_a_majority_committed_is_doubted_no_more() -> None:
 def test_of_its_own_learner_a_region_knows_at_once_how_far_each_life_came() -> None:
     desk = Desk()
     assert desk.doubt(lost(2, 0, 50, learner="b")) == ""
+    assert desk.doubt(lost(3, 0, 1, learner="b")) == "b has not reported them here", "it has not attached"
+    assert not desk.fault(lost(3, 0, 1, learner="b"))
     assert "incarnation 2 made 50 steps" in desk.fault(lost(2, 0, 51, learner="b"))
     desk.liveness.own_learner(STATUS, now_ns=0)
     desk.check.heed(lost(3, 0, 91, learner="b"))

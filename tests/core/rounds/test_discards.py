@@ -98,6 +98,19 @@ def test_overwritten_steps_are_reported_once_the_ledger_knows_the_version() -> N
 BODY = DiscardedBody("a", 1, 0, 0, 5, 320, "died")
 
 
+def test_a_region_sees_in_its_ledger_that_steps_were_booked_which_its_living_learner_never_made() -> None:
+    history, ledger = history_of(), Ledger()
+    reporter = DiscardReporter(context_of(history))
+    for learner, incarnation, steps in (("b", 1, 1 << 20), ("a", 1, 1 << 20), ("a", 2, 9)):
+        history.apply(ledger.add(DiscardedBody(learner, incarnation, 1, 0, steps, 0, "it pleases me")), now_ns=0)
+        assert reporter.overbooked() == ""
+        reporter.learner_changed(status(9, incarnation=2))
+    assert reporter.overbooked() == ""
+    reporter.learner_changed(status(8, incarnation=2))
+    words = "steps up to 9 of incarnation 2 as lost in fragment 1, and the learner has made 8"
+    assert reporter.overbooked() == f"the ledger has {words}"
+
+
 def test_interval_is_booked_once() -> None:
     history, ledger = history_of(), Ledger()
     desk = DiscardDesk(history)

@@ -21,6 +21,7 @@ from diloco_node.core.rounds.claim_limits import INCARNATIONS_AHEAD_MAX
 from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import (
+    EVICTED,
     Ballot,
     Contribution,
     DiscardedBody,
@@ -631,3 +632,23 @@ def test_a_base_whose_norms_are_none_is_refused(recent: bytes) -> None:
     summary = replace(history_of(GENESIS).sum_up(), recent=(recent, RecentRounds().packed()))
     base = LedgerBase(1, 1, ZERO_HASH, encode_summary(summary))
     assert "norms of" in new_check().base_fault(base)
+
+
+def test_a_vote_is_taken_for_an_absence_only_while_three_are_left_and_given_back_by_naming_the_folder() -> None:
+    founders = tuple("abcd")
+    genesis = replace(GENESIS, regions=founders, disks=tuple(bytes([number]) * 16 for number in range(1, 5)))
+    check, ledger = EntryCheck((*RUN[:3], founders), MANIFEST, SETTINGS), Ledger()
+    evicted, others = DiskNamedBody("d", EVICTED), DiskNamedBody("c", EVICTED)
+    assert check.base_fault(base_of(genesis, evicted)) == "", "no change of the members: nobody signs it"
+    for body in (genesis, evicted):
+        entry = ledger.add(body)
+        assert check.fault(entry) == ""
+        check.take(entry)
+    for body, says in (
+        (DiskNamedBody("mallory", EVICTED), "mallory is no region"),
+        (others, "2 voters would be left without c, and 3 must be"),
+        (evicted, "d has no vote that could be taken"),
+        (DiskNamedBody("d", b""), "d's folder is none, named is none"),
+    ):
+        assert says in check.fault(ledger.add(body))
+    assert check.fault(ledger.add(DiskNamedBody("d", b"x" * 16))) == ""

@@ -15,7 +15,6 @@ from diloco_node.core.messages import (
     BallotOpened,
     Contributed,
     Declined,
-    DiscardReported,
     LeftOut,
     MergeDecided,
     MergedReceived,
@@ -765,8 +764,7 @@ DISCARD = DiscardedBody("b", 1, 0, 0, 4, 256, "died")
 def test_discard_is_booked_and_then_the_dead_incarnation_is_refused() -> None:
     office = Office()
     office.report(status(0, incarnation=2), "b")
-    office.answer("b", DiscardReported((DISCARD,)))
-    office.answer("b", DiscardReported((DISCARD,)))
+    office.leader.take_discards([DISCARD, DISCARD], now_ns=office.now_ns)
     assert list(office.leader.proposals) == [DISCARD]
     assert office.leader._answers.may_contribute(offered("b"), 1)
 
@@ -775,18 +773,11 @@ def test_discard_waits_while_an_open_round_may_include_the_steps() -> None:
     office = Office()
     announcement = office.open()
     office.contribute(announcement, "b")
-    bodies = DiscardReported((DISCARD, replace(DISCARD, fragment=1)))
-    office.answer("b", DiscardReported((replace(DISCARD, fragment=1, step_to=10_000),)))
+    office.leader.take_discards([replace(DISCARD, fragment=1, step_to=10_000)], now_ns=office.now_ns)
     assert not office.leader.proposals, "its learner has not made so many, by its last report"
     office.report(status(0, incarnation=2), "b")
-    office.answer("b", bodies)
+    office.leader.take_discards([DISCARD, replace(DISCARD, fragment=1)], now_ns=office.now_ns)
     assert list(office.leader.proposals) == [replace(DISCARD, fragment=1)]
-
-
-def test_nobody_discards_for_others() -> None:
-    office = Office()
-    office.answer("c", DiscardReported((DISCARD,)))
-    assert not office.leader.proposals
 
 
 def finish(office: Office) -> None:

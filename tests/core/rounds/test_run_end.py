@@ -151,14 +151,6 @@ def test_a_region_that_was_started_to_go_on_neither_writes_nor_stops() -> None:
     assert bench.effects.take() == []
 
 
-def test_an_end_on_disk_is_believed_until_the_extension_after_it() -> None:
-    bench, end = Bench(), FinishedBody((0, 0), FLAT, steps_max=100)
-    context = context_of(bench.history, liveness=bench.near.liveness, settings=BY_STEPS)
-    for bodies, is_believed in (((end,), True), ((end, ExtendedBody(200, 0)), False)):
-        again = RunEnd(context, bench.versions, RunProgress(context), bodies)
-        assert (again.doubt(end, now_ns=0) == "") is is_believed
-
-
 def test_an_extension_begins_anew() -> None:
     bench = Bench()
     bench.end.want("enough", is_order=True)

@@ -179,7 +179,7 @@ async def test_a_learner_on_another_base_is_told_once_when_the_run_has_begun(
     desk.reception.core_changed()
     desk.reception.core_changed()
     (warning,) = desk.warned
-    assert "region b, which began the run: of 1: 1 hold other values (base.weight)" in warning.text
+    assert "region b, which began the run: of 1, 1 hold other values (base.weight)" in warning.text
 
 
 async def test_a_learner_on_the_same_base_hears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from diloco_node.learner.local_fragments import LearnerFragments
 LANE: Final = "diloco_node.learner.layouts.device"
 REVERT: Final = "diloco_node.learner.revert"
 FRAGMENTS: Final = "diloco_node.learner.local_fragments"
+PAGES: Final = "diloco_node.learner.layouts.page_locked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class DeviceFault:
 
 def planted(fault: DeviceFault) -> type[LearnerFragments]:
     """`LearnerFragments` with the fault; the modules themselves stay as they are."""
-    lane, revert, fragments = (_copied(name, fault) for name in (LANE, REVERT, FRAGMENTS))
+    pages, lane, revert, fragments = (_copied(name, fault) for name in (PAGES, LANE, REVERT, FRAGMENTS))
+    lane.page_locked = pages.page_locked  # type: ignore[attr-defined]
     for module in (revert, fragments):
         for name in set(vars(module)) & {"DeviceLane", "LateNumbers", "Room", "encodes_there", "page_locked", "ROOMS"}:
             setattr(module, name, getattr(lane, name))
@@ -66,8 +68,8 @@ DEVICE_FAULTS: Final = {
     ),
     "packing-into-what-is-copied": DeviceFault(
         LANE,
-        "            row = room.rows(stretch)[0]\n            _wait(room.reads, stretch.device)\n",
-        "            row = room.rows(stretch)[0]\n",
+        "                _wait(room.reads, stretch.device)\n                torch._foreach_copy_(parts, values)\n",
+        "                torch._foreach_copy_(parts, values)\n",
     ),
     "room-down-given-back-early": DeviceFault(
         LANE,
@@ -99,9 +101,9 @@ DEVICE_FAULTS: Final = {
     ),
     "packed-on-the-side": DeviceFault(
         LANE,
-        "                    torch.cat([value.reshape(-1) for value in values], out=row)\n",
-        '                    with self._on_side(stretch.device, "up"):\n'
-        "                        torch.cat([value.reshape(-1) for value in values], out=row)\n",
+        "                torch._foreach_copy_(parts, values)\n",
+        '                with self._on_side(stretch.device, "up"):\n'
+        "                    torch._foreach_copy_(parts, values)\n",
     ),
     "half-a-fragment-down": DeviceFault(
         LANE,
@@ -156,7 +158,7 @@ DEVICE_FAULTS: Final = {
         "        if self._lane is not None and incoming.room is not None:\n            self._lane.apply",
     ),
     "anchor-not-sent": DeviceFault(LANE, "range(2 if anchor else 1)", "range(1)"),
-    "pageable-rooms-and-words": DeviceFault(LANE, "pin_memory=True)", "pin_memory=False)"),
+    "pageable-rooms-and-words": DeviceFault(PAGES, "pin_memory=True)", "pin_memory=False)"),
     # ---- what a device encodes
     "codes-not-waited-for": DeviceFault(
         LANE,

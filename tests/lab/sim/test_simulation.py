@@ -17,7 +17,7 @@ from diloco_node.errors import ConfigError
 from diloco_node.lab.sim.fault_storm import SCHEDULES
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.seed_report import format_report
-from diloco_node.lab.sim.simulation import COMMITS_MIN, FAULTS_MIN, HOSTS, LIARS_DRAWN, Simulation, simulate
+from diloco_node.lab.sim.simulation import COMMITS_MIN, FAULTS_MIN, HOSTS, LIARS, Simulation, simulate
 from diloco_node.lab.sim.world import SECOND
 from tests.kit.planted import CHEAT_FAULTS, CORE_FAULTS, EFFECT_FAULTS
 from tests.kit.repository import ROOT
@@ -173,14 +173,14 @@ def test_what_one_region_does_wrong_in_right_words_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["factors", "discards", "early end"])
 def test_a_leader_with_wrong_numbers_is_named_and_nothing_of_it_commits(name: str) -> None:
-    reports = [simulate(seed, liar=name, regions=3, events=1000) for seed in (1, 4)]
+    reports = [simulate(seed, liar=name, regions=3, events=1000) for seed in (0, 2)]
     for report in reports:
         assert report.is_good, format_report(report)
     assert any(report.accusations for report in reports)
 
 
 @pytest.mark.seeds
-@pytest.mark.parametrize("name", LIARS_DRAWN)
+@pytest.mark.parametrize("name", LIARS)
 def test_what_seeds_lie_about_is_borne(name: str) -> None:
     for seed in range(3):
         report = simulate(seed, liar=name, regions=3 + seed, events=1500)

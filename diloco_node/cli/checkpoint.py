@@ -1,0 +1,114 @@
+"""`diloco-node checkpoint list | verify | copy`: the versions that regions or copies can give back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco_node.cli.places import copies_or_run
+from diloco_node.errors import ConfigError
+from diloco_node.escaping import escaped
+
+if TYPE_CHECKING:
+    from diloco_node.daemon.checkpoints import VersionRow
+
+app = typer.Typer(help="List, verify and copy versions of a run.", no_args_is_help=True, rich_markup_mode=None)
+
+PlaceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="REGION|STATE-FOLDER|COPIES",
+        help="A region of run.toml, its state folder, that of all regions, or where copies are: a URL or a folder.",
+    ),
+]
+VersionOption = Annotated[int | None, typer.Option("--version", metavar="N", min=0, help="Only this version.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+
+@app.command("list")
+def list_versions(place: PlaceArgument, *, as_json: JsonOption = False) -> None:
+    """List the versions that can be given back, and what the others lack."""
+    from diloco_node.daemon.checkpoint_copies import copies_at
+    from diloco_node.daemon.checkpoints import copy_rows, region_rows
+    from diloco_node.daemon.run_files import region_folders
+
+    source = copies_or_run(place)
+    copies = copies_at(source)
+    rows = region_rows(region_folders(Path(source))) if copies is None else copy_rows(copies)
+    if as_json:
+        typer.echo(json.dumps({"versions": [asdict(row) for row in rows]}))
+        return
+    for line in table_lines(rows):
+        typer.echo(line)
+
+
+@app.command()
+def verify(place: PlaceArgument, *, version: VersionOption = None) -> None:
+    """Compare what is on disk, or in copies, with the digests that the run gave it. Exit code 0: all is equal.
+
+    Nothing is changed, and a daemon may run on the folder. `diloco-node replay` computes all versions again.
+    """
+    from diloco_node.daemon.checkpoint_copies import copies_at
+    from diloco_node.daemon.checkpoints import copy_faults, region_faults
+    from diloco_node.daemon.run_files import region_folders
+
+    source = copies_or_run(place)
+    copies = copies_at(source)
+    if copies is None:
+        count, faults = region_faults(region_folders(Path(source)), version)
+    else:
+        count, faults = copy_faults(copies, version)
+    for fault in faults:
+        typer.echo(escaped(fault))
+    typer.echo(f"{place}: {count} files, {len(faults) or 'none'} of them wrong")
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command()
+def copy(
+    place: PlaceArgument,
+    target: Annotated[str, typer.Argument(metavar="TO", help="s3://BUCKET/PREFIX, gs://, az://, or a folder.")],
+    *,
+    version: VersionOption = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="The newest version up to this step of the run.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write a copy that is there once more.")] = False,
+) -> None:
+    """Copy a version, by default the newest one, with its momentum. A whole copy that is there is left as it is.
+
+    A daemon may run on the folder. Its bandwidth budget does not count these bytes.
+    """
+    from diloco_node.daemon.checkpoint_copies import CheckpointCopies, copies_at
+    from diloco_node.daemon.checkpoints import copy_copy, copy_region
+    from diloco_node.daemon.run_files import region_folders
+
+    if version is not None and step is not None:
+        raise ConfigError("--version and --step both name a version: give one of them")
+    source, copies_to = copies_or_run(place), CheckpointCopies(target)
+    copies = copies_at(source)
+    if copies is None:
+        folders = region_folders(Path(source))
+        checkpoint, is_new = copy_region(folders, copies_to, version=version, step=step, is_forced=force)
+    else:
+        checkpoint, is_new = copy_copy(copies, copies_to, version=version, step=step, is_forced=force)
+    typer.echo(
+        f"{copies_to.place}@{checkpoint.version}: run {escaped(checkpoint.run_id)}, step {checkpoint.step:,}, "
+        f"{checkpoint.content_bytes:,} bytes{'' if is_new else ', was there already'}"
+    )
+
+
+def table_lines(rows: list[VersionRow]) -> list[str]:
+    """For people: a line for each version."""
+    lines = [f"{'version':>9} {'step':>11} {'tokens':>17} {'bytes':>17}  {'written at (UTC)':<19}  state"]
+    for row in rows:
+        step, tokens = (f"{count:,}" if count is not None else "-" for count in (row.step, row.tokens))
+        state = escaped(f"lacks {row.lack}" if row.lack else "whole")
+        written_at = escaped(row.written_at[:19].replace("T", " "))
+        lines.append(f"{row.version:>9} {step:>11} {tokens:>17} {row.content_bytes:>17,}  {written_at:<19}  {state}")
+    return lines

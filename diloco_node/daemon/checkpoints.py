@@ -1,0 +1,225 @@
+"""The versions of a run that regions' folders can give back: listed, copied elsewhere, and compared with the ledger."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from diloco_node.codec.digest import fragment_digest
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.recovery.past_versions import PastVersion
+from diloco_node.core.recovery.replay_plan import digests_of, rounds_of
+from diloco_node.core.types import GenesisBody
+from diloco_node.daemon.checkpoint_copies import Checkpoint, CheckpointCopies, CopyState
+from diloco_node.daemon.export_source import trainer_model
+from diloco_node.daemon.past_run import PastRun, find_past, read_runs
+from diloco_node.daemon.run_files import RunFiles
+from diloco_node.daemon.state_replay import read_past
+from diloco_node.errors import ConfigError
+from diloco_node.numeric import F32
+from diloco_node.storage.durable import DamagedFile
+from diloco_node.storage.tensor_files import payload_name, state_name
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """A version that a place has, or had.
+
+    Attributes:
+        step, tokens: None: a copy does not say. content_bytes: parameters and momentum.
+        written_at: UTC, ISO 8601: of a copy, or of its last payload in a region; empty if that is gone.
+        lack: what is missing; empty if nothing is.
+    """
+
+    version: int
+    step: int | None
+    tokens: int | None
+    content_bytes: int
+    written_at: str
+    lack: str
+
+
+def region_rows(folders: Sequence[Path]) -> list[VersionRow]:
+    """The versions whose entries some region still has, in order. Raises ConfigError, StorageError: as `read_runs`."""
+    runs = read_runs(folders)
+    past = {item.number: item for run in runs for item in run.past}
+    content_bytes = 8 * runs[0].files.manifest.size
+    rows = []
+    for number, item in sorted(past.items()):
+        lacks = [run.lack(item) for run in runs]
+        lack = "" if "" in lacks else lacks[0]
+        written_at = max(_written_at(run, item) for run in runs)
+        rows.append(VersionRow(number, item.step, item.tokens, content_bytes, written_at, lack))
+    return rows
+
+
+def _written_at(run: PastRun, past: PastVersion) -> str:
+    """The time at which the last payload of a version came to this disk; empty: none of them is there."""
+    folder, times = run.files.folder / "payloads", []
+    for fragment, version, digest in run.payloads_of(past):
+        with contextlib.suppress(OSError):  # a daemon that runs here may have removed it
+            times.append((folder / payload_name(fragment, version, digest)).stat().st_mtime)
+    return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else ""
+
+
+def copy_rows(copies: CheckpointCopies) -> list[VersionRow]:
+    """The versions of a place of copies, in order. Raises StorageError: the store refuses."""
+    rows = []
+    for state in copies.states():
+        if (item := state.checkpoint) is None:
+            rows.append(VersionRow(state.version, None, None, 0, "", state.lack))
+        else:
+            size_bytes = item.content_bytes
+            rows.append(VersionRow(item.version, item.step, item.tokens, size_bytes, item.written_at, state.lack))
+    return rows
+
+
+def copy_region(
+    folders: Sequence[Path], target: CheckpointCopies, *, version: int | None, step: int | None, is_forced: bool
+) -> tuple[Checkpoint, bool]:
+    """Copy a version from regions' folders; without `version` and `step` the newest one.
+
+    Args:
+        is_forced: a whole copy of this version is written once more.
+
+    Returns: the checkpoint, and whether it was written: a whole copy that is there stays.
+
+    Raises:
+        ConfigError: the version can't be had, or another run's copies are there. StorageError: disk or store refuse.
+    """
+    run, past = find_past(folders, version=version, step=step)
+    files = run.files
+    replaced = _same(target, files.spec.run_id, run_hash(files.genesis), past.number)
+    if replaced is not None and replaced.checkpoint is not None and not replaced.lack and not is_forced:
+        return replaced.checkpoint, False
+    files, past, parameters = read_past(folders, version=past.number)
+    checkpoint = describe(files, past, list(zip(parameters.theta, parameters.momentum, strict=True)))
+    target.write(checkpoint, lambda fragment: (parameters.theta[fragment], parameters.momentum[fragment]), replaced)
+    return checkpoint, True
+
+
+def copy_copy(
+    source: CheckpointCopies, target: CheckpointCopies, *, version: int | None, step: int | None, is_forced: bool
+) -> tuple[Checkpoint, bool]:
+    """Copy a copy, as back from a bucket; otherwise as `copy_region`."""
+    checkpoint = source.find(version=version, step=step)
+    replaced = _same(target, checkpoint.run_id, checkpoint.run, checkpoint.version)
+    if replaced is not None and replaced.checkpoint is not None and not replaced.lack and not is_forced:
+        return replaced.checkpoint, False
+    target.write(checkpoint, lambda fragment: source.fragment(checkpoint, fragment), replaced)
+    return checkpoint, True
+
+
+def _same(target: CheckpointCopies, run_id: str, run: str, version: int) -> CopyState | None:
+    """The state of a version at a place that may have no other run's copies."""
+    states = target.check_run(run_id, run)
+    return next((state for state in states if state.version == version), None)
+
+
+def run_hash(genesis: GenesisBody) -> str:
+    """By which two runs of one name differ."""
+    return seal(1, 0, ZERO_HASH, genesis).hash.hex()
+
+
+def describe(files: RunFiles, past: PastVersion, values: Sequence[tuple[F32, F32]]) -> Checkpoint:
+    """Describe a version with its digests.
+
+    Args:
+        values: parameters and momentum per fragment, each shape (n,), float32.
+    """
+    return Checkpoint(
+        run_id=files.spec.run_id,
+        run=run_hash(files.genesis),
+        region=files.spec.region,
+        written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        version=past.number,
+        versions=past.versions,
+        step=past.step,
+        tokens=past.tokens,
+        digests=tuple(fragment_digest(theta, momentum).hex() for theta, momentum in values),
+        model=trainer_model(files.folder),
+        manifest=files.manifest,
+    )
+
+
+def region_faults(folders: Sequence[Path], version: int | None) -> tuple[int, list[str]]:
+    """Compare all states and payloads of regions with what their ledgers name; of a version, all that it comes from.
+
+    Returns: how many files were read, or fragments computed, and a line for each that differs, with its name.
+
+    Raises:
+        ConfigError: the version can't be had. StorageError: a ledger is damaged, or the disk refuses; for a version
+            also: a file of it differs.
+    """
+    if version is not None:
+        return len(read_past(folders, version=version)[2].theta), []
+    checks = []
+    for folder in folders:
+        files = RunFiles.read(folder)
+        checks += [*_state_faults(files), *_payload_faults(files)]
+    return len(checks), [line for line in checks if line]
+
+
+def _state_faults(files: RunFiles) -> Iterator[str]:
+    """For each state its fault; empty if there is none."""
+    for fragment, versions in enumerate(files.states):
+        names = digests_of(files.genesis, files.summary, files.entries)[fragment]
+        for version in versions:
+            path = files.folder / "state" / state_name(fragment, version)
+            try:
+                own, pair = files.store.state_digest(fragment, version), files.store.read_state(fragment, version)
+            except DamagedFile as error:
+                if path.exists():  # else a daemon that runs here has removed it
+                    yield str(error)
+                continue
+            digest = fragment_digest(*pair)
+            right = names.get(version, own)
+            who = "the ledger" if own != right or digest == own else "its header"
+            yield (
+                ""
+                if digest == own == right
+                else (f"{path} differs: {who} names digest {right.hex()[:16]}, its values have {digest.hex()[:16]}")
+            )
+
+
+def _payload_faults(files: RunFiles) -> Iterator[str]:
+    """For each payload on disk its fault; empty if there is none."""
+    for rounds in rounds_of(files.entries, len(files.states)):
+        for body in rounds.values():
+            place = (body.fragment, body.version, body.payload_digest)
+            path = files.folder / "payloads" / payload_name(*place)
+            if not path.exists():
+                continue
+            try:
+                files.store.read_payload(*place)
+            except DamagedFile as error:
+                if path.exists():
+                    yield str(error)
+                continue
+            yield ""
+
+
+def copy_faults(copies: CheckpointCopies, version: int | None) -> tuple[int, list[str]]:
+    """Read copies, all of them or that of a version, and compare all bytes with the digests that the run gave them.
+
+    Returns: how many objects were read, and a line for each that differs or is gone.
+
+    Raises:
+        ConfigError: there is no such copy. StorageError: the store refuses.
+    """
+    if version is not None:
+        checkpoint = copies.find(version=version)
+        return len(checkpoint.versions), copies.faults(checkpoint)
+    count, faults = 0, []
+    for state in copies.states():
+        if state.checkpoint is None or state.lack:
+            count, faults = count + 1, [*faults, f"{copies.place}: version {state.version} lacks {state.lack}"]
+        else:
+            count += len(state.checkpoint.versions)
+            faults += copies.faults(state.checkpoint)
+    if not count:
+        raise ConfigError(f"{copies.place} has no copies: diloco-node checkpoint copy REGION URL writes them")
+    return count, faults

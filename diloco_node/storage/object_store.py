@@ -1,0 +1,260 @@
+"""Objects below a URL (S3, Google Cloud, Azure) by obstore, or files below a folder: written whole or not at all.
+
+obstore sends large objects in several parts side by side, and an object has its name only when the last part is there.
+It is imported where a URL is opened: the extra `store` installs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from diloco_node.atomic_file import TMP_SUFFIX
+from diloco_node.errors import ConfigError, StoreRefused
+from diloco_node.escaping import escaped
+from diloco_node.numeric import U8
+from diloco_node.storage.durable import DamagedFile, disk_error, disk_errors, make_folder, replace_file
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+CREDENTIALS: Final = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (aws configure export-credentials --format env), or the "
+    "machine's role; AWS_ENDPOINT_URL and AWS_REGION for others than Amazon",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or the machine's account",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or the machine's identity",
+}
+"""What each kind of store reads from the environment. Its keys are the schemes that are known."""
+
+FILE_SCHEME: Final = "file"
+CHUNK_BYTES: Final = 8 << 20
+"""A part of a large object: of at most 10,000 in S3, so an object has 80 GB at most."""
+
+PARTS_AT_ONCE: Final = 4
+"""Of one object."""
+
+CLIENT: Final[ClientConfig] = {"connect_timeout": "10s", "timeout": "10m"}
+"""A part may take long on a link that a run uses, too."""
+
+RETRIES: Final[RetryConfig] = {"max_retries": 6, "retry_timeout": timedelta(minutes=3)}
+ERROR_CHARACTERS: Final = 300
+
+_URL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
+
+
+class Objects(Protocol):
+    """Objects of some place, by keys as "v00000120/f000.bin". All raise StoreRefused or StorageError.
+
+    Attributes:
+        place: as it was named, for messages.
+    """
+
+    place: str
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each object, by its key."""
+        ...
+
+    def read(self, key: str, bytes_max: int) -> U8:
+        """Read an object, owned by the caller. Raises DamagedFile: it is not there, or larger than that."""
+        ...
+
+    def write(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
+        """Write or replace an object; it is durable when this returns."""
+        ...
+
+    def remove(self, key: str) -> None:
+        """Remove an object that is there."""
+        ...
+
+
+def is_url(place: str | Path) -> bool:
+    """Whether a place is a URL of any scheme; a `Path` never is."""
+    return isinstance(place, str) and _URL.match(place) is not None
+
+
+def folder_of(place: str | Path) -> Path | None:
+    """The folder that a path or a file:// URL names; None: the URL is another one."""
+    if not is_url(place):
+        return Path(place)
+    parts = urlsplit(str(place))
+    is_folder = parts.scheme == FILE_SCHEME and parts.path and not parts.netloc
+    return Path(unquote(parts.path)) if is_folder else None
+
+
+def open_objects(place: str | Path) -> Objects:
+    """Open a URL or a folder. Nothing is made and nobody is asked.
+
+    Raises:
+        ConfigError: the URL is of no store that is known, or obstore is not installed.
+    """
+    if (folder := folder_of(place)) is not None:
+        return FolderObjects(folder)
+    url = str(place)
+    parts = urlsplit(url)
+    if parts.scheme not in CREDENTIALS or not parts.netloc:
+        raise ConfigError(f"{url} names no store: give s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER")
+    if importlib.util.find_spec("obstore") is None:
+        raise ConfigError(f"{url} needs obstore: pip install 'diloco-node[store]'")
+    return BucketObjects(url, parts.scheme)
+
+
+class FolderObjects:
+    """Files below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = str(folder)
+        self._folder = folder
+
+    def sizes(self) -> dict[str, int]:
+        """As `Objects`. A folder that is not there holds nothing."""
+        with disk_errors("read", self._folder):
+            paths = (path for path in self._folder.glob("*/*") if path.suffix != TMP_SUFFIX and path.is_file())
+            return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in paths}
+
+    def read(self, key: str, bytes_max: int) -> U8:
+        """As `Objects`."""
+        path = self._folder / key
+        try:
+            if path.stat().st_size > bytes_max:
+                raise DamagedFile(f"{path} has {path.stat().st_size} bytes, at most {bytes_max} belong there")
+            return np.fromfile(path, np.uint8)
+        except FileNotFoundError as error:
+            raise DamagedFile(f"{path} is not there") from error
+        except OSError as error:
+            raise disk_error("read", path, error) from error
+
+    def write(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
+        """As `Objects`."""
+        path = self._folder / key
+        with disk_errors("write", path):
+            make_folder(path.parent)
+        replace_file(path, chunks)
+
+    def remove(self, key: str) -> None:
+        """As `Objects`."""
+        with disk_errors("remove", self._folder / key):
+            (self._folder / key).unlink()
+
+
+class BucketObjects:
+    """Objects of a store that has a URL.
+
+    Args:
+        scheme: a key of CREDENTIALS.
+    """
+
+    def __init__(self, url: str, scheme: str) -> None:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+
+        self.place = url.rstrip("/")
+        self._scheme = scheme
+        try:
+            self._store: ObjectStore = from_url(url, client_options=CLIENT, retry_config=RETRIES)
+        except (BaseError, ValueError) as error:
+            raise ConfigError(f"{url}: {_line(error)}; its settings are {CREDENTIALS[scheme]}") from error
+
+    def sizes(self) -> dict[str, int]:
+        """As `Objects`."""
+        import obstore
+
+        with self._errors("list", ""):
+            return {meta["path"]: meta["size"] for chunk in obstore.list(self._store) for meta in chunk}
+
+    def read(self, key: str, bytes_max: int) -> U8:
+        """As `Objects`."""
+        import obstore
+
+        with self._errors("read", key):
+            size_bytes = obstore.head(self._store, key)["size"]
+            if size_bytes > bytes_max:
+                raise DamagedFile(f"{self.place}/{key} has {size_bytes} bytes, at most {bytes_max} belong there")
+            content = np.empty(size_bytes, np.uint8)
+            # In ranges, for a time limit is that of a whole answer.
+            for start in range(0, size_bytes, CHUNK_BYTES):
+                stop = min(start + CHUNK_BYTES, size_bytes)
+                chunk = obstore.get_range(self._store, key, start=start, end=stop)
+                content[start:stop] = np.frombuffer(chunk, np.uint8)
+        return content
+
+    def write(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
+        """As `Objects`."""
+        import obstore
+
+        views = [memoryview(chunk).cast("B") for chunk in chunks]
+        pieces = (view[start : start + CHUNK_BYTES] for view in views for start in range(0, len(view), CHUNK_BYTES))
+        is_large = sum(map(len, views)) > CHUNK_BYTES
+        with self._errors("write", key):
+            obstore.put(
+                self._store,
+                key,
+                pieces,
+                use_multipart=is_large,
+                chunk_size=CHUNK_BYTES,
+                max_concurrency=PARTS_AT_ONCE,
+            )
+
+    def remove(self, key: str) -> None:
+        """As `Objects`."""
+        import obstore
+
+        with self._errors("remove", key):
+            obstore.delete(self._store, key)
+
+    def _errors(self, verb: str, key: str) -> _Refusals:
+        return _Refusals(f"can't {verb} {self.place}{'/' if key else ''}{key}", self._scheme)
+
+
+class _Refusals:
+    """Raises each error of obstore in a block as one of ours: the thing, the cause and the remedy."""
+
+    def __init__(self, subject: str, scheme: str) -> None:
+        self._subject = subject
+        self._scheme = scheme
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        from obstore.exceptions import BaseError, NotFoundError
+
+        if not isinstance(error, BaseError):
+            return
+        if isinstance(error, NotFoundError) and "NoSuchBucket" not in str(error):
+            raise DamagedFile(f"{self._subject}: it is not there") from error
+        raise StoreRefused(f"{self._subject}: {_remedy(str(error), self._scheme)} ({_line(error)})") from error
+
+
+def _remedy(text: str, scheme: str) -> str:
+    """Cause and remedy, by the words that stores and obstore have for them."""
+    words = text.lower()
+    for pattern, remedy in (
+        ("nosuchbucket|bucket does not exist", "there is no such bucket: make it, or correct the URL"),
+        (
+            r"169\.254|metadata\.google|latest/(api|meta-data)|no credentials|missing.*(key|account)",
+            f"no credentials: the environment gives {CREDENTIALS[scheme]}",
+        ),
+        (
+            "accessdenied|forbidden|unauthorized|invalidaccesskey|signaturedoesnotmatch|expiredtoken",
+            f"the store refuses these credentials: look at the bucket's policy and at {CREDENTIALS[scheme]}",
+        ),
+        ("quota|insufficient|storage.?full", "the bucket is full: free some space or raise its quota"),
+        ("slowdown|too many requests|service unavailable", "the store is busy: try again later"),
+        ("error sending request|connect|dns|timed? ?out", "nobody answers: look at the network and the endpoint"),
+    ):
+        if re.search(pattern, words, re.DOTALL):
+            return remedy
+    return "the store refuses"
+
+
+def _line(error: BaseException) -> str:
+    """A library's error in a line; it may hold words of whatever answers at the URL."""
+    return escaped(" ".join(str(error).split())[:ERROR_CHARACTERS] or type(error).__name__)
