@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numba import njit
 from numpy.typing import NDArray
+from region_sampler import RegionSampler
 from torch.nn import functional
 
-from diloco_node.learner.builtin.data import Corpus, RegionSampler
+from diloco_node.learner.builtin.data import Corpus
 from diloco_node.learner.builtin.model import initial_parameters, rotary_tables, token_logits
 from diloco_node.learner.builtin.shape import VOCABULARY, ModelSettings, parameter_shapes
 from diloco_node.numeric import F32

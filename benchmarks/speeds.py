@@ -29,11 +29,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from quality_stack import Inner, Stack
+from region_sampler import RegionSampler
 from speeds_rounds import TICK_NS, UnevenRounds
 
 from diloco_node.config.resolve import default_outer
 from diloco_node.core.types import RunSettings
-from diloco_node.learner.builtin.data import Corpus, RegionSampler, load_corpus
+from diloco_node.learner.builtin.data import Corpus, load_corpus
 from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.numeric import F32
 

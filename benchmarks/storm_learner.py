@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from region_sampler import RegionSampler
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from diloco_node.learner.builtin.data import Corpus, RegionSampler
+from diloco_node.learner.builtin.data import Corpus
 from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
 

@@ -25,12 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from region_sampler import RegionSampler
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from diloco_node.core.merge.outer import outer_step
 from diloco_node.learner.builtin.adamw import build_adamw
-from diloco_node.learner.builtin.data import RegionSampler, load_corpus
+from diloco_node.learner.builtin.data import load_corpus
 from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.trainer import GRADIENT_NORM_MAX, TrainerSettings

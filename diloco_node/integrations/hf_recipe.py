@@ -4,7 +4,8 @@
 `DILOCO_TRAINER` names; `[model] hf_args` are `TrainingArguments`. With `--check` it only says whether they fit.
 
 Every region tokenises the same rows and packs them into blocks of `[model] context` tokens. Every twentieth block is
-held out, the same in all regions; they share the others. A stream is dealt by rows instead, before it is packed.
+held out, the same in all regions; the others are rows of the run's virtual shards. A stream is dealt by rows instead,
+before it is packed: the shard of a row is a hash of its text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace as Settings
 from typing import Any, Final, NoReturn
 
-import numpy as np
 import torch
 import transformers
 from datasets import concatenate_datasets, load_dataset
@@ -33,13 +33,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import default_data_collator as collate
 
 from diloco_node import place
+from diloco_node.core.merge.data_shards import SHARDS
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.integrations.hf import DilocoCallback
 from diloco_node.integrations.hf_export import one_line
 from diloco_node.integrations.loader import EndlessLoader
+from diloco_node.integrations.shards import ShardSampler
 from diloco_node.integrations.weight_files import has_weights
 from diloco_node.learner.builtin.text_files import text_files
 from diloco_node.learner.builtin.trainer import SETTINGS_VARIABLE, SETTLE_S, read_settings_file
+from diloco_node.learner.region_shards import HERE, owns
 
 HUB: Final = "hf:"
 """Prefix of a data path that names a dataset for `datasets.load_dataset`: hf:NAME or hf:NAME#CONFIG."""
@@ -142,27 +145,33 @@ def pack(rows: dict[str, list[str | None]], *, tokenizer: Any, context: int, is_
     return {"input_ids": blocks, "labels": blocks}
 
 
-def _rank_of(row: dict[str, Any], world_size: int) -> int:
+def _hash_of(row: dict[str, Any]) -> tuple[int, bool]:
+    """A number drawn for a row of a stream, and whether the row is held out."""
     number = zlib.crc32(repr(row["text"]).encode())
-    return number // HELD_OUT_EVERY % world_size if number % HELD_OUT_EVERY else -1  # -1: held out
+    return number // HELD_OUT_EVERY, number % HELD_OUT_EVERY == 0
+
+
+def _is_own(row: dict[str, Any], *, flags: torch.Tensor, rank: int, ranks: int) -> bool:
+    """Whether a row of a stream is this rank's, by the owners that its region knows now."""
+    number, is_held_out = _hash_of(row)
+    return not is_held_out and owns(flags, number % SHARDS) and number // SHARDS % ranks == rank
 
 
 class Blocks:
     """The blocks of one rank of this region, epoch after epoch, and those that are held out.
 
     Args:
-        rank, ranks: of this process in its region. With a stream, all regions must have as many ranks.
+        rank, ranks: of this process in its region.
     """
 
     def __init__(self, settings: Settings, tokenizer: Any, *, rank: int, ranks: int) -> None:
         self._settings, self._tokenizer = settings, tokenizer
-        region, regions = place()
         try:
             sources = [item for path in settings.paths or ("",) for item in load_rows(path, settings)]
             if settings.streaming:
                 rows = concatenate_datasets([item for item, _ in sources])
-                eval_rows = rows.filter(lambda row: _rank_of(row, regions * ranks) < 0)
-                self._rows = rows.filter(lambda row: _rank_of(row, regions * ranks) == region * ranks + rank)
+                eval_rows = rows.filter(lambda row: _hash_of(row)[1])
+                self._rows = rows.filter(partial(_is_own, flags=HERE.flags, rank=rank, ranks=ranks))
                 self.held_out = list(self._pack(eval_rows, is_text=False).take(settings.eval_windows))
                 if not self.held_out:
                     raise ConfigError("data.paths: the rows held out make no whole block: give more text")
@@ -170,22 +179,23 @@ class Blocks:
             self._blocks = concatenate_datasets([self._pack(item, is_text) for item, is_text in sources])
         except (OSError, ValueError, RuntimeError, LookupError, DatasetsError) as error:
             raise ConfigError(f"data.paths: {one_line(error)}") from error
-        numbers = np.arange(len(self._blocks))
-        self.held_out = [self._blocks[int(number)] for number in numbers[::HELD_OUT_EVERY][: settings.eval_windows]]
-        self._own = numbers[numbers % HELD_OUT_EVERY > 0][region::regions][rank::ranks]
-        if not len(self._own):
+        numbers = range(len(self._blocks))
+        self.held_out = [self._blocks[number] for number in numbers[::HELD_OUT_EVERY][: settings.eval_windows]]
+        self._blocks = self._blocks.select([number for number in numbers if number % HELD_OUT_EVERY])
+        if len(self._blocks) < ranks:
             raise ConfigError(f"data.paths: {len(numbers)} blocks of {settings.context} tokens: give more text")
+        self._sampler = ShardSampler(len(self._blocks), seed=settings.seed, rank=rank, ranks=ranks)
 
     def _pack(self, rows: Any, is_text: bool) -> Any:
         options = {"tokenizer": self._tokenizer, "context": self._settings.context, "is_text": is_text}
         size = LINES_AT_ONCE if is_text else ROWS_AT_ONCE
         return rows.map(pack, batched=True, batch_size=size, remove_columns=["text"], fn_kwargs=options)
 
-    def epoch(self, number: int) -> Any:
-        """The blocks of an epoch, in an order drawn from seed and number; a stream keeps the order of its rows."""
+    def loader(self, **options: Any) -> EndlessLoader:
+        """Batches without end: of the region's shards, in an order drawn from the seed; of a stream in its own."""
         if self._settings.streaming:
-            return self._pack(self._rows, is_text=False)
-        return self._blocks.select(np.random.default_rng([self._settings.seed, number]).permutation(self._own))
+            return EndlessLoader(lambda _: StatefulDataLoader(self._pack(self._rows, is_text=False), **options))
+        return EndlessLoader(lambda _: StatefulDataLoader(self._blocks, sampler=self._sampler, **options))
 
 
 class RecipeTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -257,7 +267,7 @@ def train(settings: Settings, args: transformers.TrainingArguments) -> RecipeTra
     model, tokenizer = load_model(settings)
     blocks = Blocks(settings, tokenizer, rank=args.process_index, ranks=args.world_size)
     options = {"batch_size": args.train_batch_size, "num_workers": args.dataloader_num_workers, "collate_fn": collate}
-    loader = EndlessLoader(lambda epoch: StatefulDataLoader(blocks.epoch(epoch), **options))
+    loader = blocks.loader(**options)
     tokens = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * settings.context * place()[1]
     limits = [limit for limit in (settings.steps, math.ceil(settings.tokens / tokens)) if limit]
     run_steps = settings.schedule_steps or min(limits, default=STEPS_ENDLESS)

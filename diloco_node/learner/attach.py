@@ -3,7 +3,7 @@
 ::
 
     with diloco_node.attach(model, optimizer) as diloco:          # finds the daemon by DILOCO_SOCKET
-        for batch in loader(diloco.region_index, diloco.regions):
+        for batch in loader:                                      # of diloco.shards: `integrations.shards`
             loss = train_step(batch)
             diloco.step(tokens=batch.numel(), loss=loss)          # never waits for the network
             if diloco.should_stop:
@@ -50,6 +50,7 @@ from diloco_node.learner.model_watch import ModelWatch, attach_warnings
 from diloco_node.learner.pauses import BUSY_MAX_S, announce_pause
 from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
+from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
 from diloco_node.learner.token_check import TokenCheck, whole_tokens
 from diloco_node.wire.learner_link import Done, Failed, Report
@@ -197,6 +198,11 @@ class Diloco:
         return max(1, len(self.region_names))
 
     @property
+    def shards(self) -> tuple[int, ...]:
+        """Virtual shards of the data that are this region's, ascending; another tuple once the members change."""
+        return HERE.own
+
+    @property
     def _is_closed(self) -> bool:
         """Whether this is over: after `close`, and in a process that the loop has forked."""
         return self._has_left or self._place.is_forked
@@ -338,10 +344,7 @@ class Diloco:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
 
         Once the run's last merges have begun, those from just before: what they leave is the global parameters plus a
-        few steps. Copies on the CPU; for its callers see `global_state_dict`.
-
-        Raises:
-            LearnerError: on another rank.
+        few steps. Callers and errors: see `global_state_dict`.
         """
         return model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.own_vectors)
 
@@ -358,13 +361,7 @@ class Diloco:
 
     @USABLE
     def settle(self, seconds: float) -> None:
-        """Go on taking versions for some time without stepping; after the loop, to end on the run's last versions.
-
-        All ranks call it.
-
-        Raises:
-            LearnerError: some rank does not.
-        """
+        """Go on taking versions for some time without stepping. All ranks call it, or LearnerError is raised."""
         if self._boundaries is not None and not self._is_closed:
             for boundary in self._boundaries.settle(seconds):
                 self._crossed(boundary)
@@ -442,6 +439,7 @@ class Diloco:
     def _join(self) -> None:
         self._tensors.check_known(self._ranks.all_bytes)
         socket, memory = os.environ.get("DILOCO_SOCKET", ""), os.environ.get("DILOCO_SUPERVISOR", "")
+        HERE.clear()
         if not self._ranks.have_daemon(socket):
             if self._ranks.is_first:
                 warnings.warn(
@@ -466,11 +464,13 @@ class Diloco:
         if welcome is None:
             self.is_interrupted = self._terminate.is_set
             self._stop_if(True, "asked to stop before the daemon answered")
+            HERE.keep_all()
             if self._session is not None:
                 self._session.close(None)
                 self._session = None
             return
         self.region, self.region_index, self.region_names = welcome.region, welcome.region_index, welcome.regions
+        HERE.begin(welcome.run_id, welcome.region, welcome.regions)
         self.global_step = welcome.global_step
         if self._session is not None:
             self._fragments = self._session.fragments

@@ -22,6 +22,7 @@ from diloco_node.learner.leaving import EndWish
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.pauses import announce_pause
 from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
+from diloco_node.learner.region_shards import HERE
 from diloco_node.wire.learner_link import Leaving
 
 COMING_WAIT_S: Final = 0.002
@@ -142,6 +143,8 @@ class StepBoundaries:
         """Returns what to tell the daemon."""
         fragments, session = self.fragments, self.session
         answers: list[Answer] = []
+        if orders.regions:
+            HERE.follow(orders.regions)
         if orders.wants_initial_state:
             fragments.write_initial_state()
             if session is not None:

@@ -41,6 +41,7 @@ from diloco_node.wire.learner_link import (
     EndWanted,
     Failed,
     InitialState,
+    MembersChanged,
     OfferApplied,
     Report,
     RunAdvanced,
@@ -133,6 +134,8 @@ class LearnerSession:
         self._counter: TrainedCounter | None = None
         # The daemon waits for Theta_0, and no boundary has written it yet.
         self._wants_initial_state = False
+        # The members that train, until a boundary takes them; empty: no news.
+        self._regions: tuple[str, ...] = ()
         # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
         # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
@@ -193,7 +196,7 @@ class LearnerSession:
                 else:
                     self._take_news(command)
             self.link.put_back(*requests)
-        return bool(requests) or self._wants_initial_state
+        return bool(requests) or bool(self._regions) or self._wants_initial_state
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
@@ -346,10 +349,12 @@ class LearnerSession:
                 self._offered.add(index)
         self.link.put_back(*later)
         wants_initial_state, self._wants_initial_state = self._wants_initial_state, False
+        regions, self._regions = self._regions, ()
         return Orders(
             tuple(requests[index] for index in sorted(requests)),
             tuple(offers[index] for index in sorted(offers)),
             wants_initial_state,
+            regions,
         )
 
     def _take_news(self, command: ToLearner) -> None:
@@ -358,6 +363,8 @@ class LearnerSession:
                 self._welcomed(command)
             case Stop():
                 self.stop_reason, self.final_versions = command.reason, command.versions
+            case MembersChanged():
+                self._regions = command.regions
             case RunAdvanced():
                 self.run_clock.told(command.global_step, command.run_part)
                 self.hold_reason = command.reason

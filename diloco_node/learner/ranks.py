@@ -29,8 +29,9 @@ MEET_S: Final = 300.0
 _HEAD: Final = 10
 """Integers of the vector before those of each fragment."""
 
-_ORDERS_HEAD: Final = 1
+_ORDERS_HEAD: Final = 2
 _ORDERS_PER_FRAGMENT: Final = 5
+_SEPARATOR: Final = "\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,13 @@ class Orders:
 
     Attributes:
         requests, offers: by fragment, ascending. wants_initial_state: Theta_0 of this learner.
+        regions: members that train, where they are others than before; else empty.
     """
 
     requests: tuple[SnapshotRequested, ...] = ()
     offers: tuple[VersionOffered, ...] = ()
     wants_initial_state: bool = False
+    regions: tuple[str, ...] = ()
 
 
 NO_ORDERS: Final = Orders()
@@ -197,7 +200,7 @@ class Ranks:
         if self.size == 1:
             return orders
         values = torch.zeros(_ORDERS_HEAD + _ORDERS_PER_FRAGMENT * fragments, dtype=torch.int64, device="cpu")
-        values[0] = int(orders.wants_initial_state)
+        values[0], values[1] = int(orders.wants_initial_state), len(orders.regions)
         marks = values[_ORDERS_HEAD:].view(fragments, _ORDERS_PER_FRAGMENT)
         for request in orders.requests:
             marks[request.fragment, 0] = 1 + request.version
@@ -208,11 +211,13 @@ class Ranks:
             marks[offer.fragment, 4] = int(offer.is_last)
         with among_ranks():
             dist.broadcast(values, 0, group=self._group)
+        names = self.share_bytes(_SEPARATOR.join(orders.regions).encode()).decode() if values[1] else ""
         rows = marks.tolist()
         return Orders(
             tuple(SnapshotRequested(f, row[0] - 1, row[1] - 1) for f, row in enumerate(rows) if row[0]),
             tuple(VersionOffered(f, row[2] - 1, row[3] - 2, row[4] > 0) for f, row in enumerate(rows) if row[2]),
             bool(values[0]),
+            tuple(names.split(_SEPARATOR)) if names else (),
         )
 
     def meet(self, call: str) -> None:

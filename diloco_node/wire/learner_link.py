@@ -8,7 +8,7 @@ Each message is a frame: length as little-endian u32, then strict msgpack (`wire
    made when every fragment has a version.
 4. Every inner step: `Report`. At any time: `SnapshotRequested` (answered by `SnapshotReady` or `SnapshotDenied`) and
    `VersionOffered` (answered by `OfferApplied`), both at the next step boundary.
-5. `RunAdvanced` after `Welcome`, and now and then when there is news.
+5. `MembersChanged` and `RunAdvanced` after `Welcome`, and when there is news.
 6. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
 
 When the daemon dies the learner goes on and attaches to the next one with its `incarnation`, positions and snapshots.
@@ -303,6 +303,13 @@ class RunAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
+class MembersChanged:
+    """The members of the run that train, sorted: whose the virtual shards of the data are follows from them."""
+
+    regions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Stop at the next step boundary: the run is finished, or the region is drained.
 
@@ -314,7 +321,7 @@ class Stop:
     versions: tuple[int, ...] = ()
 
 
-ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced
+ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced | MembersChanged
 
 _LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX)
 
@@ -336,7 +343,7 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
     limits=_LIMITS,
 )
 TO_LEARNER: Final[Schema[ToLearner]] = Schema(
-    {1: Welcome, 2: Refuse, 3: SnapshotRequested, 4: VersionOffered, 5: Stop, 6: RunAdvanced},
+    {1: Welcome, 2: Refuse, 3: SnapshotRequested, 4: VersionOffered, 5: Stop, 6: RunAdvanced, 7: MembersChanged},
     bounds=BOUNDS,
     limits=_LIMITS,
 )

@@ -12,12 +12,13 @@ import pytest
 import wan
 import wan_learner
 import wan_scale
+from region_sampler import SHARD_BYTES
 from wan_scale import Scale, Target
 
 from diloco_node.config.units import parse_rate
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.lab.wan.topology import parse_topology
-from diloco_node.learner.builtin.data import SHARD_BYTES, Corpus
+from diloco_node.learner.builtin.data import Corpus
 
 
 def log(*, step_s: float, steps: int, sent: int, first_s: float = 100.0) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ from diloco_node.wire.learner_link import (
     UNATTACHED,
     Attach,
     InitialState,
+    MembersChanged,
     Refuse,
     Report,
     RunAdvanced,
@@ -398,6 +399,7 @@ async def test_a_learner_that_is_still_there_at_the_end_is_no_fault(
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
     assert isinstance(await learner.hear(), Welcome)
+    assert await learner.hear() == MembersChanged(("a",))
     assert await learner.hear() == RunAdvanced(0, None)
     assert await end(daemon, running) == 0
     assert await learner.reader.read() == b""

@@ -14,6 +14,7 @@ import torch
 from diloco_node.config import sources
 from diloco_node.errors import ConfigError
 from diloco_node.integrations.weight_files import has_weights
+from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.schedules import place_schedule
 from tests.kit.data_kit import rows_of, write_jsonl, write_parquet
 from tests.kit.hf_kit import write_hf_folder
@@ -35,6 +36,7 @@ def _recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = hf_recipe
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("DILOCO_TRAINER", str(tmp_path / "trainer.json"))
+    HERE.clear()
 
 
 def settings_of(tmp_path: Path, *paths: Path | str, **changes: Any) -> SimpleNamespace:
@@ -48,11 +50,23 @@ def settings_of(tmp_path: Path, *paths: Path | str, **changes: Any) -> SimpleNam
     return settings
 
 
-def blocks_of(settings: SimpleNamespace, region: int, regions: int, rank: int = 0, ranks: int = 1) -> Any:
-    tokenizer = recipe.load_model(settings)[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DILOCO_PLACE", f"{region}/{regions}")
-        return recipe.Blocks(settings, tokenizer, rank=rank, ranks=ranks)
+def blocks_of(settings: SimpleNamespace, rank: int = 0, ranks: int = 1) -> Any:
+    return recipe.Blocks(settings, recipe.load_model(settings)[1], rank=rank, ranks=ranks)
+
+
+def epochs_of(blocks: Any, region: int, regions: int, count: int = 1) -> list[list[tuple[int, ...]]]:
+    """The blocks of so many epochs of one of the regions."""
+    names = [f"region-{number}" for number in range(regions)]
+    HERE.begin("run", names[region], names)
+    loader = blocks.loader(batch_size=1, collate_fn=lambda rows: rows)
+    sampler = getattr(blocks, "_sampler", None)
+    size = sampler.order.rows(HERE.own) // sampler._ranks if sampler is not None else 0
+    epochs: list[list[tuple[int, ...]]] = [[] for _ in range(count + 1)]
+    for place, batch in enumerate(loader):
+        epochs[place // size if size else loader.epoch] += ids_of(batch)
+        if epochs[count]:
+            return epochs[:count]
+    raise AssertionError("it has no end")
 
 
 def ids_of(rows: Any) -> list[tuple[int, ...]]:
@@ -62,16 +76,16 @@ def ids_of(rows: Any) -> list[tuple[int, ...]]:
 def test_every_block_is_of_one_rank_of_one_region_or_held_out(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, write_jsonl(tmp_path / "rows.jsonl", rows_of(1000)), eval_windows=10_000)
     # The second region has one rank more than the first.
-    everybody = [blocks_of(settings, 0, 2), *(blocks_of(settings, 1, 2, rank, 2) for rank in range(2))]
-    epochs = [[ids_of(blocks.epoch(number)) for blocks in everybody] for number in range(2)]
-    for epoch in epochs:
-        train_blocks = [block for blocks_ in epoch for block in blocks_]
-        assert len(train_blocks) == len(set(train_blocks))
-        assert not set(train_blocks) & set(ids_of(everybody[0].held_out))
-        assert len(train_blocks) + len(everybody[0].held_out) == 1000 * 13 // 16
-        assert all(len(block) == 16 for block in train_blocks)
-    assert [sorted(blocks_) for blocks_ in epochs[0]] == [sorted(blocks_) for blocks_ in epochs[1]]
-    assert epochs[0] != epochs[1], "in another order"
+    everybody = [blocks_of(settings), *(blocks_of(settings, rank, 2) for rank in range(2))]
+    epochs = [epochs_of(blocks, region, 2, 2) for blocks, region in zip(everybody, (0, 1, 1), strict=True)]
+    train_blocks = [block for first, _ in epochs for block in first]
+    assert len(train_blocks) == len(set(train_blocks))
+    assert not set(train_blocks) & set(ids_of(everybody[0].held_out))
+    # Of an odd number of blocks the last one is left over, and comes first in the next epoch.
+    assert 1000 * 13 // 16 - len(train_blocks) - len(everybody[0].held_out) in (0, 1)
+    assert all(len(block) == 16 for block in train_blocks)
+    assert sorted(epochs[0][0]) == sorted(epochs[0][1])
+    assert epochs[0][0] != epochs[0][1], "in another order"
     assert len({tuple(ids_of(blocks.held_out)) for blocks in everybody}) == 1
     assert len(everybody[0].held_out) == pytest.approx(1000 * 13 / 16 / 20, abs=1)
 
@@ -83,21 +97,22 @@ def test_rows_end_with_the_end_of_text_and_lines_of_text_do_not(tmp_path: Path) 
     tokens = {}
     for path in (write_jsonl(tmp_path / "rows.jsonl", [*rows_of(400), ""]), text):
         settings = settings_of(tmp_path, path, tmp_path / "binary.bin", eval_windows=10_000)
-        blocks = blocks_of(settings, 0, 1)
-        tokens[path.suffix] = [*ids_of(blocks.epoch(0)), *ids_of(blocks.held_out)]
+        blocks = blocks_of(settings)
+        tokens[path.suffix] = [*epochs_of(blocks, 0, 1)[0], *ids_of(blocks.held_out)]
     end = 1
     assert sum(block.count(end) for block in tokens[".jsonl"]) == 400
     assert sum(block.count(end) for block in tokens[".txt"]) == 0
     assert len(tokens[".txt"]) == 400 * 12 // 16
     with pytest.raises(ConfigError, match=r"data\.paths: 1 blocks of 16 tokens: give more text"):
-        blocks_of(settings_of(tmp_path, write_jsonl(tmp_path / "few.jsonl", rows_of(2))), 0, 1)
+        blocks_of(settings_of(tmp_path, write_jsonl(tmp_path / "few.jsonl", rows_of(2))))
 
 
 def test_a_stream_is_dealt_by_rows_and_holds_rows_out(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", rows_of(900), "body")
     settings = settings_of(tmp_path, path, streaming=True, text_field="body")
-    regions = [blocks_of(settings, region, 3) for region in range(3)]
-    numbers = [{token for block in ids_of(blocks.epoch(0)) for token in block if token > 51} for blocks in regions]
+    regions = [blocks_of(settings) for _ in range(3)]
+    epochs = [epochs_of(blocks, region, 3)[0] for region, blocks in enumerate(regions)]
+    numbers = [{token for block in epoch for token in block if token > 51} for epoch in epochs]
     held_out = {token for block in ids_of(regions[0].held_out) for token in block if token > 51}
     assert sum(map(len, numbers)) == len(set.union(*numbers))
     assert not held_out & set.union(*numbers)
@@ -107,11 +122,9 @@ def test_a_stream_is_dealt_by_rows_and_holds_rows_out(tmp_path: Path) -> None:
 
 def test_the_data_go_on_where_the_checkpoint_stood(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, write_jsonl(tmp_path / "rows.jsonl", rows_of(300)))
-    blocks = blocks_of(settings, 0, 1)
 
     def loader() -> Any:
-        make = recipe.StatefulDataLoader
-        return recipe.EndlessLoader(lambda epoch: make(blocks.epoch(epoch), batch_size=8, collate_fn=recipe.collate))
+        return blocks_of(settings).loader(batch_size=8, collate_fn=recipe.collate)
 
     first, second, whole = loader(), loader(), loader()
     batches = iter(first)

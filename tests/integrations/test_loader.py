@@ -1,4 +1,4 @@
-"""A loop's own data loader, as docs/training-loop.md shows it: each row once an epoch, and on from a checkpoint."""
+"""A loop's own data loader with a fixed split: each row once an epoch, and on from a checkpoint."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
+from diloco_node.integrations.shards import ShardLoader
+from diloco_node.learner.region_shards import HERE
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import region_folder
 from tests.kit.lightning_kit import quiet_trainer
@@ -84,7 +86,7 @@ def kill(diloco: Any) -> None:
 
 
 def hf_life(
-    folder: Path, steps: int, *, dataset: Any = None, **arguments: Any
+    folder: Path, steps: int, *, dataset: Any = None, loader: Any = None, **arguments: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Train, with a checkpoint at each step but the last. Returns rows by batch: before the last and in it."""
     import transformers
@@ -103,6 +105,10 @@ def hf_life(
                 kill(callback.diloco)
                 control.should_training_stop = True
 
+    class Trainer(transformers.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return super().get_train_dataloader() if loader is None else loader
+
     callback = DilocoCallback()
     model = Noting()
     ends: list[int] = []
@@ -116,9 +122,7 @@ def hf_life(
         max_steps=10_000,
         **arguments,
     )
-    transformers.Trainer(
-        model=model, args=settings, train_dataset=dataset or Numbers(), callbacks=[callback, Killer()]
-    ).train()
+    Trainer(model=model, args=settings, train_dataset=dataset or Numbers(), callbacks=[callback, Killer()]).train()
     return model.rows[: ends[-2]], model.rows[ends[-2] :]
 
 
@@ -138,6 +142,31 @@ def test_a_trainer_that_is_killed_reads_each_row_once_an_epoch(
     for epoch in whole_epochs:
         assert sorted(itertools.chain(*epoch)) == list(range(ROWS))
     assert len(set(map(str, whole_epochs))) == len(whole_epochs), "each epoch has an order of its own"
+
+
+def shard_loader(workers: int) -> ShardLoader:
+    return ShardLoader(Numbers(), batch_size=BATCH, seed=1, num_workers=workers)
+
+
+def own_line(batches: int) -> list[list[int]]:
+    """The region's batches in one life, without a daemon."""
+    loader = shard_loader(0)
+    line: list[list[int]] = []
+    while len(line) < batches:
+        line += [batch["input_ids"].flatten().tolist() for batch in loader]
+    return line[:batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_trainer_of_shards_that_is_killed_goes_on_behind_its_checkpoint(folder: Path, workers: int) -> None:
+    """Also over the end of the rows: the region has 14 or so of the 42."""
+    lives = []
+    for _ in range(4):
+        with FakeDaemon(folder):
+            lives.append(hf_life(folder, LAST_STEP, loader=shard_loader(workers)))
+    batches = [batch for early, _ in lives for batch in early] + lives[-1][1]
+    assert batches == own_line(len(batches))
+    assert {row for batch in batches for row in batch} == set(HERE.own) & set(range(ROWS))
 
 
 def test_a_trainer_whose_data_have_no_position_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,6 +281,13 @@ def test_lightning_that_is_killed_goes_on_with_a_loader_that_has_a_position(fold
     assert [sorted(epoch) for epoch in epochs[:2]] == [list(range(ROWS))] * 2
     assert (epochs[0] == epochs[1]) != is_shuffled
     assert [at for _, at in lives] == list(range(4, 31, 3)), "the schedule, too"
+
+
+def test_lightning_of_shards_that_is_killed_goes_on_behind_its_checkpoint(folder: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    rows = [lightning_life(folder, LAST_STEP + 1, shard_loader(2))[0] for _ in range(6)]
+    batches = [batch for life in rows[:-1] for batch in life[:-1]] + rows[-1]
+    assert batches == own_line(len(batches))
 
 
 def test_lightning_says_what_has_no_position(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -32,6 +32,7 @@ from diloco_node.wire.learner_link import (
     Attach,
     Done,
     InitialState,
+    MembersChanged,
     OfferApplied,
     Report,
     SnapshotDenied,
@@ -83,6 +84,7 @@ class FakeDaemon:
         self.global_step = global_step
         self.steps_max = steps_max
         self.fragment_digests = fragment_digests
+        self.members: tuple[str, ...] = ("eu-west", "us-east", "us-west")
         self.said: list[ToDaemon] = []
         self.attaches: list[Attach] = []
         self.detached: list[str] = []
@@ -149,6 +151,7 @@ class FakeDaemon:
                 fragment_digests=self.fragment_digests,
             )
         )
+        self._server.send(MembersChanged(self.members))
         if self.theta:
             self._offer_all(whole)
         self._note(lambda: self.attaches.append(attach))

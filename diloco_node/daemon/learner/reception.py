@@ -25,6 +25,7 @@ from diloco_node.wire.frozen_listing import frozen_difference
 from diloco_node.wire.learner_link import (
     NEW_PROCESS,
     Attach,
+    MembersChanged,
     Report,
     RunAdvanced,
     ToDaemon,
@@ -64,6 +65,7 @@ class Reception:
         self.waiting_attach: Attach | None = None
         self._sent_position = RunPosition(0, None)
         self._sent_position_ns = 0
+        self._sent_members: tuple[str, ...] = ()
         # Why steps are of no use now, as the learner was told; and since when that is so, None: it is not.
         self._sent_lack = ""
         self._lack_since_ns: int | None = None
@@ -148,6 +150,8 @@ class Reception:
             attach, self.waiting_attach = self.waiting_attach, None
             self._runtime.spawn(self._welcome(attach, self._attaches), "welcome")
         self._compare_frozen()
+        if self._is_welcomed and self._core.history.roster.names != self._sent_members:
+            self._send_members()
         if self._sent_lack and self._is_welcomed and not self._lack():
             self._send_position(self._sent_position)
 
@@ -231,6 +235,7 @@ class Reception:
                 fragment_digests=self._first_digests(predecessors),
             )
         )
+        self._send_members()
         self._send_position(position)
         self._learner.on_attach(
             attach,
@@ -269,6 +274,10 @@ class Reception:
         self._sent_position, self._sent_position_ns, self._sent_lack = position, self._runtime.now_ns(), self._lack()
         news = RunAdvanced(min(position.steps, STEP_MAX), position.part, self._sent_lack)
         self._runtime.learner_server.send(news)
+
+    def _send_members(self) -> None:
+        self._sent_members = self._core.history.roster.names
+        self._runtime.learner_server.send(MembersChanged(self._sent_members))
 
     def _lack(self) -> str:
         """Return why the learner's further steps are of no use; empty while that is no older than an election."""

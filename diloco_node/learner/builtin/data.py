@@ -1,17 +1,15 @@
 """Data of the built-in trainer: the bytes to train on, the bytes to hold out, and the part of each region and rank.
 
-The corpus is cut into many small shards, and a permutation drawn from the seed deals them by index to regions, and
-those of a region to its ranks. So everybody draws from a part of their own, and no two see the same text. Held-out
-text is never trained on, by anybody, and is the same for all.
+The corpus is cut into windows, which are the rows of the run's virtual shards. A region draws from those that it owns,
+so in one pass no two see the same window. Held-out text is never trained on, by anybody, and is the same for all.
 
-Sampling is stateless and without replacement: batch number `position` is a function of (seed, region, rank, position).
-Each epoch of a region's rank is a permutation of its windows, so none is trained twice before all others were. The
-whole data position is one integer, and a restarted learner goes on where its checkpoint stood.
+Each pass over a shard is a permutation of its windows, so none is trained twice before all others were. The position in
+each shard (`learner.shard_order`) is in the checkpoint, and a restarted learner goes on there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,16 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco_node.errors import ConfigError
-from diloco_node.learner.builtin.permutation import U64, mix, permute
+from diloco_node.learner.builtin.permutation import mix
 from diloco_node.learner.builtin.text_files import HELD_OUT_PERCENT, standard_library, text_files
+from diloco_node.learner.shard_order import ShardOrder
 
 Windows = NDArray[np.uint8]
 
-SHARD_BYTES: Final = 16_384
-"""Small, so that every region gets hundreds of shards also from a few megabytes of text."""
-
-SHARD_WINDOWS_MIN: Final = 16
-"""A shard of long windows is longer: less than one window is left over of each, which is to be a small part."""
+SIDE_BYTES_MIN: Final = 16_384
+"""Bytes to train on, and bytes to hold out, at least, where files decide which is which."""
 
 MEMORY_BYTES_MAX: Final = 1 << 30
 """All text is held in memory, twice while it is read."""
@@ -73,7 +69,7 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
 
     Files of a folder are taken in order of their relative path; hidden ones, binary ones, symbolic links and folders
     of installed packages are left out. About 5 % of the files, chosen by a hash of their relative path, are held out.
-    Where that would leave either side without a shard's worth, the last 5 % of everything is.
+    Where that would leave either side without so much (SIDE_BYTES_MIN), the last 5 % of everything is.
 
     Args:
         paths: files and folders.
@@ -99,7 +95,7 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
         contents[file.is_held_out].append(content)
     whole = np.frombuffer(b"".join((*contents[False], *contents[True])), np.uint8)
     boundary = sum(map(len, contents[False]))
-    if min(boundary, len(whole) - boundary) < SHARD_BYTES:
+    if min(boundary, len(whole) - boundary) < SIDE_BYTES_MIN:
         boundary = len(whole) - len(whole) * HELD_OUT_PERCENT // 100
     if len(whole) - boundary < HELD_OUT_BYTES_MIN:
         places = ", ".join(map(str, paths)) or str(standard_library())
@@ -113,91 +109,53 @@ def windows_at(text: NDArray[np.uint8], starts: NDArray[np.int64], context: int)
     return windows
 
 
-def _key_of(*numbers: int) -> U64:
-    """Shape (1,): a key drawn from these numbers."""
-    return np.random.SeedSequence(numbers).generate_state(1, np.uint64).astype(np.uint64)
+class ShardWindows:
+    """The endless stream of batches of one rank of a region: windows of the text that its shards have now.
 
-
-class RegionSampler:
-    """The endless stream of batches of one rank of a region.
-
-    A window is context bytes to predict and the one before them. The windows of a shard lie side by side; where the
-    first begins differs between epochs. After every `next_batch` the position has grown by one; `state` and `restore`
-    carry it over a restart.
+    A window is context bytes to predict and the one before them. Windows lie side by side; where the first begins
+    differs between passes. `state` and `restore` carry the positions over a restart.
 
     Args:
-        corpus: the text.
-        region, regions: whose part of the shards this is: 0 <= region < regions.
+        corpus: the text. own: the region's shards now (`Diloco.shards`).
         batch, context: shape of a batch is (batch, context + 1).
-        seed: the run's; the same in all regions, or their parts would overlap.
+        seed: the run's; the same in all regions, or they would draw from other texts.
         rank, ranks: which part of the region's: 0 <= rank < ranks. Regions may differ in their number of ranks.
 
     Attributes:
-        position: number of the next batch. samples: windows in an epoch.
-
-    Raises:
-        ConfigError: the text has fewer shards than regions and ranks want.
+        order: where the region is.
     """
 
     def __init__(
         self,
         corpus: Corpus,
         *,
-        region: int,
-        regions: int,
+        own: Callable[[], tuple[int, ...]],
         batch: int,
         context: int,
         seed: int,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self._shard_bytes = max(SHARD_BYTES, SHARD_WINDOWS_MIN * context)
-        self._shards = len(corpus.train) // self._shard_bytes
-        # Of the region's shards, every so many-th: shard number first + step * k in the order in which they are dealt.
-        self._first, self._step = region + regions * rank, regions * ranks
-        shard_count = len(range(self._first, self._shards, self._step))
-        if not (0 <= region < regions and 0 <= rank < ranks) or not shard_count:
-            place = f"region {region} of {regions}" + (f", rank {rank} of {ranks}" if ranks > 1 else "")
-            raise ConfigError(
-                f"no text for {place}: {len(corpus.train)} bytes make {self._shards} shards of "
-                f"{self._shard_bytes}, and each needs one; give more text with --data PATH"
-            )
-        self._text = corpus.train
-        self._batch, self._context = batch, context
-        self._windows = (self._shard_bytes - 1) // context
-        self._slack = self._shard_bytes - 1 - self._windows * context
-        self.samples = shard_count * self._windows
-        self._key, self._deal_key = _key_of(seed, 1, region, rank), _key_of(seed, 0)
-        self.position = 0
-
-    def batch_at(self, position: int) -> Windows:
-        """The batch of this position, shape (batch, context + 1); the position stays as it is."""
-        numbers = position * self._batch + np.arange(self._batch, dtype=np.int64)
-        epoch_keys = mix(self._key ^ mix((numbers // self.samples).astype(np.uint64)))
-        sample = permute(numbers % self.samples, self.samples, epoch_keys)
-        dealt = self._first + self._step * (sample // self._windows)
-        shard = permute(dealt, self._shards, self._deal_key)
-        shift = (mix(~epoch_keys) % np.uint64(self._slack + 1)).astype(np.int64)
-        start = shard * self._shard_bytes + shift + sample % self._windows * self._context
-        return windows_at(self._text, start, self._context)
+        self._text, self._own, self._batch, self._context = corpus.train, own, batch, context
+        self._rank, self._ranks = rank, ranks
+        # One less than there are: the first may begin anywhere in the first context bytes.
+        self.order = ShardOrder((len(corpus.train) - 1) // context - 1, seed=seed)
+        self._seed = mix(np.array([seed], np.int64).astype(np.uint64))
 
     def next_batch(self) -> Windows:
-        """The batch of the current position; then the position is one further."""
-        batch = self.batch_at(self.position)
-        self.position += 1
-        return batch
+        """The next batch, shape (batch, context + 1); then the positions stand behind those of all ranks.
+
+        Raises ConfigError: the text has no window for this region.
+        """
+        ranges = self.order.advance(self._own(), self._batch * self._ranks)
+        rows, passes = (values[self._rank :: self._ranks] for values in self.order.rows_of(ranges))
+        shifts = mix(self._seed ^ passes.astype(np.uint64)) % np.uint64(self._context)
+        return windows_at(self._text, rows * self._context + shifts.astype(np.int64), self._context)
 
     def state(self) -> dict[str, Any]:
-        """The data position, for a checkpoint."""
-        return {"position": self.position, "batch": self._batch}
+        """The positions, for a checkpoint."""
+        return self.order.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's position. With another batch size, after the last window that was trained.
-
-        Raises:
-            ConfigError: the state has no valid position.
-        """
-        position, batch = state.get("position", -1), state.get("batch", self._batch)
-        if not isinstance(position, int) or not isinstance(batch, int) or position < 0 or batch < 1:
-            raise ConfigError(f"data state {state!r} has no position: the checkpoint is of another version")
-        self.position = -(-position * batch // self._batch)
+        """Go on from a checkpoint's positions. Raises ConfigError: there are none."""
+        self.order.restore(state)

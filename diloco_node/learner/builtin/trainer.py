@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.attach import Diloco
 from diloco_node.learner.builtin.adamw import build_adamw
-from diloco_node.learner.builtin.data import Corpus, RegionSampler, Windows, load_corpus
+from diloco_node.learner.builtin.data import Corpus, ShardWindows, Windows, load_corpus
 from diloco_node.learner.builtin.model import ByteGPT, token_logits
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.sharding import begin_ranks, on_ranks, whole_norm
@@ -158,10 +158,10 @@ class _DataPosition:
     """The data position as a part of the learner's checkpoint, which is read before there is a sampler."""
 
     def __init__(self) -> None:
-        self._sampler: RegionSampler | None = None
+        self._sampler: ShardWindows | None = None
         self._state: dict[str, Any] = {}
 
-    def follow(self, sampler: RegionSampler) -> None:
+    def follow(self, sampler: ShardWindows) -> None:
         """Put the sampler where the checkpoint stood; from now on the position is the sampler's."""
         if self._state:
             sampler.restore(self._state)
@@ -211,10 +211,9 @@ class Trainer:
         """
         position = _DataPosition()
         with attach(self.model, self.optimizer, stateful={"data": position}) as diloco:
-            sampler = RegionSampler(
+            sampler = ShardWindows(
                 self.corpus,
-                region=diloco.region_index,
-                regions=diloco.regions,
+                own=lambda: diloco.shards,
                 batch=self.settings.batch,
                 context=self.settings.context,
                 seed=self.settings.seed,
@@ -224,7 +223,7 @@ class Trainer:
             position.follow(sampler)
             return self._loop(diloco, sampler)
 
-    def _loop(self, diloco: Diloco, sampler: RegionSampler) -> Outcome:
+    def _loop(self, diloco: Diloco, sampler: ShardWindows) -> Outcome:
         settings, steps = self.settings, 0
         first: Tensor | None = None
         last: Tensor | None = None

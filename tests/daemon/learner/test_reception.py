@@ -24,6 +24,7 @@ from diloco_node.wire.learner_link import (
     NO_SNAPSHOT,
     UNATTACHED,
     Attach,
+    MembersChanged,
     Report,
     RunAdvanced,
     Welcome,
@@ -111,7 +112,9 @@ class Desk:
             end=SimpleNamespace(lack=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""),
             leader=SimpleNamespace(progress=SimpleNamespace(position=lambda *, now_ns: RunPosition(8, None))),
             history=SimpleNamespace(
-                genesis=GenesisBody("run", MANIFEST.digest, "", ("a", "b"), DIGESTS), incarnation=lambda _: self.newest
+                genesis=GenesisBody("run", MANIFEST.digest, "", ("a", "b"), DIGESTS),
+                incarnation=lambda _: self.newest,
+                roster=Roster.of_voters(("a", "b")),
             ),
         )
         learner: Any = SimpleNamespace(
@@ -128,6 +131,9 @@ class Desk:
         self.reception.on_message(Attach(LINK_PROTOCOL, 1, MANIFEST.tensors, NEW_PROCESS, "", 0, 0, 0, (), (), listing))
         await self.tasks[0]
         return next(message for message in self.said if isinstance(message, Welcome))
+
+    def members(self) -> list[tuple[str, ...]]:
+        return [message.regions for message in self.said if isinstance(message, MembersChanged)]
 
     def holds(self) -> list[str]:
         """Of each news of the position, why the learner is to make no steps."""
@@ -206,3 +212,17 @@ async def test_a_learner_that_comes_past_the_end_without_a_leader_is_held_until_
     desk.lack = ""
     desk.reception.core_changed()
     assert desk.holds()[1:] == [LACK, ""], "a held learner reports nothing"
+
+
+async def test_the_learner_hears_of_the_members_with_its_welcome_and_once_of_each_change(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    desk = Desk(monkeypatch)
+    desk.reception.core_changed()
+    assert desk.members() == [], "nobody was welcomed yet"
+    await desk.welcome()
+    assert desk.members() == [("a", "b")]
+    for names in (("a", "b"), ("a", "b", "c"), ("a", "b", "c"), ("a", "c")):
+        desk.core.history.roster = Roster.of_voters(names)
+        desk.reception.core_changed()
+    assert desk.members() == [("a", "b"), ("a", "b", "c"), ("a", "c")]

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from diloco_node.core.merge.data_shards import SHARDS
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin import data
-from diloco_node.learner.builtin.data import SHARD_BYTES, SHARD_WINDOWS_MIN, Corpus, RegionSampler, load_corpus
+from diloco_node.learner.builtin.data import SIDE_BYTES_MIN, Corpus, ShardWindows, load_corpus
 
 
 def numbered(size: int) -> Corpus:
@@ -20,20 +19,8 @@ def numbered(size: int) -> Corpus:
     return Corpus(train=text, held_out=text[:2000], files=1, skipped=0)
 
 
-def places(windows: np.ndarray) -> set[int]:
-    """Shards that the windows were cut from."""
-    shards = set()
-    for window in windows:
-        for shift in range(4):
-            numbers = window[shift : shift + (len(window) - shift) // 4 * 4].copy().view("<u4")
-            if len(numbers) > 2 and (np.diff(numbers.astype(np.int64)) == 1).all():
-                shards.add(int(numbers[0]) * 4 // SHARD_BYTES)
-                shards.add(int(numbers[-1]) * 4 // SHARD_BYTES)
-    return shards
-
-
-def sampler(corpus: Corpus, region: int = 0, regions: int = 1, seed: int = 1, **shape: int) -> RegionSampler:
-    return RegionSampler(corpus, region=region, regions=regions, seed=seed, **{"batch": 64, "context": 30, **shape})
+def everything() -> tuple[int, ...]:
+    return tuple(range(SHARDS))
 
 
 def folder_with(root: Path, files: dict[str, bytes]) -> Path:
@@ -49,111 +36,66 @@ def counting(tokens: int) -> Corpus:
     return Corpus(train=np.arange(tokens, dtype=np.uint32), held_out=np.arange(9, dtype=np.uint32), files=1, skipped=0)
 
 
-def epoch_of(source: RegionSampler, number: int = 0) -> np.ndarray:
-    """The windows of one epoch, shape (samples, context + 1)."""
-    batch = len(source.batch_at(0))
-    first, last = source.samples * number, source.samples * (number + 1)
-    windows = np.concatenate([source.batch_at(k) for k in range(first // batch, -(-last // batch))])
-    return windows[first % batch :][: source.samples]
+def pass_of(sources: list[ShardWindows]) -> np.ndarray:
+    """The windows of a pass of all ranks of a region, shape (windows, context + 1)."""
+    order = sources[0].order
+    wanted, taken = order.rows(sources[0]._own()), [source.next_batch() for source in sources]
+    while sum(map(len, taken)) < wanted:
+        taken += [source.next_batch() for source in sources]
+    assert sum(map(len, taken)) == wanted, "the test's batches are to make whole passes"
+    return np.concatenate(taken)
 
 
-@pytest.mark.parametrize("ranks", [(1,), (1, 1), (2, 2, 2), (1, 3), (4, 1, 2, 1, 1)], ids=str)
-@pytest.mark.parametrize(("context", "batch"), [(100, 97), (1024, 5), (3000, 3)])
-def test_every_sample_is_trained_once_in_an_epoch_over_all_regions_and_ranks(
-    ranks: tuple[int, ...], context: int, batch: int
-):
-    shard = max(SHARD_BYTES, SHARD_WINDOWS_MIN * context)
-    shards = 17
-    corpus = counting(shards * shard + shard // 2)
-    shape = {"batch": batch, "context": context, "seed": 3}
-    everybody = [
-        RegionSampler(corpus, region=region, regions=len(ranks), rank=rank, ranks=count, **shape)
-        for region, count in enumerate(ranks)
-        for rank in range(count)
-    ]
-    per_shard = (shard - 1) // context
-    assert sum(source.samples for source in everybody) == shards * per_shard
-    for epoch in (0, 3):
-        epochs = [epoch_of(source, epoch) for source in everybody]
-        for windows in epochs:
-            assert (np.diff(windows, axis=1) == 1).all()
-            assert (windows[:, 0] // shard == windows[:, -1] // shard).all()
-        counts = np.bincount(np.concatenate([windows[:, 1:].ravel() for windows in epochs]))
-        assert (counts.max(), counts.sum()) == (1, shards * per_shard * context)
-        owners = [set((windows[:, 0] // shard).tolist()) for windows in epochs]
-        assert sum(map(len, owners)) == len(set().union(*owners)) == shards
+@pytest.mark.parametrize("ranks", [(1,), (1, 1), (1, 3), (2, 1, 4)], ids=str)
+def test_every_window_is_trained_once_in_a_pass_over_all_regions_and_ranks(ranks: tuple[int, ...]):
+    context, windows = 50, 3 * SHARDS
+    corpus = counting((windows + 1) * context + 7)
+    regions = []
+    for region, count in enumerate(ranks):
+        # Four shards at a time: whole passes with each number of ranks.
+        own = tuple(shard for shard in range(SHARDS) if shard // 4 % len(ranks) == region)
+        regions.append(
+            [
+                ShardWindows(corpus, own=lambda own=own: own, batch=1, context=context, seed=3, rank=rank, ranks=count)
+                for rank in range(count)
+            ]
+        )
+    for _ in range(2):
+        passes = [pass_of(sources) for sources in regions]
+        whole = np.concatenate(passes)
+        assert (np.diff(whole.astype(np.int64), axis=1) == 1).all()
+        assert np.bincount(whole[:, 1:].ravel()).max() == 1
+        assert len(whole) == windows
 
 
-def test_epochs_differ_in_order_and_in_where_windows_begin():
-    source = RegionSampler(counting(4 * SHARD_BYTES), region=0, regions=1, batch=652, context=100, seed=1)
-    starts = [epoch_of(source, epoch)[:, 0] for epoch in range(20)]
-    assert len({int(places_[0]) for places_ in starts}) > 17
-    assert len({int(places_.min()) % SHARD_BYTES for places_ in starts}) > 10
-    first = starts[0]
-    assert (np.abs(np.diff(first)) == 100).mean() < 0.02
-    assert not np.array_equal(first, np.sort(first))
+def test_passes_differ_in_order_and_in_where_windows_begin():
+    source = ShardWindows(counting(7 * SHARDS), own=everything, batch=10, context=100, seed=1)
+    rows = source.order.rows(everything())
+    assert rows == 70
+    starts = [np.concatenate([source.next_batch()[:, 0] for _ in range(7)]) for _ in range(30)]
+    assert len({int(places.min()) for places in starts}) > 20
+    assert len({int(places[0]) // 100 for places in starts}) > 10
+    assert max(int(places.max()) for places in starts) + 100 < 7 * SHARDS
+    assert not np.array_equal(starts[0], np.sort(starts[0]))
 
 
-def test_parts_are_even_to_a_shard():
-    corpus = counting(101 * SHARD_BYTES)
-    sizes = [
-        RegionSampler(corpus, region=r, regions=4, rank=k, ranks=3, batch=1, context=128, seed=2).samples // 127
-        for r in range(4)
-        for k in range(3)
-    ]
-    assert sum(sizes) == 101
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_regions_never_share_a_shard_and_together_have_all():
-    corpus = numbered(10 * SHARD_BYTES)
-    shards = [places(epoch_of(sampler(corpus, region, 3, context=500))) for region in range(3)]
-    assert set().union(*shards) == set(range(10))
-    assert sum(map(len, shards)) == 10
-
-
-def test_windows_reach_the_edges_of_their_shard():
-    source = RegionSampler(counting(SHARD_BYTES), region=0, regions=1, batch=819, context=20, seed=1)
-    windows = np.concatenate([epoch_of(source, epoch) for epoch in range(60)])
-    assert (windows.min(), windows.max()) == (0, SHARD_BYTES - 1)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**31), region=st.integers(0, 3), position=st.integers(0, 10**9))
-def test_a_batch_is_a_function_of_seed_region_and_position(seed: int, region: int, position: int):
-    corpus = numbered(8 * SHARD_BYTES)
-    source, twin = sampler(corpus, region, 4, seed), sampler(corpus, region, 4, seed)
-    twin.next_batch()
-    np.testing.assert_array_equal(source.batch_at(position), twin.batch_at(position))
-    assert not np.array_equal(source.batch_at(position), source.batch_at(position + 1))
-
-
-def test_a_restored_sampler_goes_on_where_the_other_stood():
-    corpus = numbered(8 * SHARD_BYTES)
-    first, second = sampler(corpus), sampler(corpus)
-    for _ in range(5):
-        first.next_batch()
-    second.restore(first.state())
-    np.testing.assert_array_equal(second.next_batch(), first.next_batch())
-    assert second.state() == {"position": 6, "batch": 64}
-
-
-def test_another_batch_size_goes_on_after_the_last_window_that_was_trained():
-    corpus = counting(8 * SHARD_BYTES)
-    before, after = sampler(corpus, batch=8), sampler(corpus, batch=6)
+def test_a_restored_one_goes_on_also_with_another_batch_and_other_ranks():
+    corpus = counting(64 * SHARDS)
+    before = ShardWindows(corpus, own=everything, batch=8, context=30, seed=1)
     batches = [before.next_batch() for _ in range(4)]
-    after.restore(before.state())
-    assert after.position == 6
-    windows = np.concatenate([*batches, *(after.next_batch() for _ in range(9))])
+    after = [ShardWindows(corpus, own=everything, batch=6, context=30, seed=1, rank=rank, ranks=2) for rank in (0, 1)]
+    for source in after:
+        source.restore(before.state())
+    windows = np.concatenate([*batches, *(source.next_batch() for _ in range(9) for source in after)])
     assert len(set(windows[:, 0].tolist())) == len(windows)
-    after.restore({"position": 3})
-    assert after.position == 3
+    np.testing.assert_array_equal(
+        before.next_batch(), windows[32:44].reshape(2, 6, 31).transpose(1, 0, 2).reshape(12, 31)[:8]
+    )
 
 
-@pytest.mark.parametrize("state", [{}, {"position": -1}, {"position": "3"}, {"position": 3, "batch": 0}])
-def test_a_state_without_position_is_refused(state: dict[str, object]):
-    with pytest.raises(ConfigError, match="position"):
-        sampler(numbered(8 * SHARD_BYTES)).restore(state)
+def test_a_state_without_positions_is_refused():
+    with pytest.raises(ConfigError, match="positions"):
+        ShardWindows(counting(8000), own=everything, batch=1, context=30, seed=1).restore({"position": 3, "batch": 1})
 
 
 def test_the_split_goes_by_file_and_does_not_depend_on_where_the_folder_lies(tmp_path: Path):
@@ -204,32 +146,19 @@ def test_too_little_text_says_how_much_is_needed(tmp_path: Path):
         load_corpus([folder_with(tmp_path, {"t.txt": b"short"})])
 
 
-@pytest.mark.parametrize(("region", "regions"), [(2, 2), (5, 9), (-1, 2)])
-def test_a_region_without_shards_is_refused(region: int, regions: int):
-    with pytest.raises(ConfigError, match="region"):
-        sampler(numbered(4 * SHARD_BYTES), region, regions)
-
-
-@pytest.mark.parametrize(("region", "rank", "ranks"), [(1, 2, 2), (1, 1, 3), (0, -1, 2)])
-def test_a_rank_without_shards_is_refused(region: int, rank: int, ranks: int):
-    with pytest.raises(ConfigError, match=rf"no text for region {region} of 2, rank {rank} of {ranks}.*--data"):
-        RegionSampler(
-            counting(3 * SHARD_BYTES), region=region, regions=2, rank=rank, ranks=ranks, batch=1, context=9, seed=0
-        )
-
-
-def test_long_windows_want_long_shards():
-    with pytest.raises(ConfigError, match="131072 bytes make 0 shards of 262144"):
-        sampler(numbered(8 * SHARD_BYTES), context=SHARD_BYTES)
+@pytest.mark.parametrize(("own", "context"), [((999,), 9), ((), 9), ((0,), 2 * SIDE_BYTES_MIN)])
+def test_a_region_without_a_window_is_refused(own: tuple[int, ...], context: int):
+    with pytest.raises(ConfigError, match=rf"no data for this region.* the {len(own)} of this region"):
+        ShardWindows(counting(4000), own=lambda: own, batch=1, context=context, seed=1).next_batch()
 
 
 def test_too_little_held_out_text_for_one_window_is_refused():
     with pytest.raises(ConfigError, match=r"2000 held-out bytes.*model\.context 2000"):
-        numbered(4 * SHARD_BYTES).held_out_windows(1, 2000)
+        numbered(4 * SIDE_BYTES_MIN).held_out_windows(1, 2000)
 
 
 def test_held_out_windows_are_evenly_spread_and_within():
-    corpus = numbered(4 * SHARD_BYTES)
+    corpus = numbered(4 * SIDE_BYTES_MIN)
     windows = corpus.held_out_windows(7, 50)
     assert windows.shape == (7, 51)
     np.testing.assert_array_equal(windows[0], corpus.held_out[:51])

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from diloco_node.core.merge.data_shards import SHARDS, region_shards
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.builtin import trainer as module
-from diloco_node.learner.builtin.data import SHARD_BYTES, Corpus, RegionSampler
+from diloco_node.learner.builtin.data import SIDE_BYTES_MIN, Corpus
 from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.trainer import (
@@ -38,7 +39,7 @@ def corpus_of_words(seed: int = 11) -> Corpus:
     words = [b"alpha ", b"beta ", b"gamma ", b"delta\n"]
     text = b"".join(words[i] for i in random.integers(4, size=12_000))
     whole = np.frombuffer(text, np.uint8)
-    return Corpus(train=whole[: 3 * SHARD_BYTES], held_out=whole[3 * SHARD_BYTES :], files=1, skipped=0)
+    return Corpus(train=whole[: 3 * SIDE_BYTES_MIN], held_out=whole[3 * SIDE_BYTES_MIN :], files=1, skipped=0)
 
 
 def settings_with(**changes: object) -> TrainerSettings:
@@ -49,13 +50,10 @@ def settings_with(**changes: object) -> TrainerSettings:
 class FakeRun:
     """Stands in for what `attach` yields: records, and says stop after some steps."""
 
-    def __init__(self, stop_after: int, *, region_index: int = 0, regions: int = 1, global_step: int = 0) -> None:
-        self.stop_after, self.region_index, self.regions, self.global_step = (
-            stop_after,
-            region_index,
-            regions,
-            global_step,
-        )
+    def __init__(
+        self, stop_after: int, *, shards: tuple[int, ...] = tuple(range(SHARDS)), global_step: int = 0
+    ) -> None:
+        self.stop_after, self.shards, self.global_step = stop_after, shards, global_step
         self.steps: list[tuple[int, float]] = []
         self.losses: list[tuple[float | None, float | None]] = []
         self.rates: list[float] = []
@@ -147,21 +145,9 @@ def test_the_schedule_follows_the_global_step():
     assert run.rates == [settings.lr_at(55), settings.lr_at(56), settings.lr_at(57)]
 
 
-def test_the_second_life_trains_the_batches_that_the_first_did_not(monkeypatch: pytest.MonkeyPatch):
-    positions: list[int] = []
-    plain = RegionSampler.batch_at
-    monkeypatch.setattr(RegionSampler, "batch_at", lambda self, at: (positions.append(at), plain(self, at))[1])
-    first, second = FakeRun(5, region_index=1, regions=3), FakeRun(4, region_index=1, regions=3)
-    trained(settings_with(), first)
-    second.kept = {name: state.state_dict() for name, state in first.stateful.items()}
-    trained(settings_with(), second)
-    assert positions == list(range(9))
-    assert second.stateful["data"].state_dict()["position"] == 9
-
-
-def test_no_window_is_trained_twice_in_an_epoch_of_all_regions_even_over_a_restart(monkeypatch: pytest.MonkeyPatch):
-    """Each region trains its part to the last window, in two lives, and the batch after that begins the next epoch."""
-    text = np.arange(3 * SHARD_BYTES // 4, dtype="<u4").view(np.uint8)
+def test_no_window_is_trained_twice_in_a_pass_of_all_regions_even_over_a_restart(monkeypatch: pytest.MonkeyPatch):
+    """Each region trains its part to the last window, in two lives."""
+    text = np.arange(100_000, dtype="<u4").view(np.uint8)
     corpus = Corpus(train=text, held_out=text[:4000], files=1, skipped=0)
     windows_: list[bytes] = []
     plain = Trainer._inner_step
@@ -171,16 +157,18 @@ def test_no_window_is_trained_twice_in_an_epoch_of_all_regions_even_over_a_resta
         lambda self, windows, **more: (windows_.extend(map(bytes, windows)), plain(self, windows, **more))[1],
     )
     settings = settings_with(context=500, batch=8, eval_windows=1)
-    whole = 3 * ((SHARD_BYTES - 1) // 500)
+    whole = (400_000 - 1) // 500 - 1
     all_windows: list[bytes] = []
-    for region in range(2):
+    for region in ("a", "b"):
         states: dict[str, dict[str, int]] = {}
-        samples = (2, 1)[region] * ((SHARD_BYTES - 1) // 500)
+        shards = region_shards("run", region, ("a", "b"))
+        samples = sum(shard < whole for shard in shards)
         for steps in (3, -(-samples // 8) - 3):
-            run = FakeRun(steps, region_index=region, regions=2)
+            run = FakeRun(steps, shards=shards)
             run.kept = states
             Trainer(settings, corpus=corpus, say=lambda line: None).run(run.attach)
             states = {name: state.state_dict() for name, state in run.stateful.items()}
+        assert int(states["data"]["positions"].sum()) == -(-samples // 8) * 8
         all_windows += windows_[:samples]
         windows_.clear()
     assert len(all_windows) == len(set(all_windows)) == whole

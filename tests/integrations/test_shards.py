@@ -1,0 +1,253 @@
+"""Loaders whose rows follow the members: each row to one region, rank and worker, and on from a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+import diloco_node
+from diloco_node.core.merge.data_shards import SHARDS, region_shards, shard_owners
+from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.integrations.loader import EndlessLoader
+from diloco_node.integrations.shards import ShardLoader, ShardSampler, ShardStream
+from diloco_node.learner.region_shards import HERE
+from diloco_node.wire.learner_link import MembersChanged
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import Toy, region_folder
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),  # of torchdata 0.11
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
+NAMES = ("eu-west", "us-east", "us-west")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _nobody() -> Iterator[None]:
+    HERE.clear()
+    yield
+    HERE.clear()
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def take(loader: Any, batches: int) -> list[int]:
+    return [int(row) for batch in itertools.islice(loader, batches) for row in batch]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("rows", [2500, 300])
+def test_every_row_is_of_one_rank_of_one_region(rows: int, ranks: int):
+    count = 0
+    seen: set[int] = set()
+    for region in NAMES:
+        HERE.begin("run", region, NAMES)
+        for rank in range(ranks):
+            sampler = ShardSampler(rows, seed=5, rank=rank, ranks=ranks)
+            own = sampler.order.rows(HERE.own)
+            part = list(itertools.islice(itertools.chain.from_iterable(itertools.repeat(sampler)), own // ranks))
+            count += len(part)
+            seen |= set(part)
+            assert {row % SHARDS for row in part} <= set(HERE.own)
+    assert count == len(seen)
+    assert rows - count < len(NAMES) * ranks, "what is left over of a pass comes first in the next one"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_loader_goes_on_behind_the_last_batch_that_the_loop_was_given(workers: int):
+    """Whatever its workers had fetched: after a restart, after a `break`, over passes."""
+    HERE.begin("run", "us-east", NAMES)
+    options = {"batch_size": 4, "seed": 1, "num_workers": workers}
+    whole = ShardLoader(Numbers(300), **options)
+    passes = [take(whole, 10**6) for _ in range(2)]
+    assert len(passes[0]) == len(whole) * 4
+    line, count = [*passes[0], *passes[1]], len(passes[0]) // 4
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    for batches in (3, 5, count - 2, 3):  # the third life ends in the second pass
+        loader = ShardLoader(Numbers(300), **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        while batches:
+            part = take(loader, min(batches, 2))
+            seen += part
+            batches -= len(part) // 4
+        state = loader.state_dict()
+    assert seen == line[: len(seen)]
+    assert len(seen) == 4 * (3 + 5 + count - 2 + 3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_keeps_the_samplers_position(workers: int):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the extra `hf`")
+    HERE.begin("run", "us-east", NAMES)
+
+    def make() -> Any:
+        sampler = ShardSampler(400, seed=2)
+        return loaders.StatefulDataLoader(Numbers(400), sampler=sampler, batch_size=4, num_workers=workers)
+
+    whole, first, second = make(), make(), make()
+    line = take(whole, 40)
+    iterator = iter(first)
+    seen = [int(row) for _ in range(7) for row in next(iterator)]
+    second.load_state_dict(first.state_dict())
+    assert seen + take(second, 5) == line[: 4 * 12]
+
+
+def test_a_loop_takes_other_rows_when_a_member_comes_and_none_that_others_have(folder: Path):
+    toy, seen = Toy(), [0] * SHARDS
+    loader = ShardLoader(Numbers(SHARDS), batch_size=8, seed=1)
+    with (
+        FakeDaemon(folder) as daemon,
+        diloco_node.attach(toy.model, toy.optimizer, stateful={"data": loader}) as diloco,
+    ):
+        before = diloco.shards
+        assert before == region_shards("run-1", "us-east", NAMES)
+        for batch in itertools.islice(loader, 10):
+            for row in batch:
+                assert int(row) in before
+                seen[int(row)] += 1
+            toy.step(diloco)
+        daemon.send(MembersChanged((*NAMES, "sa-east")))
+        while diloco.shards is before:
+            toy.step(diloco)
+        assert diloco.shards == region_shards("run-1", "us-east", (*NAMES, "sa-east"))
+        assert set(diloco.shards) < set(before)
+        for batch in itertools.islice(loader, (len(diloco.shards) - 80) // 8):
+            for row in batch:
+                assert int(row) in diloco.shards
+                seen[int(row)] += 1
+    assert max(seen) == 1
+
+
+def test_rows_before_attach_are_refused_where_there_is_a_daemon(folder: Path):
+    for loader in (ShardLoader(Numbers(9)), DataLoader(ShardStream(Numbers(9)))):
+        with pytest.raises(LearnerError, match=r"known after attach\(\)"):
+            next(iter(loader))
+
+
+def test_a_region_without_a_row_and_a_rank_that_is_none_are_refused():
+    HERE.begin("run", shard_owners("run", NAMES)[0], NAMES)
+    assert list(ShardSampler(1)) == [0]
+    HERE.begin("run", next(name for name in NAMES if name != shard_owners("run", NAMES)[0]), NAMES)
+    with pytest.raises(ConfigError, match=r"no data for this region: 1 rows.*Give more data"):
+        list(ShardSampler(1))
+    with pytest.raises(LearnerError, match="rank 2 of 2"):
+        ShardSampler(10, rank=2, ranks=2)
+
+
+def test_a_loader_that_a_library_deals_once_more_is_refused():
+    loader = ShardLoader(Numbers(20), batch_size=2)
+    next(iter(loader))
+    with pytest.raises(LearnerError, match=r"without Accelerate\.prepare"):
+        next(iter(DataLoader(Numbers(20), batch_sampler=loader.batch_sampler)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_dealt_to_regions_ranks_and_workers(workers: int):
+    seen = []
+    for region in NAMES:
+        HERE.begin("run", region, NAMES)
+        for rank in range(2):
+            stream = ShardStream(range(2500), rank=rank, ranks=2)
+            part = [int(row) for row in DataLoader(stream, batch_size=None, num_workers=workers)]
+            assert {row % SHARDS for row in part} <= set(HERE.own)
+            seen += part
+            assert len(part) > 300
+    assert sorted(seen) == list(range(2500))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_goes_on_in_every_worker(workers: int):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the extra `hf`")
+    HERE.begin("run", "us-east", NAMES)
+
+    def make() -> EndlessLoader:
+        def one_pass(_: int) -> Any:
+            return loaders.StatefulDataLoader(ShardStream(range(1500)), batch_size=4, num_workers=workers)
+
+        return EndlessLoader(one_pass)
+
+    own = [row for row in range(1500) if row % SHARDS in HERE.own]
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    for batches in (3, 9, len(own)):
+        loader = make()
+        if state is not None:
+            loader.load_state_dict(state)
+        iterator = iter(loader)
+        while loader.epoch == 0 and batches:
+            batches -= 1
+            rows = [int(row) for row in next(iterator)]
+            seen += rows if loader.epoch == 0 else []
+        state = loader.state_dict()
+    assert sorted(seen) == own
+
+
+class Waiting(Dataset[Any]):
+    """A stream that goes on when the test says so, and says in which process it is."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def __iter__(self) -> Iterator[tuple[int, bool]]:
+        for number in range(2 * SHARDS):
+            if number == SHARDS:
+                assert os.read(self.pipe, 1)
+            yield number, get_worker_info() is not None
+
+
+def test_a_worker_that_reads_on_keeps_the_rows_of_the_new_owners():
+    read, write = os.pipe()
+    HERE.begin("run", "us-east", NAMES)
+    before = HERE.own
+    loader = DataLoader(ShardStream(Waiting(read)), batch_size=None, num_workers=1, prefetch_factor=3 * SHARDS)
+    iterator = iter(loader)
+    first = [next(iterator) for _ in before]
+    HERE.follow(("us-east", "us-west"))
+    os.write(write, b"1")
+    second = list(iterator)
+    assert [row for row, _ in first] == list(before)
+    assert [row - SHARDS for row, _ in second] == list(HERE.own)
+    assert len(HERE.own) > len(before)
+    assert all(is_worker for _, is_worker in (*first, *second))
+
+
+def test_a_region_that_was_removed_keeps_its_rows():
+    HERE.begin("run", "us-east", NAMES)
+    own = HERE.own
+    HERE.follow(("eu-west", "us-west"))
+    assert HERE.own is own
+    HERE.follow(NAMES)
+    assert HERE.own is own
+
+
+def test_alone_all_shards_are_ones_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("DILOCO_SOCKET", raising=False)
+    toy = Toy()
+    with pytest.warns(UserWarning, match="training alone"), diloco_node.attach(toy.model) as diloco:
+        assert diloco.shards == tuple(range(SHARDS))
+    assert sorted(ShardSampler(100)) == list(range(100))
+    assert torch.equal(HERE.flags, torch.full((SHARDS,), 2, dtype=torch.uint8))
