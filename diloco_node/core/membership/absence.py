@@ -37,9 +37,10 @@ class Hearing(Protocol):
 
 
 class Absence:
-    """Since when each of the others is away. Asked with each heartbeat to all."""
+    """Since when each of the others is away. Asked with each heartbeat to all. region: this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, region: str) -> None:
+        self._region = region
         # By region: when it was heard here; when here or, by their word, elsewhere, or when it was first asked about.
         self._heard_ns: dict[str, int] = {}
         self._present_ns: dict[str, int] = {}
@@ -68,6 +69,8 @@ class Absence:
         """Return why the region of an entry can't have been away for so long; empty if it can, as far as is known."""
         if not isinstance(body, DiskNamedBody) or body.disk != EVICTED:
             return ""
+        if body.region == self._region:
+            return f"{body.region} is here itself"  # else it would hold what the others refuse, and elect none of them
         heard_ns = self._heard_ns.get(body.region)
         # Half, for what the leader heard last may have come later to others.
         if heard_ns is None or now_ns - heard_ns >= EVICT_AFTER_NS // 2:

@@ -90,7 +90,7 @@ class Liveness:
         self._region = region
         self.is_leaving = False
         self.folder: FolderLife | None = None
-        self.absence = Absence()
+        self.absence = Absence(region)
         self.patience = 1
         self.stride = 1
         # Regular heartbeats since the last one to all, below `stride`.

@@ -35,7 +35,7 @@ class Hearing:
 
 
 def watched(seconds: int, hearing: Hearing, record: Absence | None = None, *, since: int = 0) -> Absence:
-    record = record or Absence()
+    record = record or Absence("a")
     for second in range(since, since + seconds + 1):
         record.watch(hearing, now_ns=second * NS_PER_S)
     return record
@@ -71,7 +71,8 @@ def test_who_heard_a_region_of_late_does_not_acknowledge_that_it_was_away() -> N
     assert record.doubt(body, now_ns=902 * NS_PER_S) == "e was heard here 899 s ago"
     assert record.doubt(body, now_ns=903 * NS_PER_S) == ""
     assert record.doubt(DiskNamedBody("e", b""), now_ns=0) == record.doubt(DiskNamedBody("e", EXPELLED), now_ns=0) == ""
-    assert Absence().doubt(body, now_ns=0) == "", "who has just started has heard nobody"
+    assert Absence("a").doubt(body, now_ns=0) == "", "who has just started has heard nobody"
+    assert Absence("e").doubt(body, now_ns=0) == "e is here itself"
 
 
 def test_an_evicted_voter_counts_for_no_majority_and_three_are_left() -> None:
