@@ -103,7 +103,7 @@ def operator_app() -> typer.Typer:
     app.command("ledger", rich_help_panel=LOOK)(ledger.ledger)
     app.command("replay", rich_help_panel=LOOK)(replay.replay)
     app.command("export", rich_help_panel=LOOK)(export)
-    app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=LOOK)
+    app.add_typer(checkpoint_commands.app, name="checkpoint", rich_help_panel=LOOK)
     app.command("help", rich_help_panel=LOOK)(explain.explain)
     app.command("drain", rich_help_panel=CHANGE)(orders.drain)
     app.command("finish", rich_help_panel=CHANGE)(orders.finish)

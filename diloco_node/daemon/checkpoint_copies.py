@@ -33,7 +33,7 @@ from diloco_node.storage.object_store import is_url, open_objects
 CHECKPOINT_NAME: Final = "checkpoint.json"
 FORMAT: Final = 1
 DOCUMENT_BYTES_MAX: Final = 64 << 20
-"""Of a checkpoint.json: some 200,000 tensors."""
+"""Limit of a checkpoint.json: some 200,000 tensors."""
 
 SIDE_BY_SIDE: Final = 4
 """Fragments on their way at once; a large one is in several parts besides."""
@@ -42,7 +42,7 @@ _KEY: Final = re.compile(r"v(\d{8,18})/(.+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointCopy:
     """All that a copy says of itself.
 
     Attributes:
@@ -80,7 +80,7 @@ class CopyState:
     """
 
     version: int
-    checkpoint: Checkpoint | None
+    checkpoint: CheckpointCopy | None
     lack: str
 
 
@@ -120,7 +120,7 @@ class CheckpointCopies:
         ]
         return CopyState(version, checkpoint, f"{lacks[0]} as it was written" if lacks else "")
 
-    def _document(self, version: int) -> Checkpoint:
+    def _document(self, version: int) -> CheckpointCopy:
         """Read a checkpoint.json. Raises ConfigError: it is of a newer format. DamagedFile: it is none."""
         key = _key(version, CHECKPOINT_NAME)
         data = self._objects.read(key, DOCUMENT_BYTES_MAX).tobytes()
@@ -138,7 +138,7 @@ class CheckpointCopies:
             )
         return checkpoint
 
-    def find(self, *, version: int | None = None, step: int | None = None) -> Checkpoint:
+    def find(self, *, version: int | None = None, step: int | None = None) -> CheckpointCopy:
         """Find the copy of a version, the newest one up to a step, or the newest one of all.
 
         Raises:
@@ -162,7 +162,7 @@ class CheckpointCopies:
             f"{f'There are versions {numbers}' if numbers else 'diloco-node checkpoint copy REGION URL writes them'}"
         )
 
-    def read(self, checkpoint: Checkpoint) -> tuple[list[F32], list[F32]]:
+    def read(self, checkpoint: CheckpointCopy) -> tuple[list[F32], list[F32]]:
         """Parameters and momentum per fragment, each shape (n,), float32, with the digests that the copy names.
 
         Raises:
@@ -172,7 +172,7 @@ class CheckpointCopies:
             pairs = list(pool.map(lambda fragment: self.fragment(checkpoint, fragment), _fragments(checkpoint)))
         return [theta for theta, _ in pairs], [momentum for _, momentum in pairs]
 
-    def faults(self, checkpoint: Checkpoint) -> list[str]:
+    def faults(self, checkpoint: CheckpointCopy) -> list[str]:
         """Read all of a copy and keep none of it: a line for each fragment that has other bytes, or is gone.
 
         Raises StorageError: the store refuses.
@@ -188,7 +188,7 @@ class CheckpointCopies:
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             return [line for line in pool.map(fault, _fragments(checkpoint)) if line]
 
-    def fragment(self, checkpoint: Checkpoint, fragment: int) -> tuple[F32, F32]:
+    def fragment(self, checkpoint: CheckpointCopy, fragment: int) -> tuple[F32, F32]:
         """Parameters and momentum of a fragment; as `read`."""
         key = _key(checkpoint.version, _name(fragment))
         size_bytes = 8 * checkpoint.manifest.fragments[fragment].size
@@ -218,18 +218,18 @@ class CheckpointCopies:
         return states
 
     def write(
-        self, checkpoint: Checkpoint, values: Callable[[int], tuple[F32, F32]], replaced: CopyState | None
+        self, checkpoint: CheckpointCopy, values: Callable[[int], tuple[F32, F32]], predecessor: CopyState | None
     ) -> None:
         """Write a copy; whole and durable when this returns.
 
         Args:
             values: parameters and momentum of a fragment, each shape (n,), float32.
-            replaced: of the same version; it is not whole any more from the first byte on.
+            predecessor: of the same version; it is not whole any more from the first byte on.
 
         Raises StorageError: the store refuses; what was written until then is half a copy, and no other one changed.
         """
         key = _key(checkpoint.version, CHECKPOINT_NAME)
-        if replaced is not None and replaced.checkpoint is not None:
+        if predecessor is not None and predecessor.checkpoint is not None:
             self._objects.remove(key)
 
         def put(fragment: int) -> None:
@@ -247,16 +247,16 @@ def copies_at(place: str | Path) -> CheckpointCopies | None:
     return CheckpointCopies(place) if is_place else None
 
 
-def _encoded(checkpoint: Checkpoint) -> bytes:
+def _encoded(checkpoint: CheckpointCopy) -> bytes:
     values = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
     document = {"format": FORMAT, **values, "manifest": as_document(checkpoint.manifest)}
     return (json.dumps(document, indent=1) + "\n").encode()
 
 
-def _checkpoint(document: Mapping[str, Any], version: int) -> Checkpoint:
+def _checkpoint(document: Mapping[str, Any], version: int) -> CheckpointCopy:
     """Decode a checkpoint.json. Raises DilocoError, ValueError, KeyError, TypeError: a field is none, or too large."""
     lists = {name: tuple(document[name]) for name in ("versions", "digests")}
-    checkpoint = Checkpoint(**{**document, **lists, "manifest": manifest_of(document["manifest"])})
+    checkpoint = CheckpointCopy(**{**document, **lists, "manifest": manifest_of(document["manifest"])})
     numbers = (checkpoint.version, checkpoint.step, checkpoint.tokens, *checkpoint.versions)
     texts = (checkpoint.run_id, checkpoint.run, checkpoint.region, checkpoint.written_at, *checkpoint.digests)
     if not all(type(number) is int and number >= 0 for number in numbers):
@@ -270,7 +270,7 @@ def _checkpoint(document: Mapping[str, Any], version: int) -> Checkpoint:
     return checkpoint
 
 
-def _fragments(checkpoint: Checkpoint) -> range:
+def _fragments(checkpoint: CheckpointCopy) -> range:
     return range(len(checkpoint.versions))
 
 

@@ -13,7 +13,7 @@ from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.recovery.past_versions import PastVersion
 from diloco_node.core.recovery.replay_plan import digests_of, rounds_of
 from diloco_node.core.types import GenesisBody
-from diloco_node.daemon.checkpoint_copies import Checkpoint, CheckpointCopies, CopyState
+from diloco_node.daemon.checkpoint_copies import CheckpointCopy, CheckpointCopies, CopyState
 from diloco_node.daemon.export_source import trainer_model
 from diloco_node.daemon.past_run import PastRun, find_past, read_runs
 from diloco_node.daemon.run_files import RunFiles
@@ -79,7 +79,7 @@ def copy_rows(copies: CheckpointCopies) -> list[VersionRow]:
 
 def copy_region(
     folders: Sequence[Path], target: CheckpointCopies, *, version: int | None, step: int | None, is_forced: bool
-) -> tuple[Checkpoint, bool]:
+) -> tuple[CheckpointCopy, bool]:
     """Copy a version from regions' folders; without `version` and `step` the newest one.
 
     Args:
@@ -92,24 +92,24 @@ def copy_region(
     """
     run, past = find_past(folders, version=version, step=step)
     files = run.files
-    replaced = _same(target, files.spec.run_id, run_hash(files.genesis), past.number)
-    if replaced is not None and replaced.checkpoint is not None and not replaced.lack and not is_forced:
-        return replaced.checkpoint, False
+    predecessor = _same(target, files.spec.run_id, run_hash(files.genesis), past.number)
+    if predecessor is not None and predecessor.checkpoint is not None and not predecessor.lack and not is_forced:
+        return predecessor.checkpoint, False
     files, past, parameters = read_past(folders, version=past.number)
     checkpoint = describe(files, past, list(zip(parameters.theta, parameters.momentum, strict=True)))
-    target.write(checkpoint, lambda fragment: (parameters.theta[fragment], parameters.momentum[fragment]), replaced)
+    target.write(checkpoint, lambda fragment: (parameters.theta[fragment], parameters.momentum[fragment]), predecessor)
     return checkpoint, True
 
 
 def copy_copy(
     source: CheckpointCopies, target: CheckpointCopies, *, version: int | None, step: int | None, is_forced: bool
-) -> tuple[Checkpoint, bool]:
+) -> tuple[CheckpointCopy, bool]:
     """Copy a copy, as back from a bucket; otherwise as `copy_region`."""
     checkpoint = source.find(version=version, step=step)
-    replaced = _same(target, checkpoint.run_id, checkpoint.run, checkpoint.version)
-    if replaced is not None and replaced.checkpoint is not None and not replaced.lack and not is_forced:
-        return replaced.checkpoint, False
-    target.write(checkpoint, lambda fragment: source.fragment(checkpoint, fragment), replaced)
+    predecessor = _same(target, checkpoint.run_id, checkpoint.run, checkpoint.version)
+    if predecessor is not None and predecessor.checkpoint is not None and not predecessor.lack and not is_forced:
+        return predecessor.checkpoint, False
+    target.write(checkpoint, lambda fragment: source.fragment(checkpoint, fragment), predecessor)
     return checkpoint, True
 
 
@@ -124,13 +124,13 @@ def run_hash(genesis: GenesisBody) -> str:
     return seal(1, 0, ZERO_HASH, genesis).hash.hex()
 
 
-def describe(files: RunFiles, past: PastVersion, values: Sequence[tuple[F32, F32]]) -> Checkpoint:
+def describe(files: RunFiles, past: PastVersion, values: Sequence[tuple[F32, F32]]) -> CheckpointCopy:
     """Describe a version with its digests.
 
     Args:
         values: parameters and momentum per fragment, each shape (n,), float32.
     """
-    return Checkpoint(
+    return CheckpointCopy(
         run_id=files.spec.run_id,
         run=run_hash(files.genesis),
         region=files.spec.region,
@@ -177,9 +177,9 @@ def _state_faults(files: RunFiles) -> Iterator[str]:
                 continue
             digest = fragment_digest(*pair)
             fault = ""
-            for expected, source in ((own, "its header"), (names.get(version, digest), "the ledger")):
-                if digest != expected:
-                    fault = f"{source} names digest {expected.hex()[:16]}, its values have {digest.hex()[:16]}"
+            for ledger_digest, source in ((own, "its header"), (names.get(version, digest), "the ledger")):
+                if digest != ledger_digest:
+                    fault = f"{source} names digest {ledger_digest.hex()[:16]}, its values have {digest.hex()[:16]}"
             yield fault and f"{path} differs: {fault}"
 
 

@@ -31,14 +31,14 @@ CREDENTIALS: Final = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or the machine's account",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or the machine's identity",
 }
-"""What each kind of store reads from the environment. Its keys are the schemes that are known."""
+"""Settings that each kind of store reads from the environment. Its keys are the schemes that are known."""
 
 FILE_SCHEME: Final = "file"
 CHUNK_BYTES: Final = 8 << 20
 """A part of a large object: of at most 10,000 in S3, so an object has 80 GB at most."""
 
 PARTS_AT_ONCE: Final = 4
-"""Of one object."""
+"""The parts of an object that are on their way."""
 
 CLIENT: Final[ClientConfig] = {"connect_timeout": "10s", "timeout": "10m", "allow_http": True}
 """A part may take long on a link that a run uses, too. http is used only where the endpoint's URL says so."""
@@ -84,9 +84,9 @@ def folder_of(place: str | Path) -> Path | None:
     """The folder that a path or a file:// URL names; None: the URL is another one."""
     if not is_url(place):
         return Path(place)
-    parts = urlsplit(str(place))
-    is_folder = parts.scheme == FILE_SCHEME and parts.path and not parts.netloc
-    return Path(unquote(parts.path)) if is_folder else None
+    address = urlsplit(str(place))
+    is_folder = address.scheme == FILE_SCHEME and address.path and not address.netloc
+    return Path(unquote(address.path)) if is_folder else None
 
 
 def open_objects(place: str | Path) -> Objects:
@@ -98,12 +98,12 @@ def open_objects(place: str | Path) -> Objects:
     if (folder := folder_of(place)) is not None:
         return FolderObjects(folder)
     url = str(place)
-    parts = urlsplit(url)
-    if parts.scheme not in CREDENTIALS or not parts.netloc:
+    address = urlsplit(url)
+    if address.scheme not in CREDENTIALS or not address.netloc:
         raise ConfigError(f"{url} names no store: give s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER")
     if importlib.util.find_spec("obstore") is None:
         raise ConfigError(f"{url} needs obstore: pip install 'diloco-node[store]'")
-    return BucketObjects(url, parts.scheme)
+    return BucketObjects(url, address.scheme)
 
 
 class FolderObjects:
@@ -182,7 +182,7 @@ class BucketObjects:
             for start in range(0, size_bytes, CHUNK_BYTES):
                 stop = min(start + CHUNK_BYTES, size_bytes)
                 chunk = obstore.get_range(self._store, key, start=start, end=stop)
-                content[start:stop] = np.frombuffer(chunk, np.uint8)
+                content[start:stop] = np.frombuffer(memoryview(chunk), np.uint8)
         return content
 
     def write(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
