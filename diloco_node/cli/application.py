@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from diloco_node import __version__
 from diloco_node.cli import (
     certs,
-    checkpoint,
+    checkpoint_commands,
     config,
     explain,
     init,

@@ -13,7 +13,7 @@ from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.recovery.past_versions import PastVersion
 from diloco_node.core.recovery.replay_plan import digests_of, rounds_of
 from diloco_node.core.types import GenesisBody
-from diloco_node.daemon.checkpoint_copies import CheckpointCopy, CheckpointCopies, CopyState
+from diloco_node.daemon.checkpoint_copies import CheckpointCopies, CheckpointCopy, CopyState
 from diloco_node.daemon.export_source import trainer_model
 from diloco_node.daemon.past_run import PastRun, find_past, read_runs
 from diloco_node.daemon.run_files import RunFiles
