@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError
 from diloco_node.escaping import escaped
 
@@ -47,8 +48,6 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
 
 def full_place(init: str | None) -> str | None:
     """`run.init` as it is from any folder: a URL stays as it is."""
-    from diloco_node.storage.object_store import is_url
-
     return init if init is None or is_url(init) else str(Path(init).resolve())
 
 

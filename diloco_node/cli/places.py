@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from diloco_node.cli.options import load
+from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
 
 CONVENTION: Final = "give a region of run.toml, as us-east, or its state folder, as state/us-east"
-
-_URL_MARK: Final = "://"
 
 RegionArgument = Annotated[
     str | None,
@@ -120,7 +119,7 @@ def run_folder(place: str | None, config: Path | None) -> Path:
 
 def copies_or_run(place: str) -> str | Path:
     """The URL or folder that has copies or regions: a region of run.toml has a folder."""
-    return place if _URL_MARK in place else run_folder(place, None)
+    return place if is_url(place) else run_folder(place, None)
 
 
 def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic_settings import EnvSettingsSource, SettingsError, TomlConfigSettingsSource
 
 from diloco_node.config.schema import Tree
+from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError
 
 ENV_PREFIX: Final = "DILOCO_"
@@ -136,7 +137,7 @@ def _take_from(folder: Path, tree: dict[str, Any], key: Key) -> None:
 def _path_from(folder: Path, value: str, key: Key) -> str:
     if key == MODEL_KEY:
         return folder_or_name(folder, value)
-    is_no_path = value.startswith(HUB) or (not value and key[0] == "data") or (key == INIT_KEY and "://" in value)
+    is_no_path = value.startswith(HUB) or (not value and key[0] == "data") or (key == INIT_KEY and is_url(value))
     return value if is_no_path else str(folder / value)
 
 

@@ -22,13 +22,14 @@ from typing import Any, Final
 import numpy as np
 
 from diloco_node.codec.digest import fragment_digest
+from diloco_node.config.urls import is_url
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.daemon.manifest_file import as_document, manifest_of
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.escaping import escaped
 from diloco_node.numeric import F32
 from diloco_node.storage.durable import DamagedFile
-from diloco_node.storage.object_store import is_url, open_objects
+from diloco_node.storage.object_store import open_objects
 
 CHECKPOINT_NAME: Final = "checkpoint.json"
 FORMAT: Final = 1

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+from diloco_node.config.urls import is_url
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import decode_summary, summed_roster
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
@@ -19,7 +20,6 @@ from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import ConfigError, DilocoError, StorageError
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.ledger_reader import LedgerReader
-from diloco_node.storage.object_store import is_url
 
 FINAL_NAME: Final = "final.safetensors"
 """The final model, in the region's folder."""

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from diloco_node.atomic_file import TMP_SUFFIX
+from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError, StoreRefused
 from diloco_node.escaping import escaped
 from diloco_node.numeric import U8
@@ -46,8 +47,6 @@ CLIENT: Final[ClientConfig] = {"connect_timeout": "10s", "timeout": "10m", "allo
 RETRIES: Final[RetryConfig] = {"max_retries": 6, "retry_timeout": timedelta(minutes=3)}
 ERROR_CHARACTERS: Final = 300
 
-_URL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
-
 
 class Objects(Protocol):
     """Objects of some place, by keys as "v00000120/f000.bin". All raise StoreRefused or StorageError.
@@ -73,11 +72,6 @@ class Objects(Protocol):
     def remove(self, key: str) -> None:
         """Remove an object that is there."""
         ...
-
-
-def is_url(place: str | Path) -> bool:
-    """Whether a place is a URL of any scheme; a `Path` never is."""
-    return isinstance(place, str) and _URL.match(place) is not None
 
 
 def folder_of(place: str | Path) -> Path | None:

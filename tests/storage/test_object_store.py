@@ -9,9 +9,10 @@ import pytest
 from obstore.exceptions import GenericError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 
 from diloco_node import atomic_file
+from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError, DiskRefused, StoreRefused
 from diloco_node.storage.durable import DamagedFile
-from diloco_node.storage.object_store import BucketObjects, folder_of, is_url, open_objects
+from diloco_node.storage.object_store import BucketObjects, folder_of, open_objects
 
 
 def test_a_folder_holds_objects_by_their_keys(tmp_path: Path) -> None:
