@@ -125,7 +125,8 @@ class RegionCore:
         self.participant = RoundParticipant(context, self.versions)
         self._losses = DiscardReporter(context)
         self._objections = Objections(context, self.versions, self.end, self._losses.ended, lambda: self.ledger.leader)
-        check = EntryCheck(run, manifest, settings, witness=self.participant.audits.entry_fault)
+        witness = self.participant.audits.entry_fault
+        check = EntryCheck(run, manifest, settings, witness=witness)
         self.ledger = LedgerCore(
             region=region,
             voters=peers,
@@ -357,7 +358,7 @@ class RegionCore:
         if now_ns >= self._next_beat_ns:
             self._next_beat_ns = now_ns + self.liveness.pause_ns(now_ns - self._next_beat_ns)
             self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self.end.is_final))
-            self.leader.tick(now_ns=now_ns)
+            self.leader.tick()
             self._emit(self.replacement.propose(self._effects, self.liveness, now_ns=now_ns))
             self.farewell.look(now_ns=now_ns)
             if reason := self._succession.reason(now_ns=now_ns):
@@ -430,7 +431,6 @@ class RegionCore:
         self._to_ledger(event, now_ns)
         if event.is_up and not self.farewell.tell(event.peer):
             self._beat(now_ns, only_to=event.peer)
-            self.leader.on_link(event.peer)
 
     def _to_ledger(self, event: Event, now_ns: int) -> None:
         self._emit(self.ledger.handle(event, now_ns=now_ns))

@@ -7,9 +7,9 @@ the heartbeats and the answers to its own ballots; a new leader asks again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Final, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
 from diloco_node.core.messages import BallotOpened, LeftOut, ReusedStripe
@@ -37,12 +37,6 @@ from diloco_node.core.types import (
     Stripe,
 )
 from diloco_node.numeric import NS_PER_S
-
-SPACING: Final = 4
-"""Heartbeats between two questions of a round that has time. Each region answers with all that it has: it was two
-thirds of what a leader of four read. A link that is new is asked at once, and on one that stays little is lost."""
-
-URGENT_BEATS: Final = 3
 
 
 class LocalPayloads(Protocol):
@@ -176,20 +170,12 @@ class RoundLeader:
             self._eligibility.observe_incarnation(region, status.incarnation)
         self._is_stale = True
 
-    def tick(self, *, now_ns: int) -> None:
+    def tick(self) -> None:
         """Repeat what may have been lost, and decide again: who is alive may have changed in a heartbeat."""
         self._is_stale = True
-        stride = self._context.liveness.stride
         for round_ in self._open_rounds():
-            # Close to the deadline its answers are evidence, and where sums differ somebody is to be found.
-            is_urgent = round_.is_merged or round_.deadline_ns - now_ns <= URGENT_BEATS * self._settings.heartbeat_ns
-            if round_.asks_again(spacing_max=1 if stride == 1 and is_urgent else max(SPACING, stride**2)):
-                self._repeat(round_, self._context.regions)
-
-    def on_link(self, peer: str) -> None:
-        """Ask a peer again whose link is new: with the one before, what was on its way went lost."""
-        for round_ in self._open_rounds():
-            self._repeat(round_, [name for name in self._context.regions if name == peer])
+            if round_.asks_again(spacing_max=self._context.liveness.stride**2):
+                self._repeat(round_)
 
     def on_commit(self, entry: Entry, *, now_ns: int) -> None:
         """Take a committed entry."""
@@ -466,17 +452,16 @@ class RoundLeader:
     def _announce(self, round_: OpenRound) -> None:
         self._effects.send_all(self._context.regions, round_.announcement)
 
-    def _repeat(self, round_: OpenRound, names: Collection[str]) -> None:
-        """Announce the ballot again to those regions that are not done, and the decision to the late reducers among
-        them: messages get lost."""
+    def _repeat(self, round_: OpenRound) -> None:
+        """Announce the ballot again to every region that is not done, and the decision to late reducers: messages get
+        lost."""
         if round_.is_proposed:
             return
         names_done = round_.payload_holders() if round_.is_merged else round_.holders
-        names_late = [name for name in names if name not in names_done]
-        self._effects.send_all(names_late, round_.announcement)
+        self._effects.send_all((name for name in self._context.regions if name not in names_done), round_.announcement)
         self._audit.disclose(round_)
         if round_.decision is not None:
-            self._effects.send_all((name for name in round_.late_reducers() if name in names), round_.decision)
+            self._effects.send_all(round_.late_reducers(), round_.decision)
 
     def _reaches(self, region: str, now_ns: int) -> bool:
         return self._eligibility.reaches(region, now_ns=now_ns)

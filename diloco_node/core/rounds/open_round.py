@@ -107,7 +107,7 @@ class OpenRound:
     exclusions: set[str] = field(default_factory=set)
     is_proposed: bool = False
     beats: int = 0
-    repeat_at: int = 2
+    repeat_at: int = 1
     held_since_ns: int | None = None
 
     def begin_ballot(
@@ -115,7 +115,7 @@ class OpenRound:
     ) -> None:
         """Begin the next ballot. Answers to the ballot before are forgotten; rejections and exclusions stay."""
         self.announcement, self.deadline, self.ballot_at_ns = announcement, deadline, now_ns
-        self.beats, self.repeat_at = 0, 2
+        self.beats, self.repeat_at = 0, 1
         self.attempt += 1
         self.contributions = contributions
         self.refusals, self.receipts, self.reports, self.holders, self.merged_digests = {}, {}, {}, {}, {}
@@ -124,14 +124,14 @@ class OpenRound:
         self.decision, self.numbers, self.judged, self.trials, self.held_since_ns = None, None, None, (), None
 
     def asks_again(self, *, spacing_max: int) -> bool:
-        """Count a heartbeat; whether the ballot is announced again in it, after 2, 4, 8 and so on of them.
+        """Count a heartbeat; whether the ballot is announced again in it, after 1, 2, 4 and so on of them.
 
         Args:
-            spacing_max: most heartbeats between two times; 1: in each. Each region answers with all that it has of each
-                member, so the answers grow with the square of the regions.
+            spacing_max: most heartbeats between two times. Each region answers with all that it has of each member, so
+                the answers grow with the square of the regions.
         """
         self.beats += 1
-        if self.beats < self.repeat_at and spacing_max > 1:
+        if self.beats < self.repeat_at:
             return False
         self.repeat_at = self.beats + min(self.beats, spacing_max)
         return True

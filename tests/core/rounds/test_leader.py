@@ -69,7 +69,6 @@ class Office:
     """Region a leads; b and c answer as the test says."""
 
     def __init__(self, settings: RunSettings = SETTINGS, regions: tuple[str, ...] = REGIONS) -> None:
-        self.settings = settings
         self.world = Neighbourhood("a", regions)
         self.history = RoundHistory(2)
         self.ledger = Ledger()
@@ -105,13 +104,6 @@ class Office:
             else:
                 self.world.hear(name, learner, now_ns=self.now_ns)
             self.leader.on_status(name, now_ns=self.now_ns)
-
-    def tick(self, beats: int = 1) -> list[tuple[str, Message]]:
-        """Let heartbeats pass; what the leader says in the last one."""
-        for _ in range(beats):
-            self.go(self.settings.heartbeat_ns)
-            self.leader.tick(now_ns=self.now_ns)
-        return self.go()
 
     def go(self, ns: int = 0) -> list[tuple[str, Message]]:
         """Let time pass and the leader act; what it says, to itself too."""
@@ -233,43 +225,8 @@ def test_silence_of_a_region_is_asked_again_until_it_holds_the_payload() -> None
     office = Office()
     announcement = office.open()
     office.answer("b", PayloadDurable(announcement.ballot, b"x"))
-    assert [(peer, type(message)) for peer, message in office.tick(2)] == [("a", BallotOpened), ("c", BallotOpened)]
-
-
-def test_a_round_that_has_time_is_asked_about_in_a_few_heartbeats_and_in_each_when_it_is_late_or_merged() -> None:
-    office = Office()
-    office.open()
-    asked = [peers_of(office.tick()) for _ in range(4)]
-    assert asked == [[], ["a", "b", "c"], [], ["a", "b", "c"]]
-    office = Office()
-    office.open()
-    round_ = office.leader.rounds[0]
-    round_.ballot_at_ns -= round_.deadline_ns - office.now_ns - 4 * office.settings.heartbeat_ns
-    assert [peers_of(office.tick()) for _ in range(2)] == [["a", "b", "c"]] * 2, "answers are evidence"
-    office = Office()
-    announcement = office.open()
-    office.contribute(announcement)
-    office.go()
-    office.merge(announcement)
-    assert [peers_of(office.tick()) for _ in range(2)] == [["a", "b", "c"]] * 2, "sums may differ"
-
-
-def test_a_region_whose_link_is_new_is_asked_at_once_and_no_other_one() -> None:
-    office = Office()
-    announcement = office.open()
-    office.leader.on_link("b")
-    assert office.go() == [("b", announcement)]
-    office.contribute(announcement)
-    office.go()
-    office.leader.on_link("b")
-    assert [type(message) for peer, message in office.go() if peer == "b"] == [BallotOpened, MergeDecided]
-    office.answer("b", PayloadDurable(announcement.ballot, b"x"))
-    office.leader.on_link("b")
-    assert BallotOpened not in [type(message) for _, message in office.go()]
-
-
-def peers_of(sent: list[tuple[str, Message]]) -> list[str]:
-    return [peer for peer, message in sent if isinstance(message, BallotOpened)]
+    office.leader.tick()
+    assert [(peer, type(message)) for peer, message in office.go()] == [("a", BallotOpened), ("c", BallotOpened)]
 
 
 def test_decision_is_made_when_all_have_contributed_or_declined() -> None:
@@ -620,7 +577,8 @@ def test_a_reducer_that_tells_a_wrong_digest_costs_one_question() -> None:
     sent_around[at] = b"y" * 32
     for name in REGIONS:
         office.answer(name, PayloadDurable(announcement.ballot, payload_digest(sent_around)))
-    assert {peer for peer, message in office.tick() if message == announcement} == set(REGIONS), (
+    office.leader.tick()
+    assert {peer for peer, message in office.go() if message == announcement} == set(REGIONS), (
         "all are asked what they have"
     )
     office.answer("a", MergedReceived(announcement.ballot, tuple(sent_around)))
