@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -148,6 +147,8 @@ def recover(
 
 def _check_silence(identity: Identity, addresses: Mapping[str, str | None]) -> None:
     """Refuse to go on alone while another region answers. Raises ConfigError."""
+    import asyncio
+
     from diloco_node.errors import PeerError
     from diloco_node.transport.asking import ask_peer
 

@@ -12,7 +12,7 @@ from diloco_node.config.resolve import load_config
 from diloco_node.errors import ConfigError
 from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
 from diloco_node.transport.authority import add_regions
-from tests.e2e.test_members_of_a_run import members, until_ended, until_kinds
+from tests.e2e.test_members_of_a_run import members, order, until_ended, until_kinds
 from tests.kit.cluster_kit import WAIT_S, Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -58,7 +58,7 @@ async def joined(cluster: Cluster, leader: str, place: str) -> tuple[RegionProce
     await joiner.start(written)
     await until_says(joiner, f"`diloco-node members add {JOINER} {leader} --address {address}")
     assert not written.exists()
-    answer = await members(cluster, leader, "add", JOINER, "--address", address)
+    answer = await order(cluster, leader, "add", JOINER, "--address", address)
     assert f"{JOINER} is a contributor when a majority agrees" in answer
     await until_says(joiner, f"{JOINER} is a member of run")
     cluster.regions[JOINER], cluster.lost[JOINER] = joiner, []
@@ -88,7 +88,7 @@ async def test_a_fourth_region_joins_a_run_of_three_and_gets_a_vote(cluster: Clu
     await until_member(cluster, founders)
     await cluster.until_merged(JOINER, why="as a contributor")
     assert "3 voters" in await members(cluster, leader, "list")
-    await members(cluster, leader, "promote", JOINER)
+    await order(cluster, leader, "promote", JOINER)
     await until_kinds(cluster, cluster.names, **{JOINER.replace("-", "_"): "voter"})
     await cluster.kill(second)
     await cluster.start(second)  # with its old run.toml
@@ -115,12 +115,12 @@ async def test_a_region_that_joined_is_killed_removed_wiped_and_added_again(clus
     await joiner.start(written)
     await cluster.until_merged(JOINER, why="after it was killed twice")
     leader = await cluster.until_leader()
-    await members(cluster, leader, "remove", JOINER, "--force")
+    await order(cluster, leader, "remove", JOINER, "--force")
     await until_ended(cluster, JOINER, f"{JOINER} was removed from the run by an operator", "ends with 0")
     cluster.names = founders
     cluster.wipe(JOINER)
     await cluster.until_commits(1, founders, why="without it")
-    await members(cluster, leader, "add", JOINER, "--address", address)
+    await order(cluster, leader, "add", JOINER, "--address", address)
     await joiner.start(written)
     cluster.names = [*founders, JOINER]
     await until_member(cluster, founders)

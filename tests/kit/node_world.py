@@ -178,12 +178,15 @@ class MemoryTransport:
         self.handler.link_changed(peer, is_up=is_up)
 
     def send(self, peer: str, message: Message) -> bool:
-        frame = encode_control(message)
-        asyncio.get_running_loop().call_later(DELAY_S, self._arrive, peer, frame)
-        return self.network.is_up(self.region, peer)
+        is_up = self.network.is_up(self.region, peer)
+        if is_up:
+            frame = encode_control(message)
+            asyncio.get_running_loop().call_later(DELAY_S, self._arrive, peer, frame, self._lost[peer])
+        return is_up
 
-    def _arrive(self, peer: str, frame: bytes) -> None:
-        if self.network.is_up(self.region, peer):
+    def _arrive(self, peer: str, frame: bytes, lost: asyncio.Event) -> None:
+        # With its link goes what is on the way: nothing of a process that ended comes behind the next one's words.
+        if not lost.is_set():
             self.network.handlers[peer].take(self.region, decode_control(frame))
 
     def take(self, peer: str, message: Message) -> None:
