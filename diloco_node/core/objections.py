@@ -22,6 +22,7 @@ class Objections:
 
     Attributes:
         discards: hears the reports of lost steps.
+        is_starting: the ledger is made of what the disk held, which was acknowledged before.
     """
 
     def __init__(
@@ -40,12 +41,11 @@ class Objections:
         self._patience_ns = context.settings.election_timeout_ns
         # Whose lost steps wait (empty: another entry does), and since when; None: nothing that is doubted does.
         self._wait: tuple[str, int] | None = None
-        # What the disk held at the start was acknowledged before.
-        self._is_starting = True
+        self.is_starting = True
 
     def doubt(self, body: EntryBody, *, now_ns: int) -> str:
         """Return why this region does not acknowledge an entry now; empty if it may. Once it may, it may for ever."""
-        if self._is_starting:
+        if self.is_starting:
             return ""
         return self._reason_to_wait(body, now_ns) or self.discards.doubt(body, now_ns=now_ns)
 
@@ -57,7 +57,6 @@ class Objections:
     def raise_against(self, ledger: LedgerCore, *, now_ns: int) -> list[Effect]:
         """Refuse an entry that is not what it says, and its leader; take it if a majority has committed it."""
         effects: list[Effect] = []
-        self._is_starting = False
         wait, self._wait = self._wait, None
         for body in ledger.missing_payloads(rounds_max=MISSING_ROUNDS):
             name = body.learner if isinstance(body, DiscardedBody) else ""

@@ -147,6 +147,7 @@ class RegionCore:
             named_by=lambda base: summed_roster(decode_summary(base.summary, fragments=fragments)),
             life=recovery.life,
         )
+        self._objections.is_starting = False
         check.roster_fault = lambda roster: authority(roster.statement(run_id), roster.signature)
         self.leader = RoundLeader(context, progress, self.participant)
         self._genesis = Genesis(

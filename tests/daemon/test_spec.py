@@ -40,7 +40,7 @@ SPEC = NodeSpec(
     supervisor_socket=Path("/state/us/memory.sock"),
     settings=other_than_default(RunSettings()),
     settings_digest="ab" * 32,
-    init=Path("/models/start.safetensors"),
+    init="/models/start.safetensors",
     seed=7,
 )
 
