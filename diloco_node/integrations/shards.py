@@ -35,7 +35,7 @@ _AT_ONCE: Final = 1024
 """Rows whose numbers are computed together."""
 
 
-class _Ranks:
+class _RankOfRegion:
     """This process among the ranks of its region: as given, else as torch.distributed says at the first row.
 
     A loader may be made before there is a process group, as Lightning has it.
@@ -95,7 +95,7 @@ class ShardSampler(Sampler[int]):
 
     def __init__(self, rows: int | Sized, *, seed: int = 0, rank: int | None = None, ranks: int | None = None) -> None:
         self._count = rows if isinstance(rows, int) else len(rows)
-        self._ranks = _Ranks(rank, ranks)
+        self._ranks = _RankOfRegion(rank, ranks)
         self.order = ShardOrder(self._count, seed=seed)
         # The numbers that were computed last, and of which rows.
         self._range = RowRange(-1, 0, 0, 0)
@@ -246,7 +246,7 @@ class ShardStream(IterableDataset[Any]):
 
     def __init__(self, rows: Iterable[Any], *, rank: int | None = None, ranks: int | None = None) -> None:
         self._rows = rows
-        self._ranks = _Ranks(rank, ranks)
+        self._ranks = _RankOfRegion(rank, ranks)
         self._flags = HERE.flags
         self._next = 0
 
