@@ -29,7 +29,8 @@ class Farewell:
 
     Attributes:
         reason: why this region leaves the run; empty while it does not.
-        joined: changes of the members when this region asked to join; a list with fewer is from before.
+        joined: changes of the members when this region asked to join; a list with fewer is from before. Of use while
+            the ledger here knows of no change.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Farewell:
     def take(self, peer: str, message: RosterShown) -> None:
         """Take the roster that a peer shows, if it is newer than the ledger here and what was shown before."""
         changes, ledger = message.changes, self._ledger
-        is_old = changes <= max(self._history.roster.changes, ledger.newer_roster.changes) or changes < self.joined
+        own_changes = self._history.roster.changes
+        is_old = changes <= max(own_changes, ledger.newer_roster.changes)
+        is_old = is_old or (own_changes == 0 and changes < self.joined)
         if self.reason or is_old or lines_fault(message.members):
             return
         roster = Roster.of_lines(message.members, changes, message.signature)
