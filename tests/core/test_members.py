@@ -318,15 +318,15 @@ def test_a_voter_that_was_away_while_another_came_follows_it_as_its_leader(patch
     """The log there does not name the newcomer, and only the newcomer sends what does."""
     small = Small(patch, 5, joiners=1)
     (joiner,) = small.sim.setup.joiners
-    small.go(6)
+    small.go(4)
     late = small.others()[0]
     small.hosts[late].kill_daemon()
-    small.go(2)
+    small.go(1)
     assert order(small, joiner, "contributor") == ""
     start(small, joiner)
-    small.go(8)
+    small.go(6)
     assert order(small, joiner, "voter") == ""
-    small.go(3)
+    small.go(2)
     patch.setattr(raft, "most_complete", lambda *_, **__: joiner)
     hosts = [small.hosts[name] for name in sorted(set(small.hosts) - {late, joiner})]
     for host in hosts:
@@ -338,8 +338,7 @@ def test_a_voter_that_was_away_while_another_came_follows_it_as_its_leader(patch
         if small.hosts[joiner].core.ledger.is_leader:
             break
     small.hosts[late].start_daemon()
-    small.go(5)
+    small.go(4)
     assert small.leader() == joiner
     assert small.hosts[late].core.ledger.leader == joiner
     assert roster(small, late).voters == small.sim.setup.regions
-    small.settle()
