@@ -29,7 +29,7 @@ class Farewell:
 
     Attributes:
         reason: why this region leaves the run; empty while it does not.
-        joined: changes of the members when this region asked to join; a list with fewer is from before. Of use while
+        joined: changes of the members when this region asked to join; a list with fewer is from before. It counts while
             the ledger here knows of no change.
     """
 
