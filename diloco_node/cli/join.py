@@ -91,9 +91,9 @@ def join_run(
     identity = load_identity(certs_dir / region, region=region)
     own_address = flags[f"regions.{region}.address"][1]
     if path.exists():
-        config = load(path, flags, assignments)
-        _check_written(config, path, region, identity.run_id)
-        if config.regions[region].joined and read_run_record(config.state_dir(region)) is None:
+        settings = load(path, flags, assignments)
+        _check_written(settings, path, region, identity.run_id)
+        if settings.regions[region].joined and read_run_record(settings.state_dir(region)) is None:
             _count_again(path, certs_dir / region, identity, address, own_address)
         return
     _check_folder(state_dir / region, identity.run_id)
