@@ -273,10 +273,10 @@ def _harmless(peer: str, key: str, value: Any) -> str:
         raise ConfigError(f"model.hf is a folder of {peer}: bring it here, and add --set model.hf=FOLDER")
     if key != "model.hf_args" or not isinstance(value, dict):
         return toml_text(value)
-    taken = {name: item for name, item in value.items() if name in HF_ARGS and isinstance(item, str | int | float)}
-    if strange := sorted(value.keys() - taken.keys()):
+    arguments = {name: item for name, item in value.items() if name in HF_ARGS and isinstance(item, str | int | float)}
+    if strange := sorted(value.keys() - arguments.keys()):
         _say(f"model.hf_args of {peer} is taken without {escaped(', '.join(strange))}: add what you want with --set")
-    return toml_text(taken)
+    return toml_text(arguments)
 
 
 def _loaded(text: str, peer: str, flags: Flags, assignments: Sequence[str] | None) -> NodeConfig:
