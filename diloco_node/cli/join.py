@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import tempfile
 import time
@@ -65,7 +66,8 @@ def join_run(
 ) -> None:
     """Write the run.toml with which this region starts, once it is listed; waits for that.
 
-    Does nothing where an earlier call has written it.
+    Where an earlier call has written it, only the number of changes is asked again, and only by an empty state folder:
+    the region may have been removed and added again since.
 
     Args:
         region: this one. address: of any member, "host:port". flags, assignments: as for `load`; they are written, too.
@@ -75,6 +77,7 @@ def join_run(
             is there.
     """
     from diloco_node.config.field_types import host_port_of
+    from diloco_node.daemon.run_record import read_run_record
     from diloco_node.transport.certificates import load_identity
 
     parse_option("--join", address, host_port_of)
@@ -86,12 +89,34 @@ def join_run(
             "copy it here, or name the folder that it is in with --certs"
         )
     identity = load_identity(certs_dir / region, region=region)
+    own_address = flags[f"regions.{region}.address"][1]
     if path.exists():
-        _check_written(load(path), path, region, identity.run_id)
+        settings = load(path, flags, assignments)
+        _check_written(settings, path, region, identity.run_id)
+        if settings.regions[region].joined and read_run_record(settings.state_dir(region)) is None:
+            _count_again(path, certs_dir / region, identity, address, own_address)
         return
     _check_folder(state_dir / region, identity.run_id)
-    peer, answer = _until_listed(certs_dir / region, identity, address, flags[f"regions.{region}.address"][1])
-    text = _toml(region, address, peer, answer, flags=flags, assignments=assignments)
+    peer, answer = _until_listed(certs_dir / region, identity, address, own_address)
+    _write(path, _toml(region, address, peer, answer, flags=flags, assignments=assignments))
+    _say(f"{region} is a member of run {identity.run_id}: {path} is written, and the next start needs no --join")
+
+
+def _count_again(path: Path, folder: Path, identity: Identity, address: str, own_address: str | None) -> None:
+    """Write how many changes of the members there were by now; see `_until_listed`."""
+    try:
+        _, answer = _until_listed(folder, identity, address, own_address)
+    except PeersUnreachable as error:
+        _say(f"{error}: {identity.region} goes on with {path} as it is")
+        return
+    assert answer.run is not None
+    text = path.read_text()
+    if (news := re.sub(r"(?m)^joined *= *\d+", f"joined = {answer.run.changes}", text)) != text:
+        _write(path, news)
+
+
+def _write(path: Path, text: str) -> None:
+    """Put the text into the file. Raises StorageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode(), is_durable=True)
@@ -99,7 +124,6 @@ def join_run(
         raise StorageError(
             f"{path} can't be written ({error.strerror or error}): name another with --config"
         ) from error
-    _say(f"{region} is a member of run {identity.run_id}: {path} is written, and the next start needs no --join")
 
 
 def _say(text: str) -> None:
@@ -249,10 +273,10 @@ def _harmless(peer: str, key: str, value: Any) -> str:
         raise ConfigError(f"model.hf is a folder of {peer}: bring it here, and add --set model.hf=FOLDER")
     if key != "model.hf_args" or not isinstance(value, dict):
         return toml_text(value)
-    taken = {name: item for name, item in value.items() if name in HF_ARGS and isinstance(item, str | int | float)}
-    if strange := sorted(value.keys() - taken.keys()):
+    arguments = {name: item for name, item in value.items() if name in HF_ARGS and isinstance(item, str | int | float)}
+    if strange := sorted(value.keys() - arguments.keys()):
         _say(f"model.hf_args of {peer} is taken without {escaped(', '.join(strange))}: add what you want with --set")
-    return toml_text(taken)
+    return toml_text(arguments)
 
 
 def _loaded(text: str, peer: str, flags: Flags, assignments: Sequence[str] | None) -> NodeConfig:

@@ -342,7 +342,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class RosterShown:
-    """To a region that was removed from the run: the members, and the signature of the run's authority over them.
+    """To whoever may be behind: the members after the last change, and the signature of the run's authority over them.
 
     Attributes:
         changes, signature: see `core.ledger.roster.Roster`. members: by name, former ones too.

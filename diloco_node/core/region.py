@@ -391,7 +391,8 @@ class RegionCore:
         elif isinstance(message, msg.RosterShown):
             self.farewell.take(event.peer, message)
         elif event.peer not in self.history.roster.names or event.peer == self._region:
-            self._effects.note("stranger", f"{type(message).__name__} from {event.peer}, which is not in this run")
+            text = f"{type(message).__name__} from {event.peer}, which is not in this run by the ledger here"
+            self._effects.note_change("stranger", event.peer, text)
         elif isinstance(message, msg.Heartbeat):
             self._heartbeat(event.peer, message, now_ns)
         else:

@@ -173,7 +173,7 @@ class Node:
         self._end_wishes = EndWishes(spec.state_dir)
         # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
-        # By the log, and as far as it is committed, as the links know them.
+        # As the links know them; see `_members`.
         self._rosters: tuple[Roster, ...] = ()
         # True from the final write on, for good; and once this region was removed from the run.
         self._is_lingering = False
@@ -240,7 +240,7 @@ class Node:
         self._facts.observe(event, effects)
 
     def _follow_rosters(self) -> None:
-        rosters = (self.core.ledger.disks.roster, self.core.history.roster)
+        rosters = self._members()
         if rosters == self._rosters:
             return
         self._rosters = rosters
@@ -250,8 +250,14 @@ class Node:
         self._measure_command.peers = tuple(self.transport.addresses)
         self._measuring.follow(self._measure_command.peers)
 
+    def _members(self) -> tuple[Roster, ...]:
+        """The rosters that say who is linked with: as committed, by the log, and a newer one that a peer has shown."""
+        ledger, roster = self.core.ledger, self.core.history.roster
+        newer = (ledger.newer_roster,) if ledger.newer_roster.changes > roster.changes else ()
+        return (roster, ledger.disks.roster, *newer)
+
     def _addresses(self) -> dict[str, str | None]:
-        rosters = (self.core.history.roster, self.core.ledger.disks.roster)
+        rosters = sorted(self._members(), key=lambda roster: roster.changes)
         addresses = {name: place for roster in rosters for name, place in roster.addresses(self._spec.peers).items()}
         addresses.pop(self._spec.region, None)
         return addresses

@@ -437,7 +437,7 @@ class GrpcTransport:
                     await _answer_joiner(ours, stream, self._show_run)
                     raise LinkLost(f"{peer_caller.region} was shown the run")
                 if link is None:
-                    raise stranger
+                    raise PeerIncompatible(f"{peer_caller.region} is no member that {self._hello.region} knows of yet")
                 try:
                     check_hello(ours, hello, certificate_region=peer_caller.region)
                 except PeerIncompatible as error:

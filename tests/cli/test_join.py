@@ -14,6 +14,7 @@ import pytest
 from diloco_node.cli import join
 from diloco_node.cli.join import join_run
 from diloco_node.cli.options import load
+from diloco_node.daemon import run_record
 from diloco_node.errors import ConfigError, DilocoError, IdentityError, PeersUnreachable
 from diloco_node.transport.authority import add_regions, init_run
 from diloco_node.wire.envelope import LinkRole
@@ -136,6 +137,27 @@ async def test_settings_that_can_not_be_are_refused(mesh: Mesh, settings: tuple[
     with pytest.raises(ConfigError, match=fault):
         await joined(place)
     assert run_toml() == ""
+
+
+async def test_a_region_that_was_added_again_has_the_new_number_of_changes(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signed list without it, of the change before, would end it."""
+    runs = [run_of("a", "b", "d"), run_of("a", "b", "d", changes=6)]
+    place = await member(mesh, lambda: runs[-1])
+    newest = runs.pop()
+    await joined(place)
+    runs.append(newest)
+    run_toml(run_toml() + "\n# by hand\n")
+    before = run_toml()
+    await joined("127.0.0.1:1")
+    assert run_toml() == before, "nobody is there to be asked"
+    with monkeypatch.context() as context:
+        context.setattr(run_record, "read_run_record", lambda _: object())
+        await joined(place)
+    assert run_toml() == before, "its ledger knows"
+    await joined(place)
+    assert run_toml() == before.replace("joined = 3", "joined = 6")
 
 
 async def test_what_is_of_use_to_that_member_alone_is_not_taken_over(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from diloco_node.core.events import Effect, MessageArrived
+from diloco_node.core.ledger import raft
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
@@ -311,3 +312,33 @@ def test_a_removed_regions_contribution_that_is_merged_is_found() -> None:
     assert violations == ["members: 0/1 is of ['b'], of whom the run has none"]
     check.committed(MembershipBody("b", "voter"))
     assert "gives a vote to who has not shown that it holds the state" in violations[1]
+
+
+def test_a_voter_that_was_away_while_another_came_follows_it_as_its_leader(patch: pytest.MonkeyPatch) -> None:
+    """The log there does not name the newcomer, and only the newcomer sends what does."""
+    small = Small(patch, 5, joiners=1)
+    (joiner,) = small.sim.setup.joiners
+    small.go(4)
+    late = small.others()[0]
+    small.hosts[late].kill_daemon()
+    small.go(1)
+    assert order(small, joiner, "contributor") == ""
+    start(small, joiner)
+    small.go(6)
+    assert order(small, joiner, "voter") == ""
+    small.go(2)
+    patch.setattr(raft, "most_complete", lambda *_, **__: joiner)
+    hosts = [small.hosts[name] for name in sorted(set(small.hosts) - {late, joiner})]
+    for host in hosts:
+        patch.setattr(host.core.ledger, "_is_draining", True)  # it stands no more
+    for host in 10 * hosts:
+        for effect in host.core.ledger.transfer_leadership("offers its place", now_ns=small.world.now_ns):
+            host.effects.perform(effect)
+        small.go(1)
+        if small.hosts[joiner].core.ledger.is_leader:
+            break
+    small.hosts[late].start_daemon()
+    small.go(4)
+    assert small.leader() == joiner
+    assert small.hosts[late].core.ledger.leader == joiner
+    assert roster(small, late).voters == small.sim.setup.regions

@@ -9,10 +9,14 @@ import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.member_kind import Enrolled
+from diloco_node.core.messages import RosterShown
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.end_wishes import WISHES_NAME
@@ -154,6 +158,44 @@ def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
             assert region.notes.alarms == 0, list(region.notes.last)
 
     play(scenario)
+
+
+def test_a_roster_that_a_peer_shows_names_regions_to_link_with_until_the_ledger_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_module, "GrpcTransport", MemoryTransport)
+    monkeypatch.setattr(node_module, "load_identity", lambda *_, **__: SOME_IDENTITY)
+    calls: list[tuple[dict[str, str | None], set[str]]] = []
+
+    async def show(folder: Path) -> None:
+        region = Region("a", NAMES, folder, SETTINGS, 1)
+        node = region.node
+        authority = SimpleNamespace(signature_fault=lambda _, signature: signature.decode())
+        monkeypatch.setattr(node.transport.credentials, "identity", authority, raising=False)
+        monkeypatch.setattr(
+            node.transport, "follow", lambda addresses, former, **_: calls.append((addresses, set(former)))
+        )
+        lines = (*Roster.of_voters(NAMES).lines, Enrolled("d", "voter", b"", 9, "d.example:7400", 1))
+        node.control_arrived("b", RosterShown(2, lines, b"forged"))
+        assert calls == []
+        node.control_arrived("b", RosterShown(2, lines, b""))
+        assert calls == [({"b": None, "c": None, "d": "d.example:7400"}, set())]
+        node.control_arrived("b", RosterShown(3, (*lines[:-1], Enrolled("d", "former", b"", 12, "", 1)), b""))
+        assert calls[1:] == [({"b": None, "c": None, "d": None}, {"d"})]
+        node.control_arrived("c", RosterShown(2, lines, b""))
+        assert len(calls) == 2, "an older one, from a peer that is behind"
+        node.core.history.roster = Roster(node.core.history.roster.memberships, 3)
+        node.control_arrived("c", RosterShown(2, lines, b""))
+        assert calls[2:] == [({"b": None, "c": None}, set())], "the ledger knows as much"
+        region.store.close()
+        region.memory.close()
+
+    with (
+        tempfile.TemporaryDirectory(prefix="dl-") as folder,
+        asyncio.Runner(loop_factory=VirtualLoop) as runner,
+    ):
+        runner.run(show(Path(folder)))
+    assert len(calls) == 3
 
 
 def test_a_leader_that_stops_hands_over_and_waits_for_nobody_when_it_is_alone(play: Play) -> None:

@@ -16,6 +16,7 @@ from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.replication import Follower, Following, majority_contact_ns
 from diloco_node.core.ledger.roster import Roster, majority_of
 from diloco_node.core.ledger.write_gate import WriteGate
+from diloco_node.core.member_kind import MemberKind
 from diloco_node.core.types import NO_BASE, Entry, EntryBody, FolderLife, LeaderBody, LedgerBase, RoundBody
 
 
@@ -90,6 +91,8 @@ class LedgerState:
         self.disks.known_index = base.index
         self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self.disks.follow(entries)
+        # Signed by the run's authority: members of which the log here may not know yet. Their folders are unsigned.
+        self.newer_roster = Roster({})
         # What the others tell of their folders; and of this one, its life and where its log ended on disk then.
         self.folders = FolderLives(self.disks)
         self._life, self._end_index = life, self._log.last_index
@@ -328,6 +331,11 @@ class LedgerState:
     def _has_rivals(self) -> bool:
         """Whether other regions vote."""
         return self.disks.roster.voters not in ((), (self._region,))
+
+    def _may_lead(self, peer: str) -> bool:
+        """Whether a peer votes by a roster that is newer than the log: it leads on to there (dissertation, 4.2.3)."""
+        roster = self.newer_roster
+        return roster.changes > self.disks.roster.changes and roster.kind_of(peer) is MemberKind.VOTER
 
     def _voting_followers(self) -> dict[str, Follower]:
         """As leader, the followers that vote."""

@@ -183,7 +183,9 @@ class LedgerCore(LedgerState):
 
     def _message_arrived(self, peer: str, message: Message, now_ns: int) -> None:
         members = self.disks.roster.names
-        if peer not in members and self._region in members and peer not in self._followers:
+        is_answer = isinstance(message, (RequestVoteReply, AppendEntriesReply))
+        is_known = peer in members or peer in self._followers or (self._may_lead(peer) and not is_answer)
+        if not is_known and self._region in members:
             is_alarm = not self.disks.roster.has_removed(peer)
             self._note(f"{type(message).__name__} from {peer}, which is no voter: ignored", is_alarm=is_alarm)
             return

@@ -1,8 +1,8 @@
-"""The end of a region's membership: the others say so with the authority's signature, and the region leaves the run.
+"""The members that the run's authority has signed, shown to regions that were away: to link with them, or to leave.
 
 A region that is there when it is removed reads so in the ledger. One that was away finds the others ahead by rounds
-that it need not fetch any more. So whoever knows tells it, on each new link, with the roster that the authority signed:
-the word of a peer alone ends nothing.
+that it need not fetch any more. And one that was away while another came would refuse that one, though it may lead. So
+each region shows its roster on each new link, and again after each change: the word of a peer alone does nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Farewell:
 
     Attributes:
         reason: why this region leaves the run; empty while it does not.
-        joined: changes of the members when this region asked to join; a list with fewer is from before.
+        joined: changes of the members when this region asked to join; a list with fewer is from before. It counts while
+            the ledger here knows of no change.
     """
 
     def __init__(
@@ -47,37 +48,47 @@ class Farewell:
         self._region, self._ledger, self._history, self._effects = region, ledger, history, effects
         self._quiet_ns = QUIET_HEARTBEATS * heartbeat_ns
         self._roster_fault = roster_fault
+        # Changes in the roster that was last shown to all.
+        self._shown_changes = 0
         # The last entry of the log, and since when it is the last one.
         self._last_index, self._last_ns = -1, 0
 
     def tell(self, peer: str) -> bool:
-        """Tell a peer that it was removed, if it was. Returns whether."""
+        """Show a peer the members, if they ever changed. Returns whether it was removed."""
         roster = self._history.roster
-        if not roster.has_removed(peer):
-            return False
-        self._effects.send(peer, RosterShown(roster.changes, roster.lines, roster.signature))
-        return True
+        if roster.changes:
+            self._effects.send(peer, RosterShown(roster.changes, roster.lines, roster.signature))
+        return roster.has_removed(peer)
 
     def take(self, peer: str, message: RosterShown) -> None:
-        """Take the roster that a peer shows, if it is newer than the ledger here."""
-        changes = message.changes
-        is_old = changes <= self._history.roster.changes or changes < self.joined
+        """Take the roster that a peer shows, if it is newer than the ledger here and what was shown before."""
+        changes, ledger = message.changes, self._ledger
+        own_changes = self._history.roster.changes
+        is_old = changes <= max(own_changes, ledger.newer_roster.changes)
+        is_old = is_old or (own_changes == 0 and changes < self.joined)
         if self.reason or is_old or lines_fault(message.members):
             return
         roster = Roster.of_lines(message.members, changes, message.signature)
-        if not roster.has_removed(self._region):
-            return
+        is_removed = roster.has_removed(self._region)
         if fault := self._roster_fault(roster):
-            self._effects.note("members", f"{peer} shows a list without {self._region}: {fault}", is_alarm=True)
-        else:
+            subject = f"a list without {self._region}" if is_removed else "other members"
+            self._effects.note("members", f"{peer} shows {subject}: {fault}", is_alarm=True)
+        elif is_removed:
             self._leave(f"{peer} shows the authority's signature, change {changes} of the members")
+        else:
+            ledger.newer_roster = roster
 
     def look(self, *, now_ns: int) -> None:
-        """Leave, if the ledger here says so to its end."""
-        ledger = self._ledger
+        """Show the others a change of the members. Leave, if the ledger here says so to its end."""
+        ledger, roster = self._ledger, self._history.roster
+        if roster.changes != self._shown_changes:
+            self._shown_changes = roster.changes
+            for name in roster.names:
+                if name != self._region:
+                    self.tell(name)
         if ledger.last_index != self._last_index:
             self._last_index, self._last_ns = ledger.last_index, now_ns
-        rosters = (self._history.roster, ledger.disks.roster)
+        rosters = (roster, ledger.disks.roster)
         if self.reason or not all(roster.has_removed(self._region) for roster in rosters):
             return
         if now_ns - self._last_ns >= self._quiet_ns:
