@@ -357,7 +357,13 @@ def test_tokens_may_be_any_whole_number(folder: Path, tokens: object) -> None:
         assert daemon.wait_for(Done).tokens == 7
 
 
-@pytest.mark.parametrize("tokens", [-1, None, torch.tensor([1, 2]), float("nan")])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        -1, None, torch.tensor([1, 2]), float("nan"), float("inf"), 1.5, np.float32(0.5), torch.tensor(1.5), 1.5 + 0j,
+        True, np.bool_(True), torch.tensor(True), "7", 10**30, torch.tensor(float("nan")),
+    ],
+)  # fmt: skip
 def test_tokens_that_are_no_number_are_refused_in_words(folder: Path, tokens: object) -> None:
     toy = Toy()
     with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
