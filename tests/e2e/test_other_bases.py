@@ -1,0 +1,67 @@
+"""Real regions whose frozen tensors differ: the run goes on, and the region that came with another base is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.cluster_kit import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
+
+SCRIPT = """
+import sys
+import time
+import torch
+import diloco_node
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+base = torch.nn.Linear(32, 32).requires_grad_(False)
+adapter = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+if sys.argv[1] == "other":
+    base.weight.data.mul_(1.01)  # another revision of the same base
+model = torch.nn.ModuleDict({"base": base, "adapter": adapter})
+optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-3)
+with diloco_node.attach(model, optimizer) as diloco:
+    while not diloco.should_stop:
+        values = torch.randn(8, 32)
+        loss = (adapter(base(values)) - values).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.05)
+        diloco.step(tokens=8, loss=loss)
+"""
+
+
+def text_of(status: dict[str, Any]) -> str:
+    return str((status["learner_warning"] or {}).get("text", ""))
+
+
+async def test_a_region_with_another_frozen_base_is_told_the_tensor_and_the_run_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    cluster = Cluster(tmp_path / "run", 2, changes={"sync_every = 16": "sync_every = 8"})
+    try:
+        for name, word in zip(cluster.names, ("same", "other"), strict=True):
+            await cluster.regions[name].start(cluster.config, (sys.executable, str(script), word))
+        await cluster.until_trains()
+        statuses = await cluster.until(
+            "one is told of its base", lambda now: any("base.weight" in text_of(status) for status in now.values())
+        )
+        (told,) = [name for name in cluster.names if "base.weight" in text_of(statuses[name])]
+        first = next(name for name in cluster.names if name != told)
+        text = text_of(statuses[told])
+        assert f"region {first}, which began the run" in text
+        assert "1 hold other values (base.weight)" in text
+        await cluster.until_commits(4, why="though the bases differ")
+        assert not text_of((await cluster.statuses([first]))[first]), "its own base is the run's"
+        await cluster.end()
+        cluster.check_equal()
+        assert cluster.account().faults == ()
+    finally:
+        await cluster.clear()
