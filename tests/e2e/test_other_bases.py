@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from diloco_node.health.alerts import find_alerts
 from tests.kit.cluster_kit import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
@@ -38,10 +38,6 @@ with diloco_node.attach(model, optimizer) as diloco:
 """
 
 
-def text_of(status: dict[str, Any]) -> str:
-    return str((status["learner_warning"] or {}).get("text", ""))
-
-
 async def test_a_region_with_another_frozen_base_is_told_the_tensor_and_the_run_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -51,15 +47,15 @@ async def test_a_region_with_another_frozen_base_is_told_the_tensor_and_the_run_
             await cluster.regions[name].start(cluster.config, (sys.executable, str(script), word))
         await cluster.until_trains()
         statuses = await cluster.until(
-            "one is told of its base", lambda now: any("base.weight" in text_of(status) for status in now.values())
+            "one is told of its base", lambda now: any(status["base_difference"] for status in now.values())
         )
-        (told,) = [name for name in cluster.names if "base.weight" in text_of(statuses[name])]
-        first = next(name for name in cluster.names if name != told)
-        text = text_of(statuses[told])
-        assert f"region {first}, which began the run" in text
-        assert "1 hold other values (base.weight)" in text
-        await cluster.until_commits(4, why="though the bases differ")
-        assert not text_of((await cluster.statuses([first]))[first]), "its own base is the run's"
+        (odd,) = [name for name in cluster.names if statuses[name]["base_difference"]]
+        (first,) = cluster.others(odd)
+        assert f"region {first}, which began the run" in statuses[odd]["base_difference"]
+        assert "1 hold other values (base.weight)" in statuses[odd]["base_difference"]
+        assert "A-BASE-DIFFERS" in {alert.code for alert in find_alerts(statuses[odd])}
+        after = await cluster.until_commits(4, why="though the bases differ")
+        assert not after[first]["base_difference"], "its own base is the run's"
         await cluster.end()
         cluster.check_equal()
         assert cluster.account().faults == ()
