@@ -1,4 +1,4 @@
-"""Real regions whose frozen tensors differ: the run goes on, and the region that came with another base is told."""
+"""Real regions whose scripts differ in frozen tensors and in wrappers: both train one model, and the base is told."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from diloco_node.health.alerts import find_alerts
 from tests.kit.cluster_kit import Cluster
@@ -17,6 +18,7 @@ import sys
 import time
 import torch
 import diloco_node
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -24,6 +26,8 @@ base = torch.nn.Linear(32, 32).requires_grad_(False)
 adapter = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
 if sys.argv[1] == "other":
     base.weight.data.mul_(1.01)  # another revision of the same base
+    adapter[1] = torch.compile(adapter[1], backend="eager")
+    adapter[2] = checkpoint_wrapper(adapter[2])
 model = torch.nn.ModuleDict({"base": base, "adapter": adapter})
 optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-3)
 with diloco_node.attach(model, optimizer) as diloco:
@@ -38,7 +42,9 @@ with diloco_node.attach(model, optimizer) as diloco:
 """
 
 
-async def test_a_region_with_another_frozen_base_is_told_the_tensor_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_region_with_another_base_and_wrappers_inside_is_told_of_the_base_and_trains_with_the_others(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     cluster = Cluster(tmp_path / "run", 2, changes={"sync_every = 16": "sync_every = 8"})
@@ -58,6 +64,8 @@ async def test_a_region_with_another_frozen_base_is_told_the_tensor_and_the_run_
         assert not after[first]["base_difference"], "its own base is the run's"
         await cluster.end()
         cluster.check_equal()
+        names = set(load_file(cluster.folder / odd / "final.safetensors"))
+        assert names == {f"adapter.{block}.{name}" for block in range(4) for name in ("weight", "bias")}
         assert cluster.account().faults == ()
     finally:
         await cluster.clear()

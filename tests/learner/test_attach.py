@@ -380,6 +380,21 @@ def test_a_loss_of_several_values_is_reported_as_their_mean(folder: Path, loss: 
         assert daemon.wait_for(Report).loss == 1.5
 
 
+@pytest.mark.parametrize("argument", ["loss", "grad_norm"])
+@pytest.mark.parametrize(
+    "value",
+    ["low", [1.0, 2.0], {"loss": 1.0}, (torch.tensor(1.0),), 1j, torch.tensor([1j, 2j]), np.ones(2), 10**400, object()],
+)
+def test_a_loss_that_is_no_number_is_refused_in_words(folder: Path, argument: str, value: object) -> None:
+    toy = Toy()
+    with (
+        FakeDaemon(folder),
+        diloco_node.attach(toy.model, toy.optimizer) as diloco,
+        pytest.raises(LearnerError, match=rf"step\({argument}=.*\) is no number: give a float or a tensor"),
+    ):
+        diloco.step(tokens=7, **{argument: value})
+
+
 def test_environment_without_supervisor_is_a_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DILOCO_SUPERVISOR")
     with pytest.raises(diloco_node.errors.ConfigError, match="start through diloco-node start"):  # type: ignore[attr-defined]

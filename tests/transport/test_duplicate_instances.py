@@ -160,20 +160,21 @@ async def test_a_process_that_started_earlier_by_its_clock_links_when_the_other_
 async def test_clocks_an_hour_apart_keep_no_link_down_and_make_no_restart_a_duplicate(
     run: Run, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
-    def set_clock(offset_s: int) -> None:
-        monkeypatch.setattr(
-            transport_module, "new_instance_id", lambda now_ns: new_instance_id(now_ns + offset_s * 10**9)
-        )
+    offset_ns = 0
 
+    def instance_id(now_ns: int) -> bytes:
+        return new_instance_id(now_ns + offset_ns)
+
+    monkeypatch.setattr(transport_module, "new_instance_id", instance_id)
     a = await run.start("a", {"b": None, "c": None})
-    set_clock(ahead_s)
+    offset_ns = ahead_s * 10**9
     b = await run.start("b", {"a": at(a), "c": None})
-    set_clock(0)
+    offset_ns = 0
     c = await run.start("c", {"a": at(a), "b": at(b)})
     for process, peers in ((a, "bc"), (b, "ac"), (c, "ab")):
         await process.until(lambda process=process, peers=peers: process.up == dict.fromkeys(peers, True))
     await b.transport.stop()
-    set_clock(-ahead_s)  # as where it was set right meanwhile, or the region moved to another machine
+    offset_ns = -ahead_s * 10**9  # as where it was set right meanwhile, or the region moved to another machine
     again = await run.start("b", {"a": at(a), "c": None})
     c.transport.links["b"].address = at(again)
     await again.until(lambda: again.up.get("a"))
