@@ -35,8 +35,10 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
 
             check_past_init(config.run.init)
         return "", []
+    # Who joined knows the founders by the ledger: its run.toml has all members of that day.
     founders = [name for name, section in config.regions.items() if not section.joined]
-    record.check(folder, run_id=config.run.id, founders=founders)
+    has_joined = config.regions[region].joined > 0
+    record.check(folder, run_id=config.run.id, founders=record.genesis.regions if has_joined else founders)
     lines = _changes(config, folder / node_file)
     if extension(record.end, config.run_settings()) is not None:
         words = "was finished and goes on once a majority starts with these limits; the model until now is kept"

@@ -13,7 +13,7 @@ import typer
 
 from diloco_node import __version__
 from diloco_node.cli.places import copies_or_run
-from diloco_node.errors import ConfigError
+from diloco_node.errors import ConfigError, StorageError
 from diloco_node.integrations.weight_files import check_hub_name, has_weights
 
 if TYPE_CHECKING:
@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
     from diloco_node.daemon.export_source import MergedModel
     from diloco_node.integrations.hf_export import SavedModel
+    from diloco_node.storage.object_store import Objects
 
 REPORT_NAME: Final = "export.json"
+BEGUN_NAME: Final = "export-begun.json"
+"""At a URL while the files of an export are sent: --force may replace what a cut has left."""
+
+LISTING_BYTES_MAX: Final = 64 << 20
 CONFIG_NAME: Final = "config.json"
 NAMES_SHOWN: Final = 3
 
@@ -139,7 +144,7 @@ def _new_export(out: str, *, is_forced: bool) -> Iterator[Path]:
         names = set(objects.sizes())
     else:
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if names and is_forced and REPORT_NAME not in names:
+    if names and is_forced and not names & {REPORT_NAME, BEGUN_NAME}:
         raise ConfigError(f"{out} has no {REPORT_NAME}: --force replaces earlier exports only; give another name")
     if folder is not None:
         with new_folder(folder, is_forced=is_forced) as fresh:
@@ -150,11 +155,23 @@ def _new_export(out: str, *, is_forced: bool) -> Iterator[Path]:
     with TemporaryDirectory(prefix="diloco-export-") as fresh_name:
         yield Path(fresh_name)
         paths = {path.relative_to(fresh_name).as_posix(): path for path in _files(Path(fresh_name))}
-        for name in sorted(names, key=lambda name: name != REPORT_NAME):
+        # Others' objects below the URL stay. Of one that was cut off, this list says what it replaced and wrote.
+        earlier = {name for report in names & {REPORT_NAME, BEGUN_NAME} for name in _listing(objects, report)} & names
+        objects.write(BEGUN_NAME, [json.dumps({"files": sorted(earlier | paths.keys())}).encode()])
+        for name in sorted((names & {REPORT_NAME}) | (earlier - paths.keys()), key=lambda name: name != REPORT_NAME):
             objects.remove(name)
         # The report comes last: without it the files at the URL are no export.
         for name in sorted(paths, key=lambda name: name == REPORT_NAME):
             objects.write(name, [np.memmap(paths[name], np.uint8, "r").data] if paths[name].stat().st_size else [])
+        objects.remove(BEGUN_NAME)
+
+
+def _listing(objects: Objects, name: str) -> list[str]:
+    """The files that an earlier export names; none where its list is damaged."""
+    try:
+        return [str(file) for file in json.loads(objects.read(name, LISTING_BYTES_MAX).tobytes())["files"]]
+    except (StorageError, ValueError, KeyError, TypeError, RecursionError):
+        return []
 
 
 def _files(folder: Path) -> list[Path]:

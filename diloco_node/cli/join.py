@@ -13,7 +13,7 @@ import tempfile
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +35,25 @@ POLL_S: Final = 2.0
 
 USUAL_PORT: Final = 7400
 PATH_SETTINGS: Final = frozenset({"run.state_dir", "run.certs_dir"})
+
+HF_ARGS: Final = frozenset(
+    (
+        *(
+            "learning_rate",
+            "lr_scheduler_type",
+            "warmup_steps",
+            "warmup_ratio",
+            "weight_decay",
+            "max_grad_norm",
+            "optim",
+        ),
+        *("adam_beta1", "adam_beta2", "adam_epsilon", "label_smoothing_factor", "bf16", "fp16", "seed", "eval_steps"),
+        *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        "gradient_checkpointing",
+    )
+)
+"""Arguments of a Hugging Face model's training that are taken from a member: what is learned and how. Others name
+places, accounts and programs."""
 
 Flags = Mapping[str, tuple[str, Any]]
 Sections = dict[str, dict[str, str]]
@@ -120,7 +139,7 @@ def _until_listed(folder: Path, identity: Identity, address: str, own_address: s
     while True:
         try:
             peer, own_host, answer = _ask(folder, identity, address)
-        except (PeersUnreachable, IdentityError):
+        except PeersUnreachable:
             if not is_told:
                 raise
             time.sleep(POLL_S)  # a member that is started again, while this region waits
@@ -141,7 +160,7 @@ def _until_listed(folder: Path, identity: Identity, address: str, own_address: s
         if not is_told:
             is_told = True
             leader = run.leader or "REGION"
-            place = own_address or f"{own_host}:{USUAL_PORT}"
+            place = own_address or f"{f'[{own_host}]' if ':' in own_host else own_host}:{USUAL_PORT}"
             _say(
                 f"{identity.region} is no member of run {identity.run_id} yet: where {leader} leads, and with the "
                 f"authority's key, `diloco-node members add {identity.region} {leader} --address {place} --ca-key "
@@ -174,7 +193,7 @@ def _toml(
 
     run = answer.run
     assert run is not None
-    sections = _shown_sections(peer, run)
+    sections = _shown_sections(peer, run, {text.partition("=")[0].strip() for text in assignments or ()})
     addresses = {member.region: member.address or None for member in run.members if member.region != region}
     place = next(member.address for member in run.members if member.region == region)
     for name, host_port in addresses.items():
@@ -196,24 +215,44 @@ def _toml(
     return _text(sections, f"# Written by diloco-node start --join {address}: the run as {peer} showed it.\n")
 
 
-def _shown_sections(peer: str, run: RunShown) -> Sections:
-    """The settings that a member shows. Raises ConfigError: one is none that regions share, or no single value."""
+def _shown_sections(peer: str, run: RunShown, own_keys: Collection[str]) -> Sections:
+    """The settings that a member shows, but for those that this start sets itself.
+
+    Raises ConfigError: one is none that regions share, no single value, or of use to that member alone.
+    """
     from diloco_node.config.resolve import is_joiner_setting
 
     sections: Sections = defaultdict(dict)
     for line in run.settings:
         key, _, value = line.partition("=")
         try:
-            is_value = tomllib.loads(f"value = {value}").keys() == {"value"} and len(value.splitlines()) == 1
+            document = tomllib.loads(f"value = {value}")
+            is_value = document.keys() == {"value"} and len(value.splitlines()) == 1
         except (ValueError, RecursionError):
             is_value = False
         if not is_value or not is_joiner_setting(key):
             raise ConfigError(
                 f"{peer} shows {escaped(line[:80])}, which is no setting that regions share: install its version"
             )
+        if key in own_keys:
+            continue
         section, _, name = key.partition(".")
-        sections[section][name] = value
+        sections[section][name] = _harmless(peer, key, document["value"])
     return sections
+
+
+def _harmless(peer: str, key: str, value: Any) -> str:
+    """A member's value as run.toml gets it, without what may name a place or a program on this machine."""
+    from diloco_node.config.resolve import toml_text
+
+    if key == "model.hf" and isinstance(value, str) and value.startswith(("/", "~", ".")):
+        raise ConfigError(f"model.hf is a folder of {peer}: bring it here, and add --set model.hf=FOLDER")
+    if key != "model.hf_args" or not isinstance(value, dict):
+        return toml_text(value)
+    taken = {name: item for name, item in value.items() if name in HF_ARGS and isinstance(item, str | int | float)}
+    if strange := sorted(value.keys() - taken.keys()):
+        _say(f"model.hf_args of {peer} is taken without {escaped(', '.join(strange))}: add what you want with --set")
+    return toml_text(taken)
 
 
 def _loaded(text: str, peer: str, flags: Flags, assignments: Sequence[str] | None) -> NodeConfig:

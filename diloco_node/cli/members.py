@@ -12,12 +12,13 @@ from diloco_node.cli.options import ConfigOption, load, parse_option
 from diloco_node.cli.orders import give_order
 from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.cli.tables import table_lines
-from diloco_node.errors import ConfigError, PeerIncompatible, PeersUnreachable
+from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from diloco_node.daemon.spec import NodeSpec
     from diloco_node.transport.certificates import Identity
 
 PEER_S: Final = 5.0
@@ -137,7 +138,7 @@ def recover(
     key = key if key is not None else load(config).run.certs_dir / CA_KEY
     if fault := identity.signature_fault(spec.run_id.encode(), sign(key, spec.run_id.encode())):
         raise ConfigError(f"{key}: {fault}")
-    _check_silence(identity, {name: facts.addresses[name] or spec.peers.get(name) for name in facts.leavers})
+    _check_silence(spec, identity, {name: facts.addresses[name] or spec.peers.get(name) for name in facts.leavers})
     facts = go_on_alone(folder, spec.region, spec.run_id, lambda statement: sign(key, statement))
     typer.echo(
         f"{spec.region} goes on alone from entry {facts.index}: start it. {', '.join(facts.leavers)} left the run, and "
@@ -145,29 +146,29 @@ def recover(
     )
 
 
-def _check_silence(identity: Identity, addresses: Mapping[str, str | None]) -> None:
-    """Refuse to go on alone while another region answers. Raises ConfigError."""
-    import asyncio
+def _check_silence(spec: NodeSpec, identity: Identity, addresses: Mapping[str, str | None]) -> None:
+    """Refuse to go on alone while another region is there, also one that does not let us in. Raises ConfigError."""
+    from concurrent.futures import ThreadPoolExecutor
 
-    from diloco_node.errors import PeerError
-    from diloco_node.transport.asking import ask_peer
+    from diloco_node.errors import LinkLost, PeerCertificateRefused
+    from diloco_node.transport.asking import region_at
 
-    async def answers(peer: str, address: str) -> str:
+    def is_there(address: str) -> bool:
         try:
-            await ask_peer(identity, peer, address, timeout_s=PEER_S)
-        except PeerIncompatible:
-            return f"{peer} at {address}"
-        except PeerError:
-            return ""
-        return f"{peer} at {address}"
+            region_at(spec.identity_dir, identity, address, timeout_s=PEER_S)
+        except PeerCertificateRefused:
+            return True  # of another authority than the one that is known here: perhaps of a newer one
+        except LinkLost:
+            return False
+        return True
 
-    async def ask() -> list[str]:
-        return await asyncio.gather(*(answers(peer, place) for peer, place in addresses.items() if place))
-
-    if there := list(filter(None, asyncio.run(ask()))):
+    places = {name: address for name, address in addresses.items() if address}
+    with ThreadPoolExecutor() as threads:
+        answers = dict(zip(places, threads.map(is_there, places.values()), strict=True))
+    if there := [f"{name} at {places[name]}" for name, is_here in answers.items() if is_here]:
         raise ConfigError(
-            f"{', '.join(there)} answers: start {identity.region} beside it, or stop it first, if a majority is lost "
-            "for good"
+            f"{', '.join(there)} answers: start {spec.region} beside it, or stop it first, if a majority is lost for "
+            "good"
         )
 
 

@@ -71,8 +71,8 @@ def is_joiner_setting(key: str) -> bool:
     """Whether a region that joins takes over the setting with this dotted key from a member of the run."""
     section, _, name = key.partition(".")
     fields: dict[str, type[BaseModel]] = {"run": RunSection, "model": ModelSection, "rounds": RoundsSection}
-    is_place = key in {"run.state_dir", "run.certs_dir", "run.init"}
-    return section in fields and name in fields[section].model_fields and not is_place
+    is_own = key in {"run.state_dir", "run.certs_dir", "run.init", "model.ranks", "model.shard", "model.threads"}
+    return section in fields and name in fields[section].model_fields and not is_own
 
 
 @dataclass(frozen=True, slots=True)

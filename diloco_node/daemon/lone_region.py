@@ -18,10 +18,10 @@ from typing import Final
 
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.roster import Roster
-from diloco_node.core.ledger.summary import decode_summary, summed_roster
+from diloco_node.core.ledger.summary import RunSummary, decode_summary, summed_roster
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.recovery.replay_plan import find_end
-from diloco_node.core.types import Entry, Recovered, RoundBody
+from diloco_node.core.types import Entry, Recovered, RoundBody, SnapshotBody
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import ConfigError
 from diloco_node.storage.store import RegionStore
@@ -52,8 +52,8 @@ def look_alone(folder: Path, region: str) -> LoneRegion:
     """Say what `go_on_alone` would do, without changing anything; a daemon may run on the folder.
 
     Raises:
-        ConfigError: the region has no vote, or lacks a payload; the run is over, or has not begun; nobody else is a
-            member. StorageError: the folder can't be read, or is damaged.
+        ConfigError: the region has no vote, or lacks a state or payload; the run is over, or has not begun; nobody else
+            is a member. StorageError: the folder can't be read, or is damaged.
     """
     return _read(folder, region, RegionStore(folder, is_read_only=True)).facts
 
@@ -99,7 +99,7 @@ def _read(folder: Path, region: str, store: RegionStore) -> _Ledger:
         roster = roster.after(entry)
         if isinstance(entry.body, RoundBody):
             versions[entry.body.fragment] = entry.body.version
-    fault = _fault(folder, region, roster, recovery)
+    fault = _fault(folder, region, roster, recovery, next(_lacks(recovery, summary), ""))
     if find_end(summary, recovery.entries) is not None:
         fault = f"the run is finished in {folder}: give it more steps, and start the region"
     if fault:
@@ -111,8 +111,12 @@ def _read(folder: Path, region: str, store: RegionStore) -> _Ledger:
     return _Ledger(recovery, roster, facts)
 
 
-def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered) -> str:
-    """Say why this region can't go on alone, and what to do; empty if it can."""
+def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered, lack: str) -> str:
+    """Say why this region can't go on alone, and what to do; empty if it can.
+
+    Args:
+        lack: a file that is missing, or empty.
+    """
     if not roster.voters:
         return f"{folder} names no member of a run: the run has not begun there"
     if region not in roster.voters:
@@ -124,7 +128,7 @@ def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered) -> st
         )
     if roster.names == (region,):
         return f"{region} is the only member already: start it"
-    if lack := next(_lacks(recovery), ""):
+    if lack:
         return (
             f"{folder} lacks {lack}, and nobody is left to fetch it from: go on with another voter, or begin a new "
             "run from an earlier version, with run.init = FOLDER@N"
@@ -132,10 +136,19 @@ def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered) -> st
     return ""
 
 
-def _lacks(recovery: Recovered) -> Iterator[str]:
-    """Name each payload after the newest states that is not on disk."""
-    for entry in recovery.entries:
-        body = entry.body
+def _lacks(recovery: Recovered, summary: RunSummary | None) -> Iterator[str]:
+    """Name what is missing on disk: states to begin with, and each payload after them."""
+    bodies = [entry.body for entry in recovery.entries]
+    versions = [0] * len(recovery.states) if summary is None else summary.versions
+    snapshots = [*([] if summary is None else summary.snapshots)]
+    snapshots += [body for body in bodies if isinstance(body, SnapshotBody)]
+    digests = {(body.fragment, body.version): body.digest for body in snapshots}
+    for fragment, version in enumerate(recovery.states):
+        if version < versions[fragment]:
+            yield f"the state of fragment {fragment} at version {versions[fragment]} or later"
+        elif recovery.state_digests[fragment] != digests.get((fragment, version), recovery.state_digests[fragment]):
+            yield f"the right state of fragment {fragment}: at version {version} the ledger names other bytes"
+    for body in bodies:
         if not isinstance(body, RoundBody) or body.version <= recovery.states[body.fragment]:
             continue
         if (body.fragment, body.version, body.payload_digest) not in recovery.payloads:

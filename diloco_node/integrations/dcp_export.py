@@ -22,6 +22,6 @@ def save_dcp(folder: Path, tensors: Mapping[str, F32], *, dtype: str) -> SavedMo
     kind: torch.dtype = getattr(torch, dtype)
     values = {name: torch.from_numpy(value).to(kind) for name, value in tensors.items()}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as `no_dist` says
-        save(values, checkpoint_id=folder, no_dist=True)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        save(values, checkpoint_id=folder)
     return SavedModel(is_plain=False)

@@ -15,6 +15,7 @@ region is begun at this region's pass: what that one trained of it in the pass i
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Final
@@ -34,14 +35,48 @@ _AT_ONCE: Final = 1024
 """Rows whose numbers are computed together."""
 
 
-def _rank(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    """This process among the ranks of its region: what was given, else what torch.distributed says."""
-    is_ready = dist.is_available() and dist.is_initialized()
-    count = ranks if ranks is not None else dist.get_world_size() if is_ready else 1
-    number = rank if rank is not None else dist.get_rank() if is_ready and ranks is None else 0
-    if not 0 <= number < count:
-        raise LearnerError(f"rank {number} of {count} ranks: give 0 <= rank < ranks")
-    return number, count
+class _Ranks:
+    """This process among the ranks of its region: as given, else as torch.distributed says at the first row.
+
+    A loader may be made before there is a process group, as Lightning has it.
+    """
+
+    def __init__(self, rank: int | None, ranks: int | None) -> None:
+        self._place: tuple[int, int] | None = None
+        if rank is not None or ranks is not None:
+            count, number = ranks if ranks is not None else self._now()[1], rank or 0
+            if not 0 <= number < count:
+                raise LearnerError(f"rank {number} of {count} ranks: give 0 <= rank < ranks")
+            self._place = (number, count)
+
+    @property
+    def count(self) -> int:
+        """How many there are, as far as is known."""
+        return self._now()[1]
+
+    def settle(self) -> tuple[int, int]:
+        """Rank and ranks, from the first row on.
+
+        Raises:
+            LearnerError: there are several, and no process group yet: each would train the rows of all.
+        """
+        if self._place is None:
+            if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
+                raise LearnerError(
+                    "rows are dealt to the ranks of torch.distributed: call init_process_group before the first row, "
+                    "or give rank= and ranks="
+                )
+            self._place = self._now()
+        return self._place
+
+    def _now(self) -> tuple[int, int]:
+        if self._place is not None:
+            return self._place
+        return (dist.get_rank(), dist.get_world_size()) if _has_group() else (0, 1)
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 class ShardSampler(Sampler[int]):
@@ -60,7 +95,7 @@ class ShardSampler(Sampler[int]):
 
     def __init__(self, rows: int | Sized, *, seed: int = 0, rank: int | None = None, ranks: int | None = None) -> None:
         self._count = rows if isinstance(rows, int) else len(rows)
-        self._rank, self._ranks = _rank(rank, ranks)
+        self._ranks = _Ranks(rank, ranks)
         self.order = ShardOrder(self._count, seed=seed)
         # The numbers that were computed last, and of which rows.
         self._range = RowRange(-1, 0, 0, 0)
@@ -68,18 +103,18 @@ class ShardSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Rows of an iteration."""
-        return max(1, self._count // place()[1] // self._ranks)
+        return max(1, self._count // place()[1] // self._ranks.count)
 
     def __iter__(self) -> ShardIterator:
         return ShardIterator(self)
 
     def next_row(self) -> int:
         """The next row of this rank; the other ranks take those around it. Raises ConfigError: the region has none."""
-        offset = self._rank
-        for rows in self.order.advance(HERE.own, self._ranks):
+        offset, ranks = self._ranks.settle()
+        for rows in self.order.advance(HERE.own, ranks):
             if offset < rows.stop - rows.start:
                 number = self._number(rows, rows.start + offset)
-                offset = self._ranks  # all further ones are others'
+                offset = ranks  # all further ones are others'
             else:
                 offset -= rows.stop - rows.start
         return number
@@ -211,14 +246,25 @@ class ShardStream(IterableDataset[Any]):
 
     def __init__(self, rows: Iterable[Any], *, rank: int | None = None, ranks: int | None = None) -> None:
         self._rows = rows
-        self._rank, self._ranks = _rank(rank, ranks)
+        self._ranks = _Ranks(rank, ranks)
         self._flags = HERE.flags
         self._next = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Take it to a worker, where no process group is."""
+        self._ranks.settle()
+        return self.__dict__
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker is not None else (1, 0)
-        slots, slot = self._ranks * workers, self._rank * workers + number
+        if workers > 1 and isinstance(self._rows, IterableDataset):
+            raise LearnerError(
+                f"a ShardStream over a {type(self._rows).__name__} takes one worker at most: it deals its rows to the "
+                "workers of a DataLoader by itself, so most would be trained by nobody. Give num_workers=1"
+            )
+        rank, ranks = self._ranks.settle()
+        slots, slot = ranks * workers, rank * workers + number
         first = self._next
         for index, row in enumerate(self._rows):
             turn, shard = divmod(index, SHARDS)

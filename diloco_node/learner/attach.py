@@ -439,7 +439,6 @@ class Diloco:
     def _join(self) -> None:
         self._tensors.check_known(self._ranks.all_bytes)
         socket, memory = os.environ.get("DILOCO_SOCKET", ""), os.environ.get("DILOCO_SUPERVISOR", "")
-        HERE.clear()
         if not self._ranks.have_daemon(socket):
             if self._ranks.is_first:
                 warnings.warn(
@@ -449,6 +448,7 @@ class Diloco:
                 )
             return
         self._place.take()
+        HERE.clear()
         die_with_supervisor()
         self._terminate.install()
         description = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)

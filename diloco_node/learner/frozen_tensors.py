@@ -69,7 +69,7 @@ def _constants(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
 
 def _is_empty(tensor: Tensor) -> bool:
     """Whether there are no values (yet)."""
-    return tensor.is_meta or not tensor.numel()
+    return tensor.is_meta or nn.parameter.is_lazy(tensor) or tensor.is_nested or not tensor.numel()
 
 
 def _statistics(module: nn.Module) -> list[Tensor]:
@@ -92,7 +92,11 @@ def _row(tensor: Tensor) -> tuple[str, list[int], list[list[int]], list[float]]:
         return kind, shape, full_box, [nan, nan]
     if not boxes:
         return kind, shape, [full_box[0], [0] * len(shape)], [0.0, 0.0]
-    return kind, shape, [list(boxes[0].offsets), list(boxes[0].sizes)], _figures(values, boxes[0].offsets)
+    try:
+        figures = _figures(values, boxes[0].offsets)
+    except RuntimeError:  # a type with which torch can't compute: codes of four bits, say
+        figures = [nan, nan]
+    return kind, shape, [list(boxes[0].offsets), list(boxes[0].sizes)], figures
 
 
 def _figures(values: Tensor, offsets: tuple[int, ...]) -> list[float]:

@@ -249,8 +249,8 @@ class ModelWatch:
         # The same tensors may be set again, as sharding does around a forward pass.
         check_not_replaced(self._tensors)
         present = self._tensors.present()
-        own_names = [name for name, tensor in self._present.items() if tensor in self._names]
-        if strays := [name for name in own_names if present.get(name) is not self._present[name]]:
+        own_names = [name for name in present if self._present.get(name) in self._names]
+        if strays := [name for name in own_names if present[name] is not self._present[name]]:
             raise LearnerError(
                 f"{strays[0]!r} was tied to {self._names[self._present[strays[0]]]!r} at attach(), and is another "
                 f"tensor now: this region would have it alone. {REMEDY}"

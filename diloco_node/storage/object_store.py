@@ -93,7 +93,12 @@ def open_objects(place: str | Path) -> Objects:
         return FolderObjects(folder)
     url = str(place)
     address = urlsplit(url)
-    if address.scheme not in CREDENTIALS or not address.netloc:
+    if "@" in address.netloc or address.query:
+        keys = CREDENTIALS.get(address.scheme, "the variables of that store")
+        raise ConfigError(
+            f"{address.scheme}://: secrets in a URL would stand in messages: leave them out, and set {keys}"
+        )
+    if address.scheme not in CREDENTIALS or not address.netloc or not url.startswith(f"{address.scheme}://"):
         raise ConfigError(f"{url} names no store: give s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER")
     if importlib.util.find_spec("obstore") is None:
         raise ConfigError(f"{url} needs obstore: pip install 'diloco-node[store]'")

@@ -17,7 +17,7 @@ from typing import Final
 
 from cryptography import x509
 
-from diloco_node.errors import IdentityError, LinkLost
+from diloco_node.errors import IdentityError, LinkLost, PeerCertificateRefused
 from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.certificates import NODE_CERT, NODE_KEY, Identity, names_of
 from diloco_node.transport.streams import DialedStream, Metadata, dial
@@ -61,7 +61,7 @@ def region_at(folder: Path, identity: Identity, address: str, *, timeout_s: floa
     Args:
         folder: the certificate files that `identity` was read from.
 
-    Raises LinkLost: nobody listens there, or no region of this run.
+    Raises LinkLost: nobody listens there, or no region. PeerCertificateRefused: a region by another authority.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the name in the certificate is what is asked for
@@ -77,7 +77,7 @@ def region_at(folder: Path, identity: Identity, address: str, *, timeout_s: floa
             encoding, own_host = tls.getpeercert(binary_form=True), str(tls.getsockname()[0])
         region, _ = names_of(x509.load_der_x509_certificate(encoding or b""), address)
     except ssl.SSLCertVerificationError as error:
-        raise LinkLost(
+        raise PeerCertificateRefused(
             f"the certificate there is of another authority than that of run {identity.run_id}, or has ended "
             f"({error.verify_message}): give the address of one of its regions, or take the folder of that other run"
         ) from None

@@ -82,7 +82,7 @@ class PeerLinks:
         had_address = link is not None and link.address is not None
         if link is None:
             link = self.links[peer] = PeerLink(peer, address, self._env, seed=self._seed * 1000 + len(self.links))
-        link.address = address
+        link.address, link.is_former = address, peer in self.former
         if address is not None:
             spawn(self._assign(peer, address), f"address of {peer}")
         if address is not None and not had_address:

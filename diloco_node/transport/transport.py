@@ -70,6 +70,9 @@ GIVE_WAY_S: Final = 2.0
 HANDSHAKES_MAX: Final = 32
 """Accepted calls that have not said hello yet."""
 
+STRANGERS_MAX: Final = 4
+"""With so many, one of a region that is no member has no turn: it may be about to join, or a thief."""
+
 REJECTIONS_MAX: Final = 1024
 """Different (peer, reason) that are counted; names come from certificates of the run, so this is never reached."""
 
@@ -422,8 +425,8 @@ class GrpcTransport:
         stream.certificate = self.credentials.take(peer_caller.region, peer_caller.certificate)
         if why := self.quarantine_reason(peer_caller.region):
             raise LinkLost(f"{peer_caller.region} is {why} by {self._hello.region}; its operator can lift that")
-        if self._handshakes >= HANDSHAKES_MAX:
-            raise LinkLost(f"{HANDSHAKES_MAX} calls wait for a hello already")
+        if self._handshakes >= (STRANGERS_MAX if link is None else HANDSHAKES_MAX):
+            raise LinkLost(f"{self._handshakes} calls wait for a hello already")
         self._handshakes += 1
         try:
             async with asyncio.timeout(self._times.hello_s):

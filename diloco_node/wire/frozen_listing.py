@@ -99,7 +99,10 @@ def frozen_difference(own_listing: bytes, first_listing: bytes, regions: Sequenc
     if not own_listing:
         return ""
     (own_index, here), (index, there) = _unpack(own_listing), _unpack(first_listing)
-    if own_index < 0 or (here and index not in range(len(regions))):
+    is_founder = index in range(len(regions))
+    if own_index >= 0 and not here and not is_founder:
+        return ""  # nothing here could differ
+    if own_index < 0 or not is_founder:
         return (
             "frozen tensors are not compared with those of other regions: there are too many, or the run began without "
             "a listing. Have all scripts load the same"
@@ -108,7 +111,8 @@ def frozen_difference(own_listing: bytes, first_listing: bytes, regions: Sequenc
     here, there = _comparable(here, there, code_layers), _comparable(there, here, code_layers)
     pairs = [(here[name], there[name]) for name in here if name in there and here[name].shape == there[name].shape]
     outliers = [own.name for own, first in pairs if own.is_far_from(first)]
-    singles = [name for name in {**here, **there} if name not in {own.name for own, _ in pairs}]
+    names_of_pairs = {own.name for own, _ in pairs}
+    singles = [name for name in {**here, **there} if name not in names_of_pairs]
     kinds = [f"{own.name} ({own.kind} here, {first.kind} there)" for own, first in pairs if own.kind != first.kind]
     clauses = [
         *_clause(outliers, "{} hold other values"),
@@ -150,6 +154,8 @@ def _unpack(listing: bytes) -> tuple[int, dict[str, FrozenTensor]]:
             FrozenTensor(str(name), str(kind), tuple(map(int, shape)), float(projection), float(norm))
             for name, kind, shape, projection, norm in rows
         ]
+        if type(index) is not int:
+            return -1, {}
     except (ValueError, TypeError, OverflowError, RecursionError, zlib.error):
         return -1, {}
-    return int(index), {tensor.name: tensor for tensor in tensors}
+    return index, {tensor.name: tensor for tensor in tensors}

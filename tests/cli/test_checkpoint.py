@@ -266,6 +266,10 @@ def test_a_store_that_refuses_is_named_with_what_helps(
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", nobody)
     assert "no credentials: the environment gives AWS_ACCESS_KEY_ID" in refusal(bucket)
     for url, phrase in (
+        ("S3://bucket/run", "names no store"),
+        ("s3:bucket/run", "names no store"),
+        ("s3://key:secret@bucket/run", "secrets in a URL would stand in messages"),
+        ("az://bucket/run?sig=secret", "secrets in a URL would stand in messages"),
         ("ftp://host/run", "names no store: give s3://BUCKET/PREFIX"),
         ("s3:///run", "names no store"),
         ("file://host/run", "names no store"),
@@ -309,7 +313,22 @@ def test_export_takes_copies_and_gives_both_formats_also_to_a_bucket(
     assert is_equal(load_file(tmp_path / "model.safetensors"), expected)
     code, text = told(*words)
     assert (code, "is there and not empty: give another URL, or add --force" in text) == (2, True)
+    # A cut in the middle, beside objects of others: --force replaces what was sent, and nothing else.
+    objects.write("others/model.bin", [b"theirs"])
+    with pytest.MonkeyPatch.context() as patch:
+        write = object_store.BucketObjects.write
+
+        def cut(self: object_store.BucketObjects, key: str, chunks: Any) -> None:
+            if key == "model.safetensors":
+                raise StoreRefused("the network went away")
+            write(self, key, chunks)
+
+        patch.setattr(object_store.BucketObjects, "write", cut)
+        assert told(*words, "--force")[0] != 0
+    assert "export.json" not in objects.sizes()
+    assert told(*words)[0] == 2
     assert told(*words, "--force")[0] == 0
+    assert objects.sizes().keys() == document["files"].keys() | {"export.json", "others/model.bin"}
     code, text = told("export", run / "a", bucket, "--format", "dcp", "--force")
     assert (code, "has no export.json: --force replaces earlier exports only" in text) == (2, True)
     assert told("checkpoint", "verify", bucket)[0] == 0

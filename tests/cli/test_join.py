@@ -138,6 +138,29 @@ async def test_settings_that_can_not_be_are_refused(mesh: Mesh, settings: tuple[
     assert run_toml() == ""
 
 
+async def test_what_is_of_use_to_that_member_alone_is_not_taken_over(
+    mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = '{learning_rate = 0.01, push_to_hub = true, output_dir = "/", optim = ["x"], bf16 = true}'
+    shown = (*SETTINGS, 'model.hf="org/name"', f"model.hf_args={arguments}")
+    await joined(await member(mesh, lambda: run_of("a", "b", "d", settings=shown)))
+    assert load(Path("run.toml")).model.hf_args == {"learning_rate": 0.01, "bf16": True}
+    assert "model.hf_args of a is taken without optim, output_dir, push_to_hub" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["model.ranks=64", "model.threads=64", 'model.shard="fsdp"'])
+async def test_what_each_machine_has_of_its_own_is_refused(mesh: Mesh, setting: str) -> None:
+    place = await member(mesh, lambda: run_of("a", "b", "d", settings=(*SETTINGS, setting)))
+    with pytest.raises(ConfigError, match="which is no setting that regions share"):
+        await joined(place)
+
+
+async def test_a_folder_of_the_member_is_asked_for_here(mesh: Mesh) -> None:
+    place = await member(mesh, lambda: run_of("a", "b", "d", settings=(*SETTINGS, 'model.hf="/models/llama"')))
+    with pytest.raises(ConfigError, match=r"model\.hf is a folder of a: bring it here, and add --set model\.hf=FOLDER"):
+        await joined(place)
+
+
 async def test_each_wrong_way_is_one_line(mesh: Mesh, tmp_path: Path) -> None:
     place = await member(mesh, lambda: run_of("a", "b", "d"))
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from diloco_node.core.ledger.disks import expulsion_fault
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.operator_orders import EntryOrdered
-from diloco_node.core.types import EXPELLED, DiskNamedBody, RevokedBody, RoundBody
+from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, RevokedBody, RoundBody
+from tests.kit.ledger_kit import disk_of
 from tests.kit.small_world import Small
 
 
@@ -90,6 +92,12 @@ def test_the_arithmetic_counts_who_votes() -> None:
     assert expulsion_fault(disks, "d") == ""
     assert expulsion_fault(disks, "c") == "3 of 5 regions must vote; without c only 2 can: a, b"
     assert expulsion_fault(disks, "d", alive={"a", "b"}) == "3 of 5 regions must vote; without d only 2 can: a, b"
+    evicted = Roster.of_voters("abcd", {name: EVICTED if name == "d" else disk_of(name) for name in "abcd"})
+    assert evicted.voters == ("a", "b", "c")
+    assert expulsion_fault(evicted.disks_without("d"), "d") == ""
+    # Of three voters two would do; expelled, d counts again, and is one of four.
+    with_c_away = expulsion_fault(evicted.disks_without("d"), "d", alive={"a", "b"})
+    assert with_c_away == "3 of 4 regions must vote; without d only 2 can: a, b"
     assert expulsion_fault({}, "d") == "1 of 0 regions must vote; without d only 0 can: "
 
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, FinishedBody, GenesisBody, LeaderBody
+from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, FinishedBody, GenesisBody, LeaderBody, SnapshotBody
 from diloco_node.daemon.lone_region import TERMS_AHEAD, go_on_alone, look_alone
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.errors import ConfigError, StorageError
@@ -24,12 +25,16 @@ FRAGMENTS = len(MANIFEST.fragments)
 TERM = 7
 
 
-def begin(folder: Path, bodies: Sequence[EntryBody] = (), *, is_own: bool = True) -> None:
-    """Leave the folder of region b with a ledger of these entries; `is_own`: which names this folder."""
+def begin(folder: Path, bodies: Sequence[EntryBody] = (), *, is_own: bool = True, has_states: bool = True) -> None:
+    """Leave the folder of region b with a ledger of these entries; `is_own`: which names this folder. `has_states`:
+    parameters to begin with are there."""
     folder.mkdir()
     save_manifest(folder, MANIFEST)
     with closing(RegionStore(folder)) as store:
         store.load(FRAGMENTS)
+        for fragment in range(FRAGMENTS) if has_states else ():
+            theta = np.zeros(MANIFEST.fragments[fragment].size, np.float32)
+            store.store_state(fragment, 0, theta, theta, bytes(32))
         disks = tuple(store.disk if name == "b" and is_own else disk_of(name) for name in REGIONS)
         genesis = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, (bytes(32),) * FRAGMENTS, disks)
         entries = list[Entry]()
@@ -94,6 +99,15 @@ def test_a_folder_with_which_it_can_not_is_left_as_it_is(
     with pytest.raises(ConfigError, match=words):
         go_on_alone(tmp_path / "b", "b", "run", sign)
     assert {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir() if path.is_file()} == before
+
+
+def test_a_folder_without_the_parameters_or_with_others_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path / "empty", has_states=False)
+    with pytest.raises(ConfigError, match="lacks the state of fragment 0 at version 0 or later, and nobody is left"):
+        go_on_alone(tmp_path / "empty", "b", "run", sign)
+    begin(tmp_path / "other", [SnapshotBody(1, 0, b"1" * 32)])
+    with pytest.raises(ConfigError, match="fragment 1: at version 0 the ledger names other bytes"):
+        go_on_alone(tmp_path / "other", "b", "run", sign)
 
 
 def test_a_folder_before_the_run_in_use_or_damaged_is_refused(tmp_path: Path) -> None:

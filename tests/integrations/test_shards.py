@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import diloco_node
 from diloco_node.core.merge.data_shards import SHARDS, region_shards, shard_owners
@@ -251,3 +252,38 @@ def test_alone_all_shards_are_ones_own(monkeypatch: pytest.MonkeyPatch):
         assert diloco.shards == tuple(range(SHARDS))
     assert sorted(ShardSampler(100)) == list(range(100))
     assert torch.equal(HERE.flags, torch.full((SHARDS,), 2, dtype=torch.uint8))
+
+
+def test_a_loader_made_before_the_process_group_takes_its_rank_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, stream = ShardLoader(Numbers(4096), batch_size=4), ShardStream(range(4096))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rows in (loader, stream):
+        with pytest.raises(LearnerError, match="call init_process_group before the first row"):
+            next(iter(rows))
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        other = ShardLoader(Numbers(4096), batch_size=4, rank=0, ranks=2)
+        assert not set(take(loader, 50)) & set(take(other, 50))
+        assert len(loader) == len(other) == 512
+        assert not set(itertools.islice(stream, 50)) & set(
+            itertools.islice(ShardStream(range(4096), rank=0, ranks=2), 50)
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class SplitBetweenWorkers(IterableDataset[int]):
+    """As `datasets` does it: each worker of a loader gets some of the rows."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(worker.id, 400, worker.num_workers) if worker is not None else range(400))
+
+
+def test_a_stream_that_splits_itself_between_workers_loses_no_row_in_silence() -> None:
+    for workers in (0, 1):
+        loader = DataLoader(ShardStream(SplitBetweenWorkers()), batch_size=None, num_workers=workers)
+        assert sorted(map(int, loader)) == list(range(400))
+    loader = DataLoader(ShardStream(SplitBetweenWorkers()), batch_size=None, num_workers=2)
+    with pytest.raises(LearnerError, match=r"most would be trained by nobody\. Give num_workers=1"):
+        list(loader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,10 @@ class Mesh:
     def identity(self, region: str, run: str = "run") -> Identity:
         return load_identity(self.folder / run / region)
 
-    async def start(self, region: str, peers: dict[str, str | None], **changes: Any) -> tuple[GrpcTransport, Recorder]:
+    async def start(
+        self, region: str, peers: dict[str, str | None], *, former: Collection[str] = (), **changes: Any
+    ) -> tuple[GrpcTransport, Recorder]:
+        """Start the transport of a region. `former`: of its peers, those that its ledger names as removed."""
         handler = Recorder()
         options: dict[str, Any] = {
             "region": region,
@@ -103,6 +106,8 @@ class Mesh:
             **changes,
         }
         transport = GrpcTransport(**options)
+        if former:
+            transport.follow(peers, former)
         await transport.start()
         self.running.append(transport)
         return transport, handler

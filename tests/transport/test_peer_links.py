@@ -24,6 +24,14 @@ async def test_a_peer_that_comes_is_linked_counted_and_shares_the_budget(tmp_pat
         assert sorted(a.budget_status()["peers"]) == ["b", "c"], "it was added again"
 
 
+async def test_a_peer_that_was_removed_before_the_start_gets_no_lasting_link(tmp_path: Path) -> None:
+    async with meshed(tmp_path) as mesh:
+        a, _ = await mesh.start("a", {"b": None}, former={"b"})
+        assert a.links["b"].is_former
+        a.follow({"b": None})
+        assert not a.links["b"].is_former
+
+
 async def test_a_peer_that_was_not_dialed_is_when_its_address_is_known(tmp_path: Path) -> None:
     async with meshed(tmp_path) as mesh:
         b, _ = await mesh.start("b", {"a": None})

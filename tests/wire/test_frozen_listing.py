@@ -121,3 +121,12 @@ def test_names_of_another_region_are_escaped_and_cut() -> None:
     text = frozen_difference(pack_frozen(1, []), listing, REGIONS)
     assert "\x1b" not in text
     assert len(text) < 700
+
+
+@pytest.mark.parametrize(
+    "content", [["x", []], [None, []], [1e999, []], [True, []], [99, [["b", "float32", [2], 1, 1]]], [-5, []], [0]]
+)
+def test_a_listing_in_the_ledger_may_be_anything(content: object) -> None:
+    listing = zlib.compress(json.dumps(content).encode())
+    assert "are not compared" in frozen_difference(pack_frozen(1, BASE), listing, REGIONS)
+    assert frozen_difference(pack_frozen(1, []), listing, REGIONS) == ""

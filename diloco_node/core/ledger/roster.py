@@ -123,6 +123,11 @@ class Roster:
         """Per voter the folder that the log names."""
         return {name: self.disks[name] for name in self.voters}
 
+    def disks_without(self, region: str) -> dict[str, bytes]:
+        """Per voter the folder once this region is expelled: its vote counts for the majority then, and can't come."""
+        lost = {region: NO_DISK} if self.kind_of(region) is MemberKind.VOTER else {}
+        return self.voter_disks | lost
+
     def kind_of(self, region: str) -> MemberKind:
         """The kind of a region now; FORMER also for one that never was a member."""
         line = self.memberships.get(region)

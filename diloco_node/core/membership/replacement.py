@@ -124,7 +124,8 @@ class DiskReplacement:
             return "another change of the regions is not committed yet: try again"
         if isinstance(body, MembershipBody):
             return self._roster_fault(disks.roster.changed(body))
-        voters = disks.roster.voter_disks
+        roster = disks.roster
+        voters = roster.disks_without(body.region) if isinstance(body, DiskNamedBody) else roster.voter_disks
         fault = expulsion_fault(voters, body.region, {ledger.leader, *alive}) if order.is_cut_off else ""
         return fault and f"{fault}{_renewal(body.region) * isinstance(body, RevokedBody)}"
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from diloco_node.core.bounds import INCARNATION_MAX
 from diloco_node.core.ledger.account import Account
-from diloco_node.core.ledger.summary import RunSummary
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.ledger.summary import RunSummary, summed_roster
 from diloco_node.core.recovery.replay_plan import FragmentReplay, digests_of, rounds_of
 from diloco_node.core.rounds.progress import lower_median
 from diloco_node.core.types import Entry, GenesisBody, RoundBody
@@ -50,15 +51,16 @@ def past_versions(
     else:
         account.restore(summary, base_index)
         versions = list(summary.versions)
-    number = min(versions)
+    number, roster = min(versions), Roster({}) if summary is None else summed_roster(summary)
     for entry in entries:
+        roster = roster.after(entry)
         account.take(entry)
         account.settle(entry.index)
         if isinstance(entry.body, RoundBody):
             versions[entry.body.fragment] = entry.body.version
             if min(versions) > number:
                 number = min(versions)
-                steps = [account.steps_before(name, INCARNATION_MAX + 1) for name in genesis.regions]
+                steps = [account.steps_before(name, INCARNATION_MAX + 1) for name in roster.names]
                 # The run never goes back, also where a learner joins late.
                 step = max(lower_median([count for count in steps if count]), past[-1].step if past else 0)
                 past.append(PastVersion(number, tuple(versions), step, account.merged_tokens(fragments)))

@@ -315,7 +315,7 @@ class EntryCheck:
         roster = self._facts.roster
         disk = roster.disks.get(body.region, b"")
         if body.disk == EXPELLED != disk:
-            return self._region_fault(body.region) or expulsion_fault(roster.voter_disks, body.region)
+            return self._region_fault(body.region) or expulsion_fault(roster.disks_without(body.region), body.region)
         if body.disk == EVICTED:
             return self._region_fault(body.region) or roster.eviction_fault(body.region)
         disk = b"" if disk == EVICTED else disk

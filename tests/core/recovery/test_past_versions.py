@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.recovery.past_versions import ReachableVersions, past_versions
 from diloco_node.core.types import (
     Ballot,
@@ -48,6 +49,14 @@ def runs(draw: st.DrawFn) -> tuple[list[RoundBody], list[tuple[int, int]]]:
         rounds.append(round_of(fragment, versions[fragment], draw(st.sampled_from([("a",), ("a", "b")]))))
         course.append((versions[0], versions[1]))
     return rounds, course
+
+
+def test_the_step_of_a_version_is_that_of_the_members_of_its_day() -> None:
+    rounds = [round_of(fragment, version, ("a", "b")) for version in (1, 2) for fragment in (0, 1)]
+    changes = [MembershipBody(name, "contributor") for name in "cd"] + [MembershipBody(name, "former") for name in "ab"]
+    later = [round_of(fragment, version, ("c", "d")) for version in range(3, 9) for fragment in (0, 1)]
+    past = past_versions(GENESIS, None, 0, entries_of(LeaderBody("a"), GENESIS, *rounds, *changes, *later))
+    assert past[2].step < past[-1].step == 8
 
 
 @given(runs())
