@@ -1,4 +1,4 @@
-"""Real regions whose scripts differ in frozen tensors and in wrappers: both train one model, and the base is told."""
+"""Real regions whose scripts differ in all but the tensors' names: one model is trained, and what differs is told."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 torch.set_num_threads(1)
 torch.manual_seed(0)
 base = torch.nn.Linear(32, 32).requires_grad_(False)
+torch.manual_seed(int(sys.argv[1] == "other"))  # as where one script alone loads weights
 adapter = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
 if sys.argv[1] == "other":
     base.weight.data.mul_(1.01)  # another revision of the same base
@@ -42,7 +43,7 @@ with diloco_node.attach(model, optimizer) as diloco:
 """
 
 
-async def test_a_region_with_another_base_and_wrappers_inside_is_told_of_the_base_and_trains_with_the_others(
+async def test_a_region_with_another_base_other_weights_and_wrappers_is_told_and_trains_the_same_model(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "train.py"
@@ -62,6 +63,9 @@ async def test_a_region_with_another_base_and_wrappers_inside_is_told_of_the_bas
         assert "A-BASE-DIFFERS" in {alert.code for alert in find_alerts(statuses[odd])}
         after = await cluster.until_commits(4, why="though the bases differ")
         assert not after[first]["base_difference"], "its own base is the run's"
+        # Whose script does not begin the run hears whose parameters it has now.
+        assert "other parameters than this script's" in (cluster.folder / odd / "logs" / "start.log").read_text()
+        assert "other parameters than" not in (cluster.folder / first / "logs" / "start.log").read_text()
         await cluster.end()
         cluster.check_equal()
         names = set(load_file(cluster.folder / odd / "final.safetensors"))
