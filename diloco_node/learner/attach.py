@@ -237,9 +237,9 @@ class Diloco:
 
         Raises:
             LearnerError: parameters are not finite, the optimizer undid a version (see `masters`), a newer learner
-                process has taken this one's place, or the tokens are no number or negative. Loss or gradient norm were
-                not finite several times in a row, or far outside of their range and `on_spike` is `rollback`: the next
-                start takes the merged parameters.
+                process has taken this one's place, tokens are no whole number, or loss or norm no number. Loss or norm
+                were not finite several times in a row, or far outside of their range and `on_spike` is `rollback`: the
+                next start takes the merged parameters.
         """
         started_ns = time.perf_counter_ns()
         if self._auto_step is not None and not self._auto_step.is_stepping:

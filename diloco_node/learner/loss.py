@@ -35,14 +35,14 @@ class LateLoss:
         """A step has this one; of several values the mean. It waits behind a loss still on its way from a device.
 
         Raises:
-            LearnerError: this rank has only a part of it.
+            LearnerError: it is no number, or this rank has only a part of it.
         """
         if loss is None:
             return
         if isinstance(loss, Tensor):
             loss = _scalar(loss, f"step({self._name}=...)")
         if not isinstance(loss, Tensor) or not has_streams(loss.device):
-            self._take(float(loss))
+            self._take(_number(loss, "step", self._name))
         elif self._event is None:
             if self._host is None:
                 self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
@@ -97,7 +97,7 @@ class HeldOutLosses:
             LearnerError: one is no number, or this rank has only a part of it.
         """
         values = {
-            name: _number(loss, name)
+            name: _number(loss, "evaluated", name)
             for name, loss in (("val_loss", val_loss), ("val_loss_global", val_loss_global))
             if loss is not None
         }
@@ -112,11 +112,12 @@ class HeldOutLosses:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def _number(loss: Tensor | float, name: str) -> float:
+def _number(loss: Tensor | float, call: str, name: str) -> float:
+    scalar = _scalar(loss, f"{call}({name}=...)") if isinstance(loss, Tensor) else loss
     try:
-        return float(_scalar(loss, f"evaluated({name}=...)") if isinstance(loss, Tensor) else loss)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise LearnerError(f"evaluated({name}={loss!r:.80}) is no number: give a float or a tensor") from error
+        return float(scalar)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise LearnerError(f"{call}({name}={loss!r:.80}) is no number: give a float or a tensor") from error
 
 
 def _scalar(loss: Tensor, call: str) -> Tensor:
@@ -132,7 +133,7 @@ def _scalar(loss: Tensor, call: str) -> Tensor:
             f"give {argument}.full_tensor(), called on all ranks"
         )
     plain = local_part(loss)
-    return plain.float().mean() if plain.dim() else plain
+    return plain.float().mean() if plain.dim() and not plain.is_complex() else plain
 
 
 def finite(value: float | None) -> float | None:

@@ -14,6 +14,7 @@ stands, so versions are half undone. A copy is a state that looks like its param
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -168,6 +169,8 @@ class ModelWatch:
         # by this learner, and its values then.
         self._still_steps: int | None = 0
         self._counts, self._standing = self._counts_now(), self._written
+        # Steps that the loop told; those that optimizers had made by the last multiple of STILL_STEPS of them.
+        self._told_steps = self._made_steps = 0
         # Those that this learner had written when it was asked last; -1: it was not.
         self._versions = -1
         # Once True nothing more is said of writes.
@@ -196,6 +199,7 @@ class ModelWatch:
         """
         self._check_model()
         self._check_still()
+        self._count_told()
         for record in self._optimizers.values():
             if record is not None and not record.is_stepping:
                 self._check_writes(record)
@@ -276,6 +280,19 @@ class ModelWatch:
                     "was written to: the loop trains another model, such as a copy. Give attach() that one"
                 )
 
+    def _count_told(self) -> None:
+        """Notice a step told for each micro-batch, after the first: a captured loop makes few, a scaler skips some."""
+        self._told_steps += 1
+        if self._told_steps % STILL_STEPS:
+            return
+        before, self._made_steps = self._made_steps, sum(r.steps for r in self._optimizers.values() if r is not None)
+        if self._told_steps > STILL_STEPS and 0 < 2 * (made := self._made_steps - before) <= STILL_STEPS:
+            self._told_steps = -sys.maxsize  # never again
+            self._warn(
+                f"{STILL_STEPS} steps were told in which the optimizer made {made}: the run counts too many. Call "
+                "step() once for each optimizer.step(), with the tokens of all its micro-batches"
+            )
+
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or is_capturing():
             return
@@ -334,6 +351,7 @@ class ModelWatch:
         own_names = {parameter: name for name, parameter in self._tensors.present().items()}
         strangers = [parameter for parameter in parameters if parameter in own_names.keys() - self._names.keys()]
         if alone := [own_names[parameter] for parameter in strangers if parameter.requires_grad]:
+            check_not_replaced(self._tensors)
             raise LearnerError(
                 f"an optimizer trains {len(alone)} parameters of the model that attach() does not follow, such as "
                 f"{alone[0]!r}: then they were frozen, or absent, or no optimizer that attach() was given held them. "

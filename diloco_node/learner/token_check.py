@@ -20,6 +20,9 @@ STEPS_MIN: Final = 8
 
 RATIO_MAX: Final = 1.5
 
+STEP_TOKENS_MAX: Final = 1 << 40
+"""Tokens of a rank in one step: thousands of times the largest batches. A run could not count many more."""
+
 
 class TokenCount:
     """Token ids in the batches so far.
@@ -82,9 +85,13 @@ def whole_tokens(tokens: Any) -> int:
         LearnerError: it is none.
     """
     try:
-        count = int(tokens)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise LearnerError(f"step(tokens={tokens!r:.80}): give a whole number, for instance batch.numel()") from error
-    if count < 0:
-        raise LearnerError(f"step(tokens={count}): a step can't train less than no token")
+        value = tokens.item() if hasattr(tokens, "item") else tokens  # of a tensor, or of NumPy's
+        count = int(value)
+        is_whole = isinstance(value, int | float) and not isinstance(value, bool) and count == value
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        is_whole = False
+    if not is_whole:
+        raise LearnerError(f"step(tokens={tokens!r:.80}): give a whole number, for instance batch.numel()")
+    if not 0 <= count <= STEP_TOKENS_MAX:
+        raise LearnerError(f"step(tokens={count!r:.80}): a step trains from 0 to {STEP_TOKENS_MAX} tokens")
     return count

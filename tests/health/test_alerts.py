@@ -345,6 +345,19 @@ def test_regions_that_only_start_are_not_down() -> None:
     assert health_of(changed(peers=[EAGER, SOUND["peers"][1]], up_seconds=60.0))["state"] == "healthy"
 
 
+@pytest.mark.parametrize("up_s", [600.0, 3600.0, 86_400.0])
+def test_a_region_that_was_started_long_before_the_others_starts_and_says_whom_to_start(up_s: float) -> None:
+    both = [EAGER, EAGER | {"name": "ap", "address": "ap:1", "error": "nobody listens there (Connection refused)"}]
+    early = changed(peers=both, up_seconds=up_s, versions=[-1, -1], learner=None, reason="the first start needs all")
+    alerts = [alert for alert in find_alerts(early) if alert.code != "A-NO-LEARNER"]
+    assert {alert.code for alert in alerts} == {"A-PEER-DOWN"}, "no majority is lost that never was"
+    assert sorted(alert.command for alert in alerts) == [
+        "diloco-node start --region ap",
+        "diloco-node start --region eu",
+    ]
+    assert health_of(early)["state"] == "starting"
+
+
 @pytest.mark.parametrize(
     ("up_s", "change"),
     [

@@ -357,7 +357,13 @@ def test_tokens_may_be_any_whole_number(folder: Path, tokens: object) -> None:
         assert daemon.wait_for(Done).tokens == 7
 
 
-@pytest.mark.parametrize("tokens", [-1, None, torch.tensor([1, 2]), float("nan")])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        -1, None, torch.tensor([1, 2]), float("nan"), float("inf"), 1.5, np.float32(0.5), torch.tensor(1.5), 1.5 + 0j,
+        True, np.bool_(True), torch.tensor(True), "7", 10**30, torch.tensor(float("nan")),
+    ],
+)  # fmt: skip
 def test_tokens_that_are_no_number_are_refused_in_words(folder: Path, tokens: object) -> None:
     toy = Toy()
     with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
@@ -372,6 +378,21 @@ def test_a_loss_of_several_values_is_reported_as_their_mean(folder: Path, loss: 
     with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
         toy.step(diloco, loss=loss)
         assert daemon.wait_for(Report).loss == 1.5
+
+
+@pytest.mark.parametrize("argument", ["loss", "grad_norm"])
+@pytest.mark.parametrize(
+    "value",
+    ["low", [1.0, 2.0], {"loss": 1.0}, (torch.tensor(1.0),), 1j, torch.tensor([1j, 2j]), np.ones(2), 10**400, object()],
+)
+def test_a_loss_that_is_no_number_is_refused_in_words(folder: Path, argument: str, value: object) -> None:
+    toy = Toy()
+    with (
+        FakeDaemon(folder),
+        diloco_node.attach(toy.model, toy.optimizer) as diloco,
+        pytest.raises(LearnerError, match=rf"step\({argument}=.*\) is no number: give a float or a tensor"),
+    ):
+        diloco.step(tokens=7, **{argument: value})
 
 
 def test_environment_without_supervisor_is_a_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
 from diloco_node.learner.process_signals import LearnerPlace
-from diloco_node.shared_memory import COUNTERS_AREA, request_area
+from diloco_node.shared_memory import COUNTERS_AREA, MemoryStore, request_area
 from diloco_node.storage.trained import AREA_BYTES, read_trained
 from diloco_node.wire.learner_link import (
     Attach,
@@ -504,6 +504,37 @@ def test_a_spawned_worker_that_imports_the_script_is_refused_and_the_learner_goe
         assert process.stdout.split() == ["worker", "1", "steps", "3"]
         assert "attach() was called in a child of the learner" in process.stderr
         assert daemon.incarnation == 1
+
+
+BESIDE = """
+import torch
+import diloco_node
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with diloco_node.attach(model, optimizer) as diloco:
+    for _ in range(3):
+        optimizer.step()
+        diloco.step(tokens=1)
+"""
+
+
+@pytest.mark.e2e
+def test_a_learner_of_a_second_run_on_this_machine_leaves_the_first_alone(folder: Path) -> None:
+    beside = folder / "beside"
+    beside.mkdir()
+    # As from another shell.
+    environment = {name: value for name, value in os.environ.items() if name != "DILOCO_LEARNER_PID"}
+    environment |= {"DILOCO_SOCKET": str(beside / "learner.sock"), "DILOCO_SUPERVISOR": str(beside / "memory.sock")}
+    toy = Toy()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        with MemoryStore(beside / "memory.sock"), FakeDaemon(beside) as second:
+            subprocess.run([sys.executable, "-c", BESIDE], env=environment, timeout=PATIENCE_S, check=True)
+            assert second.wait_for(Done).step == 3
+        toy.step(diloco)
+        diloco.checkpoint()
+        assert (daemon.incarnation, daemon.detached) == (1, [])
+        assert len(list((folder / "learner" / "checkpoints").iterdir())) == 1
 
 
 def test_a_second_attach_in_a_process_is_refused_until_the_first_has_left(folder: Path) -> None:

@@ -17,7 +17,7 @@ from diloco_node.learner.attach import attach
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded
 from diloco_node.learner.loop_state import LoopState
-from diloco_node.learner.model_watch import check_not_replaced
+from diloco_node.learner.model_watch import ModelWatch, check_not_replaced
 from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
 
 RANKS, RANK = 4, 3
@@ -220,6 +220,20 @@ def test_a_model_that_is_sharded_after_it_was_attached() -> None:
     shard(model)
     with pytest.raises(LearnerError, match="sharded after attach"):
         check_not_replaced(tensors)
+
+
+@pytest.mark.no_device("its mesh is of the CPU")
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_that_keeps_the_parameters_and_cuts_them_after_attach_is_named() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = build()
+    watch = ModelWatch(ModelTensors(model), print)
+    watch.check()
+    FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(LearnerError, match=r"'0\.weight' is torch\.float32 of shape \(.*\) now, at attach\(\) it was"):
+        watch.check()
+    watch.close()
 
 
 @pytest.mark.no_device("its mesh is of the CPU")

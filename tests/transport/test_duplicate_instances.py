@@ -12,6 +12,7 @@ import pytest
 
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import SupersededError
+from diloco_node.transport import transport as transport_module
 from diloco_node.transport.authority import init_run
 from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.peer_session import LinkTimes, Session
@@ -153,6 +154,32 @@ async def test_a_process_that_started_earlier_by_its_clock_links_when_the_other_
     assert a.transport.rejections == {}
     dialing.cancel()
     await asyncio.gather(dialing, return_exceptions=True)
+
+
+@pytest.mark.parametrize("ahead_s", [3600, -3600, 86_400 * 365])
+async def test_clocks_an_hour_apart_keep_no_link_down_and_make_no_restart_a_duplicate(
+    run: Run, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    offset_ns = 0
+
+    def instance_id(now_ns: int) -> bytes:
+        return new_instance_id(now_ns + offset_ns)
+
+    monkeypatch.setattr(transport_module, "new_instance_id", instance_id)
+    a = await run.start("a", {"b": None, "c": None})
+    offset_ns = ahead_s * 10**9
+    b = await run.start("b", {"a": at(a), "c": None})
+    offset_ns = 0
+    c = await run.start("c", {"a": at(a), "b": at(b)})
+    for process, peers in ((a, "bc"), (b, "ac"), (c, "ab")):
+        await process.until(lambda process=process, peers=peers: process.up == dict.fromkeys(peers, True))
+    await b.transport.stop()
+    offset_ns = -ahead_s * 10**9  # as where it was set right meanwhile, or the region moved to another machine
+    again = await run.start("b", {"a": at(a), "c": None})
+    c.transport.links["b"].address = at(again)
+    await again.until(lambda: again.up.get("a"))
+    assert a.transport.rejections == {}
+    assert again.superseded == []
 
 
 async def test_one_peer_of_two_is_not_believed_and_both_are_once(tmp_path: Path) -> None:

@@ -1,0 +1,206 @@
+"""Loops that wrap their model after `attach`, and that step once for several micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.learner.model_watch import STILL_STEPS
+from diloco_node.wire.learner_link import Done, OfferApplied, Warned
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import region_folder
+
+pytestmark = pytest.mark.no_device("its ranks are of the CPU")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    """Of one rank."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+
+
+def backward(model: nn.Module, batch: torch.Tensor) -> None:
+    model(batch).square().mean().backward()
+
+
+def end_step(diloco: diloco_node.Diloco, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    diloco.step(tokens=4)
+
+
+def warnings_of(daemon: FakeDaemon) -> list[str]:
+    return [message.text for message in list(daemon.said) if isinstance(message, Warned)]
+
+
+def fully_sharded(model: nn.Module) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def block_sharded(model: nn.Module) -> Any:
+    fully_sharded(model[1])  # type: ignore[index]
+    return model
+
+
+def flat(model: nn.Module, *, use_orig_params: bool = False) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_new_optimizer", [False, True])
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (fully_sharded, r"was sharded after attach\(\)"),
+        (block_sharded, r"was sharded after attach\(\)"),
+        (flat, r"is not in the model any more as at attach\(\)"),
+    ],
+    ids=["FSDP2", "FSDP2 of a block", "FSDP1"],
+)
+def test_a_model_that_is_sharded_after_attach_is_named_at_the_next_step(
+    folder: Path, wrap: Callable[[nn.Module], Any], words: str, is_training: bool, has_new_optimizer: bool
+) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        if is_training:
+            backward(model, torch.randn(4, 6))
+            optimizer.step()
+            diloco.step(tokens=4)
+        wrapped = wrap(model)
+        backward(wrapped, torch.randn(4, 6))
+        with pytest.raises(LearnerError, match=rf"parameter '[01]\.weight' {words}"):
+            end_step(diloco, torch.optim.AdamW(wrapped.parameters(), lr=0.01) if has_new_optimizer else optimizer)
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        DistributedDataParallel,
+        nn.DataParallel,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: flat(model, use_orig_params=True),  # of one rank these are the whole tensors
+    ],
+    ids=["DDP", "DP", "compile", "FSDP1 of one rank"],
+)
+def test_a_wrapper_that_keeps_the_parameters_may_come_after_attach(
+    folder: Path, wrap: Callable[[nn.Module], Any], is_training: bool
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        loop = model if is_training else wrap(model)
+        for step in range(4):
+            if step == 2 and is_training:
+                loop = wrap(model)
+            optimizer.zero_grad()
+            backward(loop, torch.randn(4, 6))
+            optimizer.step()
+            diloco.step(tokens=4)
+        daemon.commit(0, daemon.theta[0] + 1, -1)
+        while not any(isinstance(message, OfferApplied) and message.version == 1 for message in list(daemon.said)):
+            diloco.settle(0.01)
+        assert set(diloco.global_state_dict()) == set(model.state_dict())
+        assert warnings_of(daemon) == []
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("step", ["call", "auto"])
+@pytest.mark.parametrize("is_wrapped_first", [False, True])
+def test_micro_batches_without_synchronisation_are_one_step(folder: Path, step: Any, is_wrapped_first: bool) -> None:
+    batches = [torch.randn(4, 6) for _ in range(12)]
+    plain, expected = net(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for number, batch in enumerate(batches):
+        backward(plain, batch)
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = [parameter.detach().clone() for parameter in plain.parameters()]
+
+    model = net()
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    attached = replica if is_wrapped_first else model
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(attached, optimizer, step=step, checkpoint_every_s=0) as diloco:
+            for number, batch in enumerate(batches):
+                is_last = number % 4 == 3
+                with contextlib.nullcontext() if is_last else replica.no_sync():
+                    backward(replica, batch)
+                if is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if step == "call":
+                        diloco.step(tokens=16)
+            assert diloco.steps == 3
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+        done = daemon.wait_for(Done)
+        assert (done.step, done.tokens) == (3, 48)
+        assert warnings_of(daemon) == []
+
+
+def accumulate(folder: Path, per_update: int, told_per_update: int, updates: int) -> list[str]:
+    """What a loop hears that makes `per_update` micro-batches for each step of its optimizer."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, optimizer, checkpoint_every_s=0) as diloco:
+            for _ in range(updates):
+                for micro_batch in range(per_update):
+                    backward(model, torch.randn(4, 6))
+                    if micro_batch == per_update - 1:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if micro_batch >= per_update - told_per_update:
+                        diloco.step(tokens=4)
+        daemon.wait_for(Done)
+        return warnings_of(daemon)
+
+
+@pytest.mark.parametrize("per_update", [2, 3, 8])
+def test_a_step_that_is_told_for_each_micro_batch_is_named_once(folder: Path, per_update: int) -> None:
+    (text,) = accumulate(folder, per_update, per_update, 3 * STILL_STEPS // per_update)
+    assert re.match(
+        rf"{STILL_STEPS} steps were told in which the optimizer made ({STILL_STEPS // per_update}|22): ", text
+    )
+    assert "Call step() once for each optimizer.step()" in text
+
+
+def test_a_step_that_is_told_for_each_update_is_no_news(folder: Path) -> None:
+    assert accumulate(folder, 3, 1, 2 * STILL_STEPS + 2) == []
