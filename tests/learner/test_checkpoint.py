@@ -82,7 +82,7 @@ def test_restored_optimizer_takes_the_very_same_step(
 ) -> None:
     model, optimizer = trained(optimizer_type, 3, **settings)
     writer = CheckpointWriter(tmp_path)
-    writer.save(progress(3), OptimizerParts(optimizer), {"data": Data(41)})
+    writer.save(progress(3), OptimizerParts(optimizer), {"data": Data(41)}, is_waiting=True)
     writer.wait()
     found = read_newest(tmp_path, DIGEST)
     assert found is not None
@@ -181,7 +181,7 @@ def test_diverged_moments_are_not_kept(tmp_path: Path, caplog: pytest.LogCapture
     next(iter(optimizer.state.values()))["exp_avg"][0] = float("nan")
     writer = CheckpointWriter(tmp_path)
     with caplog.at_level(logging.WARNING):
-        writer.save(progress(1), OptimizerParts(optimizer), {})
+        writer.save(progress(1), OptimizerParts(optimizer), {}, is_waiting=True)
         writer.wait()
     assert "not finite" in caplog.text
     assert list(tmp_path.iterdir()) == []
@@ -243,7 +243,7 @@ def test_state_that_can_not_be_kept_is_named(tmp_path: Path) -> None:
 def test_another_optimizer_is_a_clear_error(tmp_path: Path) -> None:
     _, optimizer = trained(torch.optim.AdamW, 1)
     writer = CheckpointWriter(tmp_path)
-    writer.save(progress(1), OptimizerParts(optimizer), {})
+    writer.save(progress(1), OptimizerParts(optimizer), {}, is_waiting=True)
     writer.wait()
     found = read_newest(tmp_path, DIGEST)
     assert found is not None
@@ -260,7 +260,7 @@ def test_another_class_of_optimizer_is_named_before_it_fails_in_its_first_step(
 ) -> None:
     _, optimizer = trained(before, 1)
     writer = CheckpointWriter(tmp_path)
-    writer.save(progress(1), OptimizerParts(optimizer), {})
+    writer.save(progress(1), OptimizerParts(optimizer), {}, is_waiting=True)
     writer.wait()
     found = read_newest(tmp_path, DIGEST)
     assert found is not None

@@ -132,7 +132,7 @@ def test_a_checkpoint_on_disk_has_it(tmp_path: Path) -> None:
     kept = Loader({0: (torch.tensor([math.nan, 1.0]), b"\0\xff"), 1: None})
     progress = TrainingProgress(manifest_digest="m", incarnation=1, global_step=3, step=3, tokens=9)
     writer = CheckpointWriter(tmp_path)
-    writer.save(progress, None, {"loader": kept})
+    writer.save(progress, None, {"loader": kept}, is_waiting=True)
     kept.state[0][0].zero_()  # goes on meanwhile
     writer.wait()
     found = read_newest(tmp_path, "m")

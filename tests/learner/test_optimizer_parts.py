@@ -24,6 +24,7 @@ def quantized_optimizer() -> Any:
     return optimizer
 
 
+@pytest.mark.no_device("torch without CUDA makes no memory of that type by itself, as a state's copy does")
 def test_moments_of_eight_bits_come_back_in_eight_bits() -> None:
     optimizer, fresh = quantized_optimizer(), quantized_optimizer()
     kept = OptimizerParts(optimizer).keep()

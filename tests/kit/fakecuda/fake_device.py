@@ -167,6 +167,14 @@ def _patch_torch() -> None:
         else:
             resize(storage, size)
 
+    seed = torch.manual_seed
+
+    def seed_after_draws(number: int) -> torch.Generator:
+        for device in range(_loaded().fakecuda_devices()):
+            torch.accelerator.synchronize(device)  # tasks draw when they run, a real device when they are ordered
+        return seed(number)
+
+    torch.manual_seed = seed_after_draws
     torch.UntypedStorage.resize_ = resize_storage  # type: ignore[assignment,method-assign]
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
