@@ -129,7 +129,7 @@ async def test_a_link_that_was_made_with_the_certificate_before_is_made_once_mor
         assert await a.renew(newest) == {}
         assert not a.peer_status()["b"].is_renewed
     await eventually(lambda: certificate_of(b, "a") == newest.certificate.fingerprint)
-    assert a.peer_status()["b"].is_renewed
+    await eventually(lambda: a.peer_status()["b"].is_renewed)
 
 
 async def test_links_with_an_authority_that_is_dropped_are_closed(mesh: Mesh) -> None:
