@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco_node.cli.application import operator_app
+from diloco_node.config.resolve import load_config
 from diloco_node.errors import ConfigError
 from diloco_node.lab.demo.region_processes import order_finish
 from diloco_node.transport.authority import init_run
@@ -173,5 +174,10 @@ async def test_one_region_goes_on_alone_after_the_majority_is_lost(cluster: Clus
     assert "1 voters, 1 must be there: the next failure stops merging" in await members(cluster, survivor, "list")
     await cluster.start(leader)
     await until_ended(cluster, leader, "shows the authority's signature", "ends with 0")
+    cluster.wipe(leader)
+    await order(cluster, survivor, "add", leader, "--address", str(load_config(cluster.config).regions[leader].address))
+    await cluster.start(leader)
+    await cluster.until_merged(leader, why="as a contributor, with an empty folder")
     await order_finish([cluster.regions[survivor]], limit_s=WAIT_S)
-    await until_ended(cluster, survivor)
+    for name in (survivor, leader):
+        await until_ended(cluster, name)
