@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from diloco_node.core.messages import RequestVoteReply
-from tests.kit.transport_kit import address, meshed
+from diloco_node.errors import LinkLost
+from diloco_node.transport.authority import add_regions
+from diloco_node.transport.transport import STRANGERS_MAX
+from diloco_node.wire.envelope import Lane
+from diloco_node.wire.run_shown import RunShown
+from tests.kit.transport_kit import address, connect_as, meshed
+from tests.kit.waiting import eventually
 
 
 async def test_a_peer_that_comes_is_linked_counted_and_shares_the_budget(tmp_path: Path) -> None:
@@ -30,6 +38,21 @@ async def test_a_peer_that_was_removed_before_the_start_gets_no_lasting_link(tmp
         assert a.links["b"].is_former
         a.follow({"b": None})
         assert not a.links["b"].is_former
+
+
+async def test_who_is_no_member_takes_few_of_the_turns_to_say_hello(tmp_path: Path) -> None:
+    async with meshed(tmp_path) as mesh:
+        add_regions(mesh.folder / "run", ["d"])
+        b, at_b = await mesh.start("b", {"a": None}, show_run=lambda: RunShown((), (), "b", 0))
+        calls = [await connect_as(mesh, mesh.identity("d"), b, Lane.CONTROL) for _ in range(STRANGERS_MAX)]
+        await eventually(lambda: b._handshakes == STRANGERS_MAX)
+        late = await connect_as(mesh, mesh.identity("d"), b, Lane.CONTROL)
+        with pytest.raises(LinkLost, match=f"{STRANGERS_MAX} calls wait for a hello already"):
+            await late.read()
+        await mesh.start("a", {"b": address(b)})
+        await at_b.until(lambda: at_b.is_up.get("a"))
+        for call in (*calls, late):
+            await call.aclose()
 
 
 async def test_a_peer_that_was_not_dialed_is_when_its_address_is_known(tmp_path: Path) -> None:
