@@ -2,9 +2,10 @@
 
     python benchmarks/gpu.py [--only bits,waits] [--json] [--size gpt2 | small | 1b] [--encode]
 
-Needs a GPU, numpy, numba, msgpack, safetensors and torch; nothing is installed, and no other part of this package runs.
+Needs a GPU, numpy, numba, msgpack, blake3, safetensors and torch; nothing is installed, and no other part of this
+package runs.
 Each check is a process of its own: one that breaks is a FAIL, and the others go on. Exit code: 0 if nothing failed, 1
-else, 2 without a device. Some four minutes on an H100.
+else, 2 without a device or a package. Some four minutes on an H100.
 
 - `bits`: snapshots, versions and encoded contributions are the CPU's, for float32, bfloat16, float16 and masters,
   encoded by the host and by the device.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -44,6 +46,7 @@ OTHER_SIZE_LIMIT_S: Final = 600.0
 NAMES: Final = ("bits", "waits", "loop", "checkpoint", "graphs", "capture", "ranks", "compiled")
 DRIVER_ALONE: Final = ("graphs", "capture", "compiled")
 NO_DEVICE: Final = 2
+PACKAGES: Final = ("blake3", "msgpack", "numba", "numpy", "safetensors", "torch")
 
 
 def has_device() -> bool:
@@ -99,6 +102,12 @@ def main() -> int:
     if options.child:
         child(options.child, options.size)
         return 0
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"not installed here: {', '.join(missing)}. Nothing is checked: python -m pip install {' '.join(missing)}"
+        )
+        return NO_DEVICE
     if not has_device():
         print("no GPU here that torch can use: nothing is checked")
         return NO_DEVICE

@@ -76,6 +76,7 @@ class _OptimizerRecord:
         largest: place of the largest of them.
         counted_steps: of the optimizer whose steps count, when this one's last step began.
         is_stepping: it is in a step: what it writes was not noted yet.
+        is_captured: a CUDA graph recorded a step of it since its writes were noted.
         sample: of its largest tensor at that time: a load changes all of them.
         before: samples of its tensors before a step after which its states are looked at, by name.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
@@ -88,6 +89,7 @@ class _OptimizerRecord:
     steps: int = 0
     counted_steps: int = 0
     is_stepping: bool = False
+    is_captured: bool = False
     sample: Tensor | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -311,8 +313,11 @@ class ModelWatch:
             self._check_writes(record)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        record = None if torch.compiler.is_compiling() or is_capturing() else self._optimizers.get(optimizer)
+        record = None if torch.compiler.is_compiling() else self._optimizers.get(optimizer)
         if record is None:
+            return
+        if is_capturing():
+            record.is_captured = True
             return
         record.note()
         if len(self._optimizers) > 1:  # another may hold the same tensors
@@ -391,6 +396,11 @@ class ModelWatch:
 
     def _check_writes(self, record: _OptimizerRecord) -> None:
         """Did somebody write to parameters since the last step: a load, a constraint, averages swapped in and out?"""
+        if record.is_captured:
+            # A capture counts writes and makes none; its replays make them and count none.
+            record.is_captured = False
+            record.note()
+            return
         writes = record.count_writes()
         if record.sample is None or writes == record.writes:
             return

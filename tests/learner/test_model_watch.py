@@ -529,3 +529,25 @@ def test_each_step_of_attach_auto_is_the_optimizers_own(folder: Path) -> None:
             optimizer.step()
         assert diloco.steps == 4
         assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+def test_replays_of_a_captured_step_are_no_foreign_writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture raises the counts of writes without a write, and replays write without raising them."""
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco)
+        values = [parameter.clone() for parameter in model.parameters()]
+        with monkeypatch.context() as capture:
+            capture.setattr("diloco_node.learner.model_watch.is_capturing", lambda: True)
+            optimizer.step()
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.data.copy_(1.3 * value)
+        diloco.step(tokens=4)
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.data.copy_(1.8 * value)
+        diloco.step(tokens=4)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+        with pytest.raises(LearnerError, match="changed between two steps by something else"):
+            load(model)
+            diloco.step(tokens=4)
