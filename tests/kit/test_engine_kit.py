@@ -132,7 +132,7 @@ def test_a_skip_is_an_exit_code_and_a_reason_and_never_a_pass(capsys: pytest.Cap
     assert "NOT TESTED on an engine: no bridge" in err
 
 
-def run_system(folder: Path, user: int, apt_get: str) -> subprocess.CompletedProcess[str]:
+def run_system(folder: Path, user: int, apt_get: str, *kinds: str) -> subprocess.CompletedProcess[str]:
     """.ci/system where none of the programs is there, with this apt-get."""
     for tool in ("seq", "timeout", "env", "bash", "cat", "rm", "chmod", "mktemp", "tail"):
         (folder / tool).symlink_to(shutil.which(tool) or "")
@@ -140,7 +140,7 @@ def run_system(folder: Path, user: int, apt_get: str) -> subprocess.CompletedPro
         (folder / name).write_text(f"#!{shutil.which('sh')}\n{text}\n")
         (folder / name).chmod(0o755)
     return subprocess.run(
-        ["bash", str(ROOT / ".ci" / "system")],
+        ["bash", str(ROOT / ".ci" / "system"), *kinds],
         env={"PATH": str(folder)},
         capture_output=True,
         text=True,
@@ -162,16 +162,18 @@ def test_packages_that_can_t_be_had_are_said_loudly_and_stop_nothing(tmp_path: P
 
 
 def test_packages_are_installed_at_the_first_try_and_without_root_not_at_all(tmp_path: Path) -> None:
-    one, other = tmp_path / "root", tmp_path / "user"
-    one.mkdir()
+    other = tmp_path / "user"
     other.mkdir()
-    done = run_system(one, 0, f'echo "$@" >> {one}/calls')
-    assert done.returncode == 0
-    assert "NOT" not in done.stdout
-    update, *installs = (one / "calls").read_text().splitlines()
-    assert update.endswith(" update")
     packages = ("docker-compose", "user-mode-linux", "shellcheck", "chromium")
-    assert [package for package, line in zip(packages, installs, strict=True) if f" {package}" in line] == [*packages]
+    for kinds, wanted in ((), packages), (("deploy", "page"), packages[2:]):
+        folder = tmp_path / str(len(kinds))
+        folder.mkdir()
+        done = run_system(folder, 0, f'echo "$@" >> {folder}/calls', *kinds)
+        assert done.returncode == 0
+        assert "NOT" not in done.stdout
+        update, *installs = (folder / "calls").read_text().splitlines()
+        assert update.endswith(" update")
+        assert [package for package, line in zip(wanted, installs, strict=True) if f" {package}" in line] == [*wanted]
     done = run_system(other, 1000, f'echo "$@" >> {other}/calls')
     assert done.returncode == 0
     assert "can't be installed without root and apt-get: what needs them is NOT TESTED" in done.stdout
