@@ -44,13 +44,12 @@ test-rest: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not alone' --hypothesis-profile thorough $(PYTEST_ARGS)
 	$(PYTEST) -m alone $(PYTEST_ARGS) $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
-# What measures links or needs root, one at a time: namespaces, containers, the kernel's sch_netem in User-Mode Linux.
-# .ci/system installs what they need; what a machine lacks is skipped with the reason.
+# What measures links or needs root, one at a time: namespaces and containers. .ci/system installs what they need; what a
+# machine lacks is skipped with the reason.
 test-system: $(STAMP)
 	$(PYTEST) -m system $(PYTEST_ARGS)
 
 test-rest test-system: export DILOCO_CI_DOCKER ?= 1
-test-rest test-system: export DILOCO_CI_UML ?= 1
 
 # mypy takes as long as the rest together: `make --jobs 2 check` does both at once, as .ci/run does.
 .PHONY: style types

@@ -1,7 +1,6 @@
 """The first process of a container: what it reads, that it shapes and reshapes, and how it ends with its region.
 
-Real devices, in a network namespace of the test's own, where that is allowed. What passes the links is measured in
-tests/e2e/test_uml_netem.py.
+Real devices, in a network namespace of the test's own, where that is allowed.
 """
 
 import os
