@@ -127,12 +127,6 @@ def takes_part(small: Small, name: str) -> bool:
     return is_member and any(name == cut.reducer for body in last for cut in body.stripes)
 
 
-@pytest.fixture
-def patch() -> object:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
-
-
 CASES = [*((kind, False) for kind in GRAY), ("bulk cut outwards", True)]
 
 ALWAYS = ("bulk cut inwards", False)

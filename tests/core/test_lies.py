@@ -19,12 +19,6 @@ from tests.kit.small_world import SEED, Small
 Change = Callable[[RoundBody], EntryBody]
 
 
-@pytest.fixture
-def patch() -> object:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
-
-
 def reduces_times(small: Small, name: str, factor: float, *, with_right_words: bool) -> None:
     """The region multiplies its merged stripes, and reports their norms, or those that they should have."""
     plane = small.hosts[name].plane

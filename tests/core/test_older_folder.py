@@ -34,9 +34,3 @@ def test_a_leader_that_restarts_and_an_older_copy_of_a_followers_folder_lose_no_
     small.settle()
     ledgers = [small.hosts[name].core.ledger for name in (leader, follower)]
     assert not any(ledger.contradictions for ledger in ledgers)
-
-
-@pytest.fixture
-def patch() -> object:
-    with pytest.MonkeyPatch.context() as context:
-        yield context

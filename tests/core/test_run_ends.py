@@ -11,11 +11,6 @@ from diloco_node.core.types import ExtendedBody, FinishedBody, RoundBody
 from tests.kit.small_world import Small
 
 
-@pytest.fixture
-def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    return monkeypatch
-
-
 def ends(small: Small) -> list[FinishedBody]:
     return [body for body in small.bodies() if isinstance(body, FinishedBody)]
 

@@ -10,7 +10,6 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,6 @@ from tests.kit.transport_kit import (
     address,
     connect_as,
     hello_of,
-    meshed,
     read_on,
     rogue,
 )
@@ -52,12 +50,6 @@ from tests.kit.waiting import eventually
 
 MIB = 2**20
 HEADER = Payload(1, 2, bytes(32))
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
 
 
 async def wide_pair(mesh: Mesh, count: int) -> tuple[GrpcTransport, Recorder, GrpcTransport, Recorder]:
