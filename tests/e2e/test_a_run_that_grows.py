@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,6 @@ from tests.kit.cluster_kit import WAIT_S, Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 JOINER = "ap-new"
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    run = Cluster(tmp_path / "run", 3, changes={"sync_every = 16": "sync_every = 8"})
-    try:
-        yield run
-    finally:
-        await run.clear()
 
 
 async def until_says(joiner: RegionProcess, words: str) -> None:

@@ -6,8 +6,7 @@ import asyncio
 import datetime as dt
 import os
 import signal
-from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
 
@@ -21,15 +20,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 SOON_S = 60.0
 """On a machine that others use, too: what should be there within seconds."""
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    made = Cluster(tmp_path / "run", 3, changes={"sync_every = 16": "sync_every = 8"})
-    try:
-        yield made
-    finally:
-        await made.clear()
 
 
 def fingerprint(cluster: Cluster, name: str) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,11 @@ from tests.kit.cluster_kit import Cluster, all_train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-MORE_ROUNDS = {"sync_every = 16": "sync_every = 8"}
-"""Twice the rounds of a demo: what is waited for here is rounds."""
-
 BACK_S = 120.0
 """A region that is damaged has so long to be in merges again; what does not come back at all must not take for ever."""
 
 KINDS_MIN = 10
 """Of files in a folder: ledger, vote, states, payloads, the learner's checkpoints and counters, and what is beside."""
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    made = Cluster(tmp_path / "run", 3, changes=MORE_ROUNDS)
-    try:
-        yield made
-    finally:
-        await made.clear()
 
 
 async def lose_folder(cluster: Cluster, victim: str) -> None:
