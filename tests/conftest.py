@@ -1,7 +1,5 @@
 """For all tests: nothing here depends on how fast this machine is."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

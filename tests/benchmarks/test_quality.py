@@ -1,7 +1,5 @@
 """The parts of quality.py and quality_storm.py: stacked learners are real ones, rounds average, a storm strikes."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import product

@@ -1,7 +1,5 @@
 """`start` on a folder in which a run has begun: another run, other settings, a run that is over."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

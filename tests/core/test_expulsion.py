@@ -1,7 +1,5 @@
 """An operator expels a region: it takes no part in anything, the others merge on; readmitted, it catches up."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.ledger.disks import expulsion_fault

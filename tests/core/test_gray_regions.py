@@ -1,7 +1,5 @@
 """Gray failures: a region whose control lives while its bulk or its word fails. The others go on, and it comes back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """One region lies about sums, numbers or the end: nothing of it is committed, the others go on, its name is told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

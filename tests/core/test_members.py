@@ -1,7 +1,5 @@
 """Regions come and go in mid-run: a contributor joins, trains and is merged, gets a vote, and another region leaves."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.events import Effect, MessageArrived

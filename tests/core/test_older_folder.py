@@ -1,7 +1,5 @@
 """An older copy of a follower's folder comes back when its leader has just forgotten what it knew of that folder."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.lab.sim.cheats import older_copy, put_back

@@ -1,7 +1,5 @@
 """The region core as a whole: small worlds of real cores on virtual time, each scenario with one thing going wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Messages captured on the way to a region come again, thousands of times: it counts once, the account balances."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Ends of whole runs in the simulator: by votes, not by one learner alone, and gone on with after the end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Learners of different speed in one run: who is in the merges, how often there are any, and when the run ends."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

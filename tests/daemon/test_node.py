@@ -1,7 +1,5 @@
 """Whole regions over in-memory links on a virtual clock: whatever drops, all end with one model and one account."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """daemon/stopping.py: what does not end is named in the log, and the process ends."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run that grows and shrinks: a fourth region joins by one address and gets a vote; others lose theirs, and leave."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

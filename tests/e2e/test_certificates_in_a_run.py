@@ -1,7 +1,5 @@
 """A run that goes on: certificates renewed, their authority replaced, one revoked, one that ends; a region expelled."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 import os

@@ -1,7 +1,5 @@
 """Loops of other libraries join a run by their callback alone: the commands of examples/README.md as they stand."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

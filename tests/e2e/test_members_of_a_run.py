@@ -1,7 +1,5 @@
 """Members of a run that goes on: one loses its vote, one that is dead is removed, and one that trains; each is told."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator

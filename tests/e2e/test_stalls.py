@@ -1,8 +1,6 @@
 """A process that is killed or stops, a disk that takes seconds for a sync, no descriptors, no memory: nobody else is
 held up, and the way back is clean. One run of three regions goes through all of it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

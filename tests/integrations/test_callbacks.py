@@ -1,7 +1,5 @@
 """Callbacks in the trainers that they are for, under a fake daemon. tests/e2e/test_frameworks.py has several ranks."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

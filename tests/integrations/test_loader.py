@@ -1,7 +1,5 @@
 """A loop's own data loader with a fixed split: each row once an epoch, and on from a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

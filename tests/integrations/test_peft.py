@@ -1,7 +1,5 @@
 """LoRA by PEFT itself: a folder begins a run, the learner ends with the merged adapter, PEFT loads the export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

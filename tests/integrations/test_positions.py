@@ -3,8 +3,6 @@
 Every row has a number, and the model notes those that it is trained on.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Loaders whose rows follow the members: each row to one region, rank and worker, and on from a checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator

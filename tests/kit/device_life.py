@@ -1,7 +1,5 @@
 """The life of a learner's fragments by a script, on the CPU or on devices: what it comes to must be the same."""
 
-from __future__ import annotations
-
 import queue
 import random
 from collections import defaultdict

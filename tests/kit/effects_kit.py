@@ -1,7 +1,5 @@
 """One region's effects between fakes, with the real codec, parameters and store."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

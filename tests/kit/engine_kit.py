@@ -6,8 +6,6 @@ addresses or ports are in the way. Files lie in a folder that is removed, or by 
 Kept in the cache folder are the base image, made by debootstrap, and the wheels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

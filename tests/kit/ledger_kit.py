@@ -1,7 +1,5 @@
 """Ledger cores for tests, one at a time: made, elected, and what came out of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Some ledger cores on a virtual clock, with disks, links and faults; what must hold is checked after every event."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Regions with real links on loopback that measure each other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor

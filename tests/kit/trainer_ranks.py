@@ -3,8 +3,6 @@
 As a program this is one rank: the settings as JSON on the command line, and on rank 0 what each came to, a line each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Real transports on loopback, a handler that keeps everything, and peers that do what a test wants."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

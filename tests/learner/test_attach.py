@@ -1,7 +1,5 @@
 """`diloco_node.attach` against a daemon that speaks the real protocol over the real socket and memory."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`diloco_node.attach` when something ends: the daemon, the learner's process, the loop."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

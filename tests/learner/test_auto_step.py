@@ -1,7 +1,5 @@
 """`attach(..., step="auto")`: the optimizer's steps are the boundaries, tokens and loss come from the model's calls."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The learner's link thread against a bare socket, which plays daemons of every kind."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whose parameters a run begins with: told before the first step, with both norms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

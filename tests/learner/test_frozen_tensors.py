@@ -1,7 +1,5 @@
 """learner/frozen_tensors.py: what `attach` tells of frozen parameters and buffers, and what of it must differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`Diloco.finish`, and the parameters that are in the model after the `with` block."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hand numbers: two fragments of one value each where not said otherwise, so that a person can follow."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import weakref

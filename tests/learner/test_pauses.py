@@ -1,7 +1,5 @@
 """Announced pauses, and the last boundaries of a learner that was told to stop, under a fake daemon."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """wire/measure_messages.py: what measuring ends say to each other, and the limits of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 

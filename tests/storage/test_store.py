@@ -1,7 +1,5 @@
 """The state folder: what was answered survives, what was not is cut off, what is damaged is found."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """supervisor/preload.py and fork_server.py, as two real processes: a fork is what a fresh start would have been."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """transport/addresses.py: an address that leads nowhere costs a quarter of a second, whichever comes first."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable

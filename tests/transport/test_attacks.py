@@ -4,8 +4,6 @@ The listener is a process of its own. While an attack goes on, another region's 
 afterwards tasks and descriptors are back at what they were, and memory is within a bound.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import datetime as dt

@@ -1,7 +1,5 @@
 """A peer that takes nothing of what we send, and a gRPC that forgets a cancellation, hold nothing for ever."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 

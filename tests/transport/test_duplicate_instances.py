@@ -1,7 +1,5 @@
 """Two processes with one certificate: the one started last stays, the other ends; a restart is no duplicate."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Frames that a member of the run makes to do harm, over the real listener: the link is dropped, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

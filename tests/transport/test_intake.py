@@ -1,7 +1,5 @@
 """What one peer sends is taken no faster than any honest peer sends; an honest one never waits."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The port between regions is there again when gRPC closes it, and links that are up stay up."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from pathlib import Path

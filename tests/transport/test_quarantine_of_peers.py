@@ -1,7 +1,5 @@
 """A peer that breaks the protocol three times is shut out, the others are not; an operator lets it in again."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Certificates of live links: renewed, revoked, ended, and what the dialing side makes of a stolen one."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import datetime as dt

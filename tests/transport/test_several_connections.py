@@ -1,7 +1,5 @@
 """Several bulk connections in one session: over real gRPC on loopback, and both halves over pipes of a test's own."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """transport/transport.py over real gRPC with TLS on loopback: links come up, carry bytes, refuse, die and come back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

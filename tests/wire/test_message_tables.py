@@ -1,7 +1,5 @@
 """wire/message_tables.py: every message has its tag for ever, and yesterday's bytes decode today."""
 
-from __future__ import annotations
-
 import typing
 
 import pytest

@@ -1,7 +1,5 @@
 """`diloco-node measure` by way of a running daemon: a real admin socket, and what a daemon would say behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """`diloco-node measure` as a user meets it: real ends on loopback, tests of a fifth of a second."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

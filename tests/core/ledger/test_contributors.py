@@ -1,7 +1,5 @@
 """Contributors in the ledger: they follow and acknowledge it, and count for nothing until the log gives them a vote."""
 
-from __future__ import annotations
-
 from diloco_node.core.events import Effect, TimerFired
 from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.raft import LedgerCore

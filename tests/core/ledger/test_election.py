@@ -1,7 +1,5 @@
 """Elections of the ledger core: pre-vote, votes, what is sent when (Raft 5.2, 5.4.1; dissertation 9.6)."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.cadence import CEILING

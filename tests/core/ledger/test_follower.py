@@ -1,7 +1,5 @@
 """The ledger core as follower: what it stages, writes, acknowledges (Raft 5.3), and payloads that are missing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

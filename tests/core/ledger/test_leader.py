@@ -1,7 +1,5 @@
 """The ledger core as leader: commits, batches, searches, stepping down (Raft 5.3, 5.4.2; dissertation 6.2)."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults planted in the ledger core: the checks of the other tests must find them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The ledger core: what it is made of and takes, how it hands the lead over, what the operator sees."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.events import (

@@ -1,7 +1,5 @@
 """A voter that is away for long loses its vote, and gets it back as a new folder is named; nobody takes it at will."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal

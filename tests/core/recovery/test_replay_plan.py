@@ -1,7 +1,5 @@
 """Where a replay may begin, for every set of files that may be there."""
 
-from __future__ import annotations
-
 from itertools import chain, combinations
 
 from hypothesis import given

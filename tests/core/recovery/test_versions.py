@@ -1,7 +1,5 @@
 """A region's versions: what is on disk, what is applied and fetched, and what its learner is offered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from diloco_node.core.effects_buffer import EffectBuffer

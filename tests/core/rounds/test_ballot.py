@@ -1,7 +1,5 @@
 """A round's ballots: the derived deadline, the open round, and what follows a failed ballot."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

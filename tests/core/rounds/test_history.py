@@ -1,7 +1,5 @@
 """The committed past and what it allows: no step counts twice, nothing of an incarnation that is over."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A region's part in a round: contribute once, reduce in order, store, answer again, close. Region b of three."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

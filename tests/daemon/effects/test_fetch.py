@@ -1,7 +1,5 @@
 """Both sides of a fetch: every order is answered once, by the bytes that were asked for."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The daemon's end of its learner: questions get their own answers, counters survive restarts, memory is shared."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

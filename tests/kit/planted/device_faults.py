@@ -1,7 +1,5 @@
 """Faults of the device lane: each drops one wait, one order or one buffer, by a change of its source."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path

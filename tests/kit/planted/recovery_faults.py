@@ -1,7 +1,5 @@
 """Faults to plant into log, account, versions, fetches, snapshots and blame; see `core_faults`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The independent checker of the token account against every single lost or doubled interval."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Faults around the daemon's own effects: what they do, and that they stay within what the protocol promises."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

@@ -1,7 +1,5 @@
 """transport/kernel/congestion.py: what daemons send each other, and peers that send nothing or something else."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """transport/kernel/wire_meter.py: bytes per peer, and which sockets are held back."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

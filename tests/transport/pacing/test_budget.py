@@ -1,7 +1,5 @@
 """transport/pacing/budget.py, core/budget_plan.py: peers and lanes in order, and no window over any ceiling."""
 
-from __future__ import annotations
-
 import json
 import random
 

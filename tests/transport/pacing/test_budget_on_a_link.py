@@ -5,8 +5,6 @@ what the kernel's interface counters say.
 is measured beside a control in the same run, and again before it counts as wrong.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """transport/pacing/token_bucket.py: no window over the ceiling, and nearly all of it used under load."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
