@@ -1,18 +1,15 @@
 """What the gate does on a machine that lacks things, and that nothing of it is left: .ci/system and engine_kit.py."""
 
-import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.kit import engine_kit
-from tests.kit.engine_kit import NAMESPACES, SKIPPED, Skipped, attempt, locked, missing, work_folder
+from tests.kit.engine_kit import NAMESPACES
 from tests.kit.repository import ROOT
 from tests.kit.waiting import until
 
@@ -56,80 +53,6 @@ def test_all_that_was_started_ends_with_a_process_that_is_killed(tmp_path: Path)
         finally:
             os.kill(holder.pid, signal.SIGKILL)
     until(lambda: [len(processes(words)) for words in started] == [0, 0], within_s=240)
-
-
-@needs_namespaces
-def test_the_containers_group_weighs_more_and_is_removed_with_what_is_in_it() -> None:
-    name = f"engine-try{os.getpid()}"
-    engine_kit.come_first(name)
-    groups = [*Path("/sys/fs/cgroup").glob(f"*/{name}"), *Path("/sys/fs/cgroup").glob(name)]
-    if not groups:
-        pytest.skip("control groups can't be made here: the weight of the containers is NOT tested")
-    for group in groups:
-        (group / "container").mkdir()
-        weight = group / ("cpu.weight" if (group / "cgroup.controllers").exists() else "cpu.shares")
-        assert int(weight.read_text()) in (6400, 65536)
-    engine_kit.remove_cgroups(name)
-    assert not any(group.exists() for group in groups)
-
-
-def test_a_folder_is_removed_and_so_is_one_whose_process_is_gone(tmp_path: Path) -> None:
-    left, busy = tmp_path / "engine-left", tmp_path / "engine-busy"
-    for folder in (left, busy):
-        folder.mkdir()
-        (folder / "layer").write_text("1")
-    with locked(busy / "lock", fcntl.LOCK_EX), work_folder(tmp_path) as own:
-        assert own.is_dir()
-        assert sorted(tmp_path.iterdir()) == sorted([busy, own])
-    assert list(tmp_path.iterdir()) == [busy]
-
-
-def test_what_was_cached_for_other_versions_is_forgotten_after_a_week(tmp_path: Path) -> None:
-    old_s = time.time() - engine_kit.KEPT_S - 60
-    for name in ("wheels-old", "wheels-new", "docker-old", "other-old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
-    for name in ("base-old.tar", "base-new.tar"):
-        (tmp_path / name).touch()
-    for made in tmp_path.glob("*-old*"):
-        os.utime(made, (old_s, old_s))
-    engine_kit.forget_old(tmp_path)
-    assert sorted(made.name for made in tmp_path.iterdir()) == ["base-new.tar", "other-old", "wheels-new"]
-
-
-def test_what_the_network_refuses_is_tried_again_and_then_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    naps: list[float] = []
-    monkeypatch.setattr(engine_kit, "pause", naps.append)
-    count = tmp_path / "count"
-    refuse = f"echo x >> {count}; echo no route >&2; exit 1"
-    with pytest.raises(Skipped, match=r"it: failed 3 times, the registry can't be reached: no route"):
-        attempt("it", "sh", "-c", refuse, timeout=240)
-    assert count.read_text() == "x\n" * 3
-    assert naps == [5.0, 10.0, 15.0]
-    count.unlink()
-    attempt("it", "sh", "-c", f"test -e {count} || {{ touch {count}; exit 1; }}", timeout=240)
-    with pytest.raises(Skipped, match="did not end within 0 s"):
-        attempt("it", "sleep", "60", timeout=0.01)
-
-
-def test_an_engine_without_root_or_programs_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert missing() == "it needs root"
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("dockerd", "iptables") else "/bin/" + tool)
-    assert missing() == "dockerd, iptables is missing: .ci/system installs it"
-
-
-def test_a_skip_is_an_exit_code_and_a_reason_and_never_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    def work() -> dict[str, object]:
-        raise Skipped("no bridge")
-
-    assert engine_kit.finish(work) == SKIPPED
-    out, err = capsys.readouterr()
-    assert out == '{"skipped": "no bridge"}\n'
-    assert "NOT TESTED on an engine: no bridge" in err
 
 
 def run_system(folder: Path, user: int, apt_get: str, *kinds: str) -> subprocess.CompletedProcess[str]:
