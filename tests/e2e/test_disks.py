@@ -42,6 +42,7 @@ async def lose_folder(cluster: Cluster, victim: str) -> None:
     await cluster.until_merged(victim, why="after its folder was lost")
 
 
+@pytest.mark.long  # a lost folder of a leader is in test_stalls.py, too
 async def test_a_follower_and_a_leader_that_lose_their_folders_come_back_and_vote_again(cluster: Cluster) -> None:
     await cluster.start()
     await cluster.until_trains()

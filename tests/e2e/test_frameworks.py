@@ -226,7 +226,8 @@ async def until(what: str, is_so: Callable[[], bool], wait_s: float = 120.0) -> 
         await asyncio.sleep(0.03)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.long  # tests/integrations/test_positions.py kills a learner of each kind within one process
+@pytest.mark.parametrize("example", NEEDS)
 async def test_an_example_that_is_killed_five_times_trains_no_row_again_but_those_since_its_checkpoint(
     tmp_path: Path, example: str
 ) -> None:

@@ -18,7 +18,8 @@ from diloco_node.lab.demo.region_processes import RegionProcess, order_finish
 from tests.kit.commands import COMMAND, NO_FORK_SERVER, SMALL_MODEL
 from tests.kit.ports import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+# Of the gate are tests/cli/measure/test_live_measurement.py, through a daemon of this process, and tests/measure.
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
 WAIT_S = 300.0
 

@@ -75,6 +75,7 @@ async def until_ended(cluster: Cluster, name: str, *words: str) -> None:
     assert all(word in lines(20) for word in words), lines(20)
 
 
+@pytest.mark.long  # test_a_run_that_grows.py shrinks one, too
 async def test_a_run_of_four_shrinks_to_two_and_goes_on(cluster: Cluster) -> None:
     await cluster.start()
     await cluster.until_trains()
