@@ -188,10 +188,7 @@ def test_a_roster_that_a_peer_shows_names_regions_to_link_with_until_the_ledger_
         region.store.close()
         region.memory.close()
 
-    with (
-        tempfile.TemporaryDirectory(prefix="dl-") as folder,
-        asyncio.Runner(loop_factory=VirtualLoop) as runner,
-    ):
+    with tempfile.TemporaryDirectory(prefix="dl-") as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(show(Path(folder)))
     assert len(calls) == 3
 

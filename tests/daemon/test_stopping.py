@@ -32,10 +32,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(
     ("stop", "where"),
-    [
-        ("stuck.cancel(); await asyncio.gather(stuck)", "in swallow"),
-        ("time.sleep(3600)", "in main"),
-    ],
+    [("stuck.cancel(); await asyncio.gather(stuck)", "in swallow"), ("time.sleep(3600)", "in main")],
     ids=["a task that swallows its cancellation", "a loop that is blocked"],
 )
 @pytest.mark.parametrize("code", [0, 6])

@@ -142,8 +142,7 @@ async def come_back(cluster: Cluster, before: Statuses) -> None:
     was = before["west"]
     os.kill(was["pids"]["learner"], signal.SIGKILL)
     await cluster.until(
-        "the learner is back",
-        lambda now: all_train(now) and now["west"]["pids"]["learner"] != was["pids"]["learner"],
+        "the learner is back", lambda now: all_train(now) and now["west"]["pids"]["learner"] != was["pids"]["learner"]
     )
     await cluster.until_merged("west", why="after its learner was killed")
 

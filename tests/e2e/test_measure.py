@@ -56,13 +56,7 @@ async def until_committed(demo: Demo, rounds: int) -> dict[str, dict[str, Any]]:
 
 async def begin(folder: Path, *arguments: str) -> asyncio.subprocess.Process:
     """What a user types, in a process of its own."""
-    command = [
-        *COMMAND,
-        "measure",
-        *arguments,
-        "--config",
-        str(folder / "run.toml"),
-    ]
+    command = [*COMMAND, "measure", *arguments, "--config", str(folder / "run.toml")]
     return await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -3,25 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from diloco_node.core.events import (
-    Effect,
-    LedgerPersisted,
-    MessageArrived,
-    Note,
-    PersistLedger,
-    Send,
-    TimerFired,
-)
+from diloco_node.core.events import Effect, LedgerPersisted, MessageArrived, Note, PersistLedger, Send, TimerFired
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.messages import (
-    AppendEntries,
-    AppendEntriesReply,
-    Message,
-    RequestVote,
-    RequestVoteReply,
-)
+from diloco_node.core.messages import AppendEntries, AppendEntriesReply, Message, RequestVote, RequestVoteReply
 from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
 
 

@@ -7,15 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import cast
 
-from diloco_node.core.events import (
-    Effect,
-    LedgerPersisted,
-    MessageArrived,
-    Note,
-    PersistLedger,
-    Send,
-    TimerFired,
-)
+from diloco_node.core.events import Effect, LedgerPersisted, MessageArrived, Note, PersistLedger, Send, TimerFired
 from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.replacement import DiskReplacement, Rounds

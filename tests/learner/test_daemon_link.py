@@ -251,8 +251,7 @@ def test_refusal_for_now_is_tried_again(daemon: Daemon, learner: Learner, monkey
 
 
 @pytest.mark.parametrize(
-    "garbage",
-    [b"\xff\xff\xff\xff", frame(b"\xc1"), frame(TO_LEARNER.encode(Stop("before welcome")))],
+    "garbage", [b"\xff\xff\xff\xff", frame(b"\xc1"), frame(TO_LEARNER.encode(Stop("before welcome")))]
 )
 def test_daemon_that_breaks_the_protocol_is_left(daemon: Daemon, learner: Learner, garbage: bytes) -> None:
     daemon.accept()

@@ -162,7 +162,7 @@ ON_A_DEVICE = [
         marks=pytest.mark.skipif(
             not torch.cuda.is_available(), reason="no CUDA device: snapshot and apply on a GPU are NOT tested"
         ),
-    ),
+    )
 ]
 
 

@@ -107,12 +107,7 @@ def finish(process: Forked | subprocess.Popen[bytes]) -> tuple[str, int]:
 def fresh(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """As the supervisor starts one."""
     return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=env,
-        process_group=0,
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, process_group=0
     )
 
 

@@ -33,17 +33,7 @@ from diloco_node.wire import envelope as e
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
 from diloco_node.wire.measure_messages import Probe
 from diloco_node.wire.message_tables import BULK_LANES, TransferHeader
-from tests.kit.transport_kit import (
-    DEADLINE_S,
-    FAST,
-    Mesh,
-    Recorder,
-    address,
-    connect_as,
-    hello_of,
-    read_on,
-    rogue,
-)
+from tests.kit.transport_kit import DEADLINE_S, FAST, Mesh, Recorder, address, connect_as, hello_of, read_on, rogue
 from tests.kit.waiting import eventually
 
 MIB = 2**20

@@ -6,18 +6,7 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.messages import AppendEntries, RequestVote, RequestVoteReply
 from diloco_node.core.types import DiskNamedBody
-from tests.kit.ledger_kit import (
-    a_core,
-    a_discard,
-    a_leader,
-    ack,
-    arrive,
-    disk_of,
-    sends,
-    vote,
-    vote_request,
-    write_all,
-)
+from tests.kit.ledger_kit import a_core, a_discard, a_leader, ack, arrive, disk_of, sends, vote, vote_request, write_all
 
 ADDED = MembershipBody("d", "contributor")
 

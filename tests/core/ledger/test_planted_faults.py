@@ -4,12 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco_node.core.events import (
-    Effect,
-    LedgerPersisted,
-    PersistLedger,
-    TimerFired,
-)
+from diloco_node.core.events import Effect, LedgerPersisted, PersistLedger, TimerFired
 from diloco_node.core.ledger.election import ballot_paper
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.types import Entry

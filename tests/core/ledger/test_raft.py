@@ -2,16 +2,10 @@
 
 import pytest
 
-from diloco_node.core.events import (
-    LearnerDetached,
-    TimerFired,
-)
+from diloco_node.core.events import LearnerDetached, TimerFired
 from diloco_node.core.ledger.election import Role, ballot_paper
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.messages import (
-    Refused,
-    TimeoutNow,
-)
+from diloco_node.core.messages import Refused, TimeoutNow
 from diloco_node.errors import InvalidTransition
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,

@@ -7,12 +7,7 @@ import pytest
 from diloco_node.core.merge.fragments import Fragment, Piece
 from diloco_node.core.merge.schedule import SLOWER_MAX
 from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, ReusedStripe, StripesReceived
-from diloco_node.core.rounds.ballot import (
-    BallotClock,
-    ballot_deadline,
-    encoded_bytes,
-    plan_next,
-)
+from diloco_node.core.rounds.ballot import BallotClock, ballot_deadline, encoded_bytes, plan_next
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
 from diloco_node.core.types import Ballot, Codec, MergeRule, RateLimits, Stripe
 from tests.kit.rounds_kit import (

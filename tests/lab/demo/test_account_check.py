@@ -216,11 +216,7 @@ def test_a_count_that_was_lost_with_its_folder_is_named_and_is_no_fault(seed: in
     bodies = [body for body in run.bodies if not isinstance(body, DiscardedBody)]
     trained = {identity: own for identity, own in run.trained.items() if identity != ("b", 1)}
     report = check_account(
-        seal_all(*bodies),
-        trained,
-        fragment_sizes=run.sizes,
-        positions=run.positions,
-        lost_regions=frozenset({"b"}),
+        seal_all(*bodies), trained, fragment_sizes=run.sizes, positions=run.positions, lost_regions=frozenset({"b"})
     )
     assert (report.faults, report.uncounted) == ((), (("b", 1),))
     booked = max(

@@ -26,11 +26,7 @@ def drain(bucket: TokenBucket, sizes: list[int], waits_ns: list[int], lateness_n
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    rate=RATES,
-    window_ns=st.sampled_from([1, 7 * MS, 333 * MS, 10 * NS_PER_S]),
-    data=st.data(),
-)
+@given(rate=RATES, window_ns=st.sampled_from([1, 7 * MS, 333 * MS, 10 * NS_PER_S]), data=st.data())
 def test_no_window_holds_more_than_the_rate_and_one_burst(rate: int, window_ns: int, data: st.DataObject) -> None:
     largest = piece_bytes(rate)
     count = data.draw(st.integers(1, 60))
