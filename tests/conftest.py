@@ -45,10 +45,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     program = "from diloco_node.codec.kernels import warm_up; warm_up()"
     kernels = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    if not sys.dont_write_bytecode and not [*Path(__file__).parent.glob("__pycache__/test_main.*pytest*")]:
-        # What can't be imported is told by the workers.
-        collecting = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
-        subprocess.run(collecting, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    tests = Path(__file__).parent
+    if not sys.dont_write_bytecode and not [*tests.glob("__pycache__/test_main.*pytest*")]:
+        # Two processes, each with half of the tests. What can't be imported is told by the workers.
+        places = sorted(str(place) for place in tests.glob("[!_]*") if place.is_dir() or place.name.startswith("test_"))
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
+        quiet = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        for collecting in [subprocess.Popen([*command, *places[at::2]], **quiet) for at in (0, 1)]:
+            collecting.wait()
     assert kernels.wait() == 0
 
 
