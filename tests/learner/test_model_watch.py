@@ -1,5 +1,7 @@
 """What a script does to its model after `attach`: named before it is merged."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

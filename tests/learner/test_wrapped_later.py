@@ -1,5 +1,7 @@
 """Loops that wrap their model after `attach`, and that step once for several micro-batches."""
 
+from __future__ import annotations
+
 import contextlib
 import re
 from collections.abc import Callable, Iterator
