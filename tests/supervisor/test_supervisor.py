@@ -348,7 +348,7 @@ def test_the_last_line_of_a_crash_is_that_of_its_cause(tmp_path: Path, output: s
 def test_a_crash_is_told_with_its_last_line(tmp_path: Path) -> None:
     daemon = NOTE + "wait_for('learner', 2)\n(place / 'seen').write_text((place / 'learner.json').read_text())"
     learner = NOTE + "if note('learner') == 1: raise RuntimeError('sizes differ')\nimport signal\nsignal.pause()"
-    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, learner), stop_s=0.2)) == 0
+    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, learner), stop_s=0.2, finish_s=0.0)) == 0
     reason = json.loads((tmp_path / "seen").read_text())["reason"]
     assert re.fullmatch(r"exit code 1 after \d+\.\d s: RuntimeError: sizes differ", reason)
 
