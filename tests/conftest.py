@@ -9,9 +9,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from diloco_node.cli import admin_client
 from diloco_node.lab.demo import region_processes as processes
@@ -64,6 +66,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         rank = next((at for at, name in enumerate(LONGEST_FIRST) if item.get_closest_marker(name)), len(LONGEST_FIRST))
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: (ranks[item.path], -counts[item.path]))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker has all tests of the integrations: to import their libraries takes as long as the tests."""
+
+    class FilesAndIntegrations(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            room = "tests/integrations/"
+            return room if nodeid.startswith(room) else str(super()._split_scope(nodeid))
+
+    return FilesAndIntegrations(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -65,6 +65,7 @@ async def until_ended(cluster: Cluster, name: str, *words: str) -> None:
     assert all(word in lines(20) for word in words), lines(20)
 
 
+@pytest.mark.long  # of the gate is tests/daemon/test_lone_region.py
 async def test_one_region_goes_on_alone_after_the_majority_is_lost(cluster: Cluster) -> None:
     await cluster.start()
     await cluster.until_trains()

@@ -220,6 +220,7 @@ async def test_a_stopped_process_holds_up_nobody_else(run: Run) -> None:
         await run.until_leader()
 
 
+@pytest.mark.long  # of the gate is tests/supervisor/test_preload.py
 async def test_a_learner_that_dies_while_its_fork_server_stands_still_comes_without_it(run: Run) -> None:
     """The others go on, and the fork server is killed for its silence."""
     region = run.others(await run.until_leader())[0]
@@ -250,6 +251,7 @@ async def test_a_disk_that_takes_ten_seconds_for_a_sync_holds_up_nobody_else(run
         await run.until_merged(region, why="after its disk was well again")
 
 
+@pytest.mark.long
 async def test_a_leader_whose_daemon_can_open_nothing_more_holds_up_nobody_else(run: Run) -> None:
     """What any daemon lacks then, tests/transport/test_descriptors.py looks at."""
     leader = await run.until_leader()
