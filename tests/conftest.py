@@ -21,7 +21,7 @@ from tests.kit.repository import ROOT
 
 # An example that takes long, or is made slowly, says something about the machine only.
 settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", settings.get_profile("thorough"), max_examples=40)
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=25)
 settings.load_profile("quick")  # `make test-all` asks for the other one
 
 # For torch, here and in every learner that a test starts: threads that wait would spin, and take the cores from others.
