@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?= --regions 4 --seconds 90
 PROGRAM := $(VENV)/.program
+TOOLS := $(VENV)/.tools
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 # A file's tests share what is costly, so they stay with one worker. The order of files is that of tests/conftest.py.
@@ -29,7 +30,7 @@ test: $(STAMP)
 # What of a learner meets a device, once more on devices in software (tests/kit/fakecuda), and what these find. g++ builds
 # them once.
 .PHONY: test-device
-test-device: $(STAMP)
+test-device: $(TOOLS)
 	$(PYTEST) $(PARALLEL) 2 -p tests.kit.fakecuda.plugin -m 'not e2e and not seeds and not system' $(PYTEST_ARGS) \
 	  tests/learner/layouts/test_device.py tests/learner/layouts/test_block_rows.py tests/learner/test_local_fragments.py \
 	  tests/learner/layouts/test_tensors.py tests/learner/test_checkpoint.py tests/learner/test_first_parameters.py \
@@ -44,25 +45,24 @@ test-rest: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not alone' --hypothesis-profile thorough $(PYTEST_ARGS)
 	$(PYTEST) -m alone $(PYTEST_ARGS) $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
-# What measures links or needs root, one at a time: namespaces, containers, the kernel's sch_netem in User-Mode Linux.
-# .ci/system installs what they need; what a machine lacks is skipped with the reason.
+# What measures links or needs root, one at a time: namespaces and containers. .ci/system installs what they need; what a
+# machine lacks is skipped with the reason.
 test-system: $(STAMP)
 	$(PYTEST) -m system $(PYTEST_ARGS)
 
 test-rest test-system: export DILOCO_CI_DOCKER ?= 1
-test-rest test-system: export DILOCO_CI_UML ?= 1
 
 # mypy takes as long as the rest together: `make --jobs 2 check` does both at once, as .ci/run does.
 .PHONY: style types
 check: style types
 
-style: $(STAMP) docs
+style: $(TOOLS) docs
 	$(BIN)/ruff format --check diloco_node tests benchmarks examples
 	$(BIN)/ruff check diloco_node tests benchmarks examples
 	$(BIN)/lint-imports
 	$(PYTEST) --quiet tests/test_language.py tests/test_names.py
 
-types: $(STAMP)
+types: $(TOOLS)
 	$(BIN)/mypy
 
 bench: $(STAMP)
@@ -71,10 +71,10 @@ bench: $(STAMP)
 
 # The site in site/. Strict: a broken link, a missing anchor or a page outside the navigation fails.
 .PHONY: docs
-docs: $(STAMP)
+docs: $(TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-format: $(STAMP)
+format: $(TOOLS)
 	$(BIN)/ruff format diloco_node tests benchmarks examples
 	$(BIN)/ruff check --fix diloco_node tests benchmarks examples
 
@@ -85,8 +85,16 @@ $(PROGRAM): pyproject.toml constraints.txt
 	$(PIP) torch==2.13.0 --editable .
 	touch $(PROGRAM)
 
-$(STAMP): $(PROGRAM)
-	$(PIP) --quiet --editable '.[dev,docs,hf,lightning,store,titan,tensorboard,trackio,wandb]'
+$(TOOLS): $(PROGRAM)
+	$(PIP) --quiet --editable '.[dev,docs,store]'
+	touch $(TOOLS)
+
+# The libraries that only tests use, beside what runs already: without a look at the program's own installation.
+$(STAMP): $(TOOLS)
+	$(BIN)/python -c "import tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+	  print(*(need for name in 'hf peft lightning titan tensorboard trackio wandb'.split() for need in extras[name]), sep='\n')" \
+	  > $(VENV)/.needs
+	$(PIP) --quiet --requirement $(VENV)/.needs
 	touch $(STAMP)
 
 # Wheel and sdist in dist/. tests/deploy/test_release.py builds them the same way, installs the wheel in a clean environment and

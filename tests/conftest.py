@@ -1,7 +1,5 @@
 """For all tests: nothing here depends on how fast this machine is."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -11,9 +9,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from diloco_node.cli import admin_client
 from diloco_node.lab.demo import region_processes as processes
@@ -21,7 +21,7 @@ from tests.kit.repository import ROOT
 
 # An example that takes long, or is made slowly, says something about the machine only.
 settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", settings.get_profile("thorough"), max_examples=40)
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=25)
 settings.load_profile("quick")  # `make test-all` asks for the other one
 
 # For torch, here and in every learner that a test starts: threads that wait would spin, and take the cores from others.
@@ -47,10 +47,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     program = "from diloco_node.codec.kernels import warm_up; warm_up()"
     kernels = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    if not sys.dont_write_bytecode and not [*Path(__file__).parent.glob("__pycache__/test_main.*pytest*")]:
-        # What can't be imported is told by the workers.
-        collecting = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
-        subprocess.run(collecting, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    tests = Path(__file__).parent
+    if not sys.dont_write_bytecode and not [*tests.glob("__pycache__/test_main.*pytest*")]:
+        # Two processes, each with half of the tests. What can't be imported is told by the workers.
+        places = sorted(str(place) for place in tests.glob("[!_]*") if place.is_dir() or place.name.startswith("test_"))
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
+        quiet = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        for collecting in [subprocess.Popen([*command, *places[at::2]], **quiet) for at in (0, 1)]:
+            collecting.wait()
     assert kernels.wait() == 0
 
 
@@ -62,6 +66,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         rank = next((at for at, name in enumerate(LONGEST_FIRST) if item.get_closest_marker(name)), len(LONGEST_FIRST))
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: (ranks[item.path], -counts[item.path]))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker has all tests of the integrations: to import their libraries takes as long as the tests."""
+
+    class FilesAndIntegrations(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            room = "tests/integrations/"
+            return room if nodeid.startswith(room) else str(super()._split_scope(nodeid))
+
+    return FilesAndIntegrations(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,5 @@
 """atomic_file.py: old bytes or new ones, with and without a disk that refuses."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

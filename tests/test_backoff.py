@@ -1,7 +1,5 @@
 """Waits double up to a limit, and begin anew when something was of use."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.backoff import Backoff

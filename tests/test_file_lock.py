@@ -1,7 +1,5 @@
 """file_lock.py: a lock that is held, and a file system that gives none, in each place that locks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The language of the package: variables are nouns, docstrings begin with a noun or an imperative."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter, defaultdict

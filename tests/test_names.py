@@ -1,7 +1,5 @@
 """Names in the package: one class per name, and no two that only differ in the order of their words."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Nothing in the package can run code that came as data: no pickle is read, and torch.load is not used."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

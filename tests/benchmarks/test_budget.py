@@ -1,7 +1,5 @@
 """The pure parts of the benchmarks budget_link, budget and control_wan: what samples add up to; the reports."""
 
-from __future__ import annotations
-
 import budget
 import control_wan
 import pytest

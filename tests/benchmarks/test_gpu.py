@@ -1,7 +1,5 @@
 """benchmarks/gpu.py without a GPU: its lines, what it makes of a profile, and a run on devices in software."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

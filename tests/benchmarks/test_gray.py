@@ -1,7 +1,5 @@
 """The pure parts of benchmarks/gray.py and mutant.py: what samples add up to, and which wrong messages there are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

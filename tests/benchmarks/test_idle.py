@@ -1,7 +1,5 @@
 """The benchmark of idle daemons: its table, its CPU seconds, and the piece of work they are compared by."""
 
-from __future__ import annotations
-
 import idle
 import psutil
 

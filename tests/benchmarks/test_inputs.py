@@ -1,7 +1,5 @@
 """Benchmarks refuse what they would silently measure as something else, and tell what they could not measure."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

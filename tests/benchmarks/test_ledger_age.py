@@ -1,7 +1,5 @@
 """The benchmark of old ledgers: what it makes is a ledger, and a restart behind sums has applied all of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.ledger_age import make, restart

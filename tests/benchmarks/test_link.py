@@ -1,7 +1,5 @@
 """How benchmarks/link_wan.py counts: nothing can show more than the line carries, whatever it reads at once."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

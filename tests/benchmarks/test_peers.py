@@ -1,7 +1,5 @@
 """How benchmarks/peers.py reads what its arms logged, and what it makes of an arm that is not there or ends."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Generator

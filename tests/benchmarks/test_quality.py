@@ -1,7 +1,5 @@
 """The parts of quality.py and quality_storm.py: stacked learners are real ones, rounds average, a storm strikes."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import product
@@ -221,10 +219,7 @@ def test_the_rate_that_one_seed_likes_best_is_not_chosen():
     arms = {arm.name: arm for arm in quality.arms_for(4000)}
     table = {3e-3: (1.5, 1.5), 4e-3: (1.4, 1.5), 6e-3: (1.3, 1.7)}
     (ours,) = quality.summarise(
-        [arms["ours"]],
-        quality.Plan(4000, 4000, (1, 2)),
-        lambda job: table[job.rate][job.seed - 1],
-        list(arms.values()),
+        [arms["ours"]], quality.Plan(4000, 4000, (1, 2)), lambda job: table[job.rate][job.seed - 1], list(arms.values())
     )
     assert (ours.rate, ours.losses) == (4e-3, [1.4, 1.5])
 

@@ -1,7 +1,5 @@
 """The pure parts of benchmarks/soak.py: slopes with their errors on made-up samples, and the series."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

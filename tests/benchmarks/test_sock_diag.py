@@ -1,7 +1,5 @@
 """benchmarks/sock_diag.py: the kernel's socket table says the same as our own descriptors."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

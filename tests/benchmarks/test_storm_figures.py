@@ -1,7 +1,5 @@
 """What the logs of the storm over other systems add up to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

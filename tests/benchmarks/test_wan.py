@@ -1,7 +1,5 @@
 """The pure parts of benchmarks/wan.py: scaling, what logs add up to, the report; and one learner."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """For the tests of commands: what the shell of whoever runs them has set says nothing here."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """`diloco-node certs`: what it makes where, what it says to do next, and each refusal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`checkpoint list`, `verify` and `copy`, and `export` of what they wrote: to a real S3 server, and to folders."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

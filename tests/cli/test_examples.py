@@ -1,7 +1,5 @@
 """Each command's help ends with an example, and the parser takes every example."""
 
-from __future__ import annotations
-
 import shlex
 from functools import cache
 from typing import Any

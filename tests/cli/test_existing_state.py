@@ -1,7 +1,5 @@
 """`start` on a folder in which a run has begun: another run, other settings, a run that is over."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys
@@ -87,10 +85,7 @@ def test_a_supervisor_that_comes_back_has_imported_little(tmp_path: Path) -> Non
 
 
 def test_a_finished_run_says_so_and_where_the_model_lies(
-    tmp_path: Path,
-    specs: list[SupervisorSpec],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "state" / "us-west"
     begin_run(folder, "new", REGIONS, finished="run.steps is reached\x1b[2J")

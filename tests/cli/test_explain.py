@@ -1,7 +1,5 @@
 """`help CODE`, and that every error has a code, a page, and shows it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

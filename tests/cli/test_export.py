@@ -1,7 +1,5 @@
 """`export` from a region's folder: the tensors that it takes, and the reasons for which it refuses, in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`status` of a run that is finished, from its state folders alone; `start` that goes on with it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`init`: flags or answers become a run that `start` takes, and nothing is overwritten."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket

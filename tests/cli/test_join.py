@@ -1,7 +1,5 @@
 """cli/join.py: a region learns its run from one member, which may show anything."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """`ledger` prints what is in a region's ledger, once or while its daemon writes it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

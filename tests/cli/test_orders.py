@@ -1,7 +1,5 @@
 """`diloco-node budget set`, `quarantine lift` and `learner start` against a real admin socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The regions that a command is about: a name of run.toml, a state folder, or a folder of several."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

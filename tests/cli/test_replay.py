@@ -1,7 +1,5 @@
 """`replay` comes to the ledger's digests, from a whole archive or from what is left, and says what is missing."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil

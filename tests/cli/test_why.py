@@ -1,7 +1,5 @@
 """`why` in words and as JSON, by a port and by a region's name."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The block layout: sizes, offsets, spans."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

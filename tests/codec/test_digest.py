@@ -1,7 +1,5 @@
 """Digests: against hashlib and BLAKE3 by hand, and sensitive to everything that must be equal."""
 
-from __future__ import annotations
-
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 

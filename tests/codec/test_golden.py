@@ -1,7 +1,5 @@
 """The golden vectors: right by an independent account, and a kernel that differs in one bit is named."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cache of compiled loops: compiled once, kept in the first folder that takes files, made again if damaged."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

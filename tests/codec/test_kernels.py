@@ -1,7 +1,5 @@
 """The kernels against vectors made by hand and, bit for bit, against a slow reference in numpy."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np

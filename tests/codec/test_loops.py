@@ -1,7 +1,5 @@
 """The loops as numba compiles them: no contracted products."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chunks: what comes back is what was sent, and hostile frames are refused before they cost anything."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """codec/projection.py with core/merge/freivalds.py: honest sums pass whatever the codec, wrong ones do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

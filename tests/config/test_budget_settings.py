@@ -1,7 +1,5 @@
 """config/budget_settings.py: `[budget]` of run.toml, and the plan that a region makes of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

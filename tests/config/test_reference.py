@@ -1,7 +1,5 @@
 """docs/settings.md is made of the schema, and is what it says now."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from diloco_node.config.reference import SECTIONS, explanation, settings

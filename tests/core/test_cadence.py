@@ -1,7 +1,5 @@
 """The failure detector: a floor on an idle machine, a multiple of the measured gaps, a ceiling, and what it forgets."""
 
-from __future__ import annotations
-
 from diloco_node.core.cadence import CEILING, FORGETTING, MARGIN, Cadence
 
 FLOOR_NS = 1_000_000_000

@@ -1,7 +1,5 @@
 """A region and a leader that was captured: what it sends is refused before it is kept, and nothing breaks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

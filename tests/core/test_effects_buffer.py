@@ -1,7 +1,5 @@
 """The effect buffer: order, messages to itself, and reasons that are said once."""
 
-from __future__ import annotations
-
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Note, Send, WriteFinal
 from diloco_node.core.messages import FinishRequested

@@ -1,9 +1,5 @@
 """An operator expels a region: it takes no part in anything, the others merge on; readmitted, it catches up."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from diloco_node.core.ledger.disks import expulsion_fault
@@ -12,12 +8,6 @@ from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, RevokedBody, RoundBody
 from tests.kit.ledger_kit import disk_of
 from tests.kit.small_world import Small
-
-
-@pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
 
 
 def order(small: Small, region: str, *, is_lifted: bool = False) -> str:

@@ -1,7 +1,5 @@
 """core/genesis.py: one proposal in each term that this region leads, with all of Theta_0; another run is an alarm."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Gray failures: a region whose control lives while its bulk or its word fails. The others go on, and it comes back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -125,12 +123,6 @@ def takes_part(small: Small, name: str) -> bool:
     last = [body for body in small.bodies() if isinstance(body, RoundBody)][-4:]
     is_member = all(name in {member.contribution.learner for member in body.members} for body in last)
     return is_member and any(name == cut.reducer for body in last for cut in body.stripes)
-
-
-@pytest.fixture
-def patch() -> object:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
 
 
 CASES = [*((kind, False) for kind in GRAY), ("bulk cut outwards", True)]

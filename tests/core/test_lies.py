@@ -1,7 +1,5 @@
 """One region lies about sums, numbers or the end: nothing of it is committed, the others go on, its name is told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,12 +15,6 @@ from tests.core.test_gray_regions import rate, reducer
 from tests.kit.small_world import SEED, Small
 
 Change = Callable[[RoundBody], EntryBody]
-
-
-@pytest.fixture
-def patch() -> object:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
 
 
 def reduces_times(small: Small, name: str, factor: float, *, with_right_words: bool) -> None:

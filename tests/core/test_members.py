@@ -1,9 +1,5 @@
 """Regions come and go in mid-run: a contributor joins, trains and is merged, gets a vote, and another region leaves."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from diloco_node.core.events import Effect, MessageArrived
@@ -20,12 +16,6 @@ from diloco_node.lab.sim.planting import signature_of
 from tests.kit.member_orders import signed
 from tests.kit.rounds_kit import committed_round, contribution
 from tests.kit.small_world import Small
-
-
-@pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
 
 
 def order(small: Small, region: str, kind: str, *, is_forced: bool = False) -> str:

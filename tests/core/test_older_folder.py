@@ -1,7 +1,5 @@
 """An older copy of a follower's folder comes back when its leader has just forgotten what it knew of that folder."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.lab.sim.cheats import older_copy, put_back
@@ -34,9 +32,3 @@ def test_a_leader_that_restarts_and_an_older_copy_of_a_followers_folder_lose_no_
     small.settle()
     ledgers = [small.hosts[name].core.ledger for name in (leader, follower)]
     assert not any(ledger.contradictions for ledger in ledgers)
-
-
-@pytest.fixture
-def patch() -> object:
-    with pytest.MonkeyPatch.context() as context:
-        yield context

@@ -1,8 +1,5 @@
 """The region core as a whole: small worlds of real cores on virtual time, each scenario with one thing going wrong."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -30,13 +27,6 @@ from diloco_node.lab.sim.world import MS, SECOND
 from tests.kit.ledger_kit import disk_of
 from tests.kit.rounds_kit import MANIFEST, REGIONS, SETTINGS, status
 from tests.kit.small_world import SEED, Small
-
-
-@pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
-
 
 # ---- nothing goes wrong ----------------------------------------------------------------------------------------------
 

@@ -1,9 +1,6 @@
 """Messages captured on the way to a region come again, thousands of times: it counts once, the account balances."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,12 +12,6 @@ from tests.kit.small_world import Small
 
 MESSAGES = 10_000
 TRANSFERS = 1_000
-
-
-@pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
 
 
 def test_a_captured_contribution_and_its_stripe_count_once_however_often_they_come(patch: pytest.MonkeyPatch) -> None:

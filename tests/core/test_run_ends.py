@@ -1,7 +1,5 @@
 """Ends of whole runs in the simulator: by votes, not by one learner alone, and gone on with after the end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,11 +7,6 @@ import pytest
 from diloco_node.core import events as ev
 from diloco_node.core.types import ExtendedBody, FinishedBody, RoundBody
 from tests.kit.small_world import Small
-
-
-@pytest.fixture
-def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    return monkeypatch
 
 
 def ends(small: Small) -> list[FinishedBody]:

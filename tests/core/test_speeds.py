@@ -1,9 +1,6 @@
 """Learners of different speed in one run: who is in the merges, how often there are any, and when the run ends."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,12 +10,6 @@ from tests.kit.small_world import Small
 SPEEDS = {"mixed": (4, 4, 2, 1), "one_fast": (10, 10, 10, 1)}
 """How many times as long the steps of each region take."""
 # A minute and a half of a run is ten seconds of a core: in the fast tier are the two quickest.
-
-
-@pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch_:
-        yield patch_
 
 
 def participation(small: Small) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """Bytes are measured before they are unpacked: what msgpack would build of them is let through, and no more."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

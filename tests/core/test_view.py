@@ -1,7 +1,5 @@
 """core/view.py: a learner's participation counts the rounds that were committed while it was live."""
 
-from __future__ import annotations
-
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.view import Participation, ParticipationView

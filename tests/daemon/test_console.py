@@ -1,7 +1,5 @@
 """The lines at the terminal: few, and each once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

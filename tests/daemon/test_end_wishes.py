@@ -1,7 +1,5 @@
 """Wishes for the run's end outlive a daemon, and nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

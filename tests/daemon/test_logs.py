@@ -1,7 +1,5 @@
 """The daemon's log: what is told, in which form, and what changes it while the daemon runs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A region that goes on alone: the entries that it writes, and the folders with which it can't."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole regions over in-memory links on a virtual clock: whatever drops, all end with one model and one account."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -190,10 +188,7 @@ def test_a_roster_that_a_peer_shows_names_regions_to_link_with_until_the_ledger_
         region.store.close()
         region.memory.close()
 
-    with (
-        tempfile.TemporaryDirectory(prefix="dl-") as folder,
-        asyncio.Runner(loop_factory=VirtualLoop) as runner,
-    ):
+    with tempfile.TemporaryDirectory(prefix="dl-") as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(show(Path(folder)))
     assert len(calls) == 3
 

@@ -1,7 +1,5 @@
 """The parameters: the same bits whatever the stripes, readers and the step kept apart, checkpoints that can be read."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Earlier versions of a run: each has the bytes that its daemon had then, and what is gone is said with the nearest."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """daemon/presence.py: each change is told once, and what was so at the first look is none."""
 
-from __future__ import annotations
-
 from diloco_node.core.view import PeerView
 from diloco_node.daemon.presence import Presence
 

@@ -1,7 +1,5 @@
 """Garbage collector, allocator and open files: in a process of its own, for they hold for the whole process."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """daemon/region_budget.py: what an operator asks for, what run.toml says now, and the one line when it is too small."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The log of rounds in whole regions: what took how long, who was waited for, what failed; and what it never does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

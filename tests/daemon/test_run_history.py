@@ -1,7 +1,5 @@
 """The run history: bounded, whole after whatever the disk did, and readable while it is written."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

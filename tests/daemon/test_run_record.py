@@ -1,7 +1,5 @@
 """The run of a folder, and whether it is over."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What regions brought to the last rounds, from committed rounds."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.types import Ballot, Contribution, Member, RoundBody

@@ -1,7 +1,5 @@
 """daemon/stopping.py: what does not end is named in the log, and the process ends."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
@@ -34,10 +32,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(
     ("stop", "where"),
-    [
-        ("stuck.cancel(); await asyncio.gather(stuck)", "in swallow"),
-        ("time.sleep(3600)", "in main"),
-    ],
+    [("stuck.cancel(); await asyncio.gather(stuck)", "in swallow"), ("time.sleep(3600)", "in main")],
     ids=["a task that swallows its cancellation", "a loop that is blocked"],
 )
 @pytest.mark.parametrize("code", [0, 6])

@@ -1,7 +1,5 @@
 """The run history in the hands of the libraries that draw it: each is the real one, and writes to this machine only."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

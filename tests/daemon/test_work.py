@@ -1,7 +1,5 @@
 """Where the daemon's work runs: short calls at once, long ones in threads, and what both raise."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """What lies under deploy/: each file is read by the tool of its field, and says what the program needs."""
 
-from __future__ import annotations
-
 import configparser
 import fnmatch
 import re

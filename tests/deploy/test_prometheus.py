@@ -1,7 +1,5 @@
 """Alerts and dashboard: promtool reads them, their metrics are exported, and a real Prometheus scrapes a daemon."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """What is released: wheel and sdist, built from the checkout, installed where nothing else is, and run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

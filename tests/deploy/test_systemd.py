@@ -4,8 +4,6 @@ In namespaces on this machine. Not real: it is one machine for both regions, and
 test starts. So the unit runs without User= and PrivateTmp=.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

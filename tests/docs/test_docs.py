@@ -1,7 +1,5 @@
 """The prose: short sentences, commands that exist, links that lead somewhere, a site that fetches nothing."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """docs/threats.md: every row names tests, and every test that it names exists."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -16,7 +16,8 @@ from diloco_node.lab.demo.storm import CALM_S
 from diloco_node.numeric import NS_PER_S
 from tests.kit.commands import COMMAND, SMALL_MODEL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+# Of the gate are the kills of test_stalls.py, with the same end, and tests/lab/chaos.
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
 SECONDS = 40
 ORDERS = (("partition", "--for", "2s"), ("pause", "--for", "1s"), ("slow", "--for", "1s"))

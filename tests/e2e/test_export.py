@@ -1,7 +1,5 @@
 """A model of Hugging Face's trains in two regions, one of two ranks; it is evaluated, and exported twice."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loops of other libraries join a run by their callback alone: the commands of examples/README.md as they stand."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util
@@ -144,8 +142,7 @@ async def come_back(cluster: Cluster, before: Statuses) -> None:
     was = before["west"]
     os.kill(was["pids"]["learner"], signal.SIGKILL)
     await cluster.until(
-        "the learner is back",
-        lambda now: all_train(now) and now["west"]["pids"]["learner"] != was["pids"]["learner"],
+        "the learner is back", lambda now: all_train(now) and now["west"]["pids"]["learner"] != was["pids"]["learner"]
     )
     await cluster.until_merged("west", why="after its learner was killed")
 
@@ -228,7 +225,8 @@ async def until(what: str, is_so: Callable[[], bool], wait_s: float = 120.0) -> 
         await asyncio.sleep(0.03)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.long  # tests/integrations/test_positions.py kills a learner of each kind within one process
+@pytest.mark.parametrize("example", NEEDS)
 async def test_an_example_that_is_killed_five_times_trains_no_row_again_but_those_since_its_checkpoint(
     tmp_path: Path, example: str
 ) -> None:

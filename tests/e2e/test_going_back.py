@@ -1,7 +1,5 @@
 """Real regions begin a run at an earlier version of another one; and those whose models differ are told at once."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Incidents on a demo that runs, and what is said of each while it lasts: the table is in docs/lab/incidents.md."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

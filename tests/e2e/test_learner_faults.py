@@ -1,7 +1,5 @@
 """A learner that diverges or crashes again and again: the others go on, and it comes back to merged parameters."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -18,7 +18,8 @@ from diloco_node.lab.demo.region_processes import RegionProcess, order_finish
 from tests.kit.commands import COMMAND, NO_FORK_SERVER, SMALL_MODEL
 from tests.kit.ports import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+# Of the gate are tests/cli/measure/test_live_measurement.py, through a daemon of this process, and tests/measure.
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
 WAIT_S = 300.0
 
@@ -55,13 +56,7 @@ async def until_committed(demo: Demo, rounds: int) -> dict[str, dict[str, Any]]:
 
 async def begin(folder: Path, *arguments: str) -> asyncio.subprocess.Process:
     """What a user types, in a process of its own."""
-    command = [
-        *COMMAND,
-        "measure",
-        *arguments,
-        "--config",
-        str(folder / "run.toml"),
-    ]
+    command = [*COMMAND, "measure", *arguments, "--config", str(folder / "run.toml")]
     return await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -1,10 +1,7 @@
-"""Members of a run that goes on: one loses its vote, one that is dead is removed, and one that trains; each is told."""
-
-from __future__ import annotations
+"""A region goes on alone after the majority is lost, and another one comes back; orders that tests of members give."""
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +16,6 @@ from diloco_node.transport.authority import init_run
 from tests.kit.cluster_kit import WAIT_S, Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    run = Cluster(tmp_path / "run", 4, changes={"sync_every = 16": "sync_every = 8"})
-    try:
-        yield run
-    finally:
-        await run.clear()
 
 
 async def members(cluster: Cluster, leader: str, *words: str, key: Path | None = None) -> str:
@@ -77,73 +65,7 @@ async def until_ended(cluster: Cluster, name: str, *words: str) -> None:
     assert all(word in lines(20) for word in words), lines(20)
 
 
-async def test_a_run_of_four_shrinks_to_two_and_goes_on(cluster: Cluster) -> None:
-    await cluster.start()
-    await cluster.until_trains()
-    await cluster.until_commits(2)
-    leader = await cluster.until_leader()
-    quiet, dead, leaver = cluster.others(leader)
-    assert "4 voters, 3 must be there: merging goes on with 1 of them away" in await members(cluster, leader, "list")
-
-    init_run(cluster.folder / "others", "another-run", [quiet])
-    with pytest.raises(ConfigError, match=r"no authority in the ca\.pem of .* has signed it for these members"):
-        await members(cluster, leader, "demote", quiet, key=cluster.folder / "others" / "ca.key")
-    with pytest.raises(ConfigError, match=f"give the order to {leader}"):
-        await members(cluster, quiet, "demote", dead)
-    with pytest.raises(ConfigError, match="nobody is no member of the run"):
-        await members(cluster, leader, "remove", "nobody")
-    with pytest.raises(ConfigError, match="is a voter already"):
-        await members(cluster, leader, "promote", quiet)
-    await order(cluster, leader, "demote", quiet)
-    await until_kinds(cluster, cluster.names, **{quiet.replace("-", "_"): "contributor"})
-    await cluster.until_commits(2, why="with three voters")
-    await cluster.until_merged(quiet, why="without a vote")
-
-    await cluster.kill(dead)
-    alive = [leader, quiet, leaver]
-    await cluster.until(
-        "it is missed",
-        lambda now: not any(peer["is_alive"] for peer in now[leader]["peers"] if peer["name"] == dead),
-        alive,
-    )
-    with pytest.raises(ConfigError, match="it makes 2 voters, of which 2 must be there"):
-        await members(cluster, leader, "demote", leaver, "--force")
-    await order(cluster, leader, "remove", dead)
-    await until_kinds(cluster, alive, **{dead.replace("-", "_"): "former"})
-    await order(cluster, leader, "promote", quiet)
-    await until_kinds(cluster, alive, **{quiet.replace("-", "_"): "voter"})
-    await cluster.until_commits(1, alive, why="without the dead one")
-
-    with pytest.raises(ConfigError, match=f"removing {leaver} leaves 2, and the next failure stops merging; --force"):
-        await members(cluster, leader, "remove", leaver)
-    await order(cluster, leader, "remove", leaver, "--force")
-    await until_ended(cluster, leaver, f"{leaver} was removed from the run by an operator (entry", "ends with 0")
-    rest = [leader, quiet]
-    listing = await members(cluster, leader, "list")
-    assert "2 voters, 2 must be there: the next failure stops merging" in listing
-    await cluster.until(
-        "they know it no more",
-        lambda now: all({peer["name"] for peer in now[name]["peers"]} == set(rest) - {name} for name in rest),
-        rest,
-    )
-    await cluster.until_commits(2, rest, why="of two")
-
-    await cluster.start(dead)
-    await until_ended(cluster, dead, "shows the authority's signature", "ends with 0")
-    await cluster.start(leaver)
-    await until_ended(cluster, leaver, "was removed from the run by an operator", "ends with 0")
-
-    with pytest.raises(ConfigError, match=f"{leader} leads: asked itself, it hands over"):
-        await members(cluster, leader, "remove", leader)
-    await cluster.until("it has handed over", lambda now: all(one["leader"] == quiet for one in now.values()), rest)
-    await cluster.until_commits(1, rest, why="with another leader")
-    await order_finish([cluster.regions[quiet]], limit_s=WAIT_S)
-    for name in rest:
-        await until_ended(cluster, name)
-    cluster.names = rest
-    cluster.check_equal()
-
-
+@pytest.mark.long  # of the gate is tests/daemon/test_lone_region.py
 async def test_one_region_goes_on_alone_after_the_majority_is_lost(cluster: Cluster) -> None:
     await cluster.start()
     await cluster.until_trains()

@@ -1,7 +1,5 @@
 """Real regions whose scripts differ in all but the tensors' names: one model is trained, and what differs is told."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page in a real headless Chromium: how it looks, what it says to those who can't see it, what outages do to it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quickstart's three namespaces: the page's own commands, run as they stand."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@
 The FSDP2 example on one host is in tests/e2e/test_frameworks.py, the recipe on two ranks in tests/e2e/test_export.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

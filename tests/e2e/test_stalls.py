@@ -1,8 +1,6 @@
 """A process that is killed or stops, a disk that takes seconds for a sync, no descriptors, no memory: nobody else is
 held up, and the way back is clean. One run of three regions goes through all of it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -55,13 +53,16 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run]:
         run_.usual = await run_.rounds_per_step()
         yield run_
         await run_.end()
+        run_.check_equal()
+        tokens = run_.report()["tokens"]
+        assert tokens["faults"] == []
+        # A user of the run does not have the lost folders.
+        assert {one["learner"] for one in tokens["uncounted"]} == {name for name in run_.names if run_.lost[name]}
+        account = run_.account()
+        assert account.faults == ()
+        assert account.trained == account.merged + account.carried + account.discarded
     finally:
         await run_.clear()
-    run_.check_equal()
-    report = run_.report()
-    assert report["equal_digests"] is True
-    assert report["tokens"]["balanced"] is True
-    assert run_.account().faults == ()
 
 
 @contextmanager
@@ -188,6 +189,22 @@ async def test_killed_learner_daemon_and_leader_come_back(run: Run) -> None:
     await kill(run, await run.until_leader(), "learner")
 
 
+async def test_a_leader_whose_folder_is_lost_comes_back(run: Run) -> None:
+    """Where the daemons of the others stand still, one after the other, the test below needs its vote."""
+    leader = await run.until_leader()
+    before = (await run.until_trains())[leader]
+    await run.kill(leader)
+    run.wipe(leader)
+    await run.until_commits(4, run.others(leader), why=f"without {leader}")
+    await run.start(leader)
+    after = await run.until(
+        f"{leader} is back with an empty folder",
+        lambda now: all_train(now) and min(now[leader]["versions"]) > max(before["versions"]),
+    )
+    assert after[leader]["learner"]["incarnation"] > before["learner"]["incarnation"], "a life was handed out twice"
+    await run.until_merged(leader, why="after its folder was lost")
+
+
 async def test_a_stopped_process_holds_up_nobody_else(run: Run) -> None:
     leader = await run.until_leader()
     follower, other = run.others(leader)
@@ -203,6 +220,7 @@ async def test_a_stopped_process_holds_up_nobody_else(run: Run) -> None:
         await run.until_leader()
 
 
+@pytest.mark.long  # of the gate is tests/supervisor/test_preload.py
 async def test_a_learner_that_dies_while_its_fork_server_stands_still_comes_without_it(run: Run) -> None:
     """The others go on, and the fork server is killed for its silence."""
     region = run.others(await run.until_leader())[0]
@@ -233,6 +251,7 @@ async def test_a_disk_that_takes_ten_seconds_for_a_sync_holds_up_nobody_else(run
         await run.until_merged(region, why="after its disk was well again")
 
 
+@pytest.mark.long
 async def test_a_leader_whose_daemon_can_open_nothing_more_holds_up_nobody_else(run: Run) -> None:
     """What any daemon lacks then, tests/transport/test_descriptors.py looks at."""
     leader = await run.until_leader()

@@ -1,7 +1,5 @@
 """Each fault raises its alert, with the command that helps; a sound region raises none; junk is no alert."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from copy import deepcopy

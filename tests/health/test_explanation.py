@@ -1,7 +1,5 @@
 """Each cause is named with its figures, and what would help by how much; nothing is claimed that can't be computed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

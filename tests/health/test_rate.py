@@ -1,7 +1,5 @@
 """The rate is of now: steady while a counter grows, gone soon after it stands still."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """`export` of a run that trains LoRA adapters: the files and names that PEFT itself writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,9 +1,6 @@
 """Callbacks in the trainers that they are for, under a fake daemon. tests/e2e/test_frameworks.py has several ranks."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ from diloco_node.errors import LearnerError
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import Done, Failed
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import region_folder
 from tests.kit.lightning_kit import quiet_trainer
 
 pytestmark = [
@@ -26,11 +22,6 @@ pytestmark = [
 
 ROWS, BATCH, LENGTH = 64, 2, 5
 BAD_ROW = 7
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 class Language(nn.Module):

@@ -1,7 +1,5 @@
 """The recipe of `[model] hf`: whose blocks are whose, what it refuses, and that it learns. Without a daemon."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A loop's own data loader with a fixed split: each row once an epoch, and on from a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,13 @@ from diloco_node.errors import LearnerError
 from diloco_node.integrations.loader import EndlessLoader
 from tests.kit.data_kit import datasets_library, rows_of, write_jsonl
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import Toy, region_folder
+from tests.kit.learner_kit import Toy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),  # of torchdata 0.11
 ]
 ROWS = rows_of(48)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

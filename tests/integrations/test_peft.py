@@ -1,8 +1,5 @@
 """LoRA by PEFT itself: a folder begins a run, the learner ends with the merged adapter, PEFT loads the export."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +15,11 @@ from diloco_node.daemon.final_model import write_final
 from diloco_node.wire.learner_link import SnapshotReady
 from tests.cli.test_export import a_region, exported, finish
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import region_folder
 
 pytestmark = [
     pytest.mark.e2e,  # importing the library takes longer than the test
     pytest.mark.filterwarnings("default"),  # its own
 ]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 def base_model() -> Any:

@@ -3,8 +3,6 @@
 Every row has a number, and the model notes those that it is trained on.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -20,7 +18,6 @@ from diloco_node.errors import LearnerError
 from diloco_node.integrations.shards import ShardLoader
 from diloco_node.learner.region_shards import HERE
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import region_folder
 from tests.kit.lightning_kit import quiet_trainer
 
 pytestmark = [
@@ -31,11 +28,6 @@ pytestmark = [
 ROWS, BATCH = 42, 4
 LAST_STEP = 3
 """Steps of a life, the last of which no checkpoint has: as if it were killed."""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -1,7 +1,5 @@
 """Loaders whose rows follow the members: each row to one region, rank and worker, and on from a checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from diloco_node.integrations.shards import ShardLoader, ShardSampler, ShardStre
 from diloco_node.learner.region_shards import HERE
 from diloco_node.wire.learner_link import MembersChanged
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import Toy, region_folder
+from tests.kit.learner_kit import Toy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -29,11 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
 ]
 NAMES = ("eu-west", "us-east", "us-west")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """Entries of a made-up token account, without model and digests."""
 
-from __future__ import annotations
-
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import Ballot, Contribution, Entry, EntryBody, Member, RoundBody
 

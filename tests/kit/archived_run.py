@@ -1,7 +1,5 @@
 """A run of three whole regions to its end, in virtual time; the first of them keeps an archive."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

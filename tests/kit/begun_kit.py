@@ -1,7 +1,5 @@
 """A region's folder with a run in its ledger, as a daemon leaves it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal

@@ -1,7 +1,5 @@
 """What went out, seen over every window."""
 
-from __future__ import annotations
-
 
 def most_in_any_window(sent: list[tuple[int, int]], window_ns: int) -> int:
     """The most bytes in any closed window, by two pointers; `sent` is (time, bytes) in order."""

@@ -1,7 +1,5 @@
 """A made-up demo: `demo.json` names processes that sleep as supervisors; others carry the marks of their children."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

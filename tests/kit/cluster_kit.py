@@ -1,7 +1,5 @@
 """A run of real processes under a test's hands: regions by name, waiting for facts, killing by process id."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

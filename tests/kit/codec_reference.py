@@ -1,7 +1,5 @@
 """A slow reference of the encoding in numpy and plain Python, written from its description and not from the kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from diloco_node.codec.blocks import FragmentBlocks

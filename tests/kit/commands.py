@@ -1,7 +1,5 @@
 """The commands of the program as their users run them: in a process of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -6,8 +6,6 @@ and debootstrap; .ci/system installs them. The engine is one of its own, see eng
 containers are not touched, and nothing is left.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Trained counters as files."""
 
-from __future__ import annotations
-
 import zlib
 
 

@@ -1,7 +1,5 @@
 """Small data sets and tokenizers, made on the spot."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The life of a learner's fragments by a script, on the CPU or on devices: what it comes to must be the same."""
 
-from __future__ import annotations
-
 import queue
 import random
 from collections import defaultdict
@@ -37,18 +35,11 @@ SHAPES: Final = ((140, 64), (24,), (64, 131), (64,), (64, 24), (300,), (31, 170)
 PATIENCE_S: Final = 60.0
 
 ALONE: Final = (tuple(range(len(SHAPES))),)
-RANKS: Final = {
-    "copies": (*ALONE, *ALONE),
-    "stages": (tuple(range(4)), tuple(range(4, len(SHAPES)))),
-}
+RANKS: Final = {"copies": (*ALONE, *ALONE), "stages": (tuple(range(4)), tuple(range(4, len(SHAPES))))}
 """By rank the numbers of its parameters: what DistributedDataParallel does, and pipeline stages."""
 
 ON_THE_CPU: Final = ("cpu",)
-PLACES: Final = {
-    "one device": ("cuda:0",),
-    "two devices": ("cuda:0", "cuda:1"),
-    "device and host": ("cuda:0", "cpu"),
-}
+PLACES: Final = {"one device": ("cuda:0",), "two devices": ("cuda:0", "cuda:1"), "device and host": ("cuda:0", "cpu")}
 """Where the parameters lie, in turn."""
 
 

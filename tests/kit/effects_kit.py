@@ -1,7 +1,5 @@
 """One region's effects between fakes, with the real codec, parameters and store."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,14 +10,7 @@ import numpy as np
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import payload_digest, stripe_digest
-from diloco_node.core.events import (
-    ContributionStripeArrived,
-    Event,
-    Note,
-    OfferVersion,
-    SendContribution,
-    TakeSnapshot,
-)
+from diloco_node.core.events import ContributionStripeArrived, Event, Note, OfferVersion, SendContribution, TakeSnapshot
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Entry, LedgerBase, RoundBody, Stripe
 from diloco_node.daemon.effects.disk_effects import DiskEffects
@@ -110,12 +101,7 @@ class FlakyStore:
             raise StorageError(f"{what}: the disk is full")
 
     def persist(
-        self,
-        term: int,
-        voted_for: str,
-        truncate_from: int,
-        entries: Sequence[Entry],
-        base: LedgerBase | None = None,
+        self, term: int, voted_for: str, truncate_from: int, entries: Sequence[Entry], base: LedgerBase | None = None
     ) -> None:
         self._maybe_refuse(f"persist {term}")
         if self.is_ledger_lost:

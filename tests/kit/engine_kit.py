@@ -6,8 +6,6 @@ addresses or ports are in the way. Files lie in a folder that is removed, or by 
 Kept in the cache folder are the base image, made by debootstrap, and the wheels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools
@@ -283,7 +281,7 @@ def make_compose_v2(cache: Path) -> None:
 def forget_old(cache: Path) -> None:
     """What was made for other versions and not touched for a week."""
     now_s = time.time()
-    for kind in ("base-*.tar", "wheels-*", "docker-*", "uml-*"):
+    for kind in ("base-*.tar", "wheels-*", "docker-*"):
         for made in cache.glob(kind):
             with contextlib.suppress(OSError):
                 if now_s - made.stat().st_mtime > KEPT_S:

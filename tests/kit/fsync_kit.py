@@ -1,7 +1,5 @@
 """Which files and folders a piece of code makes durable, in order. For tests that a lost fsync must fail."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

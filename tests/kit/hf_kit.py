@@ -1,7 +1,5 @@
 """Small models of Hugging Face, as config.json has them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

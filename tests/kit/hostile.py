@@ -1,7 +1,5 @@
 """What a peer that means harm writes: documents that are no message, and texts where a name or a reason stands."""
 
-from __future__ import annotations
-
 import struct
 
 import msgpack

@@ -1,7 +1,5 @@
 """What tests of `attach` share: a region's folder, and a model that a person can recompute."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,29 +1,13 @@
 """Ledger cores for tests, one at a time: made, elected, and what came out of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
-from diloco_node.core.events import (
-    Effect,
-    LedgerPersisted,
-    MessageArrived,
-    Note,
-    PersistLedger,
-    Send,
-    TimerFired,
-)
+from diloco_node.core.events import Effect, LedgerPersisted, MessageArrived, Note, PersistLedger, Send, TimerFired
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.messages import (
-    AppendEntries,
-    AppendEntriesReply,
-    Message,
-    RequestVote,
-    RequestVoteReply,
-)
+from diloco_node.core.messages import AppendEntries, AppendEntriesReply, Message, RequestVote, RequestVoteReply
 from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
 
 

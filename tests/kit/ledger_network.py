@@ -1,7 +1,5 @@
 """Some ledger cores on a virtual clock, with disks, links and faults; what must hold is checked after every event."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable
@@ -9,15 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import cast
 
-from diloco_node.core.events import (
-    Effect,
-    LedgerPersisted,
-    MessageArrived,
-    Note,
-    PersistLedger,
-    Send,
-    TimerFired,
-)
+from diloco_node.core.events import Effect, LedgerPersisted, MessageArrived, Note, PersistLedger, Send, TimerFired
 from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.replacement import DiskReplacement, Rounds

@@ -1,7 +1,5 @@
 """A trainer of Lightning's that says nothing and writes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

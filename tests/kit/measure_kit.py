@@ -1,7 +1,5 @@
 """Regions with real links on loopback that measure each other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -169,12 +167,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wish(number: int, **changes: Any) -> msg.MeasurementRequested:
     """What a peer would ask for: that we send to it over the link."""
-    given: dict[str, Any] = {
-        "is_requester_sending": False,
-        "warm_up_ns": 0,
-        "span_ns": 1000,
-        "bytes_max": 1000,
-    }
+    given: dict[str, Any] = {"is_requester_sending": False, "warm_up_ns": 0, "span_ns": 1000, "bytes_max": 1000}
     return msg.MeasurementRequested(number, **{**given, **changes})
 
 

@@ -1,7 +1,5 @@
 """Changes of the members as an operator orders them: signed by the authority of a simulated run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from diloco_node.core.ledger.roster import Roster

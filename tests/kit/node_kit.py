@@ -1,7 +1,5 @@
 """Fakes for tests of the shell: executors without threads, a transport that records, tasks that a test can wait for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future

@@ -35,13 +35,7 @@ from diloco_node.shared_memory import COUNTERS_AREA, MemoryStore, request_area
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
-from diloco_node.wire.envelope import (
-    TransferBegin,
-    decode_bulk,
-    decode_control,
-    encode_begin,
-    encode_control,
-)
+from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin, encode_control
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
     LINK_PROTOCOL,

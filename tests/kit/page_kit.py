@@ -1,7 +1,5 @@
 """Status documents of a made-up run, as daemons make them, for the page: healthy, or with one region lost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -12,8 +12,6 @@ makes the folders that a power cut may leave there:
 That is more than a journalling file system does, and what POSIX promises.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io

@@ -2,8 +2,6 @@
 checked. See `tests.kit.power_cut`.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

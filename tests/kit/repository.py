@@ -1,7 +1,5 @@
 """Where the repository lies, wherever in it a test lies; and how a test starts a module of the tests."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

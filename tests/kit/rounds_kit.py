@@ -1,7 +1,5 @@
 """Small parts for tests of rounds: a model of two fragments, learners' reports, committed entries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from diloco_node.core.effects_buffer import EffectBuffer

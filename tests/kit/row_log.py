@@ -4,8 +4,6 @@ The scripts in `examples/` learn Python's standard library: here that is one fil
 an embedding sees in training goes to FOLDER/rows.log before the optimizer's step, so a killed process has noted it all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import runpy

@@ -1,7 +1,5 @@
 """An S3 server in a process of its own, on loopback: moto's."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

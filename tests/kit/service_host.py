@@ -4,8 +4,6 @@ Run as `python -m tests.kit.service_host FOLDER COMMAND...` inside `unshare` (`c
 home, processes and the network are the machine's own; programs and libraries are those of this one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -3,8 +3,6 @@
 After a change: `python -m tests.kit.settings_page > docs/settings.md`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from diloco_node.config.reference import SECTIONS, allowed, default_text, settings

@@ -1,7 +1,5 @@
 """One model, and the ways that PyTorch has to cut it over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Small worlds of real cores on virtual time, for tests of the region core as a whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

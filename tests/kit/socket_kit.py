@@ -1,7 +1,5 @@
 """Two ends of a TCP connection on loopback, for tests of what the kernel counts."""
 
-from __future__ import annotations
-
 import socket
 import threading
 

@@ -1,7 +1,5 @@
 """Status documents with something in one place that does not belong there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """A bound for what must end by itself: what does not is reported with the stacks of all tasks and threads."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """tests/kit/cluster_kit.py: what it says of regions that never came up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The fake devices find what they are for: what is read early, waited for, raced for, or used after it was freed."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

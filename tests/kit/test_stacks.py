@@ -1,7 +1,5 @@
 """What hangs is told with its stacks, long before pytest's own limit."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

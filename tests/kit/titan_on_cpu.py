@@ -4,8 +4,6 @@ torchtitan 0.2 asks the accelerator's module for memory and names, and imports T
 never calls. Both get a stand-in here. All else is torchtitan as it is.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 import types

@@ -3,8 +3,6 @@
 As a program this is one rank: the settings as JSON on the command line, and on rank 0 what each came to, a line each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,11 +15,7 @@ from tests.kit.ports import free_port
 
 def outcomes(ranks: int, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train with each of the settings; of each the `trainer.Outcome` on rank 0, and under "said" its evaluations."""
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(ranks),
-    }
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "tests.kit.trainer_ranks", json.dumps(settings)]
     processes = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)

@@ -1,7 +1,5 @@
 """Real transports on loopback, a handler that keeps everything, and peers that do what a test wants."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -89,7 +87,7 @@ class Mesh:
         self, region: str, peers: dict[str, str | None], *, former: Collection[str] = (), **changes: Any
     ) -> tuple[GrpcTransport, Recorder]:
         """Start the transport of a region. `former`: of its peers, those that its ledger names as removed."""
-        handler = Recorder()
+        handler = changes.setdefault("handler", Recorder())
         options: dict[str, Any] = {
             "region": region,
             "run_id": RUN,
@@ -100,7 +98,6 @@ class Mesh:
             "identity": self.identity(region),
             "listen": ("127.0.0.1", 0),
             "peers": peers,
-            "handler": handler,
             "executor": self.executors[0],
             "times": FAST,
             **changes,

@@ -4,8 +4,6 @@ The child answers each line on its standard input with a JSON object; see `Facts
 region a back, and a message for each transfer that arrived whole.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Wait for what comes true elsewhere, with a deadline: in a thread, on the loop, or woken by a callback."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

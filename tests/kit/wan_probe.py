@@ -4,8 +4,6 @@ One process opens sockets in every region's namespace (a socket stays where it w
 The figures show whether the emulation keeps its file, so neither uses anything the emulation counts.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket

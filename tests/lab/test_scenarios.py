@@ -24,8 +24,6 @@ Commands:
     state                           one line per region: its role and its versions
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`diloco_node.attach` against a daemon that speaks the real protocol over the real socket and memory."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -34,13 +32,8 @@ from diloco_node.wire.learner_link import (
     Warned,
 )
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
-from tests.kit.learner_kit import Toy, region_folder, session_of, vector
+from tests.kit.learner_kit import Toy, session_of, vector
 from tests.kit.waiting import until
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 def test_without_a_daemon_it_warns_once_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

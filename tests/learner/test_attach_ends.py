@@ -1,7 +1,5 @@
 """`diloco_node.attach` when something ends: the daemon, the learner's process, the loop."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +35,8 @@ from diloco_node.wire.learner_link import (
     Warned,
 )
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
-from tests.kit.learner_kit import Toy, region_folder, session_of
+from tests.kit.learner_kit import Toy, session_of
 from tests.kit.waiting import until
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
-
 
 # ---- the daemon dies -------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,6 @@
 """`attach(..., step="auto")`: the optimizer's steps are the boundaries, tokens and loss come from the model's calls."""
 
-from __future__ import annotations
-
 from collections import UserDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +14,8 @@ from diloco_node.learner.forward_watch import ForwardWatch, count_tokens
 from diloco_node.learner.several_optimizers import parameters_of
 from diloco_node.wire.learner_link import Report
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import region_folder
 
 IDS = torch.zeros(3, 5, dtype=torch.long)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

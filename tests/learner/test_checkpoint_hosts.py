@@ -1,7 +1,5 @@
 """Ranks on two hosts, with a disk each: what one does not see comes from the other. Ranks are threads here."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The learner's link thread against a bare socket, which plays daemons of every kind."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator
@@ -253,8 +251,7 @@ def test_refusal_for_now_is_tried_again(daemon: Daemon, learner: Learner, monkey
 
 
 @pytest.mark.parametrize(
-    "garbage",
-    [b"\xff\xff\xff\xff", frame(b"\xc1"), frame(TO_LEARNER.encode(Stop("before welcome")))],
+    "garbage", [b"\xff\xff\xff\xff", frame(b"\xc1"), frame(TO_LEARNER.encode(Stop("before welcome")))]
 )
 def test_daemon_that_breaks_the_protocol_is_left(daemon: Daemon, learner: Learner, garbage: bytes) -> None:
     daemon.accept()

@@ -1,8 +1,6 @@
 """Whose parameters a run begins with: told before the first step, with both norms."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +12,6 @@ import diloco_node
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import region_folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 def net(seed: int = 0, scale: float = 1.0) -> nn.Module:

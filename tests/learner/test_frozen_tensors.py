@@ -1,8 +1,6 @@
 """learner/frozen_tensors.py: what `attach` tells of frozen parameters and buffers, and what of it must differ."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,8 @@ from diloco_node.learner import frozen_tensors
 from diloco_node.learner.frozen_tensors import _figures
 from diloco_node.wire.frozen_listing import frozen_difference
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import region_folder
 
 REGIONS = ("eu", "us")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 class Adapted(nn.Module):

@@ -1,9 +1,6 @@
 """`Diloco.finish`, and the parameters that are in the model after the `with` block."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +15,7 @@ from diloco_node.learner import leaving
 from diloco_node.learner.attach import Diloco
 from diloco_node.wire.learner_link import Done, EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
-from tests.kit.learner_kit import Toy, region_folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
+from tests.kit.learner_kit import Toy
 
 
 def model_values(toy: Toy, daemon: FakeDaemon) -> list[np.ndarray]:

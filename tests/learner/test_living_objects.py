@@ -1,7 +1,5 @@
 """All living objects of some classes: a new one is found, whatever went meanwhile, and nothing new is no search."""
 
-from __future__ import annotations
-
 import gc
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Hand numbers: two fragments of one value each where not said otherwise, so that a person can follow."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import weakref
@@ -164,7 +162,7 @@ ON_A_DEVICE = [
         marks=pytest.mark.skipif(
             not torch.cuda.is_available(), reason="no CUDA device: snapshot and apply on a GPU are NOT tested"
         ),
-    ),
+    )
 ]
 
 

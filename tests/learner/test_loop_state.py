@@ -6,7 +6,7 @@ import copy
 import logging
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,8 @@ import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import region_folder
 
 SCHEDULE = torch.optim.lr_scheduler.StepLR
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 class Student(nn.Module):

@@ -17,12 +17,6 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.model_watch import COPY_LOOKS, STILL_STEPS
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import region_folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 def make(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:

@@ -1,7 +1,5 @@
 """learner/nested.py: what a loop wants kept comes back with its types, through JSON and safetensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

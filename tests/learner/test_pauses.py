@@ -1,12 +1,9 @@
 """Announced pauses, and the last boundaries of a learner that was told to stop, under a fake daemon."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +15,7 @@ from diloco_node.learner.pauses import BUSY_MAX_S, CallbackPause
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import Done, Leaving, OfferApplied, Report, SnapshotReady
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import Toy, region_folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
+from tests.kit.learner_kit import Toy
 
 
 def place(folder: Path) -> PlaceMark:

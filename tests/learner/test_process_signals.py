@@ -1,7 +1,5 @@
 """learner/process_signals.py, in processes of their own: what SIGTERM and the supervisor's death do to a learner."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

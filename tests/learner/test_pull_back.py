@@ -1,7 +1,5 @@
 """A fifth of each merge that is taken back is found within ten merges; ordinary training is not called that."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Two real ranks over Gloo under one fake daemon: same values on both, one sum of tokens, one end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Each region's order of rows is the real one, with the shards that the members gi
 region that is killed makes the steps since its checkpoint again.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Where a learner believes the run to be: told now and then, carried on at its own share, never back."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

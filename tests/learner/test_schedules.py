@@ -1,7 +1,5 @@
 """Settings are the script's after a restart, positions the checkpoint's."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

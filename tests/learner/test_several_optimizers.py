@@ -1,7 +1,5 @@
 """What `attach` takes as optimizer: one, several as one, and none whose state it can't keep."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The order of a region's rows, and the position in each shard."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 Real ranks over Gloo, with PyTorch's own ways to cut a model, under one fake daemon (tests/kit/shard_ranks.py).
 """
 
-from __future__ import annotations
-
 import re
 import time
 from contextlib import ExitStack

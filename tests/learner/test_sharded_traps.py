@@ -1,7 +1,5 @@
 """What goes wrong around sharding, seen from one rank of four; the process group is torch's fake one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

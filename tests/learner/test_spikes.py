@@ -1,7 +1,5 @@
 """What is far outside of its recent range is found, and what a training run does anyway is not."""
 
-from __future__ import annotations
-
 import math
 import random
 

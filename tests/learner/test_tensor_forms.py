@@ -1,7 +1,5 @@
 """Types and shapes of many tensors: any that changes is named, however it came to it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A script that counts tokens wrongly is told so where its batches are known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The thread beside the loop: jobs in their order, and a failure said in the words that it has."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -21,14 +21,8 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.model_watch import STILL_STEPS
 from diloco_node.wire.learner_link import Done, OfferApplied, Warned
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import region_folder
 
 pytestmark = pytest.mark.no_device("its ranks are of the CPU")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from region_folder(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """measure/documents.py: the numbers of a document, each from those that a person can check."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """measure/ends.py on loopback: ends without a core, and links for a test."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

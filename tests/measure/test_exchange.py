@@ -1,7 +1,5 @@
 """measure/exchange.py, measure/echoes.py: what a peer may answer in a measurement; silence and nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """measure/gate.py: what bounds the measurements that an end agrees to."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.errors import ProtocolViolation

@@ -1,7 +1,5 @@
 """measure/measuring.py over real links on loopback: round trips, goodput in its lane, far links, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """wire/measure_messages.py: what measuring ends say to each other, and the limits of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 
@@ -36,8 +34,7 @@ def messages() -> st.SearchStrategy[g.MeasureMessage]:
     return st.one_of(
         *(
             st.builds(
-                kind,
-                **{k: numbers(kind, k) if t is int else fields[t] for k, t in typing.get_type_hints(kind).items()},
+                kind, **{k: numbers(kind, k) if t is int else fields[t] for k, t in typing.get_type_hints(kind).items()}
             )
             for kind in KINDS
         )

@@ -1,7 +1,5 @@
 """measure/probes.py over a fake link: what is sent, what is counted, and what silence is called."""
 
-from __future__ import annotations
-
 import asyncio
 import zlib
 from concurrent.futures import ThreadPoolExecutor

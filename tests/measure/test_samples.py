@@ -1,7 +1,5 @@
 """measure/samples.py: percentiles, jitter and rates that a person can recompute."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

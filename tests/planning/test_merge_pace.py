@@ -1,7 +1,5 @@
 """planning/merge_pace.py: steps between two merges of a fragment, as counted."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from hypothesis import given, settings

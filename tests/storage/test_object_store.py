@@ -1,7 +1,5 @@
 """Objects in folders, and what is said of a store that refuses; a real store is in tests/cli/test_checkpoint.py."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

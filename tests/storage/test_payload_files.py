@@ -1,7 +1,5 @@
 """Payloads that grow part by part in files that are written over: what is on the disk, what becomes of the files."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The power may go at any moment: whatever the disk has then, a start from it keeps all promises."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

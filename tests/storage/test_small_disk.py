@@ -1,7 +1,5 @@
 """A real file system that fills up, and one that turns read-only, under a store that is open: a tmpfs of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,8 +1,5 @@
 """The state folder: what was answered survives, what was not is cut off, what is damaged is found."""
 
-from __future__ import annotations
-
-import contextlib
 import errno
 import hashlib
 import os
@@ -168,7 +165,7 @@ def test_a_gap_in_the_entries_is_a_bug_of_the_caller(store: RegionStore) -> None
         store.persist(1, "", 0, entries[1:])
 
 
-# ---- what a crash may leave ------------------------------------------------------------------------------------------
+# ---- what a crash may leave; tests/storage/test_power_cut.py has each moment -----------------------------------------
 
 
 def grown(folder: Path) -> tuple[bytes, bytes, tuple[Entry, ...]]:
@@ -240,86 +237,6 @@ def test_the_first_start_may_be_interrupted_anywhere(folder: Path) -> None:
     (folder / LEDGER_NAME).unlink()
     (folder / VOTE_NAME).unlink()
     assert load(folder).term == 0
-
-
-def crash_points(monkeypatch: pytest.MonkeyPatch, fail_at: int) -> None:
-    """From now on the `fail_at`-th call that changes the disk, and all after it, raise as if the process were dead."""
-    calls = [0]
-
-    def dying(real: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            calls[0] += 1
-            if calls[0] > fail_at:
-                raise KeyboardInterrupt
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in ("pwrite", "writev", "fsync", "fdatasync", "ftruncate"):
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
-    monkeypatch.setattr(Path, "rename", dying(Path.rename))
-    monkeypatch.setattr(Path, "unlink", dying(Path.unlink))
-
-
-@pytest.mark.parametrize("fail_at", range(8))
-def test_a_crash_between_any_two_steps_leaves_a_state_any_voter_may_be_in(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
-) -> None:
-    store = RegionStore(folder)
-    store.load(FRAGMENTS)
-    entries = chain(3)
-    other = chain(2, term=2, after=entries[:2], name="b")
-    store.persist(1, "a", 0, entries)
-    with monkeypatch.context() as patch:
-        crash_points(patch, fail_at)
-        try:
-            store.persist(2, "b", 3, other[2:])
-            is_done = True
-        except KeyboardInterrupt:
-            is_done = False
-    store.close()
-    recovered = load(folder)
-    found = (recovered.term, recovered.voted_for, recovered.entries)
-    old, voted, new = (1, "a", entries), (2, "b", entries), (2, "b", other)
-    assert found in ([new] if is_done else [old, voted, new])
-    # vote: write, fsync, rename, fsync of the folder; log: write, fdatasync
-    assert is_done == (fail_at >= 6)
-
-
-@pytest.mark.parametrize("fail_at", range(5))
-def test_a_crash_while_a_payload_or_state_is_written_leaves_no_half_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
-) -> None:
-    store = RegionStore(folder)
-    store.load(FRAGMENTS)
-    values = np.arange(1000, dtype=np.float32)
-    store.store_state(0, 1, values, values, b"d" * 16)
-    done = 0
-    for write in (
-        lambda: store.store_payload(0, 2, digest_of(b"x" * 5000), [b"x" * 5000]),
-        lambda: store.store_state(0, 2, values + 1, values, b"e" * 16),
-    ):
-        with monkeypatch.context() as patch:
-            crash_points(patch, fail_at)
-            try:
-                write()
-                done += 1
-            except KeyboardInterrupt:
-                pass
-    store.close()
-    assert done == (2 if fail_at == 4 else 0)
-    again = RegionStore(folder)
-    recovered = again.load(FRAGMENTS)
-    assert recovered.states[0] in ((2,) if done else (1, 2))
-    digest = digest_of(b"x" * 5000)
-    if (0, 2, digest) in recovered.payloads:
-        assert bytes(again.read_payload(0, 2, digest)) == b"x" * 5000
-    else:
-        assert not done
-    assert np.array_equal(again.read_state(0, recovered.states[0])[0], values + (recovered.states[0] - 1))
-    assert not list(folder.rglob("*.tmp"))
-    assert again.set_aside == []
-    again.close()
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -396,24 +313,6 @@ def test_a_folder_whose_id_is_gone_or_damaged_keeps_its_ledger_under_another_id(
         assert after.disk != before.disk
         kept = [path.read_bytes() for path in folder.glob(f"{DISK_ID_NAME}.damaged-*")]
         assert content is None or content in kept, "set aside, not written over"
-
-
-@pytest.mark.parametrize("fail_at", range(14))
-def test_a_crash_while_a_folder_begins_again_never_leaves_the_old_id(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
-) -> None:
-    grown(folder)
-    old = load(folder).disk
-    flip(folder / LEDGER_NAME, 8 * 40)
-    store = RegionStore(folder)
-    with monkeypatch.context() as patch:
-        crash_points(patch, fail_at)
-        with contextlib.suppress(KeyboardInterrupt):
-            store.load(FRAGMENTS)
-    store.close()
-    recovered = load(folder)
-    assert recovered.disk != old
-    assert recovered.entries == ()
 
 
 def test_a_frame_that_is_missing_doubled_or_swapped_is_found(folder: Path) -> None:
@@ -956,14 +855,7 @@ def test_files_may_be_written_from_several_threads(store: RegionStore) -> None:
 
 
 def refusing(code: int) -> Callable[..., int]:
-    def call(*_args: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    return call
-
-
-def refusing_any(code: int) -> Callable[..., object]:
-    def call(*_args: object, **_kwargs: object) -> object:
+    def call(*_: object, **__: object) -> int:
         raise OSError(code, os.strerror(code))
 
     return call
@@ -1172,7 +1064,7 @@ def test_a_file_that_can_not_be_read_now_is_not_called_damaged(
         store.store_state(0, 1, values, values, DIGEST)
     store.store_payload(0, 2, digest, [b"x" * 5000])
     with monkeypatch.context() as patch:
-        patch.setattr(np, "fromfile", refusing_any(code))
+        patch.setattr(np, "fromfile", refusing(code))
         with pytest.raises(StorageError, match="can't read"):
             store.read_state(0, 1) if what == "state" else store.read_payload(0, 2, digest)
         store.close()
@@ -1190,7 +1082,7 @@ def test_a_file_that_the_disk_can_not_read_is_set_aside(
     digest = digest_of(b"x" * 5000)
     store.store_payload(0, 1, digest, [b"x" * 5000])
     with monkeypatch.context() as patch:
-        patch.setattr(np, "fromfile", refusing_any(errno.EIO))
+        patch.setattr(np, "fromfile", refusing(errno.EIO))
         with pytest.raises(StorageError, match=r"set aside.*fetch it from a peer"):
             store.read_payload(0, 1, digest)
     assert len(store.set_aside) == 1
@@ -1277,27 +1169,6 @@ def load_again(store: RegionStore, folder: Path) -> tuple[LedgerBase, tuple[Entr
     return recovered.base, recovered.entries
 
 
-@pytest.mark.parametrize("fail_at", range(8))
-def test_a_crash_while_the_ledger_is_summed_up_leaves_the_old_or_the_new_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
-) -> None:
-    store = RegionStore(folder)
-    store.load(FRAGMENTS)
-    entries = chain(9)
-    store.persist(1, "a", 0, entries[:7])
-    with monkeypatch.context() as patch:
-        crash_points(patch, fail_at)
-        try:
-            store.persist(1, "a", 6, entries[5:], base_of(entries[3]))
-            is_done = True
-        except KeyboardInterrupt:
-            is_done = False
-    old, new = (NO_BASE, entries[:7]), (base_of(entries[3]), entries[4:])
-    assert load_again(store, folder) in ([new] if is_done else [old, new])
-    # the old end goes: unlink, fsync of the folder; then write, fsync, rename, fsync of the folder
-    assert is_done == (fail_at >= 6)
-
-
 @pytest.mark.parametrize("is_archive", [False, True])
 def test_a_refused_sum_is_written_when_the_disk_takes_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, is_archive: bool
@@ -1308,19 +1179,12 @@ def test_a_refused_sum_is_written_when_the_disk_takes_it(
     store.persist(1, "a", 0, entries[:7])
     for name in ("writev", "fsync"):
         with monkeypatch.context() as patch:
-            patch.setattr(os, name, failing(errno.ENOSPC))
+            patch.setattr(os, name, refusing(errno.ENOSPC))
             with pytest.raises(StorageError, match="full"):
                 store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
     store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
     assert load_again(store, folder) == (base_of(entries[3]), entries[4:])
     assert read_whole_ledger(folder, FRAGMENTS)[1] == (entries if is_archive else entries[4:])
-
-
-def failing(number: int) -> Callable[..., None]:
-    def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return fail
 
 
 def test_a_torn_write_behind_a_base_is_cut_off_and_damage_before_it_is_refused(

@@ -1,7 +1,5 @@
 """A learner that hangs is found, one that only pauses is not; a crash loop stops it, kills from outside never do."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """supervisor/preload.py and fork_server.py, as two real processes: a fork is what a fresh start would have been."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue
@@ -109,12 +107,7 @@ def finish(process: Forked | subprocess.Popen[bytes]) -> tuple[str, int]:
 def fresh(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """As the supervisor starts one."""
     return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=env,
-        process_group=0,
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, process_group=0
     )
 
 

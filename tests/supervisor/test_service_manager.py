@@ -1,7 +1,5 @@
 """What a service manager hears, at a path and at an abstract name; without one nothing happens."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

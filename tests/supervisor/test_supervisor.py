@@ -105,34 +105,21 @@ def test_the_learner_and_what_it_starts_give_way_to_the_daemon(tmp_path: Path) -
     assert (tmp_path / "logs" / "learner.log").read_text() == f"{lower}\n{lower}\n"
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 6, 7])
+@pytest.mark.parametrize("code", [2, 3, 4, DISK_CODE, 6, 7])
 def test_code_that_a_restart_does_not_cure_is_the_result(tmp_path: Path, code: int) -> None:
     daemon = NOTE + f"note('daemon')\nsys.exit({code})"
-    assert run_supervisor(spec(tmp_path, daemon, WAIT)) == code
+    assert run_supervisor(spec(tmp_path, daemon, WAIT)) == (6 if code == DISK_CODE else code)
     assert len(lives(tmp_path, "daemon")) == 1
 
 
-def test_daemon_that_crashes_is_started_again_while_the_learner_goes_on(tmp_path: Path) -> None:
-    # The first two lives end by SIGKILL, by an error, the third with a taken port: only final at the first start.
+@pytest.mark.parametrize("codes", [(1, 3), (DISK_CODE, DISK_CODE)])
+def test_daemon_that_crashes_is_started_again_while_the_learner_goes_on(tmp_path: Path, codes: tuple[int, int]) -> None:
+    """After a SIGKILL: by an error and with a taken port, or a disk that refuses; these are final at a first start."""
     daemon = NOTE + (
         "life = note('daemon')\n"
         "wait_for('learner', 1)\n"
         "if life == 1: os.kill(os.getpid(), 9)\n"
-        "if life == 2: sys.exit(1)\n"
-        "if life == 3: sys.exit(3)\n"
-    )
-    learner = NOTE + "note('learner')\nwait_for('daemon', 4)"
-    assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
-    assert len(lives(tmp_path, "daemon")) == 4
-    assert len(lives(tmp_path, "learner")) == 1
-
-
-def test_a_disk_that_refuses_is_tried_again_while_the_learner_goes_on(tmp_path: Path) -> None:
-    daemon = NOTE + (
-        "life = note('daemon')\n"
-        "wait_for('learner', 1)\n"
-        "if life == 1: os.kill(os.getpid(), 9)\n"
-        f"if life < 4: sys.exit({DISK_CODE})\n"
+        f"if life < 4: sys.exit({codes}[life - 2])\n"
     )
     learner = NOTE + "note('learner')\nwait_for('daemon', 4)"
     assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
@@ -144,12 +131,6 @@ def test_a_disk_that_refuses_after_a_long_first_life_is_tried_again(tmp_path: Pa
     daemon = NOTE + f"sys.exit({DISK_CODE} if note('daemon') == 1 else 0)"
     assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, WAIT), healthy_s=0.0, finish_s=0.0)) == 0
     assert len(lives(tmp_path, "daemon")) == 2
-
-
-def test_a_disk_that_refuses_at_the_first_start_ends_the_region(tmp_path: Path) -> None:
-    daemon = NOTE + f"note('daemon')\nsys.exit({DISK_CODE})"
-    assert run_supervisor(spec(tmp_path, daemon, WAIT)) == 6
-    assert len(lives(tmp_path, "daemon")) == 1
 
 
 def test_a_disk_that_refuses_at_the_start_of_a_region_that_has_run_is_tried_again(tmp_path: Path) -> None:
@@ -367,7 +348,7 @@ def test_the_last_line_of_a_crash_is_that_of_its_cause(tmp_path: Path, output: s
 def test_a_crash_is_told_with_its_last_line(tmp_path: Path) -> None:
     daemon = NOTE + "wait_for('learner', 2)\n(place / 'seen').write_text((place / 'learner.json').read_text())"
     learner = NOTE + "if note('learner') == 1: raise RuntimeError('sizes differ')\nimport signal\nsignal.pause()"
-    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, learner), stop_s=0.2)) == 0
+    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, learner), stop_s=0.2, finish_s=0.0)) == 0
     reason = json.loads((tmp_path / "seen").read_text())["reason"]
     assert re.fullmatch(r"exit code 1 after \d+\.\d s: RuntimeError: sizes differ", reason)
 

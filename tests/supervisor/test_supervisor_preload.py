@@ -1,7 +1,5 @@
 """The supervisor with a process that learners are forked from: real processes, modules that import at once."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,11 +1,8 @@
 """transport/addresses.py: an address that leads nowhere costs a quarter of a second, whichever comes first."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,13 +10,7 @@ import pytest
 from diloco_node.errors import LinkLost
 from diloco_node.transport import addresses
 from diloco_node.transport.addresses import ADDRESSES_MAX, first_success, resolve
-from tests.kit.transport_kit import DEADLINE_S, Mesh, address, meshed
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
+from tests.kit.transport_kit import DEADLINE_S, Mesh, address
 
 
 def rows(*ips: str, port: int = 7400) -> list[Any]:

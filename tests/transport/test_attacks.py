@@ -4,8 +4,6 @@ The listener is a process of its own. While an attack goes on, another region's 
 afterwards tasks and descriptors are back at what they were, and memory is within a bound.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import datetime as dt
@@ -43,7 +41,7 @@ from diloco_node.core.messages import Payload, RequestVoteReply
 from diloco_node.transport import authority as certs
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
-from tests.kit.transport_kit import DEADLINE_S, RUN, Mesh, Recorder, end_of, hello_of, meshed
+from tests.kit.transport_kit import DEADLINE_S, RUN, Mesh, Recorder, end_of, hello_of
 from tests.kit.victim import WHOLE, Facts, Victim, victim
 from tests.kit.waiting import eventually
 
@@ -85,12 +83,6 @@ class Exchange:
         await self.transport.transfer("b", Payload(0, self.turns, bytes(32)), memoryview(BODY))
         await self.seen.until(lambda: ("b", question) in self.seen.messages)
         await self.seen.until(lambda: sum(message == WHOLE for _, message in self.seen.messages) > before)
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,5 @@
 """transport/authority.py: regions are added, certificates renewed, the authority replaced; each refusal."""
 
-from __future__ import annotations
-
 import datetime as dt
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """transport/certificates.py: a run's certificates, and the error for each wrong one."""
 
-from __future__ import annotations
-
 import datetime as dt
 import shutil
 import stat

@@ -1,11 +1,7 @@
 """A peer that takes nothing of what we send, and a gRPC that forgets a cancellation, hold nothing for ever."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +12,7 @@ from diloco_node.transport.peer_session import Session
 from diloco_node.transport.streams import DialedStream, Metadata
 from diloco_node.wire import envelope as e
 from tests.kit.stacks import to_its_end
-from tests.kit.transport_kit import DEADLINE_S, FAST, Mesh, hello_of, meshed
+from tests.kit.transport_kit import DEADLINE_S, FAST, Mesh, hello_of
 
 
 class Closed:
@@ -37,12 +33,6 @@ class Closed:
 
     def close(self, error: PeerError | None = None) -> None:
         """Nothing to close."""
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
 
 
 @pytest.mark.parametrize("lane", list(e.Lane))

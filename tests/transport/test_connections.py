@@ -1,7 +1,5 @@
 """transport/connections.py: how many connections a link is worth."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

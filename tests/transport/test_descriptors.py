@@ -1,7 +1,5 @@
 """A flood of connections leaves the process descriptors for its own files. In a process that may have few of them."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import select

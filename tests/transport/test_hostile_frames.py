@@ -1,16 +1,13 @@
 """Frames that a member of the run makes to do harm, over the real listener: the link is dropped, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
 import random
 import struct
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import zstandard
@@ -24,7 +21,7 @@ from diloco_node.transport.streams import DialedStream
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from tests.kit.hostile import DOCUMENTS
-from tests.kit.transport_kit import Mesh, Recorder, address, meshed, rogue
+from tests.kit.transport_kit import Mesh, Recorder, address, rogue
 from tests.kit.waiting import eventually
 
 SIZE = 2**16
@@ -128,12 +125,6 @@ def test_a_pickle_that_is_read_would_be_seen() -> None:
     assert pickle.loads(PICKLE) is os.system
     assert CLASSES_FOUND == ["('posix', 'system')"]
     CLASSES_FOUND.clear()
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
 
 
 @pytest.mark.parametrize(("frames", "reason"), ATTACKS.values(), ids=list(ATTACKS))

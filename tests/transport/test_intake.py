@@ -1,10 +1,5 @@
 """What one peer sends is taken no faster than any honest peer sends; an honest one never waits."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,15 +8,9 @@ from diloco_node.core.messages import AppendEntries, BallotOpened, Heartbeat, Pa
 from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.intake import BURST_S, BYTES_PER_S, KINDS, MESSAGES_PER_S_MIN, Intake, messages_per_s
 from diloco_node.wire import envelope as e
-from tests.kit.transport_kit import Mesh, meshed, rogue
+from tests.kit.transport_kit import Mesh, rogue
 
 HEARTBEAT_NS = 200_000_000
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
 
 
 @pytest.mark.parametrize("regions", [2, 4, 64])

@@ -1,29 +1,19 @@
 """The port between regions is there again when gRPC closes it, and links that are up stay up."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 from http2_attacks import PREFACE, client_context, opening, settings
 from structlog.testing import capture_logs
 
 from diloco_node.core.messages import RequestVoteReply
 from diloco_node.transport.kernel.tcp_info import is_listening, listening_sockets
-from tests.kit.transport_kit import Mesh, address, meshed
+from tests.kit.transport_kit import Mesh, address
 from tests.kit.waiting import eventually
 
 NO_NAME = b"/diloco\xfcRegion/control"
 """A method that is no UTF-8: grpc.aio ends its server because of it."""
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
 
 
 def call(port: int, identity: Path, method: bytes) -> None:

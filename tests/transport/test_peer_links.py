@@ -1,7 +1,5 @@
 """transport/peer_links.py: peers come while a transport runs, move, and go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

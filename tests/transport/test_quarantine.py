@@ -1,7 +1,5 @@
 """transport/quarantine.py: three strikes in ten minutes, ten minutes doubling to a day."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

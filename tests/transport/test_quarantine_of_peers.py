@@ -1,95 +1,55 @@
 """A peer that breaks the protocol three times is shut out, the others are not; an operator lets it in again."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from diloco_node.core.messages import BulkHeader, Message, Payload, RequestVoteReply
+from diloco_node.core.messages import BulkHeader, Payload, RequestVoteReply
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerIncompatible, ProtocolViolation
-from diloco_node.transport.authority import init_run
-from diloco_node.transport.certificates import load_identity
-from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.streams import DuplicateInstance
 from diloco_node.transport.transport import GrpcTransport
-from tests.kit.waiting import PATIENCE_S, Changing
+from tests.kit.transport_kit import FAST, Recorder, address, meshed
+from tests.kit.waiting import PATIENCE_S
 
-RUN = "run1"
-TIMES = LinkTimes(
-    handshake_s=60.0,
-    hello_s=60.0,
-    fallback_s=0.2,
-    backoff_min_s=0.02,
-    backoff_max_s=0.1,
-    violation_backoff_s=0.05,
-    silent_s=60.0,
-    farewell_s=0.1,
-)
+TIMES = dataclasses.replace(FAST, violation_backoff_s=0.05, farewell_s=0.1)
 
 
-class Process(Changing):
+class Process(Recorder):
     """One daemon's links; it takes no bulk from peers in `strict_with`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = ThreadPoolExecutor(1)
-        self.up: set[str] = set()
         self.strict_with: set[str] = set()
-        self.messages: list[str] = []
         self.transport: GrpcTransport
 
-    async def start(self, folder: Path, region: str, peers: dict[str, str | None]) -> None:
-        self.transport = GrpcTransport(
-            region=region,
-            run_id=RUN,
-            epoch=0,
-            settings_digest="",
-            manifest_digest="",
-            identity=load_identity(folder / region),
-            listen=("127.0.0.1", 0),
-            peers=peers,
-            handler=self,
-            executor=self.pool,
-            times=TIMES,
-        )
-        await self.transport.start()
-
-    def control_arrived(self, peer: str, message: Message) -> None:
-        self.messages.append(peer)
-        self.changed.set()
-
-    def link_changed(self, peer: str, *, is_up: bool) -> None:
-        (self.up.add if is_up else self.up.discard)(peer)
-        self.changed.set()
+    @property
+    def up(self) -> set[str]:
+        return {peer for peer, is_up in self.is_up.items() if is_up}
 
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
         if peer in self.strict_with:
             raise ProtocolViolation("a transfer that nobody agreed to")
-        return None
-
-    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None: ...
+        return super().transfer_opened(peer, header, raw_bytes)
 
 
 @pytest.fixture
 async def run(tmp_path: Path) -> AsyncIterator[list[Process]]:
     """a, b and c, all linked; c dials a and b, b dials a."""
-    init_run(tmp_path, RUN, ["a", "b", "c"])
-    a, b, c = Process(), Process(), Process()
-    await a.start(tmp_path, "a", {"b": None, "c": None})
-    at_a = f"127.0.0.1:{a.transport.port}"
-    await b.start(tmp_path, "b", {"a": at_a, "c": None})
-    await c.start(tmp_path, "c", {"a": at_a, "b": f"127.0.0.1:{b.transport.port}"})
-    for process in (a, b, c):
-        await process.until(lambda process=process: len(process.up) == 2)
-    yield [a, b, c]
-    for process in (a, b, c):
-        await process.transport.stop()
-        process.pool.shutdown()
+    processes: list[Process] = []
+    async with meshed(tmp_path) as mesh:
+        for region in "abc":
+            peers: dict[str, str | None] = dict.fromkeys(set("abc") - {region})
+            peers |= {name: address(one.transport) for name, one in zip("abc", processes, strict=False)}
+            process = Process()
+            process.transport, _ = await mesh.start(region, peers, handler=process, times=TIMES)
+            processes.append(process)
+        for process in processes:
+            await process.until(lambda process=process: len(process.up) == 2)
+        yield processes
 
 
 async def refused_with(process: Process, peer: str, text: str) -> str:
@@ -128,7 +88,7 @@ async def test_three_violations_shut_a_peer_out_and_nobody_else(run: list[Proces
         b.transport.quarantine_reason("a"),
     } == {""}
     assert a.transport.send("b", RequestVoteReply(1, False, True, b""))
-    await b.until(lambda: "a" in b.messages)
+    await b.until(lambda: "a" in dict(b.messages))
     assert c.up == {"b"}
 
     a.strict_with = set()

@@ -1,7 +1,5 @@
 """transport/reassembly.py: any interleaving of connections gives the same bytes, and nothing else passes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

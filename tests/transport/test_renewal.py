@@ -1,12 +1,9 @@
 """Certificates of live links: renewed, revoked, ended, and what the dialing side makes of a stolen one."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import datetime as dt
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +15,8 @@ from diloco_node.transport.credentials import Credentials, check_proof, new_chal
 from diloco_node.transport.streams import dial
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
-from tests.kit.transport_kit import DEADLINE_S, Mesh, Recorder, address, hello_of, meshed
+from tests.kit.transport_kit import DEADLINE_S, Mesh, Recorder, address, hello_of
 from tests.kit.waiting import eventually
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
 
 
 async def trio(mesh: Mesh) -> tuple[dict[str, GrpcTransport], dict[str, Recorder]]:

@@ -1,7 +1,5 @@
 """Several bulk connections in one session: over real gRPC on loopback, and both halves over pipes of a test's own."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -10,7 +8,6 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,28 +33,11 @@ from diloco_node.wire import envelope as e
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
 from diloco_node.wire.measure_messages import Probe
 from diloco_node.wire.message_tables import BULK_LANES, TransferHeader
-from tests.kit.transport_kit import (
-    DEADLINE_S,
-    FAST,
-    Mesh,
-    Recorder,
-    address,
-    connect_as,
-    hello_of,
-    meshed,
-    read_on,
-    rogue,
-)
+from tests.kit.transport_kit import DEADLINE_S, FAST, Mesh, Recorder, address, connect_as, hello_of, read_on, rogue
 from tests.kit.waiting import eventually
 
 MIB = 2**20
 HEADER = Payload(1, 2, bytes(32))
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
 
 
 async def wide_pair(mesh: Mesh, count: int) -> tuple[GrpcTransport, Recorder, GrpcTransport, Recorder]:

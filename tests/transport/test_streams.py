@@ -1,7 +1,5 @@
 """transport/streams.py: gRPC's texts in words that say what to look at. The rest of it is met by every link's test."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

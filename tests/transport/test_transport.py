@@ -1,7 +1,5 @@
 """transport/transport.py over real gRPC with TLS on loopback: links come up, carry bytes, refuse, die and come back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -10,7 +8,6 @@ import random
 import socket
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -41,18 +38,10 @@ from tests.kit.transport_kit import (
     end_of,
     expect_no_orphans,
     hello_of,
-    meshed,
     read_on,
     rogue,
 )
 from tests.kit.waiting import eventually
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
-
 
 # ---- links come up ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """wire/envelope.py: frames of both lanes, and hellos that name what differs."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

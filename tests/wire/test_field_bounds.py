@@ -1,7 +1,5 @@
 """wire/field_bounds.py: each field of each message has a bound, kept on both sides; docs/protocol.md says what more."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

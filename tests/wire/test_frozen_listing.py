@@ -1,7 +1,5 @@
 """wire/frozen_listing.py: frozen tensors that differ are named; quantisers, rounding and garbage raise no alarm."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """wire/message_tables.py: every message has its tag for ever, and yesterday's bytes decode today."""
 
-from __future__ import annotations
-
 import typing
 
 import pytest
@@ -102,8 +100,7 @@ HEADER_EXAMPLES: list[TransferHeader] = [
 
 
 @pytest.mark.parametrize(
-    ("union", "table"),
-    [(ControlMessage, MESSAGES), (TransferHeader, BULK_HEADERS), (t.EntryBody, ENTRY_BODIES)],
+    ("union", "table"), [(ControlMessage, MESSAGES), (TransferHeader, BULK_HEADERS), (t.EntryBody, ENTRY_BODIES)]
 )
 def test_every_member_of_a_union_has_a_tag(union: object, table: dict[int, type]) -> None:
     assert set(typing.get_args(union)) == set(table.values())

@@ -1,7 +1,5 @@
 """wire/tensor_listing.py: of two models the tensors that differ are named, and nothing that a peer sends does harm."""
 
-from __future__ import annotations
-
 import json
 import random
 import zlib

@@ -1,7 +1,5 @@
 """A path that swallows full packets, planted with a switch between two namespaces."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Findings about a region whose daemon runs, from what that daemon says."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Probes against this machine, where a fact can be planted or known."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults planted for real, each named by the right check with what was found and a remedy."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Verdicts from planted facts: what can't be planted for real on every machine, and how findings are shown."""
 
-from __future__ import annotations
-
 import datetime as dt
 import io
 import re

@@ -1,7 +1,5 @@
 """`diloco-node measure` by way of a running daemon: a real admin socket, and what a daemon would say behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -201,12 +199,7 @@ def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
 def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("asia", "eu", "us")
     pairs = [pair_document((a, b), PAIR) for a in names for b in names if a != b]
-    eu.says = lambda _: {
-        "regions": list(names),
-        "pairs": pairs,
-        "failures": [],
-        "seconds": 5.0,
-    }
+    eu.says = lambda _: {"regions": list(names), "pairs": pairs, "failures": [], "seconds": 5.0}
     assert main(["measure", "mesh", "--out", "mesh.json"]) == 0
     text = capsys.readouterr().out
     assert "…" not in text
@@ -225,10 +218,7 @@ def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsy
 # ---- which way -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("latency", "us", "--alone"), ("bandwidth", "us", "--alone")],
-)
+@pytest.mark.parametrize("arguments", [("latency", "us", "--alone"), ("bandwidth", "us", "--alone")])
 def test_a_measuring_end_is_dialed_when_the_user_names_it(eu: Region, arguments: tuple[str, ...]) -> None:
     (Path.cwd() / "run.toml").write_text(RUN_TOML.replace("10.0.0.3:7400", "127.0.0.1:9"))
     assert main(["measure", *arguments, "-r", "eu"]) == 5

@@ -1,7 +1,5 @@
 """`diloco-node measure` as a user meets it: real ends on loopback, tests of a fifth of a second."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -81,12 +79,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def ends_of_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     # Patience with a machine that stands still: of a probe that comes back late, and of ends that come late.
-    for module, name in (
-        (ends, "LINK_S"),
-        (requester, "REPLY_S"),
-        (echoes, "UNANSWERED_AFTER_S"),
-        (probes, "START_S"),
-    ):
+    for module, name in ((ends, "LINK_S"), (requester, "REPLY_S"), (echoes, "UNANSWERED_AFTER_S"), (probes, "START_S")):
         monkeypatch.setattr(module, name, PATIENCE_S)
     with structlog.testing.capture_logs():  # they are in this process, and what they log is not what the command prints
         made = Ends(folder)

@@ -1,7 +1,5 @@
 """cli/measure/measure_view.py: what people read of a document of `measure`."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.cli.measure.measure_view import _mbit, _ms, _share, bandwidth_title, show

@@ -1,7 +1,5 @@
 """core/ledger/account.py: which steps are booked, which may be, and that entries can be taken back."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

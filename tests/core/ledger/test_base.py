@@ -1,7 +1,5 @@
 """A log whose first entries are summed up: indexes go on, the base stands for what is gone, followers get it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from diloco_node.core.events import MessageArrived, PersistLedger, Send

@@ -1,25 +1,12 @@
 """Contributors in the ledger: they follow and acknowledge it, and count for nothing until the log gives them a vote."""
 
-from __future__ import annotations
-
 from diloco_node.core.events import Effect, TimerFired
 from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.messages import AppendEntries, RequestVote, RequestVoteReply
 from diloco_node.core.types import DiskNamedBody
-from tests.kit.ledger_kit import (
-    a_core,
-    a_discard,
-    a_leader,
-    ack,
-    arrive,
-    disk_of,
-    sends,
-    vote,
-    vote_request,
-    write_all,
-)
+from tests.kit.ledger_kit import a_core, a_discard, a_leader, ack, arrive, disk_of, sends, vote, vote_request, write_all
 
 ADDED = MembershipBody("d", "contributor")
 

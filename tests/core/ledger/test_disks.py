@@ -1,7 +1,5 @@
 """The folders that count: a run is founded once, by all; a folder that was lost is replaced by two entries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,22 +1,12 @@
 """Elections of the ledger core: pre-vote, votes, what is sent when (Raft 5.2, 5.4.1; dissertation 9.6)."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.cadence import CEILING
-from diloco_node.core.events import (
-    LedgerPersisted,
-    LinkChanged,
-    PersistLedger,
-    TimerFired,
-)
+from diloco_node.core.events import LedgerPersisted, LinkChanged, PersistLedger, TimerFired
 from diloco_node.core.ledger.election import LASTING_TIMEOUTS, Role, ballot_paper
 from diloco_node.core.ledger.write_gate import PENDING_MESSAGES_MAX
-from diloco_node.core.messages import (
-    RequestVote,
-    RequestVoteReply,
-)
+from diloco_node.core.messages import RequestVote, RequestVoteReply
 from diloco_node.core.types import LeaderBody
 from tests.kit.ledger_kit import (
     TIMEOUT_NS,
@@ -155,10 +145,7 @@ def test_a_newer_term_is_sent_only_when_it_is_on_disk() -> None:
     assert sends(effects) == []
     # Also what is asked meanwhile waits.
     assert sends(arrive(core, "c", vote_request(6, True, 1, 1))) == []
-    assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [
-        ("b", ack(5, 1, True, 1)),
-        ("c", vote(5, True, False)),
-    ]
+    assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [("b", ack(5, 1, True, 1)), ("c", vote(5, True, False))]
 
 
 def test_messages_that_wait_for_the_disk_are_limited() -> None:

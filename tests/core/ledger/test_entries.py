@@ -1,7 +1,5 @@
 """The canonical encoding of entries and the hash chain: every change is found, every other spelling is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

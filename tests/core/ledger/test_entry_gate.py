@@ -1,7 +1,5 @@
 """core/ledger/entry_gate.py: what makes no sense gets into no log, and who sends it does not lead for long."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """core/ledger/folder_lives.py: a folder that has forgotten what it told is another folder, until it is named anew."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.events import TimerFired

@@ -1,22 +1,14 @@
 """The ledger core as follower: what it stages, writes, acknowledges (Raft 5.3), and payloads that are missing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.events import (
-    LedgerPersisted,
-    LinkChanged,
-    PersistLedger,
-)
+from diloco_node.core.events import LedgerPersisted, LinkChanged, PersistLedger
 from diloco_node.core.ledger.entries import ZERO_HASH, encode_entry
 from diloco_node.core.ledger.log import STAGED_BYTES_MAX, STAGED_ENTRIES_MAX
 from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
-from diloco_node.core.messages import (
-    AppendEntries,
-)
+from diloco_node.core.messages import AppendEntries
 from diloco_node.core.types import Contribution, EntryBody, LeaderBody, Member, RoundBody
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,

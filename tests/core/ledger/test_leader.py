@@ -1,23 +1,14 @@
 """The ledger core as leader: commits, batches, searches, stepping down (Raft 5.3, 5.4.2; dissertation 6.2)."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 
-from diloco_node.core.events import (
-    LinkChanged,
-    TimerFired,
-)
+from diloco_node.core.events import LinkChanged, TimerFired
 from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX
 from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
-from diloco_node.core.messages import (
-    AppendEntries,
-    AppendEntriesReply,
-    Message,
-)
+from diloco_node.core.messages import AppendEntries, AppendEntriesReply, Message
 from diloco_node.core.types import LeaderBody, RoundBody
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
@@ -258,9 +249,7 @@ def test_a_leader_without_a_majority_that_sees_a_newer_term_follows(message: Mes
 
 
 @pytest.mark.parametrize("message", NEWER)
-def test_a_leader_with_a_majority_heeds_a_newer_term_only_of_who_can_not_follow(
-    message: Message,
-) -> None:
+def test_a_leader_with_a_majority_heeds_a_newer_term_only_of_who_can_not_follow(message: Message) -> None:
     core, _, now_ns = a_leader()
     arrive(core, "c", message, now_ns)
     assert core.is_leader != isinstance(message, AppendEntriesReply)

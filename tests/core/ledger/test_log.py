@@ -1,7 +1,5 @@
 """The log in memory: old entries as bytes are the same entries."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Networks of ledger cores: scenarios, and random faults."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.types import LeaderBody

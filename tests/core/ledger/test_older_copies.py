@@ -1,7 +1,5 @@
 """An older copy of a state folder (a snapshot, a backup, a clone) has forgotten votes and entries: that is seen."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,17 +1,10 @@
 """Faults planted in the ledger core: the checks of the other tests must find them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 
-from diloco_node.core.events import (
-    Effect,
-    LedgerPersisted,
-    PersistLedger,
-    TimerFired,
-)
+from diloco_node.core.events import Effect, LedgerPersisted, PersistLedger, TimerFired
 from diloco_node.core.ledger.election import ballot_paper
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.types import Entry

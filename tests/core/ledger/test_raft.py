@@ -1,19 +1,11 @@
 """The ledger core: what it is made of and takes, how it hands the lead over, what the operator sees."""
 
-from __future__ import annotations
-
 import pytest
 
-from diloco_node.core.events import (
-    LearnerDetached,
-    TimerFired,
-)
+from diloco_node.core.events import LearnerDetached, TimerFired
 from diloco_node.core.ledger.election import Role, ballot_paper
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.messages import (
-    Refused,
-    TimeoutNow,
-)
+from diloco_node.core.messages import Refused, TimeoutNow
 from diloco_node.errors import InvalidTransition
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,

@@ -1,7 +1,5 @@
 """core/ledger/roster.py: entries change one membership at a time, and say nothing that can't follow."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.bounds import REGIONS

@@ -1,9 +1,5 @@
 """A voter that is away for long loses its vote, and gets it back as a new folder is named; nobody takes it at will."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
@@ -101,12 +97,6 @@ def test_what_the_authority_signed_stays_as_it_is() -> None:
 def test_a_contributor_that_was_evicted_gets_no_vote_before_its_folder_is_named() -> None:
     roster = after(DiskNamedBody("e", EVICTED), MembershipBody("e", "contributor"))
     assert "does not hold yet what is committed" in roster.change_fault(MembershipBody("e", "voter"))
-
-
-@pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
 
 
 def test_of_five_voters_one_that_is_away_loses_its_vote_and_gets_it_back(patch: pytest.MonkeyPatch) -> None:

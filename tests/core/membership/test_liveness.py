@@ -1,7 +1,5 @@
 """Liveness: who counts as alive, the matrix of who hears whom, round-trip times, learners that stand still."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """core/membership/member_change.py: what a change of the members would leave, in numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.ledger.roster import Membership, Roster

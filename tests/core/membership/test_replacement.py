@@ -1,7 +1,5 @@
 """How the ledger gets to name the folder that a region came back with: in two steps, one after the other."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from diloco_node.core.ledger.disks import DiskView

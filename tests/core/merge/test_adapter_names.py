@@ -1,7 +1,5 @@
 """The names of adapters while they train, and in PEFT's file."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.merge.adapter_names import adapters_of, has_adapters, saved_name

@@ -1,7 +1,5 @@
 """Virtual shards: who owns which, and how many move when members come and go."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.merge.fragments import (
-    FRAGMENTS_MAX,
-    RANK_MAX,
-    Manifest,
-    TensorSpec,
-    build_manifest,
-)
+from diloco_node.core.merge.fragments import FRAGMENTS_MAX, RANK_MAX, Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError
 

@@ -1,7 +1,5 @@
 """core/merge/numbers.py: no honest sum is beyond the bound, whatever the codec does to it, and longer ones are."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

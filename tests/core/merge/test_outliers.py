@@ -1,7 +1,5 @@
 """Contributions that are much longer than usual count in part; those of an honest round count whole, to the bit."""
 
-from __future__ import annotations
-
 import math
 import random
 

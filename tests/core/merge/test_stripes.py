@@ -131,13 +131,7 @@ def sizes_of(stripes: tuple[Stripe, ...], names: object) -> dict[str, int]:
 
 
 @settings(deadline=None)
-@given(
-    budgets,
-    st.integers(1, 6),
-    st.integers(1, 500),
-    st.integers(1, 500),
-    st.integers(0, 2),
-)
+@given(budgets, st.integers(1, 6), st.integers(1, 500), st.integers(1, 500), st.integers(0, 2))
 def test_no_other_cut_lets_the_slowest_be_done_sooner(
     limits: dict[str, RateLimits], blocks: int, up: int, down: int, others: int
 ) -> None:

@@ -7,15 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.core.merge import weights as weighing
-from diloco_node.core.merge.weights import (
-    FLOAT32_MAX,
-    _share_limit,
-    cycles,
-    refusal,
-    share,
-    to_float32,
-    weight,
-)
+from diloco_node.core.merge.weights import FLOAT32_MAX, _share_limit, cycles, refusal, share, to_float32, weight
 from diloco_node.core.types import Contribution, MergeRule, RunSettings
 from diloco_node.errors import PayloadCorrupt
 
@@ -81,12 +73,7 @@ def test_only_a_member_that_was_away_is_capped() -> None:
     # With 10 tokens a step, w = 100 * steps.
     usual = [contribution(name, (1.0,), steps=10, tokens=100) for name in "abc"]
     away = contribution("d", (1.0,), steps=250, tokens=2500)
-    assert weights([*usual, away], NONE_MISSED) == (
-        1000.0,
-        1000.0,
-        1000.0,
-        2000.0,
-    )
+    assert weights([*usual, away], NONE_MISSED) == (1000.0, 1000.0, 1000.0, 2000.0)
     assert weights([*usual, away], NONE_MISSED, carry_steps_limit=250, weight_share_max=1.0)[3] == 25000.0
     assert weights([*usual, away], NONE_MISSED, carry_steps_limit=250)[3] == 3000.0, "half of the weight"
     # A small learner that was away is not lifted to the cap.
@@ -158,10 +145,7 @@ def test_a_contribution_of_which_nothing_counts_weighs_nothing() -> None:
 
 
 def test_members_without_tokens_still_merge() -> None:
-    assert weights([contribution("a", (1.0,), tokens=0)] * 2, [0, 3]) == (
-        1.0,
-        1.0,
-    )
+    assert weights([contribution("a", (1.0,), tokens=0)] * 2, [0, 3]) == (1.0, 1.0)
 
 
 @given(

@@ -1,7 +1,5 @@
 """A ledger that is summed up: the same sums everywhere, and everything goes on as if no entry had gone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast

@@ -1,7 +1,5 @@
 """Equal versions, equal bytes: what is told, what is compared, one alarm for one difference."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.effects_buffer import EffectBuffer

@@ -1,7 +1,5 @@
 """Fetches: the leader first, then the others in turn, few at once, back off when all failed."""
 
-from __future__ import annotations
-
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, FetchPayload, FetchState
 from diloco_node.core.recovery.fetches import FETCHES_MAX, RETRY_NS, RETRY_NS_MAX, Fetches

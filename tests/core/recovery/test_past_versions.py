@@ -1,7 +1,5 @@
 """Versions of the whole model: when each was reached, and from which files it can be had, for every set of files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import given

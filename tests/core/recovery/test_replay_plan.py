@@ -1,7 +1,5 @@
 """Where a replay may begin, for every set of files that may be there."""
 
-from __future__ import annotations
-
 from itertools import chain, combinations
 
 from hypothesis import given
@@ -36,11 +34,7 @@ def test_genesis_is_found_in_the_entries() -> None:
     assert find_genesis(None, entries_of(LeaderBody("a"))) is None
 
 
-@given(
-    st.sets(st.integers(0, LAST)),
-    st.sets(st.integers(1, LAST)),
-    st.integers(0, LAST - 1),
-)
+@given(st.sets(st.integers(0, LAST)), st.sets(st.integers(1, LAST)), st.integers(0, LAST - 1))
 def test_the_earliest_start_that_has_all_it_needs_is_taken(states: set[int], payloads: set[int], gone: int) -> None:
     """`gone`: entries of versions up to it are summed up."""
     entries_known = tuple(

@@ -1,19 +1,9 @@
 """A region's versions: what is on disk, what is applied and fetched, and what its learner is offered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import (
-    AdoptState,
-    ApplyVersion,
-    Effect,
-    Note,
-    OfferVersion,
-    PruneFiles,
-    SetStatesAside,
-)
+from diloco_node.core.events import AdoptState, ApplyVersion, Effect, Note, OfferVersion, PruneFiles, SetStatesAside
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
 from diloco_node.core.recovery.versions import MISSING_ROUNDS, PAYLOADS_RATHER_MAX, Versions
 from diloco_node.core.rounds.history import RoundHistory

@@ -1,7 +1,5 @@
 """When a run ends, and how long its last rounds may take."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

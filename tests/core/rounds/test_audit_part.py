@@ -1,7 +1,5 @@
 """core/rounds/audit_part.py and audit_draw.py: chance of two regions, told when all is fixed; what entries lack."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A round's ballots: the derived deadline, the open round, and what follows a failed ballot."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,12 +7,7 @@ import pytest
 from diloco_node.core.merge.fragments import Fragment, Piece
 from diloco_node.core.merge.schedule import SLOWER_MAX
 from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, ReusedStripe, StripesReceived
-from diloco_node.core.rounds.ballot import (
-    BallotClock,
-    ballot_deadline,
-    encoded_bytes,
-    plan_next,
-)
+from diloco_node.core.rounds.ballot import BallotClock, ballot_deadline, encoded_bytes, plan_next
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
 from diloco_node.core.types import Ballot, Codec, MergeRule, RateLimits, Stripe
 from tests.kit.rounds_kit import (

@@ -1,7 +1,5 @@
 """Limits of a learner's claims about itself: honest regions of any size pass, one wrong number does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

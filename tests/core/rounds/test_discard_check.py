@@ -1,7 +1,5 @@
 """core/rounds/discard_check.py: steps that a leader books as lost, compared with what their region reports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps that nobody will merge: found by the region, booked once by the leader."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

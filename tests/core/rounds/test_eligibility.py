@@ -1,7 +1,5 @@
 """With whom a round is held: reach, stalled learners, reports older than the last commit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from diloco_node.core.effects_buffer import EffectBuffer

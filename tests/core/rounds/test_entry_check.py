@@ -1,7 +1,5 @@
 """core/rounds/entry_check.py: every rule an entry must keep, and that the check can go back and forth with the log."""
 
-from __future__ import annotations
-
 import random
 import struct
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Culprits of a failed ballot: found from what the regions report, never from the word of one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

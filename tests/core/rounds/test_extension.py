@@ -1,7 +1,5 @@
 """Which limits continue a run after its end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

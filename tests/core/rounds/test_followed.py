@@ -1,7 +1,5 @@
 """Stripes before their ballot: kept in order, taken once, limited, forgotten with their round."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from diloco_node.core.events import ContributionStripeArrived, MergedStripeArrived

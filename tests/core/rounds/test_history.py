@@ -1,7 +1,5 @@
 """The committed past and what it allows: no step counts twice, nothing of an incarnation that is over."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -115,11 +113,7 @@ def test_offer_names_the_snapshot_that_the_versions_since_the_base_include() -> 
 
 
 def test_learner_back_from_an_old_checkpoint_gets_its_newest_snapshot() -> None:
-    history = history_of(
-        GENESIS,
-        committed_round(0, 1, [FIRST]),
-        committed_round(0, 2, [NEXT]),
-    )
+    history = history_of(GENESIS, committed_round(0, 1, [FIRST]), committed_round(0, 2, [NEXT]))
     assert history.included_snapshot("a", 1, 0, base=0, version=2) == 6
 
 

@@ -1,7 +1,5 @@
 """The leader of rounds: opens with everybody, decides once, tries again, books, ends. The other regions by hand."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace

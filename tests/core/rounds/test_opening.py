@@ -1,7 +1,5 @@
 """The next round to open: most overdue first, paced, with the reason when none is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from diloco_node.core.rounds.history import RoundHistory

@@ -1,7 +1,5 @@
 """A region's part in a round: contribute once, reduce in order, store, answer again, close. Region b of three."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -176,10 +174,7 @@ def test_a_new_learners_contribution_goes_to_all_whatever_they_have_of_the_old_o
     assert not any(isinstance(effect, SendContribution) for effect in place.open(replace(AGAIN, reused=reused)))
     taken = contribution("b", incarnation=2, steps=(0, 4))
     effects = place.take(taken)
-    assert effects == [
-        Send("a", Contributed(SECOND_BALLOT, taken)),
-        SendContribution(SECOND_BALLOT, 1, taken, STRIPES),
-    ]
+    assert effects == [Send("a", Contributed(SECOND_BALLOT, taken)), SendContribution(SECOND_BALLOT, 1, taken, STRIPES)]
 
 
 def test_next_ballot_gets_the_same_contribution_without_what_has_arrived() -> None:

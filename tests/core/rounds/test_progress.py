@@ -1,7 +1,5 @@
 """Where the run is: by its median learner and by merged tokens, whoever is away for a moment."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Who may end a run: an operator, the scripts of a majority of regions; and what a region at the end waits for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

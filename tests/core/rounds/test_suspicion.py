@@ -1,7 +1,5 @@
 """The book of suspicion: who is left out, for how long, and how a region comes back."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.messages import LeftOut

@@ -1,7 +1,5 @@
 """daemon/admin/members_document.py: members as people see them, and an order of the admin port."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.core.ledger.disks import DiskView

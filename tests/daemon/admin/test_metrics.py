@@ -1,7 +1,5 @@
 """Metrics say what the document says, keep the rules of names, and are all in docs/operate.md."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

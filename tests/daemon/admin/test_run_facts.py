@@ -1,7 +1,5 @@
 """Disk, certificate and the time that is left, in the status document."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

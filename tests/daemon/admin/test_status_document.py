@@ -1,7 +1,5 @@
 """Status, metrics and report: the same plain facts three times, cheap enough to be asked for every second."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

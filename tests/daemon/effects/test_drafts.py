@@ -1,7 +1,5 @@
 """Stripes written to disk while others are still being merged: the file is the payload, or it is thrown away."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Effects carried out: bytes that don't change under way, what is refused, what waits for the disk, what is freed."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from math import inf

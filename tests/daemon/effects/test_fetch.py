@@ -1,7 +1,5 @@
 """Both sides of a fetch: every order is answered once, by the bytes that were asked for."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -136,10 +134,7 @@ async def test_silence_is_an_answer_in_the_end(bench: Bench, monkeypatch: pytest
     bench.fetcher.ask(bench.payload_order())
     bench.fetcher.ask(FetchState("b", 0, 1, b"d" * 32))
     await settle()
-    assert bench.posted == [
-        FetchFailed("b", 0, 1, "no answer in time"),
-        FetchFailed("b", 0, 1, "no answer in time"),
-    ]
+    assert bench.posted == [FetchFailed("b", 0, 1, "no answer in time"), FetchFailed("b", 0, 1, "no answer in time")]
 
 
 async def test_once_a_transfer_has_begun_the_transport_watches_it(bench: Bench) -> None:

@@ -1,7 +1,5 @@
 """Over the real listener: who sends poisoned contributions is refused, and shut out after three; the others go on."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The newest learner process stays, whoever attaches last, and whichever daemon it finds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

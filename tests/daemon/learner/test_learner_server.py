@@ -1,7 +1,5 @@
 """The real server on a real Unix socket, spoken to by a bare asyncio stream."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

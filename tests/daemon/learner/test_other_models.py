@@ -1,7 +1,5 @@
 """A region whose model few others have refuses its learner with the tensors, instead of waiting for a beginning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

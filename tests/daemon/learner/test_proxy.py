@@ -1,7 +1,5 @@
 """The daemon's end of its learner: questions get their own answers, counters survive restarts, memory is shared."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile
@@ -499,14 +497,7 @@ def test_a_position_that_can_not_be_is_ignored(bench: Bench, position: FragmentP
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"learner": "b"},
-        {"incarnation": 2},
-        {"squared_norms": ()},
-        {"step_to": 1 << 40},
-        {"tokens": 1 << 50},
-    ],
+    "change", [{"learner": "b"}, {"incarnation": 2}, {"squared_norms": ()}, {"step_to": 1 << 40}, {"tokens": 1 << 50}]
 )
 def test_a_snapshot_that_can_not_be_is_declined(bench: Bench, change: dict[str, object]) -> None:
     bench.side.on_attach(attach(), 1, ())

@@ -1,7 +1,5 @@
 """Who is welcomed when: a learner that would train past the run's end waits, and is told why."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Collectives of tensors on the fake devices: Gloo's, of copies on the host. Each is waited for, as NCCL's are not."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

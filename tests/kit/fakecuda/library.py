@@ -1,7 +1,5 @@
 """Builds fakecuda.cpp, once for each version of torch and of the source, and loads it before torch is imported."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.metadata

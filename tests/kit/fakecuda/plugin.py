@@ -3,8 +3,6 @@
 A test that can't run on one says why: `@pytest.mark.no_device("reason")`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What one region does wrong in right words, as faults: nobody is excused for it, so the checkers must find each."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from diloco_node.lab.sim.cheats import CHEATS, Cheat

@@ -4,8 +4,6 @@ A fault is planted into every region of a run. Most replace one small decision i
 disk or data plane lie. `python -m tests.kit.planted NAME --seed N` runs one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

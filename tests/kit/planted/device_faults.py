@@ -1,7 +1,5 @@
 """Faults of the device lane: each drops one wait, one order or one buffer, by a change of its source."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -120,9 +118,7 @@ DEVICE_FAULTS: Final = {
         "                for row in",
     ),
     "worker-does-not-wait-for-the-version": DeviceFault(
-        LANE,
-        "        for event in room.fills.values():\n            event.synchronize()\n",
-        "",
+        LANE, "        for event in room.fills.values():\n            event.synchronize()\n", ""
     ),
     "room-up-used-twice": DeviceFault(
         LANE, "room = self._up.popleft() if self._up else self._room(2, self._largest_up)", "room = self._up[0]"
@@ -185,9 +181,5 @@ DEVICE_FAULTS: Final = {
     "verdict-read-early": DeviceFault(
         LANE, "        if self._event is not None and not self._event.query():\n            return None\n", ""
     ),
-    "samples-on-the-host": DeviceFault(
-        REVERT,
-        "_Trial(local, before, after)",
-        "_Trial(local, before.cpu(), after)",
-    ),
+    "samples-on-the-host": DeviceFault(REVERT, "_Trial(local, before, after)", "_Trial(local, before.cpu(), after)"),
 }

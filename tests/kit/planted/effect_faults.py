@@ -1,7 +1,5 @@
 """Faults to plant into the daemon's own effects; see `core_faults` for those in the core and under everything."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, cast
 

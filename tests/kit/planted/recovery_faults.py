@@ -1,7 +1,5 @@
 """Faults to plant into log, account, versions, fetches, snapshots and blame; see `core_faults`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -105,41 +103,15 @@ def _believe_half(core: Any) -> None:
 
 
 RECOVERY_FAULTS = (
+    Fault("half-blames", "half of the witnesses prove nothing", spoil=_believe_half, liar="receipts"),
     Fault(
-        "half-blames",
-        "half of the witnesses prove nothing",
-        spoil=_believe_half,
-        liar="receipts",
+        "half-snapshot", "a snapshot needs a majority that holds its bytes", spoil=_agree_with_half, schedule="usual"
     ),
+    Fault("base-first", "a base is acknowledged when its states are on the own disk", spoil=_trust_any_base),
     Fault(
-        "half-snapshot",
-        "a snapshot needs a majority that holds its bytes",
-        spoil=_agree_with_half,
-        schedule="usual",
+        "any-answer", "the disk's answer counts for the write that it names and those before", spoil=_count_any_answer
     ),
-    Fault(
-        "base-first",
-        "a base is acknowledged when its states are on the own disk",
-        spoil=_trust_any_base,
-    ),
-    Fault(
-        "any-answer",
-        "the disk's answer counts for the write that it names and those before",
-        spoil=_count_any_answer,
-    ),
-    Fault(
-        "closed-steps",
-        "steps of closed lives stay in the account",
-        spoil=_lose_closed_steps,
-    ),
-    Fault(
-        "forgotten-payload",
-        "a committed payload is kept until it is applied",
-        spoil=_forget_unapplied,
-    ),
-    Fault(
-        "asked-once",
-        "whoever could not send something is asked again, later",
-        spoil=_ask_once,
-    ),
+    Fault("closed-steps", "steps of closed lives stay in the account", spoil=_lose_closed_steps),
+    Fault("forgotten-payload", "a committed payload is kept until it is applied", spoil=_forget_unapplied),
+    Fault("asked-once", "whoever could not send something is asked again, later", spoil=_ask_once),
 )

@@ -1,7 +1,5 @@
 """lab/chaos/daemon_faults.py: what it puts into a daemon's process, tried in processes of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -3,8 +3,6 @@
 A made-up demo: `demo.json` names a process that sleeps as a supervisor, and others carry the marks of its children.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

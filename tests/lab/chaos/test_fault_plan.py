@@ -1,7 +1,5 @@
 """lab/chaos/fault_plan.py: a storm follows from its seed, is as dense as asked for, and strikes everyone alike."""
 
-from __future__ import annotations
-
 import math
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """lab/chaos/picture.py: well-formed, without script, and what it shows lies where it belongs."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

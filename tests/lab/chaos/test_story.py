@@ -1,7 +1,5 @@
 """lab/chaos/story.py: the figures of a report, from samples and ledgers that a person can recompute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """lab/chaos/tape.py: what is written is read again, and nothing else is taken."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

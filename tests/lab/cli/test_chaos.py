@@ -1,7 +1,5 @@
 """`diloco-node chaos`: what it strikes, what it says, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -259,10 +259,7 @@ class TestReal:
         assert tell("cut", "a", "--from", "b", "--one-way", "in", "--name", name)["conditions"] == ["cut a <- b"]
         assert tell("set", "b", "--delay", "30ms", "--loss", "1%", "--rate", "1Mbit/s", "--name", name)[
             "conditions"
-        ] == [
-            "cut a <- b",
-            "changed b",
-        ]
+        ] == ["cut a <- b", "changed b"]
         assert tell("status", "--name", name.upper())["conditions"] == ["cut a <- b", "changed b"]
         assert tell("heal", "b", "--name", name) == {"conditions": [], "healed": 2}
         assert main(["wan", "status", "--name", name]) == 0

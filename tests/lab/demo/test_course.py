@@ -1,7 +1,5 @@
 """lab/demo/course.py: what a sample says of a region whose daemon or learner is dead, or stands still."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

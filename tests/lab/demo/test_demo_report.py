@@ -1,7 +1,5 @@
 """The report is put together from what regions left on disk, and says so when that does not fit together."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """lab/demo/demo_run.py: what a demo does when something goes wrong beside the training."""
 
-from __future__ import annotations
-
 import asyncio
 import tomllib
 from pathlib import Path

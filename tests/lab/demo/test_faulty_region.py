@@ -1,7 +1,5 @@
 """lab/demo/faulty_region.py: `diloco-node start` with another program as its daemon."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """lab/demo/keeping.py: supervisors that die are started again, and what they left is gone before that."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

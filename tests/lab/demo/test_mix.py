@@ -1,7 +1,5 @@
 """What `demo --speeds`, `--batches`, `--ranks` and `--shard` ask of each region."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.errors import ConfigError

@@ -1,7 +1,5 @@
 """lab/demo/region_processes.py: the ports that a command picks for its regions, and its order to finish."""
 
-from __future__ import annotations
-
 import math
 import socket
 import time

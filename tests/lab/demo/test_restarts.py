@@ -1,7 +1,5 @@
 """lab/demo/keeping.py: who is started again, with the numbers of the unit in deploy/systemd."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """lab/demo/storm.py: what a storm asks for and refuses, and what it reports."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The fake data plane takes for a payload what is just that."""
 
-from __future__ import annotations
-
 import random
 
 from diloco_node.lab.sim import fake_tensors as tensors

@@ -1,7 +1,5 @@
 """The fake folder keeps what the real one promises: the same steps give the same answers on both."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

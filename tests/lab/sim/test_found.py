@@ -1,7 +1,5 @@
 """Seeds that once found something: what it was stays found."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.lab.sim.audit import Audit, Line

@@ -1,7 +1,5 @@
 """Limits that a seed lowers: some of them, the same each time, and none once the seed is over."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.lab.sim.limits import LOW, lowered_limits

@@ -1,7 +1,5 @@
 """The event loop in virtual time: asyncio's promises, threads that wait for the disk, stalls, and sudden death."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -9,16 +9,7 @@ import pytest
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import weights
-from diloco_node.core.types import (
-    Ballot,
-    Codec,
-    Contribution,
-    DiscardedBody,
-    GenesisBody,
-    Member,
-    RoundBody,
-    Stripe,
-)
+from diloco_node.core.types import Ballot, Codec, Contribution, DiscardedBody, GenesisBody, Member, RoundBody, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.audit import Audit
 from diloco_node.lab.sim.oracle import Oracle

@@ -1,7 +1,5 @@
 """A region whose disk takes ten seconds for a sync: how long the others wait for it, in virtual time."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults around the daemon's own effects: what they do, and that they stay within what the protocol promises."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest
@@ -47,9 +45,7 @@ def test_hosts_of_fakes_have_none_of_them() -> None:
     assert Troubles.of(fakes.world, fakes.hosts) == {}
 
 
-def test_rot_spares_the_last_good_copy_and_strikes_a_fragment_in_one_region(
-    simulation: Simulation,
-) -> None:
+def test_rot_spares_the_last_good_copy_and_strikes_a_fragment_in_one_region(simulation: Simulation) -> None:
     troubles = Troubles(simulation.world, simulation.hosts)
     assert [troubles.rot() for _ in range(40)].count(None) >= 30
     rotten = [{key[0] for key in host.folder_disk.damaged} for host in hosts_of(simulation)]

@@ -1,7 +1,6 @@
 """The first process of a container: what it reads, that it shapes and reshapes, and how it ends with its region.
 
-Real devices, in a network namespace of the test's own, where that is allowed. What passes the links is measured in
-tests/e2e/test_uml_netem.py.
+Real devices, in a network namespace of the test's own, where that is allowed.
 """
 
 import os
@@ -51,11 +50,7 @@ between = ["a", "c"]
 def environment(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "run.toml").write_text(RUN)
     (tmp_path / "links.toml").write_text(LINKS)
-    return {
-        "WAN_REGION": "a",
-        "WAN_CONFIG": str(tmp_path / "run.toml"),
-        "WAN_TOPOLOGY": str(tmp_path / "links.toml"),
-    }
+    return {"WAN_REGION": "a", "WAN_CONFIG": str(tmp_path / "run.toml"), "WAN_TOPOLOGY": str(tmp_path / "links.toml")}
 
 
 def test_addresses_are_run_toml_s_and_links_the_topology_s(environment: dict[str, str]) -> None:
@@ -172,9 +167,7 @@ def container(environment: dict[str, str], tmp_path: Path) -> Iterator[Container
 
 @pytest.mark.system
 @needs_namespaces
-def test_the_device_is_shaped_before_the_start_and_again_with_a_new_network(
-    container: Container,
-) -> None:
+def test_the_device_is_shaped_before_the_start_and_again_with_a_new_network(container: Container) -> None:
     container.plug("eth0")
     container.start("sh", "-c", "echo region: $(id -un) $(grep CapEff /proc/self/status); exec sleep 3600")
     container.await_said("region: nobody CapEff: 0000000000000000")

@@ -1,7 +1,5 @@
 """The built-in trainer's AdamW: the updates of torch's own, weight decay on matrices only, and checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

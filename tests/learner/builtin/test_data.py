@@ -1,7 +1,5 @@
 """The data of the built-in trainer: what is read and held out, whose part is whose, and going on where one was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

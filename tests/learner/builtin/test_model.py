@@ -1,7 +1,5 @@
 """The built-in model: names and arithmetic of Hugging Face's Llama, replicas, determinism."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

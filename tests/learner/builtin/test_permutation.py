@@ -1,7 +1,5 @@
 """A permutation that is computed place by place."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """builtin/sharding.py on one rank, and on two without a daemon; with one: tests/e2e/test_sharded_regions.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

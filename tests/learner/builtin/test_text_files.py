@@ -1,7 +1,5 @@
 """Which files are the text of a corpus, in which order, and which of them are held out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

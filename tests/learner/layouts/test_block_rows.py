@@ -1,7 +1,5 @@
 """Blocks encoded by torch's operators have the bytes and norms of the kernel."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Names of parameters are those without wrappers, whatever is wrapped in what: regions may compile as they like."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """layouts/shard_map.py: every value of every fragment belongs to one owner, however the model is cut over ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

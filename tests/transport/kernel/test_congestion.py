@@ -1,9 +1,6 @@
 """transport/kernel/congestion.py: what daemons send each other, and peers that send nothing or something else."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +15,10 @@ from diloco_node.transport.kernel.congestion import (
     own_congestion_controls,
 )
 from diloco_node.wire import envelope as e
-from tests.kit.transport_kit import DEADLINE_S, Mesh, address, hello_of, meshed
+from tests.kit.transport_kit import DEADLINE_S, Mesh, address, hello_of
 from tests.kit.waiting import eventually
 
 TELLING = CongestionControls("cubic", "bbr")
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with meshed(tmp_path) as made:
-        yield made
 
 
 def test_sockets_with_a_long_round_trip_go_by_another_one() -> None:

@@ -1,7 +1,5 @@
 """transport/kernel/tcp_info.py: what the kernel counts of TCP sockets, and what is set on them."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from pathlib import Path

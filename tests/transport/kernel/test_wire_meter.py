@@ -1,7 +1,5 @@
 """transport/kernel/wire_meter.py: bytes per peer, and which sockets are held back."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -175,9 +173,7 @@ def test_wire_bytes_agree_with_the_interface_within_a_tenth(tmp_path: object) ->
     assert abs(int(back) - without_link_layer) < 0.1 * without_link_layer
 
 
-def test_sockets_of_the_bulk_lane_are_paced_and_control_is_not(
-    connection: tuple[socket.socket, socket.socket],
-) -> None:
+def test_sockets_of_the_bulk_lane_are_paced_and_control_is_not(connection: tuple[socket.socket, socket.socket]) -> None:
     control, far = connection
     with socket.create_server(("127.0.0.1", 0)) as listening:
         meter = WireMeter()
@@ -247,9 +243,7 @@ def test_a_socket_that_may_not_change_its_congestion_control_is_known_to_go_by_l
     assert meter.goes_by_loss
 
 
-def test_a_bulk_connection_that_has_just_joined_is_paced_and_control_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bulk_connection_that_has_just_joined_is_paced_and_control_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
     monkeypatch.setattr(wire_meter, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)
@@ -272,9 +266,7 @@ def test_a_bulk_connection_that_has_just_joined_is_paced_and_control_is_not(
     assert paced == {9: None}, "what a number once was does not count"
 
 
-async def test_connections_of_two_lanes_that_are_opened_at_once_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_connections_of_two_lanes_that_are_opened_at_once_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
     monkeypatch.setattr(wire_meter, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)

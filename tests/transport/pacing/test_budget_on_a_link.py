@@ -5,49 +5,33 @@ what the kernel's interface counters say.
 is measured beside a control in the same run, and again before it counts as wrong.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 from budget_link import Found, NoNamespace, Options, quantile, run_link
 from control_wan import run_arm, slow_lines
 
 from diloco_node.config.budget_plan import BudgetPlan
-from diloco_node.core.messages import (
-    BulkHeader,
-    MergedStripe,
-    Message,
-    Payload,
-    PayloadRequested,
-    State,
-)
+from diloco_node.core.messages import BulkHeader, MergedStripe, Message, Payload, PayloadRequested, State
 from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import LinkLost
 from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.namespaces import Place
-from diloco_node.transport.authority import init_run
-from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, DEMAND_MAX
 from diloco_node.transport.pacing.pacer import Pacer
-from diloco_node.transport.streams import dial
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from diloco_node.wire.link_messages import IngressDemand, IngressGranted
 from diloco_node.wire.measure_messages import Probe
-from diloco_node.wire.message_tables import PROTOCOL_VERSION, BudgetLane
+from diloco_node.wire.message_tables import BudgetLane
+from tests.kit.transport_kit import DEADLINE_S, Mesh, Recorder, address, rogue
 
-RUN = "run1"
-DEADLINE_S = 120.0
 MB = 10**6
 ROUNDS, RECOVERY = BudgetLane.ROUNDS, BudgetLane.RECOVERY
 
@@ -222,91 +206,28 @@ async def test_the_share_used_counts_only_time_with_work(pacer: Pacer, clock: Cl
 # ---- through transports on loopback ----------------------------------------------------------------------------------
 
 
-class Recorder:
-    """Keeps what arrives."""
-
-    def __init__(self) -> None:
-        self.up = asyncio.Event()
-        self.closed: list[tuple[BulkHeader, bool]] = []
-        self.changed = asyncio.Event()
-        self.messages: list[Message] = []
-        self.wants_bodies = True
-
-    def control_arrived(self, peer: str, message: Message) -> None:
-        self.messages.append(message)
-
-    def link_changed(self, peer: str, *, is_up: bool) -> None:
-        (self.up.set if is_up else self.up.clear)()
-
-    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
-        self.changed.set()
-        return memoryview(bytearray(raw_bytes)) if self.wants_bodies else None
-
-    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
-        self.closed.append((header, is_whole))
-        self.changed.set()
-
-    async def until_closed(self, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while len(self.closed) < count:
-                self.changed.clear()
-                await self.changed.wait()
+async def linked(mesh: Mesh, at_a: BudgetPlan, at_b: BudgetPlan | None = None) -> tuple[GrpcTransport, Recorder]:
+    """a, which dials b, and what b gets."""
+    b, at_b_handler = await mesh.start("b", {"a": None}, budget=at_b or BudgetPlan())
+    a, at_a_handler = await mesh.start("a", {"b": address(b)}, budget=at_a)
+    await at_a_handler.until(lambda: at_a_handler.is_up.get("b"))
+    await at_b_handler.until(lambda: at_b_handler.is_up.get("a"))
+    return a, at_b_handler
 
 
-class Pair:
-    """Transports a and b of one run; a dials."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._executor = ThreadPoolExecutor(2)
-        self.made: list[GrpcTransport] = []
-        init_run(folder, RUN, ["a", "b"])
-
-    async def start(self, region: str, peer: str, address: str | None, plan: BudgetPlan) -> tuple[Any, Recorder]:
-        handler = Recorder()
-        transport = GrpcTransport(
-            region=region,
-            run_id=RUN,
-            epoch=0,
-            settings_digest="",
-            manifest_digest="",
-            identity=load_identity(self._folder / region),
-            listen=("127.0.0.1", 0),
-            peers={peer: address},
-            handler=handler,
-            executor=self._executor,
-            budget=plan,
-        )
-        await transport.start()
-        self.made.append(transport)
-        return transport, handler
-
-    async def both(self, at_a: BudgetPlan, at_b: BudgetPlan) -> tuple[GrpcTransport, Recorder, GrpcTransport, Recorder]:
-        b, b_handler = await self.start("b", "a", None, at_b)
-        a, a_handler = await self.start("a", "b", f"127.0.0.1:{b.port}", at_a)
-        await asyncio.wait_for(asyncio.gather(a_handler.up.wait(), b_handler.up.wait()), DEADLINE_S)
-        return a, a_handler, b, b_handler
-
-    async def stop(self) -> None:
-        for transport in self.made:
-            await transport.stop()
-        self._executor.shutdown()
-
-
-@pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    made = Pair(tmp_path)
-    yield made
-    await made.stop()
+async def whole_headers(handler: Recorder, count: int) -> list[BulkHeader]:
+    """So many transfers have ended: the headers of those that arrived whole, in order."""
+    await handler.until(lambda: len(handler.closed) >= count)
+    return [header for _, header, _, is_whole in handler.closed if is_whole]
 
 
 @pytest.mark.parametrize("side", ["egress", "ingress", "peer"])
-async def test_a_transfer_takes_as_long_as_the_budget_says(pair: Pair, side: str) -> None:
+async def test_a_transfer_takes_as_long_as_the_budget_says(mesh: Mesh, side: str) -> None:
     rate = 1 * MB
     limits = {"egress": RateLimits(egress=rate), "ingress": RateLimits(), "peer": RateLimits()}[side]
     peers = (("b", RateLimits(egress=rate)),) if side == "peer" else ()
     at_b = BudgetPlan(RateLimits(ingress=rate)) if side == "ingress" else BudgetPlan()
-    a, _, _, b_handler = await pair.both(BudgetPlan(limits, peers), at_b)
+    a, b_handler = await linked(mesh, BudgetPlan(limits, peers), at_b)
     if side == "ingress":
         async with asyncio.timeout(DEADLINE_S):
             while a.budget_status()["peers"]["b"]["limited_by"] != "grant":  # noqa: ASYNC110 - nothing tells
@@ -314,66 +235,61 @@ async def test_a_transfer_takes_as_long_as_the_budget_says(pair: Pair, side: str
     body = os.urandom(MB // 2)
     started_s = time.monotonic()
     await asyncio.wait_for(a.transfer("b", Payload(0, 0, bytes(32)), memoryview(body)), DEADLINE_S)
-    await b_handler.until_closed(1)
+    assert await whole_headers(b_handler, 1) == [Payload(0, 0, bytes(32))]
     assert time.monotonic() - started_s > 0.4
-    assert b_handler.closed == [(Payload(0, 0, bytes(32)), True)]
     assert a.budget_status()["peers"]["b"]["lanes"]["recovery"]["used_bytes"] > MB // 2
     assert b_handler.messages == [], "grants are the transports' own business"
 
 
-async def test_a_budget_that_is_raised_lets_a_waiting_transfer_go(pair: Pair) -> None:
-    a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=12_500)), BudgetPlan())
+async def test_a_budget_that_is_raised_lets_a_waiting_transfer_go(mesh: Mesh) -> None:
+    a, b_handler = await linked(mesh, BudgetPlan(RateLimits(egress=12_500)))
     moving = asyncio.create_task(a.transfer("b", Payload(0, 0, bytes(32)), memoryview(os.urandom(4 * MB))))
     await asyncio.sleep(0.05)
     assert not moving.done()
     a.set_budget(BudgetPlan())
     assert a.budget == BudgetPlan()
     await asyncio.wait_for(moving, DEADLINE_S)
-    await b_handler.until_closed(1)
+    assert len(await whole_headers(b_handler, 1)) == 1
 
 
-async def test_control_does_not_wait_for_bulk_that_waits_for_the_budget(pair: Pair) -> None:
-    a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=1000)), BudgetPlan())
+async def test_control_does_not_wait_for_bulk_that_waits_for_the_budget(mesh: Mesh) -> None:
+    a, b_handler = await linked(mesh, BudgetPlan(RateLimits(egress=1000)))
     moving = asyncio.create_task(a.transfer("b", Payload(0, 0, bytes(32)), memoryview(os.urandom(4 * MB))))
     await settle()
     requests = [PayloadRequested(0, version, bytes(32)) for version in range(200)]
     for message in requests:
         assert a.send("b", message)
-    async with asyncio.timeout(DEADLINE_S):
-        while len(b_handler.messages) < len(requests):  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.01)
-    assert b_handler.messages == requests
+    await b_handler.until(lambda: len(b_handler.messages) >= len(requests))
+    assert b_handler.messages == [("a", message) for message in requests]
     assert not moving.done()
     assert a.budget_status()["peers"]["b"]["lanes"]["recovery"]["used_bytes"] < MB, "hours are left of it"
     moving.cancel()
     await asyncio.gather(moving, return_exceptions=True)
 
 
-async def test_a_round_overtakes_a_recovery_that_is_on_its_way(pair: Pair) -> None:
-    a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=2 * MB)), BudgetPlan())
+async def test_a_round_overtakes_a_recovery_that_is_on_its_way(mesh: Mesh) -> None:
+    a, b_handler = await linked(mesh, BudgetPlan(RateLimits(egress=2 * MB)))
     state = State(0, 0, bytes(32))
     stripe = MergedStripe(Ballot(1, 1), 0, 0, 1, bytes(32), 0, 1)
     slow = asyncio.create_task(a.transfer("b", state, memoryview(os.urandom(2 * MB))))
-    await asyncio.wait_for(b_handler.changed.wait(), DEADLINE_S)
+    await b_handler.until(lambda: b_handler.opened)
     await asyncio.wait_for(a.transfer("b", stripe, memoryview(os.urandom(100_000))), DEADLINE_S)
     assert not slow.done()
     await asyncio.wait_for(slow, DEADLINE_S)
-    await b_handler.until_closed(2)
-    assert b_handler.closed == [(stripe, True), (state, True)]
+    assert await whole_headers(b_handler, 2) == [stripe, state]
 
 
-async def test_rounds_go_by_their_ballot(pair: Pair) -> None:
-    a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=2 * MB)), BudgetPlan())
+async def test_rounds_go_by_their_ballot(mesh: Mesh) -> None:
+    a, b_handler = await linked(mesh, BudgetPlan(RateLimits(egress=2 * MB)))
     stripes = [MergedStripe(Ballot(1, number), 0, 0, 1, bytes(32), 0, 1) for number in (5, 9, 8, 7)]
     body = memoryview(os.urandom(100_000))
     await asyncio.wait_for(asyncio.gather(*(a.transfer("b", stripe, body) for stripe in stripes)), DEADLINE_S)
-    await b_handler.until_closed(4)
-    numbers = [header.ballot.number for header, _ in b_handler.closed]  # type: ignore[union-attr]
+    numbers = [header.ballot.number for header in await whole_headers(b_handler, 4)]  # type: ignore[union-attr]
     assert numbers == [5, 7, 8, 9]
 
 
-async def test_a_measurement_waits_its_turn(pair: Pair) -> None:
-    a, _, _, _ = await pair.both(BudgetPlan(RateLimits(egress=1 * MB)), BudgetPlan())
+async def test_a_measurement_waits_its_turn(mesh: Mesh) -> None:
+    a, _ = await linked(mesh, BudgetPlan(RateLimits(egress=1 * MB)))
     started_s = time.monotonic()
     for _ in range(20):
         await asyncio.wait_for(a.transfer("b", Probe(1), memoryview(os.urandom(20_000))), DEADLINE_S)
@@ -381,17 +297,11 @@ async def test_a_measurement_waits_its_turn(pair: Pair) -> None:
     assert a.budget_status()["peers"]["b"]["lanes"]["measurement"]["used_bytes"] > 400_000
 
 
-async def test_a_peer_that_ignores_its_share_is_read_at_that_share(pair: Pair, tmp_path: Path) -> None:
+async def test_a_peer_that_ignores_its_share_is_read_at_that_share(mesh: Mesh) -> None:
     rate = 2 * MB
-    b, at_b = await pair.start("b", "a", None, BudgetPlan(RateLimits(ingress=rate)))
-    at_b.wants_bodies = False
-    identity = load_identity(tmp_path / "a")
-    streams = {}
-    for lane in e.Lane:
-        streams[lane] = await dial(identity, "b", f"127.0.0.1:{b.port}", lane, timeout_s=5)
-        hello = e.Hello(PROTOCOL_VERSION, RUN, 0, "a", "", "", b"i" * 16, lane, 1)
-        await streams[lane].write(e.encode_hello(hello))
-        e.decode_hello(await streams[lane].read())
+    b, at_b = await mesh.start("b", {"a": None}, budget=BudgetPlan(RateLimits(ingress=rate)))
+    at_b.refuses = {Payload}
+    streams = await rogue(mesh, b)
     bulk = streams[e.Lane.BULK]
     piece = os.urandom(64 * 1024)
     accepted, started_s = 0, time.monotonic()

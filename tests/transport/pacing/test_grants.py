@@ -1,7 +1,5 @@
 """transport/pacing/grants.py: shares are max-min fair, add up to the ceiling, and who does not obey is not read."""
 
-from __future__ import annotations
-
 import random
 from fractions import Fraction
 

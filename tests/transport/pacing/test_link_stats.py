@@ -1,7 +1,5 @@
 """What follows from what the kernel counted of a link: rates, and how its bulk connections are paced."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_node.transport.connections import LONG_RTT_NS

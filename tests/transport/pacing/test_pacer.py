@@ -1,7 +1,5 @@
 """Links by their round trip: on short ones nothing is compressed, long ones are paced at the ceiling."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

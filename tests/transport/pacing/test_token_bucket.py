@@ -1,7 +1,5 @@
 """transport/pacing/token_bucket.py: no window over the ceiling, and nearly all of it used under load."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,11 +26,7 @@ def drain(bucket: TokenBucket, sizes: list[int], waits_ns: list[int], lateness_n
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    rate=RATES,
-    window_ns=st.sampled_from([1, 7 * MS, 333 * MS, 10 * NS_PER_S]),
-    data=st.data(),
-)
+@given(rate=RATES, window_ns=st.sampled_from([1, 7 * MS, 333 * MS, 10 * NS_PER_S]), data=st.data())
 def test_no_window_holds_more_than_the_rate_and_one_burst(rate: int, window_ns: int, data: st.DataObject) -> None:
     largest = piece_bytes(rate)
     count = data.draw(st.integers(1, 60))
