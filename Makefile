@@ -27,15 +27,11 @@ test-fast: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not seeds and not system and not long' $(PYTEST_ARGS)
 
-# What of a learner meets a device, once more on devices in software (tests/kit/fakecuda), and what these find. g++ builds
-# them once.
+# The learner's tests once more on devices in software (tests/kit/fakecuda), and what these find. g++ builds them once.
 .PHONY: test-device
 test-device: $(TOOLS)
 	$(PYTEST) $(PARALLEL) 2 -p tests.kit.fakecuda.plugin -m 'not e2e and not seeds and not system' $(PYTEST_ARGS) \
-	  tests/learner/layouts/test_device.py tests/learner/layouts/test_block_rows.py tests/learner/test_local_fragments.py \
-	  tests/learner/layouts/test_tensors.py tests/learner/test_checkpoint.py tests/learner/test_first_parameters.py \
-	  tests/learner/test_loss.py tests/learner/test_nested.py tests/learner/test_optimizer_parts.py \
-	  tests/learner/test_several_optimizers.py tests/learner/test_tensor_forms.py tests/kit/test_fakecuda.py
+	  tests/learner tests/kit/test_fakecuda.py
 
 test-all: test-device test-rest
 

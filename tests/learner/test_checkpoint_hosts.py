@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +16,8 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.ranks import Ranks
 
 DIGEST = "ab" * 32
+
+pytestmark = pytest.mark.no_device("its ranks are threads, whose tensors are made on the host")
 
 
 class Threads:

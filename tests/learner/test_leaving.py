@@ -21,7 +21,7 @@ from tests.kit.learner_kit import Toy
 def model_values(toy: Toy, daemon: FakeDaemon) -> list[np.ndarray]:
     """Per fragment what the model holds."""
     assert daemon.manifest is not None
-    values = {name: parameter.detach().numpy().ravel() for name, parameter in toy.model.named_parameters()}
+    values = {name: parameter.detach().cpu().numpy().ravel() for name, parameter in toy.model.named_parameters()}
     return [
         np.concatenate([values[piece.name][piece.value_start : piece.value_stop] for piece in fragment.pieces])
         for fragment in daemon.manifest.fragments

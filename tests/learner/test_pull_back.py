@@ -99,7 +99,7 @@ def taking_back(part: float, *, every: int = 1, kind: str = "adamw") -> Callable
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum"])
-@pytest.mark.parametrize("every", [3, 6, 12, 40])
+@pytest.mark.parametrize("every", [3, 6, 12, pytest.param(40, marks=pytest.mark.no_device("as long as all others"))])
 def test_a_fifth_that_is_taken_back_at_once_is_found_within_ten_merges(kind: str, every: int) -> None:
     training = Training(taking_back(0.2, kind=kind))
     found = training.merges_until_found(10, every=every, way=1.0)
@@ -115,6 +115,7 @@ def test_one_that_goes_back_each_sixth_step_is_found(part: float) -> None:
     assert "one step takes back" in training.warning or "first step" in training.warning
 
 
+@pytest.mark.no_device("180 trainings; what is taken back is found there by the other tests")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("every", [3, 8, 30])
 @pytest.mark.parametrize("way", [1.0, 0.1, 0.01])

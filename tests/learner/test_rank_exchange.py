@@ -1,10 +1,13 @@
 from typing import Any
 
+import pytest
 import torch
 
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.learner.layouts.shard_map import Box, ShardMap, whole_box
 from diloco_node.learner.rank_exchange import RankExchange
+
+pytestmark = pytest.mark.no_device("what ranks send one another lies on the host")
 
 SPECS = (TensorSpec("a", (8, 3)), TensorSpec("b", (5,)), TensorSpec("c", ()))
 GROUP: Any = None

@@ -62,6 +62,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.e2e
+@pytest.mark.no_device("its ranks are processes without one")
 @pytest.mark.parametrize(("dtype", "defaults"), [("bfloat16", ""), ("float32", "odd")])
 def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str, defaults: str) -> None:
     with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path, codec=Codec.FP32) as daemon:

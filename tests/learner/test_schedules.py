@@ -19,7 +19,7 @@ PROGRESS = TrainingProgress("model", incarnation=1, global_step=12, step=12, tok
 def restart(folder: Path, old: Any, new: Any, **stateful: tuple[Any, Any]) -> None:
     """Keep what `old` has, as JSON and tensors, and give it to what a new script has made."""
     writer = CheckpointWriter(folder)
-    writer.save(PROGRESS, OptimizerParts(old), {name: pair[0] for name, pair in stateful.items()})
+    writer.save(PROGRESS, OptimizerParts(old), {name: pair[0] for name, pair in stateful.items()}, is_waiting=True)
     writer.wait()
     checkpoint = read_newest(folder, "model")
     assert checkpoint is not None
@@ -87,7 +87,7 @@ def test_what_the_loop_alone_changes_is_told_where_it_does_not_again(
     parts = OptimizerParts(old)
     old.param_groups[0]["lr"] = decayed
     writer = CheckpointWriter(tmp_path)
-    writer.save(PROGRESS, parts, {})
+    writer.save(PROGRESS, parts, {}, is_waiting=True)
     writer.wait()
     checkpoint = read_newest(tmp_path, "model")
     assert checkpoint is not None
@@ -180,7 +180,7 @@ def test_a_rate_that_was_lowered_on_a_plateau_stays_low_at_the_scripts_rate(tmp_
     new = adamw(lr=peak)
     plateaus.append(lr_scheduler.ReduceLROnPlateau(new, factor=0.1, patience=2))
     writer = CheckpointWriter(tmp_path)
-    writer.save(PROGRESS, parts, {"plateau": plateaus[0]})
+    writer.save(PROGRESS, parts, {"plateau": plateaus[0]}, is_waiting=True)
     writer.wait()
     checkpoint = read_newest(tmp_path, "model")
     assert checkpoint is not None

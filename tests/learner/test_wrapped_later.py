@@ -22,8 +22,6 @@ from diloco_node.learner.model_watch import STILL_STEPS
 from diloco_node.wire.learner_link import Done, OfferApplied, Warned
 from tests.kit.fake_daemon import FakeDaemon
 
-pytestmark = pytest.mark.no_device("its ranks are of the CPU")
-
 
 @pytest.fixture
 def _group() -> Iterator[None]:
@@ -70,6 +68,7 @@ def flat(model: nn.Module, *, use_orig_params: bool = False) -> Any:
     return FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
 
 
+@pytest.mark.no_device("its rank is of the CPU")
 @pytest.mark.usefixtures("_group")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("has_new_optimizer", [False, True])
@@ -99,6 +98,7 @@ def test_a_model_that_is_sharded_after_attach_is_named_at_the_next_step(
             end_step(diloco, torch.optim.AdamW(wrapped.parameters(), lr=0.01) if has_new_optimizer else optimizer)
 
 
+@pytest.mark.no_device("its rank is of the CPU")
 @pytest.mark.usefixtures("_group")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_training", [False, True])
@@ -133,6 +133,7 @@ def test_a_wrapper_that_keeps_the_parameters_may_come_after_attach(
         assert warnings_of(daemon) == []
 
 
+@pytest.mark.no_device("its rank is of the CPU")
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("step", ["call", "auto"])
 @pytest.mark.parametrize("is_wrapped_first", [False, True])

@@ -1,14 +1,18 @@
 """`pytest -p tests.kit.fakecuda.plugin`: tests run on fake devices, and make their tensors there.
 
-A test that can't run on one says why: `@pytest.mark.no_device("reason")`.
+A test that can't run on one says why: `@pytest.mark.no_device("reason")`. Files that know of no tensor are left out.
 """
 
 from collections.abc import Iterator
+from typing import Final
 
 import pytest
 
 from tests.kit.fakecuda import fake_device
 from tests.kit.fakecuda.library import NoFakeDevice
+
+TENSORS: Final = frozenset({"torch", "Toy", "LearnerFragments"})
+"""Names of a file whose tests hold tensors."""
 
 _missing = ""
 try:
@@ -17,7 +21,10 @@ except NoFakeDevice as error:
     _missing = str(error)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    strangers = {item for item in items if TENSORS.isdisjoint(vars(getattr(item, "module", object)))}
+    config.hook.pytest_deselected(items=[*strangers])
+    items[:] = [item for item in items if item not in strangers]
     for item in items:
         mark = item.get_closest_marker("no_device")
         if _missing or mark is not None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -10,6 +11,8 @@ from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, TrainingProgress, read_newest
 from diloco_node.learner.optimizer_parts import OptimizerParts
+
+pytestmark = pytest.mark.no_device("its model is made on the host; test_optimizer_parts.py has the device's")
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
 

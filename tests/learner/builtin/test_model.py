@@ -15,6 +15,8 @@ from diloco_node.learner.builtin.shape import (
     parameter_shapes,
 )
 
+pytestmark = pytest.mark.no_device("this model is made on the host, and goes to a device in test_trainer.py")
+
 SMALL = ModelSettings(layers=2, dim=24, heads=3, context=13)
 
 
@@ -59,7 +61,6 @@ def llama_by_hand(settings: ModelSettings, parameters: dict[str, torch.Tensor], 
     return norm(x, "model.norm.weight") @ p["lm_head.weight"].T
 
 
-@pytest.mark.no_device("it compares with numpy")
 def test_logits_are_those_of_llama_written_out():
     parameters = initial_parameters(SMALL, seed=3)
     parameters["lm_head.weight"] *= 50  # so that a wrong position or head is far outside the tolerance

@@ -32,6 +32,7 @@ def test_a_norm_of_a_whole_model_is_itself() -> None:
     assert whole_norm(norm) is norm
 
 
+@pytest.mark.no_device("its ranks are processes without one")
 def test_a_model_that_is_cut_trains_and_is_evaluated_like_copies_of_it(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("alpha beta gamma delta\n" * 40_000)
     shape = {"layers": 2, "dim": 16, "heads": 2, "context": 16}

@@ -133,6 +133,7 @@ def test_masters_and_rules_may_have_the_names_of_either_model() -> None:
         assert tensors.names[master] == "stages.1.0.module.bias"
 
 
+@pytest.mark.no_device("torch.nn.DataParallel asks for properties of real ones")
 def test_a_module_of_that_name_is_no_wrapper() -> None:
     model = Nested()
     assert replicas_in(model) == ()
