@@ -73,7 +73,8 @@ def training_arguments(settings: Settings) -> transformers.TrainingArguments:
     quiet = {"output_dir": str(folder), "report_to": "none", "disable_tqdm": True, "seed": settings.seed}
     kind = "linear" if has_end else "constant_with_warmup"
     # On a CPU several ranks would train apart without `use_cpu`.
-    values = loop | quiet | {"use_cpu": not torch.cuda.is_available(), "lr_scheduler_type": kind} | settings.hf_args
+    device = {"use_cpu": not torch.accelerator.is_available()}
+    values = loop | quiet | device | {"lr_scheduler_type": kind} | settings.hf_args
     words = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
     parser = transformers.HfArgumentParser(transformers.TrainingArguments, allow_abbrev=False)
     parser.error = _refuse_arguments

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.forward_watch import ForwardWatch
-from diloco_node.learner.layouts.device import check_not_capturing
+from diloco_node.learner.layouts.capture import check_not_capturing
 
 
 class AutoStep:

@@ -32,7 +32,8 @@ from torch import Tensor
 from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
 from diloco_node.learner.generators import generator_states, restore_generators
-from diloco_node.learner.layouts.device import has_streams, record_event, relax_capture
+from diloco_node.learner.layouts.capture import relax_capture
+from diloco_node.learner.layouts.device import has_streams, record_event
 from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts

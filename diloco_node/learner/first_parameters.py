@@ -18,8 +18,8 @@ from diloco_node.core.types import FragmentPosition
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import LearnerFragments
-from diloco_node.learner.model_watch import sample_of
 from diloco_node.learner.ranks import Ranks
+from diloco_node.learner.tensor_forms import sample_of
 
 SAME: Final = 2.0**-8
 """Distance, in lengths of the values, that may be between the same parameters in types of different precision."""
@@ -59,11 +59,9 @@ class FirstParameters:
 
     def _square_now(self) -> float:
         """Square of the norm of what this rank owns."""
-        squares = [
-            torch.linalg.vector_norm(self._tensors.values(slab), dtype=torch.float32).double().square().cpu()
-            for slab in self._slabs
-        ]
-        return float(sum(squares))
+        norms = [torch.linalg.vector_norm(self._tensors.values(slab), dtype=torch.float32) for slab in self._slabs]
+        # On the host: some devices have no float64.
+        return float(sum(norm.cpu().double().square() for norm in norms))
 
     def difference(self, positions: list[FragmentPosition]) -> str:
         """Say how they differ from those that the run has begun with; empty if they don't, or nobody can know.

@@ -33,8 +33,8 @@ from diloco_node.learner.layouts.shard_map import Box
 from diloco_node.learner.layouts.tensors import ModelTensors, boxes_of, is_sharded, local_part
 from diloco_node.learner.living_objects import LivingObjects
 from diloco_node.learner.loss import LateLoss
-from diloco_node.learner.model_watch import sample_of, stack
 from diloco_node.learner.several_optimizers import inner_of
+from diloco_node.learner.tensor_forms import sample_of, stack
 
 GENERATORS: Final = (np.random.Generator, random.Random)
 KINDS: Final = (nn.Module, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS)

@@ -39,6 +39,7 @@ class LateLoss:
         """
         if loss is None:
             return
+        self.newest()  # what has come makes room: else a device's every second loss would be left out
         if isinstance(loss, Tensor):
             loss = _scalar(loss, f"step({self._name}=...)")
         if not isinstance(loss, Tensor) or not has_streams(loss.device):
@@ -49,6 +50,11 @@ class LateLoss:
             self._host.copy_(loss, non_blocking=True)
             # The copy is in the stream of the loss's device, which need not be the current one.
             self._event = record_event(loss.device)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether one is on its way: the next one that is offered may be left out."""
+        return self._event is not None
 
     def newest(self) -> float | None:
         """The last one that is here; None before there is one, or if it is not finite."""

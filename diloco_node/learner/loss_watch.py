@@ -24,8 +24,10 @@ class LossWatch:
     def __init__(self, *, is_rolling_back: bool) -> None:
         self.loss = LateLoss()
         self._grad_norm = LateLoss("grad_norm")
-        values = ((self.loss, "loss"), (self._grad_norm, "gradient norm"))
-        self._watches = [(late, SpikeWatch(name, is_rolling_back=is_rolling_back)) for late, name in values]
+        self._watches = [
+            (self.loss, SpikeWatch("loss", is_rolling_back=is_rolling_back)),
+            (self._grad_norm, SpikeWatch("gradient norm", is_rolling_back=is_rolling_back, may_begin_so=True)),
+        ]
 
     def offer(self, loss: Tensor | float | None, grad_norm: Tensor | float | None) -> None:
         """Take in what the step told."""

@@ -17,8 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -28,14 +27,11 @@ from torch.optim import optimizer as optimizer_hooks
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.batch_norm import batch_norm_warning
-from diloco_node.learner.layouts.device import is_capturing
+from diloco_node.learner.layouts.capture import is_capturing
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of
-from diloco_node.learner.tensor_forms import TensorForms
-
-SAMPLE_VALUES: Final = 256
-"""Values to compare of each tensor, spread over it: a tensor that is loaded differs in nearly all of them."""
+from diloco_node.learner.tensor_forms import TensorForms, TensorPlaces, sample_of, stack
 
 STILL_STEPS: Final = 64
 """Steps without a write to any tensor that are no skipped ones: a gradient scaler skips some twenty at first."""
@@ -55,8 +51,11 @@ FAR_AT_FIRST: Final = 0.5
 FAR: Final = 0.1
 """Change between two steps, in lengths of the values, that is a load and no constraint or noise."""
 
+LOOKS_WAITED: Final = 8
+"""Looks at what others write for which a device is waited. A loop that writes at each step, such as one that clamps
+weights, hears a step or two later of a load."""
+
 _WRITES: Final = attrgetter("_version")
-_VALUES: Final = methodcaller("values")
 _TRAINS: Final = attrgetter("requires_grad")
 
 REMEDY: Final = (
@@ -116,22 +115,6 @@ class _OptimizerRecord:
             self.writes, self.sample = writes, self.take_sample()
 
 
-class _Places:
-    """Contents of modules, in their dictionaries, when this is made."""
-
-    def __init__(self, holders: list[dict[str, Any]]) -> None:
-        self._holders, self._sizes = holders, [*map(len, holders)]
-        # Half of a model's dictionaries are empty, and their sizes say whether they still are.
-        self._filled = [*filter(None, holders)]
-        self._values = [*chain.from_iterable(map(_VALUES, holders))]
-
-    @property
-    def are_same(self) -> bool:
-        """Whether they hold the same now."""
-        now = chain.from_iterable(map(_VALUES, self._filled))
-        return [*map(len, self._holders)] == self._sizes and all(map(is_, now, self._values))
-
-
 class ModelWatch:
     """See the module. Made when the model holds the run's parameters; `close` takes the hooks away.
 
@@ -175,8 +158,13 @@ class ModelWatch:
         self._told_steps = self._made_steps = 0
         # Those that this learner had written when it was asked last; -1: it was not.
         self._versions = -1
-        # Once True nothing more is said of writes.
-        self._has_warned = False
+        self._has_warned = False  # once True nothing more is said of writes
+        # Looks at writes of others; the greatest change by these that is not on its way to the host, and that which is.
+        self._looks = 0
+        self._change: Tensor | None = None
+        self._late_change = LateLoss()
+        # Of the last look: the tensor, and whether it may have been put back.
+        self._written_name, self._may_be_restored = "", False
         # Values that are not as `attach` wrote them, by tensor, and their sum, which may be on its way from a device.
         self._differing: list[Tensor] = []
         self._differing_sum = LateLoss()
@@ -205,6 +193,7 @@ class ModelWatch:
         for record in self._optimizers.values():
             if record is not None and not record.is_stepping:
                 self._check_writes(record)
+        self._hear_changes()
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
             self._compare(is_trained=True)
@@ -232,14 +221,14 @@ class ModelWatch:
             if record is not None and record.sample is not None:
                 record.note()
 
-    def _places_now(self) -> _Places:
+    def _places_now(self) -> TensorPlaces:
         merge_tensors = set(self._tensors.followed.values())
         modules = [*self._tensors.model.modules()]
         holders: list[dict[str, Any]] = [
             holder for module in modules for holder in (module._parameters, module._modules)
         ]
         holders += [module._buffers for module in modules if not merge_tensors.isdisjoint(module._buffers.values())]
-        return _Places(holders)
+        return TensorPlaces(holders)
 
     def _check_model(self) -> None:
         if difference := self._forms.difference():
@@ -405,19 +394,37 @@ class ModelWatch:
         if record.sample is None or writes == record.writes:
             return
         names = [*record.tensors, [*record.tensors][record.largest]]
-        name = next(name for name, new, old in zip(names, writes, record.writes, strict=True) if new != old)
-        distance = float(torch.linalg.vector_norm(record.take_sample().to(record.sample.device) - record.sample))
-        if distance > FAR * float(torch.linalg.vector_norm(record.sample)):
+        pairs = zip(names, writes, record.writes, strict=True)
+        at, sample = record.largest, record.sample
+        distance, length = map(torch.linalg.vector_norm, (record.take_sample().to(sample.device) - sample, sample))
+        change = (distance / length).nan_to_num(0.0)
+        self._written_name = next(name for name, new, old in pairs if new != old)
+        # Averages, or a climb, in and out again; or `model.to()`.
+        self._may_be_restored = writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
+        self._looks += 1
+        if change.is_cpu or self._looks <= LOOKS_WAITED:
+            self._judge(float(change))
+        else:
+            self._change = change if self._change is None else torch.maximum(self._change, change.to(sample.device))
+
+    def _hear_changes(self) -> None:
+        """Judge the change that has come from a device, and send the next one on its way."""
+        if (change := self._late_change.fresh()) is not None:
+            self._judge(change)
+        if self._change is not None and not self._late_change.is_coming:
+            self._late_change.offer(self._change)
+            self._change = None
+
+    def _judge(self, change: float) -> None:
+        """Say that the last written tensor was changed by something else, by so many of its lengths."""
+        name = self._written_name
+        if change > FAR:
             raise LearnerError(
                 f"{name!r}, and others, were changed between two steps by something else than their optimizer: weights "
                 "were loaded, or mixed with a copy (averages, Lookahead), and would be merged as if they had been "
                 f"trained. {REMEDY}"
             )
-        at = record.largest
-        is_moved = writes[-1] != record.writes[-1]
-        # Averages, or a climb, in and out again; or `model.to()`.
-        is_restored = distance == 0.0 and (is_moved or writes[at] != record.writes[at])
-        if not self._has_warned and not is_restored:
+        if not self._has_warned and not (self._may_be_restored and change == 0.0):
             self._has_warned = True
             self._warn(
                 f"{name!r} was written to by something else than its optimizer. What is written is merged as if it had "
@@ -491,20 +498,3 @@ def attach_warnings(tensors: ModelTensors, merged_names: Sequence[str]) -> list[
 def _amount(tensors: Iterable[Tensor]) -> str:
     members = list(tensors)
     return f"{len(members)} parameters ({sum(tensor.numel() * tensor.element_size() for tensor in members)} bytes)"
-
-
-def sample_of(tensor: Tensor) -> Tensor:
-    """Return some values of the part on this rank, spread over it: about SAMPLE_VALUES, float32; a copy."""
-    values = local_part(tensor)
-    count = values.numel()
-    step = max(1, count // SAMPLE_VALUES)
-    if not values.is_contiguous():
-        values = values.reshape(-1)
-    # In one call, for an optimizer's every step takes one: a slice of a flat view would be three.
-    return values.as_strided((-(-count // step),), (step,), values.storage_offset()).to(torch.float32, copy=True)
-
-
-def stack(scalars: Iterable[Tensor]) -> Tensor:
-    """Return scalars, of one or more devices, as a tensor of float32 on the first one's."""
-    values = list(scalars)
-    return torch.stack([value.to(values[0].device, torch.float32) for value in values])

@@ -29,14 +29,16 @@ class SpikeWatch:
     Args:
         name: of the values, for people.
         is_rolling_back: spikes end the learner, not only values that are not finite.
+        may_begin_so: before the first finite value the others say nothing: a gradient scaler looks for its factor.
 
     Attributes:
         in_a_row: how many spikes there were one after the other, up to now.
         not_finite: how many values that are NaN or infinite, one after the other, up to now.
     """
 
-    def __init__(self, name: str, *, is_rolling_back: bool = False) -> None:
+    def __init__(self, name: str, *, is_rolling_back: bool = False, may_begin_so: bool = False) -> None:
         self.in_a_row = self.not_finite = 0
+        self._may_begin_so = may_begin_so
         self._name, self._is_rolling_back = name, is_rolling_back
         self._last: deque[float] = deque()
         # The same values, the least first.
@@ -55,6 +57,8 @@ class SpikeWatch:
     def seen(self, value: float) -> str:
         """A new value. Returns what is wrong with it, in words; empty if nothing is."""
         if not math.isfinite(value):
+            if self._may_begin_so and not self._last:
+                return ""
             self.not_finite += 1
             return f"the {self._name} is {value}"
         self.not_finite = 0

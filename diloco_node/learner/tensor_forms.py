@@ -1,14 +1,22 @@
-"""Types and shapes of many tensors, compared at each step."""
+"""Types, shapes, places and samples of many tensors, compared at each step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
+from diloco_node.learner.layouts.tensors import local_part
+
+SAMPLE_VALUES: Final = 256
+"""Values to compare of each tensor, spread over it: a tensor that is loaded differs in nearly all of them."""
+
 _FORM: Final = attrgetter("dtype", "shape")
+_VALUES: Final = methodcaller("values")
 
 
 class TensorForms:
@@ -36,6 +44,39 @@ class TensorForms:
         # The guard sees more: a tensor on another device, one that was frozen, or a loop that calls under autocast.
         self._is_same = _guard_of(self._tensors)
         return None
+
+
+class TensorPlaces:
+    """Contents of modules, in their dictionaries, when this is made."""
+
+    def __init__(self, holders: list[dict[str, Any]]) -> None:
+        self._holders, self._sizes = holders, [*map(len, holders)]
+        # Half of a model's dictionaries are empty, and their sizes say whether they still are.
+        self._filled = [*filter(None, holders)]
+        self._values = [*chain.from_iterable(map(_VALUES, holders))]
+
+    @property
+    def are_same(self) -> bool:
+        """Whether they hold the same now."""
+        now = chain.from_iterable(map(_VALUES, self._filled))
+        return [*map(len, self._holders)] == self._sizes and all(map(is_, now, self._values))
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """Return some values of the part on this rank, spread over it: about SAMPLE_VALUES, float32; a copy."""
+    values = local_part(tensor)
+    count = values.numel()
+    step = max(1, count // SAMPLE_VALUES)
+    if not values.is_contiguous():
+        values = values.reshape(-1)
+    # In one call, for an optimizer's every step takes one: a slice of a flat view would be three.
+    return values.as_strided((-(-count // step),), (step,), values.storage_offset()).to(torch.float32, copy=True)
+
+
+def stack(scalars: Iterable[Tensor]) -> Tensor:
+    """Return scalars, of one or more devices, as a tensor of float32 on the first one's."""
+    values = list(scalars)
+    return torch.stack([value.to(values[0].device, torch.float32) for value in values])
 
 
 def _guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:

@@ -104,6 +104,18 @@ def test_a_loss_on_its_way_from_a_device_is_neither_waited_for_nor_overtaken(kin
 
 
 @pytest.mark.usefixtures("_fake_devices")
+def test_of_a_loop_that_is_not_ahead_of_its_device_each_loss_is_seen() -> None:
+    late, seen = LateLoss(), []
+    for value in (7.0, 8.0, math.nan, 9.0):
+        late.offer(torch.tensor(value).as_subclass(OnDevice))
+        seen.append(late.fresh())
+        Event.made[-1].is_over = True
+    assert seen[:3] == [None, 7.0, 8.0]
+    assert math.isnan(seen[3])
+    assert late.fresh() == 9.0
+
+
+@pytest.mark.usefixtures("_fake_devices")
 def test_the_event_is_in_the_stream_of_the_device_that_has_the_loss() -> None:
     LateLoss().offer(torch.tensor(7.0).as_subclass(OnDevice))
     assert [event.stream for event in Event.made] == ["of cuda:1"]

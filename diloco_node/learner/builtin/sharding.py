@@ -41,15 +41,17 @@ class _Loss(nn.Module):
 
 def begin_ranks() -> TrainerRank:
     """Make the process group that `torchrun` has prepared; without it there is one rank."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    # A GPU of any maker.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator or torch.device("cpu")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
-        return TrainerRank(0, 1, torch.device(kind))
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
+        return TrainerRank(0, 1, device)
+    if accelerator is not None:
+        device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.get_device_module(device).set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        dist.init_process_group(dist.Backend.default_device_backend_map[device.type])
     return TrainerRank(dist.get_rank(), dist.get_world_size(), device)
 
 

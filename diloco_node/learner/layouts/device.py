@@ -17,14 +17,12 @@ but for what CUDA alone can do. Without streams (MPS) values go the host's way, 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import compress
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -43,6 +41,7 @@ from diloco_node.learner.layouts.block_rows import (
     row_bytes,
     row_count,
 )
+from diloco_node.learner.layouts.capture import check_not_capturing, relax_capture
 from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.shard_map import LocalFragment, Slab
 from diloco_node.learner.layouts.tensors import ModelTensors
@@ -51,8 +50,6 @@ ROOMS: Final = 2
 """For each direction. More are made for a while where more fragments are asked for at once."""
 
 WITHOUT_STREAMS: Final = ("cpu", "mps", "meta")
-
-CAPTURE_MODE_RELAXED: Final = 2
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -118,7 +115,14 @@ class Room:
         """Shape (rows, stretch.size): its staging memory. Made at first, and after `model.to()`."""
         staging = self.staging.get(stretch.device)
         if staging is None or staging.shape[1] < stretch.size:
-            staging = torch.empty(len(self.host), stretch.size, dtype=torch.float32, device=stretch.device)
+            try:
+                staging = torch.empty(len(self.host), stretch.size, dtype=torch.float32, device=stretch.device)
+            except torch.OutOfMemoryError as error:
+                size = 4 * len(self.host) * stretch.size >> 20
+                raise LearnerError(
+                    f"{stretch.device} has no {size} MiB left for each of four fragments on their way: make the batch "
+                    "smaller. A run with more [rounds] fragments takes less"
+                ) from error
             self.staging[stretch.device] = staging
             # The memory may have been another tensor's, whose last reader is still to run in the loop's stream.
             self.reads[stretch.device] = record_event(stretch.device)
@@ -158,6 +162,8 @@ class DeviceLane:
         self._layouts: dict[int, tuple[LocalFragment, list[torch.device], list[Stretch]]] = {}
         # A stream for each way, for neither waits behind what the other one waits for.
         self._sides: dict[tuple[torch.device, str], Any] = {}
+        # False once a device had no memory left to encode.
+        self._may_encode = True
         # Rooms that nobody uses; the training thread takes, both threads give back.
         self._down = deque(self._room(1, self._largest_down) for _ in range(ROOMS))
         self._up = deque(self._room(2, self._largest_up) for _ in range(ROOMS))
@@ -222,7 +228,7 @@ class DeviceLane:
         return None
 
     def encode(self, room: Room, base: Tensor, blocks: FragmentBlocks) -> dict[int, EncodedRows]:
-        """Encode `base` minus what was packed, as far as devices can; waits. In the worker.
+        """Encode `base` minus what was packed, as far as devices can and have memory; waits. In the worker.
 
         Args:
             base: shape (values,), float32, CPU, page-locked.
@@ -231,6 +237,19 @@ class DeviceLane:
         Returns:
             By number of the piece, in the room's memory.
         """
+        if self._may_encode:
+            try:
+                return self._encode(room, base, blocks)
+            except torch.OutOfMemoryError as error:
+                self._may_encode = False
+                log.warning(
+                    "`[learner] encode`: a device has no memory for it, the host encodes from now on: %s", error
+                )
+                for side in self._sides.values():  # nothing lands in the room any more
+                    side.synchronize()
+        return {}
+
+    def _encode(self, room: Room, base: Tensor, blocks: FragmentBlocks) -> dict[int, EncodedRows]:
         numbers = {first: number for number, first in enumerate(blocks.layout[:-1, FIRST_VALUE].tolist())}
         landing, end = room.host.view(-1).view(torch.uint8), 0
         # As in `_fetch`, of all devices: what lands may lie where another device's values did.
@@ -423,27 +442,6 @@ def record_event(device: torch.device) -> Any:
     event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
     event.record(module.current_stream(device))
     return event
-
-
-def check_not_capturing(advice: str) -> None:
-    """Raise LearnerError, with the advice, while a CUDA graph is captured: what is ordered would be a part of it."""
-    if is_capturing():
-        raise LearnerError(f"a step boundary inside of a CUDA graph's capture: {advice}")
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being recorded: nothing may be read then, and the hooks of a replay are not called."""
-    is_begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return is_begun and torch.cuda.is_current_stream_capturing()
-
-
-def relax_capture() -> None:
-    """Let this thread wait for events while another one captures a CUDA graph, which CUDA forbids by default."""
-    library = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
-    # On ROCm, and where torch lies elsewhere, it stays forbidden.
-    with contextlib.suppress(OSError, AttributeError):
-        mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
-        ctypes.CDLL(str(library)).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _wait(events: dict[torch.device, Any], device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from contextlib import nullcontext
@@ -11,19 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts import device as device_module
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import LateLoss
+from diloco_node.learner.model_watch import LOOKS_WAITED
+from diloco_node.shared_memory import MemoryStore
 from diloco_node.wire.learner_link import NO_SNAPSHOT, OfferApplied, SnapshotReady, SnapshotRequested, VersionOffered
 from tests.kit.device_life import FRAGMENTS, ON_THE_CPU, PLACES, RANKS, Life, Outcome, complaints
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.fakecuda import fake_device
 from tests.kit.learner_kit import Toy, region_folder
 from tests.kit.planted.device_faults import DEVICE_FAULTS, planted
-from tests.kit.shard_ranks import states
+from tests.kit.shard_ranks import Ranks, states
 
 pytestmark = [
     pytest.mark.device,
@@ -33,7 +38,10 @@ folder = pytest.fixture(region_folder)
 
 BOUNDARIES = 1000
 ROUNDS = 4
-SHARDED = {2: ["fsdp", "fsdp-masters", "offload", "tp", "experts", "ddp"], 4: ["fsdp", "hsdp", "fsdp-tp"]}
+SHARDED = {
+    2: ["fsdp", "fsdp-masters", "offload", "tp", "experts", "ddp"],
+    4: ["fsdp", "hsdp", "fsdp-tp", "experts", "fsdp-experts"],
+}
 """By number of ranks. The models of one rank, "whole" ones, are on the CPU."""
 
 DAEMONS = 3
@@ -68,6 +76,36 @@ def test_a_device_without_streams_comes_to_the_same_bits(dtype: torch.dtype, mon
     late = LateLoss()
     late.offer(torch.tensor(3.5, device="cuda"))
     assert late.newest() == 3.5
+
+
+def test_a_device_without_memory_leaves_the_encoding_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode_rows, calls = device_module.encode_rows, itertools.count()
+
+    def refuse(*arguments: Any) -> Any:
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return encode_rows(*arguments)
+
+    monkeypatch.setattr(device_module, "encode_rows", refuse)
+    life = Life(PLACES["two devices"], encode="device")
+    assert life.run() == on_the_cpu(torch.float32, 1)
+    assert next(calls) == 4, "it is not asked again"
+    assert caplog.text.count("the host encodes from now on") == 1
+
+
+def test_a_device_without_memory_for_fragments_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refuse(*shape: Any, device: Any = None, **options: Any) -> Any:
+        if torch.device(device or "cpu").type == "cuda":
+            raise torch.OutOfMemoryError("out of memory")
+        return empty(*shape, device=device, **options)
+
+    monkeypatch.setattr(device_module.torch, "empty", refuse)
+    with pytest.raises(LearnerError, match=r"cuda:0 has no 0 MiB left .*more \[rounds\] fragments"):
+        Life(PLACES["one device"])
 
 
 def test_devices_of_other_makers_have_what_the_lane_calls() -> None:
@@ -187,6 +225,22 @@ def test_ranks_that_hold_parts_of_a_model_come_to_the_bits_of_one_on_the_cpu(
         assert expected["first"] != expected["last"]
 
 
+def test_ranks_on_devices_go_on_with_their_moments_cut_in_another_way(tmp_path: Path) -> None:
+    kept: dict[str, str] = {}
+    theta = versions = None
+    with MemoryStore(tmp_path / "memory.sock"), Ranks(2) as ranks:
+        for layout in ("fsdp", "ddp", "fsdp-masters", "offload", "fsdp"):
+            with FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon:
+                ranks.attach(layout, tmp_path, optimizer=True)
+                if kept:
+                    assert ranks.moments() == kept, layout
+                ranks.merged(daemon, 2, applied=2)
+                assert ranks.moments() != kept
+                kept = ranks.moments()
+                ranks.ask(do="close")
+                theta, versions = daemon.theta, daemon.versions
+
+
 def assert_true(value: bool) -> None:
     assert value
 
@@ -253,6 +307,52 @@ def test_an_optimizer_that_undoes_versions_is_found_without_a_wait(folder: Path)
         with pytest.raises(LearnerError, match="reverted"):
             train()
         assert fake_device.own_waits() == []
+
+
+def test_a_loop_that_writes_to_its_weights_at_each_step_is_soon_not_waited_for(folder: Path) -> None:
+    toy = Toy()
+
+    def scale(factor: float) -> None:
+        with torch.no_grad():
+            for parameter in toy.model.parameters():
+                parameter.mul_(factor)
+
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        for step in range(4 * LOOKS_WAITED):
+            with fake_device.no_waits() if step > LOOKS_WAITED else nullcontext():
+                scale(0.999)
+                toy.step(diloco)
+        scale(2.0)
+        with pytest.raises(LearnerError, match="changed between two steps by something else"):
+            _steps_that_arrive(toy, diloco)
+
+
+def _steps_that_arrive(toy: Toy, diloco: diloco_node.Diloco) -> None:
+    for _ in range(3):
+        toy.step(diloco)
+        torch.cuda.synchronize()
+
+
+class NoDoubles(TorchDispatchMode):
+    """A device that has no float64, as some of Intel and Apple."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert not (isinstance(result, torch.Tensor) and result.is_cuda and result.dtype == torch.float64), func
+        return result
+
+
+def test_a_device_without_float64_may_train(folder: Path) -> None:
+    toy = Toy()
+    toy.model.append(nn.Linear(2, 2).requires_grad_(False))
+    toy.model.append(nn.BatchNorm1d(2))
+    with NoDoubles(), FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco, loss=torch.ones((), device="cuda"))
+        daemon.commit(0, daemon.theta[0] + 1, -1)
+        toy.steps_until(diloco, daemon, OfferApplied, 3)
+        diloco.global_state_dict()
+        diloco.checkpoint()
 
 
 def test_fsdp2_gathers_after_what_was_applied() -> None:
