@@ -224,6 +224,6 @@ def memory_line(
         verdict(is_planned and more["private"] <= planned + LIBRARIES_BYTES / count),
         f"more bytes a parameter when attached: {more['device']:.2f} on the device (plan: {rooms:.2f}), "
         f"{more['pinned_reserved']:.2f} page-locked ({more['pinned']:.2f} in use), {more['private']:.2f} private "
-        f"(plan: {planned:.2f} for learner and {snapshots} snapshots, and {LIBRARIES_BYTES / count:.2f} that don't grow)",
+        f"(plan: {planned:.2f} with {snapshots} snapshots, and {LIBRARIES_BYTES / count:.2f} that don't grow)",
         {"more": more, "used": used, "planned": planned, "planned_device": rooms, "snapshots": snapshots},
     )
