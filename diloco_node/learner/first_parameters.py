@@ -18,8 +18,8 @@ from diloco_node.core.types import FragmentPosition
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import LearnerFragments
-from diloco_node.learner.model_watch import sample_of
 from diloco_node.learner.ranks import Ranks
+from diloco_node.learner.tensor_forms import sample_of
 
 SAME: Final = 2.0**-8
 """Distance, in lengths of the values, that may be between the same parameters in types of different precision."""
