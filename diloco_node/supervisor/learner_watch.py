@@ -170,9 +170,7 @@ class LearnerWatch:
             return Action.SAY
         return Action.NOTHING
 
-    def ended(
-        self, code: int, *, lived_s: float, now_s: float, last_line: str = "", memory_kills: int = 0
-    ) -> bool:
+    def ended(self, code: int, *, lived_s: float, now_s: float, last_line: str = "", memory_kills: int = 0) -> bool:
         """A life is over. Returns whether the next one may begin.
 
         Args:
