@@ -62,6 +62,11 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the Trainer is {args.parallel_mode.value}: each rank "
                 "would train a model of its own. On a CPU, give TrainingArguments(use_cpu=True)"
             )
+        if args.load_best_model_at_end:
+            log.warning(
+                "load_best_model_at_end: once the run is over the model holds the run's final parameters, not those of "
+                "the best checkpoint, which stays in output_dir"
+            )
         # Training that was ended by an exception tells no callback; the loop may have caught it, to train again.
         self._leave(LearnerError("train() was called again"))
         stateful = {"lr_scheduler": context["lr_scheduler"]} if context.get("lr_scheduler") is not None else {}

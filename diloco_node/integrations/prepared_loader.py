@@ -62,6 +62,8 @@ class PreparedLoader:
         # How the sampler calls its seed, to which it adds the epoch of this life; empty for one without.
         self._seed_name = next((name for name in ("initial_seed", "seed") if hasattr(self._sampler, name)), "")
         self._seed = getattr(self._sampler, self._seed_name, 0)
+        # Rows of a batch, over all ranks; 0: nobody knows.
+        self._rows = getattr(loader, "total_batch_size", None) or 0
 
     def __iter__(self) -> Iterator[Any]:
         """Batches without end. Raises LearnerError: a whole epoch has none."""
@@ -85,13 +87,15 @@ class PreparedLoader:
         """Where it is. At the last batch of an epoch that is the beginning of the next one."""
         is_end = self.batch > 0 and self._loader.end_of_dataloader
         epoch, batch = (self.epoch + 1, 0) if is_end else (self.epoch, self.batch)
-        return {"epoch": epoch, "batch": batch, "seed": self._seed}
+        return {"epoch": epoch, "batch": batch, "seed": self._seed, "rows": self._rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the first batch."""
         if self._is_placed:
             return
         self.epoch, self.batch, self._seed = state["epoch"], state["batch"], state["seed"]
+        if self._rows and state.get("rows", 0) not in (0, self._rows):  # a batch of another size than before
+            self.batch = self.batch * state["rows"] // self._rows
         self._loader.skip_batches = self.batch
         if self._seed_name:
             setattr(self._sampler, self._seed_name, self._seed + self.epoch)

@@ -21,6 +21,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
@@ -46,12 +47,14 @@ from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import HeldOutLoss, HeldOutLosses
 from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.model_state import merged_saves, model_state
-from diloco_node.learner.model_watch import ModelWatch, attach_warnings
+from diloco_node.learner.model_watch import ModelWatch
+from diloco_node.learner.omissions import attach_warnings
 from diloco_node.learner.pauses import BUSY_MAX_S, announce_pause
 from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
+from diloco_node.learner.tensor_forms import check_apart
 from diloco_node.learner.token_check import TokenCheck, whole_tokens
 from diloco_node.wire.learner_link import Done, Failed, Report
 
@@ -80,8 +83,8 @@ def attach(
 
     Args:
         model: its trainable parameters are overwritten now, and changed in place at step boundaries later.
-            Wrappers of DistributedDataParallel and torch.compile are fine, and so are DTensors. Several modules, such
-            as a model and a loss with weights, are one model.
+            DistributedDataParallel, torch.compile and DTensors are fine. Several modules, such as a model and a loss
+            with weights, are one model.
         optimizer: what it holds is merged, what no optimizer holds is not. Moments are kept in the learner's checkpoint
             and come back after a restart, with the settings of the script. A list of several is kept as one.
         masters: name of a parameter -> float32 master of it, for optimizers that keep their own.
@@ -104,16 +107,11 @@ def attach(
     modules = [model] if isinstance(model, nn.Module) else list(model)
     whole = ModuleGroup([unwrap(module) for module in modules]) if len(modules) > 1 else modules[0]
     joint = as_one(optimizer)
+    holdings = None if joint is None else parameters_of(joint)
     tensors = ModelTensors(
-        whole,
-        masters=masters,
-        merge=merge,
-        buffers=buffers,
-        untied=untied,
-        optimizer_tensors=None if joint is None else parameters_of(joint),
+        whole, masters=masters, merge=merge, buffers=buffers, untied=untied, optimizer_tensors=holdings
     )
-    if step == "auto" and isinstance(optimizer, list | tuple) and len(optimizer) > 1:
-        raise LearnerError('attach(step="auto") counts the steps of one optimizer: with several, call step() yourself')
+    check_apart(tensors.followed)
     return Diloco(
         joint,
         tensors=tensors,
@@ -145,7 +143,7 @@ class Diloco:
         tensors: ModelTensors,
         stateful: Mapping[str, Stateful],
         checkpoint_every_s: float,
-        auto_step: AutoStep | None = None,
+        auto_step: AutoStep | None,
     ) -> None:
         # What the loop reads. Set when the run is joined, and as long as the process trains alone.
         self.region = ""
@@ -166,14 +164,12 @@ class Diloco:
         # Inside `step` so far; only grows.
         self._blocked_ns = 0
         self._losses = LossWatch(is_rolling_back=os.environ.get(ON_SPIKE_VARIABLE) == "rollback")
-        # As the loop measured them last.
         self._held_out = HeldOutLosses()
         # On rank 0 of a region with a daemon; None on the others.
         self._session: LearnerSession | None = None
-        # Both on every rank of a run from `_join` on; None alone.
+        # On every rank of a run from `_join` on, the watch from its end on; None alone.
         self._fragments: LearnerFragments | None = None
         self._boundaries: StepBoundaries | None = None
-        # On every rank of a run from the end of `_join` on; None alone.
         self._watch: ModelWatch | None = None
         # Once True nothing is told or written any more.
         self._has_left = False
@@ -315,8 +311,8 @@ class Diloco:
         A checkpoint is begun first, so that a process that is ended in the pause loses no steps before it.
         """
         session = None if self._is_closed else self._session
-        save = self._checkpoints.save_before_pause
-        return announce_pause(session, activity, at_most_s, before=lambda: self._save(save))
+        save = partial(self._save, self._checkpoints.save_before_pause)
+        return announce_pause(session, activity, at_most_s, before=save)
 
     def evaluated(self, *, val_loss: HeldOutLoss = None, val_loss_global: HeldOutLoss = None) -> None:
         """Tell held-out losses, of the own and of the global parameters; waits for tensors. Raises LearnerError."""
@@ -362,11 +358,11 @@ class Diloco:
     @USABLE
     def settle(self, seconds: float) -> None:
         """Go on taking versions for some time without stepping. All ranks call it, or LearnerError is raised."""
-        if self._boundaries is not None and not self._is_closed:
+        if self._boundaries is not None and self._watch is not None and not self._is_closed:
+            self._watch.check_writes()
             for boundary in self._boundaries.settle(seconds):
                 self._crossed(boundary)
-            if self._watch is not None:
-                self._watch.note_writes(self._boundaries.fragments.applied)
+            self._watch.note_writes(self._boundaries.fragments.applied)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
@@ -399,13 +395,17 @@ class Diloco:
         session = self._session
         boundaries = None if self._is_closed else self._boundaries
         try:
-            if boundaries is not None:
+            foreign = ""
+            if boundaries is not None and self._watch is not None:
+                foreign = self._watch.foreign_write()
                 end_on_final(boundaries, self._warn)
             self.checkpoint()
             if boundaries is not None and self.should_stop and self._ranks.can_meet:
                 if session is not None:
                     self._report(session)  # rounds are opened for the steps that were reported
-                for boundary in boundaries.leave(self._terminate.deadline_s):
+                    if foreign and session.has_unmerged_steps:
+                        self._warn(foreign)
+                for boundary in boundaries.leave(0.0 if foreign else self._terminate.deadline_s):
                     self._crossed(boundary)
         except BaseException as error:
             self._close(failure(error))

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from diloco_node.errors import LearnerError
 from diloco_node.learner.forward_watch import ForwardWatch
 from diloco_node.learner.layouts.capture import check_not_capturing
+from diloco_node.learner.several_optimizers import SeveralOptimizers, inner_of
 
 
 class AutoStep:
@@ -25,17 +26,19 @@ class AutoStep:
         is_stepping: the optimizer has just made a step, and it is being told.
 
     Raises:
-        LearnerError: there is no optimizer.
+        LearnerError: there is no optimizer, or there are several.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is None:
             raise LearnerError('attach(step="auto") counts the steps of an optimizer: give it one')
+        if isinstance(optimizer, SeveralOptimizers):
+            raise LearnerError(
+                'attach(step="auto") counts the steps of one optimizer: with several, call step() yourself'
+            )
         self.is_stepping = False
         # Accelerate's wrapper is an Optimizer by class only: it has no hooks.
-        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-            optimizer = inner
-        self.optimizer = optimizer
+        (self.optimizer,) = inner_of(optimizer)
         self._watch = ForwardWatch(model)
         self._handle: RemovableHandle | None = None
         self._tell: Callable[[int, Tensor | None], None] | None = None

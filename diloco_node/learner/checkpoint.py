@@ -19,7 +19,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -228,6 +228,11 @@ class CheckpointWriter:
         self._copies: dict[str, Tensor] = {}
 
     @property
+    def copies(self) -> Collection[Tensor]:
+        """Copies that the last one is written from."""
+        return self._copies.values()
+
+    @property
     def is_busy(self) -> bool:
         """Whether the last one is still being written."""
         return self._thread is not None and self._thread.is_alive()
@@ -390,14 +395,6 @@ def write_checkpoint(
             if old.place.ranks != place.ranks and old.age < oldest:
                 (folder / old.text).unlink(missing_ok=True)
     return path
-
-
-def read_newest(folder: Path, manifest_digest: str) -> Checkpoint | None:
-    """The newest whole checkpoint of one rank for this model, or None. Damaged ones are logged and passed over."""
-    for name in newest_first(folder):
-        if name.place == ALONE and (checkpoint := read_usable(folder / name.text, manifest_digest)) is not None:
-            return checkpoint
-    return None
 
 
 def read_usable(path: Path, manifest_digest: str) -> Checkpoint | None:

@@ -237,7 +237,7 @@ class Checkpointing:
         if self._parts is not None:
             self._parts.tell_drifts()
         if self._loop_state is not None:
-            self._loop_state.look()
+            self._loop_state.look(self._writer.copies)
 
     def give(self, state: Mapping[str, torch.Tensor]) -> None:
         """Note that the loop has been given the merged model, to evaluate it."""

@@ -58,7 +58,9 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 class KeptGenerator:
     """A generator of the script's own, as a part of `stateful`."""
 
-    def __init__(self, generator: torch.Generator | np.random.Generator | random.Random) -> None:
+    def __init__(
+        self, generator: torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+    ) -> None:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,6 +70,8 @@ class KeptGenerator:
             return {"state": generator.get_state()}
         if isinstance(generator, random.Random):
             return {"state": generator.getstate()}
+        if isinstance(generator, np.random.RandomState):
+            return {"state": generator.get_state(legacy=False)}
         return {"state": generator.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,6 +81,8 @@ class KeptGenerator:
             generator.set_state(state["state"])
         elif isinstance(generator, random.Random):
             generator.setstate(state["state"])
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state["state"])
         else:
             generator.bit_generator.state = state["state"]
 
@@ -87,7 +93,7 @@ def as_stateful(name: str, component: object) -> Any:
     Raises:
         LearnerError: it can't be kept.
     """
-    if isinstance(component, torch.Generator | np.random.Generator | random.Random):
+    if isinstance(component, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
         return KeptGenerator(component)
     if not all(callable(getattr(component, method, None)) for method in ("state_dict", "load_state_dict")):
         raise LearnerError(

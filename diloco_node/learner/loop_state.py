@@ -4,8 +4,8 @@
 - What else lives in the process: other modules whose values move, optimizers, gradient scalers, schedules, generators
   of NumPy and Python, and data loaders without a position. They are found by their classes among all objects.
 
-It looks at checkpoints number 1, 2, 4, 8 ...: the values compared are samples, and nothing waits for a device. After
-the first one the process is searched only where it may have other objects than before (`learner.living_objects`).
+It looks at checkpoints number 1, 2, 4, 8 ..., for a search takes as long as several steps. The values compared are
+samples, and nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import compress
 from typing import Any, Final, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -31,13 +32,13 @@ from diloco_node.learner.generators import KeptGenerator
 from diloco_node.learner.layouts.names import plain_name
 from diloco_node.learner.layouts.shard_map import Box
 from diloco_node.learner.layouts.tensors import ModelTensors, boxes_of, is_sharded, local_part
-from diloco_node.learner.living_objects import LivingObjects
 from diloco_node.learner.loss import LateLoss
+from diloco_node.learner.model_watch import COPY_LIKENESS
 from diloco_node.learner.several_optimizers import inner_of
 from diloco_node.learner.tensor_forms import sample_of, stack
 
-GENERATORS: Final = (np.random.Generator, random.Random)
-KINDS: Final = (nn.Module, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS)
+GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random)
+KINDS: Final = (nn.Module, Tensor, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS)
 REACH: Final = 4
 """How deep a part of `stateful` is looked into for what it keeps: its attributes, their attributes, and so on."""
 
@@ -64,7 +65,14 @@ class LoopState:
     ) -> None:
         self._tensors = tensors
         self._warn = warn
-        members = _reach([*stateful.values(), optimizer, *_of_process()])
+        schedules, components = [], [*_of_process()]
+        for component in stateful.values():
+            (schedules if isinstance(_inner(component), LRScheduler) else components).append(component)
+        members = _reach(components)
+        # A schedule knows its optimizer, but has nothing of its moments.
+        members += [item for item in _reach(schedules) if not issubclass(type(item), Optimizer)]
+        members += [] if optimizer is None else [optimizer, *inner_of(optimizer)]
+        self._optimizer = optimizer
         modules = [module for item in members if isinstance(item, nn.Module) for module in item.modules()]
         member_values = [tensor for module in modules for tensor in _values_of(module).values()]
         # Of all that a checkpoint keeps; what it holds lives as long as the loop.
@@ -79,8 +87,7 @@ class LoopState:
         # Samples as of attach(), by name; of other modules as of the first look at them.
         self._first = {name: sample_of(tensor) for name, tensor in self._unmerged().items()}
         self._modules: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
-        self._living = LivingObjects(*KINDS)
-        living = self._living.now()
+        living = living_objects(*KINDS)
         self._others(living)
         # Generators and their states when seen first, by address: those that never move need no place.
         self._draws: dict[int, tuple[Any, str]] = {}
@@ -90,22 +97,28 @@ class LoopState:
         # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
         # tensors, and of the parts that modules outside of the model hold.
         self._copy: dict[tuple[str, Box | None], Tensor] = {}
+        # Tensors that the loop was given; and of those that it has copied itself the sum of samples, at the last look.
+        self._gifts: list[ref[Tensor]] = []
+        self._copies: Tensor | float = 0.0
+        self._checkpoint_ids: set[int] = set()
+        self._moving_copy(living)
         # How many values changed, by name, and their sum, which may be on its way from a device.
         self._changes: dict[str, Tensor] = {}
         self._change_sum = LateLoss()
 
-    def look(self) -> None:
-        """A checkpoint is written: warn of what changes and is not in it."""
+    def look(self, copies: Iterable[Tensor] = ()) -> None:
+        """A checkpoint is written, from these copies: warn of what changes and is not in it."""
+        self._checkpoint_ids = {*map(id, copies)}
         self._looks += 1
         objects: list[str] = []
         if self._looks & (self._looks - 1) == 0:
-            living = self._living.search() if self._looks == 1 else self._living.now()
+            living = living_objects(*KINDS)
             self._compare(living)
             objects = [*self._objects(living)]
             del living
         if self._new(objects):
             gc.collect()  # an object that nobody has any more is not of the loop
-            objects = [*self._objects(self._living.search())]
+            objects = [*self._objects(living_objects(*KINDS))]
         changes = [name for name, count in self._changes.items() if int(count)] if self._change_sum.fresh() else []
         if names := self._new((*changes, *objects)):
             self._told |= set(names)
@@ -116,6 +129,7 @@ class LoopState:
 
     def give(self, state: Mapping[str, Tensor]) -> None:
         """Note what `global_state_dict()` has returned."""
+        self._gifts = [*map(ref, state.values())]
         self._copy = {(name, None): sample_of(tensor) for name, tensor in state.items() if _is_plain(tensor)}
         for values in map(_values_of, self._modules):
             for (name, box), _ in _pieces(values):
@@ -143,8 +157,32 @@ class LoopState:
             self._changes[label] = (
                 self._changes[label] + count.to(self._changes[label].device) if label in self._changes else count
             )
+        if (is_moving := self._moving_copy(living)) is not None:
+            self._changes["copies of the parameters, such as averages"] = is_moving
         if self._changes:
             self._change_sum.offer(stack(self._changes.values()).sum())
+
+    def _moving_copy(self, living: Iterable[object]) -> Tensor | None:
+        """Whether a tensor of no module is a copy of the largest matrix, and has moved since the last look.
+
+        So have averages in a dictionary, and the best weights so far.
+        """
+        matrices = [value for value in self._tensors.followed.values() if value.dim() > 1 and _is_plain(value)]
+        if not matrices:
+            return None
+        largest = max(matrices, key=Tensor.numel)
+        ids = {id(item) for item in (*self._tensors.names, *(gift() for gift in self._gifts))}
+        ids |= self._member_ids | self._checkpoint_ids | self._moment_ids()
+        own, place = sample_of(largest), local_part(largest).data_ptr()
+        samples = [own]
+        for item in living:
+            if type(item) is Tensor and item.shape == largest.shape and id(item) not in ids and _is_plain(item):
+                is_loose = not item.requires_grad and item.data_ptr() not in (0, place)  # 0: its memory was freed
+                samples += [sample_of(item).to(own.device)] if is_loose else []
+        ways = torch.linalg.vector_norm(torch.stack(samples) - own, dim=1)
+        is_like = (ways < COPY_LIKENESS * own.norm()) & (torch.arange(len(samples), device=own.device) > 0)
+        before, self._copies = self._copies, (torch.stack(samples).sum(1) * is_like).sum()
+        return (self._copies != before) & is_like.any()
 
     def _distance(self, values: Mapping[str, Tensor]) -> Tensor | int:
         """Count the values in which a module differs from the state that was given; 1 if it is another model."""
@@ -180,7 +218,7 @@ class LoopState:
         """
         model = self._tensors.model
         own = {id(module) for module in model.modules()} | self._member_ids
-        own |= {id(tensor) for tensor in _values_of(model).values()}
+        own |= {id(tensor) for tensor in _values_of(model).values()} | self._moment_ids()
         modules = [item for item in living if issubclass(type(item), nn.Module)]
         outside = [cast("nn.Module", module) for module in modules if id(module) not in own]
         inner = {id(child) for module in outside for child in module.__dict__.get("_modules", {}).values()}
@@ -193,6 +231,11 @@ class LoopState:
                 pairs.append((module, values))
         return pairs
 
+    def _moment_ids(self) -> set[int]:
+        """Ids of the tensors of the optimizer's state, which a checkpoint keeps."""
+        states = [] if self._optimizer is None else [inner.state.values() for inner in inner_of(self._optimizer)]
+        return {id(value) for state in states for values in state for value in values.values()}
+
     def _has_drawn(self, generator: Any) -> bool:
         try:
             state = str(KeptGenerator(generator).state_dict())
@@ -203,7 +246,7 @@ class LoopState:
 
     def _objects(self, living: Iterable[object]) -> Iterator[str]:
         """Name scalers, schedules and positions of data that are alive and not kept."""
-        others = [item for item in living if not issubclass(type(item), nn.Module)]
+        others = [item for item in living if not issubclass(type(item), nn.Module | Tensor)]
         members = {id(member) for item in others for member in getattr(item, "_schedulers", ())}
         names = self._tensors.names
         for item in others:
@@ -226,9 +269,25 @@ class LoopState:
                 yield "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
 
 
+def living_objects(*kinds: type) -> list[Any]:
+    """Return the objects of these classes and of those derived from them, from among some 300,000 of the process.
+
+    By their type alone: `isinstance` would wake what only looks like one. No line of Python runs for each.
+    """
+    edge, type_ids = list(kinds), set[int]()
+    while edge:
+        kind = edge.pop()
+        if id(kind) not in type_ids:
+            type_ids.add(id(kind))
+            edge += type.__subclasses__(kind)
+    everything = gc.get_objects()
+    return [*compress(everything, map(type_ids.__contains__, map(id, map(type, everything))))]
+
+
 def _of_process() -> list[object]:
     """Generators of the process that a checkpoint keeps, and Python's own for names of files."""
-    return [random.random.__self__, tempfile._get_candidate_names().rng]  # type: ignore[attr-defined]
+    owners: list[Any] = [random.random, np.random.rand]
+    return [*(owner.__self__ for owner in owners), tempfile._get_candidate_names().rng]  # type: ignore[attr-defined]
 
 
 def _reach(components: Iterable[object]) -> list[Any]:
@@ -240,7 +299,9 @@ def _reach(components: Iterable[object]) -> list[Any]:
         inner: list[Any] = []
         for item in edge:
             if isinstance(item, list | tuple | dict):
-                inner += (item.values() if isinstance(item, dict) else item) if len(item) <= ITEMS_MAX else ()
+                items = item.values() if isinstance(item, dict) else item
+                limit = ITEMS_MAX * (100 if isinstance(next(iter(items), None), Tensor) else 1)
+                inner += items if len(item) <= limit else ()
             elif not isinstance(item, Tensor | type):
                 inner += getattr(item, "__dict__", {}).values()
         edge = [item for item in inner if id(item) not in members and not inspect.ismodule(item)]

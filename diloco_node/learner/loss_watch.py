@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.loss import LateLoss
-from diloco_node.learner.spikes import IN_A_ROW, SpikeWatch
+from diloco_node.learner.spikes import IN_A_ROW, NORMS_IN_A_ROW, SpikeWatch
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -24,9 +24,10 @@ class LossWatch:
     def __init__(self, *, is_rolling_back: bool) -> None:
         self.loss = LateLoss()
         self._grad_norm = LateLoss("grad_norm")
+        values = ((self.loss, "loss", IN_A_ROW), (self._grad_norm, "gradient norm", NORMS_IN_A_ROW))
         self._watches = [
-            (self.loss, SpikeWatch("loss", is_rolling_back=is_rolling_back)),
-            (self._grad_norm, SpikeWatch("gradient norm", is_rolling_back=is_rolling_back, may_begin_so=True)),
+            (late, SpikeWatch(name, is_rolling_back=is_rolling_back, not_finite_max=limit))
+            for late, name, limit in values
         ]
 
     def offer(self, loss: Tensor | float | None, grad_norm: Tensor | float | None) -> None:
@@ -49,7 +50,7 @@ class LossWatch:
             if count in (1, IN_A_ROW):
                 log.warning("step %d: %s", step, fault)
                 warn(f"step {step}: {fault}")
-            if watch.towards_end >= IN_A_ROW:
+            if watch.is_end:
                 raise LearnerError(
                     f"step {step}: {fault}, {count} times in a row. The next start takes the merged "
                     "parameters; if it comes back, lower the learning rate or look at the data"

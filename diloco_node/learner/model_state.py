@@ -62,9 +62,10 @@ def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragmen
     replicas = replicas_in(module)
     is_asking = not ranks.is_first  # rank 0 alone has the merged parameters
 
-    def replace(path: str, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    def replace(path: str, owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         nonlocal is_asking
-        if is_asking or (path and prefix):  # inside of another's, which replaces it
+        # Inside of another's, which replaces it; or in a copy of the module, such as an average, with the same hook.
+        if is_asking or (path and prefix) or owner is not members[path]:
             return
         is_asking = True  # what follows asks for names by state_dict() itself
         try:

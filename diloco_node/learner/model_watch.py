@@ -6,7 +6,7 @@ that it replaces would be trained by this region alone. Four signs cost next to 
 - the dictionaries of the modules hold the same parameters and modules, and these have the same types and shapes;
 - a step of any optimizer calls a hook before and after it: what does the optimizer hold?
 - a tensor counts the writes to it: between two steps of its optimizer nobody writes but this learner;
-- samples of all values, taken once by `attach` and compared before the first step, for `tensor.data` counts nothing.
+- samples of values, for `tensor.data` counts nothing: of all tensors before the first step, later of the largest.
 
 An optimizer that trains a copy of the weights (schedule-free, Lookahead) takes the parameters back to where its copy
 stands, so versions are half undone. A copy is a state that looks like its parameter and moves.
@@ -15,7 +15,7 @@ stands, so versions are half undone. A copy is a state that looks like its param
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
@@ -26,12 +26,18 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
 from diloco_node.errors import LearnerError
-from diloco_node.learner.batch_norm import batch_norm_warning
 from diloco_node.learner.layouts.capture import is_capturing
-from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
+from diloco_node.learner.layouts.tensors import ModelTensors, local_part
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of
-from diloco_node.learner.tensor_forms import TensorForms, TensorPlaces, sample_of, stack
+from diloco_node.learner.tensor_forms import (
+    REMEDY,
+    TensorForms,
+    TensorPlaces,
+    check_not_replaced,
+    sample_of,
+    stack,
+)
 
 STILL_STEPS: Final = 64
 """Steps without a write to any tensor that are no skipped ones: a gradient scaler skips some twenty at first."""
@@ -51,17 +57,15 @@ FAR_AT_FIRST: Final = 0.5
 FAR: Final = 0.1
 """Change between two steps, in lengths of the values, that is a load and no constraint or noise."""
 
+NOISE: Final = 1e-5
+"""The same, of a climb or an average that was taken out again by arithmetic."""
+
 LOOKS_WAITED: Final = 8
 """Looks at what others write for which a device is waited. A loop that writes at each step, such as one that clamps
 weights, hears a step or two later of a load."""
 
 _WRITES: Final = attrgetter("_version")
 _TRAINS: Final = attrgetter("requires_grad")
-
-REMEDY: Final = (
-    "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
-    "begin a new run: run.init takes the weights of this one"
-)
 
 
 @dataclass(slots=True)
@@ -71,9 +75,9 @@ class _OptimizerRecord:
     Attributes:
         size: parameters in its groups. tensors: those that are merged, by name.
         writes: how often each was written to, when this learner or the optimizer did so last, and where the largest
-            lies. steps: since `attach`.
-        largest: place of the largest of them.
+            lies. steps: since `attach`. largest: place of the largest of them.
         counted_steps: of the optimizer whose steps count, when this one's last step began.
+        told_steps: that the loop had told when `sample` was taken.
         is_stepping: it is in a step: what it writes was not noted yet.
         is_captured: a CUDA graph recorded a step of it since its writes were noted.
         sample: of its largest tensor at that time: a load changes all of them.
@@ -87,6 +91,7 @@ class _OptimizerRecord:
     writes: list[int] = field(default_factory=list)
     steps: int = 0
     counted_steps: int = 0
+    told_steps: int = 0
     is_stepping: bool = False
     is_captured: bool = False
     sample: Tensor | None = None
@@ -101,18 +106,30 @@ class _OptimizerRecord:
         # `tensor.data = ...` counts nothing, but puts other memory in its place.
         return [*map(_WRITES, self.tensors.values()), local_part(self._largest).data_ptr()]
 
-    def take_sample(self) -> Tensor:
-        return sample_of(self._largest)
+    def is_followed(self, told_steps: int) -> bool:
+        """Whether no step between was hidden, as those of a captured graph are: it would have moved the tensors."""
+        return self.sample is not None and told_steps - self.told_steps <= 1
+
+    def change(self) -> Tensor:
+        """How far the largest has moved from `sample`, in that one's lengths; a scalar on its device."""
+        assert self.sample is not None
+        way = torch.linalg.vector_norm(sample_of(self._largest).to(self.sample.device) - self.sample)
+        return (way / torch.linalg.vector_norm(self.sample)).nan_to_num(0.0)
+
+    @property
+    def name(self) -> str:
+        """Of the largest."""
+        return [*self.tensors][self.largest]
 
     @property
     def _largest(self) -> Tensor:
         return [*self.tensors.values()][self.largest]
 
-    def note(self) -> None:
-        """Take the values as they are now: the optimizer, or this learner, has written them."""
+    def note(self, *, is_step: bool = False) -> None:
+        """Take the values as this learner has written them, or the optimizer, by `tensor.data` perhaps."""
         writes = self.count_writes()
-        if writes != self.writes:
-            self.writes, self.sample = writes, self.take_sample()
+        if is_step or writes != self.writes:
+            self.writes, self.sample = writes, sample_of(self._largest)
 
 
 class ModelWatch:
@@ -158,16 +175,20 @@ class ModelWatch:
         self._told_steps = self._made_steps = 0
         # Those that this learner had written when it was asked last; -1: it was not.
         self._versions = -1
-        self._has_warned = False  # once True nothing more is said of writes
-        # Looks at writes of others; the greatest change by these that is not on its way to the host, and that which is.
+        # Once True nothing more is said of writes.
+        self._has_warned = False
+        # Values that are not as `attach` wrote them, by tensor, and their sum, maybe on its way from a device.
+        self._differing: list[Tensor] = []
+        self._differing_sum = LateLoss()
+        # Change of the largest tensor of the optimizer that steps, since that was made to step last.
+        self._silent_change = LateLoss()
+        self._silent_record: _OptimizerRecord | None = None
+        # Looks at counted writes of others; the greatest change by these that is not on its way to the host, and that
+        # which is. Of the last look: the tensor, and whether it may have been put back.
         self._looks = 0
         self._change: Tensor | None = None
         self._late_change = LateLoss()
-        # Of the last look: the tensor, and whether it may have been put back.
         self._written_name, self._may_be_restored = "", False
-        # Values that are not as `attach` wrote them, by tensor, and their sum, which may be on its way from a device.
-        self._differing: list[Tensor] = []
-        self._differing_sum = LateLoss()
         # States that move, by names of parameter and state: how much each is like its parameter; and the greatest.
         self._likeness: dict[tuple[str, str], Tensor] = {}
         self._likeness_max = LateLoss()
@@ -184,15 +205,14 @@ class ModelWatch:
     def check(self) -> None:
         """Look at the model at a step boundary, before anything of it is sent.
 
-        Raises:
-            LearnerError: a tensor was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
+        Raises LearnerError: one was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
         """
         self._check_model()
         self._check_still()
         self._count_told()
-        for record in self._optimizers.values():
-            if record is not None and not record.is_stepping:
-                self._check_writes(record)
+        if (change := self._silent_change.fresh()) and self._silent_record is not None:
+            self._judge(self._silent_record.name, change)
+        self.check_writes()
         self._hear_changes()
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
@@ -298,8 +318,9 @@ class ModelWatch:
         record.is_stepping = True
         if self._written:
             self._compare(is_trained=False)
-        else:
-            self._check_writes(record)
+        elif not self._check_writes(record) and record.is_followed(self._told_steps):
+            self._silent_record = record
+            self._silent_change.offer(record.change())
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         record = None if torch.compiler.is_compiling() else self._optimizers.get(optimizer)
@@ -308,7 +329,8 @@ class ModelWatch:
         if is_capturing():
             record.is_captured = True
             return
-        record.note()
+        record.note(is_step=True)
+        record.told_steps = self._told_steps
         if len(self._optimizers) > 1:  # another may hold the same tensors
             self._note_records()
         record.is_stepping = False
@@ -383,58 +405,75 @@ class ModelWatch:
             f"{REMEDY}"
         )
 
-    def _check_writes(self, record: _OptimizerRecord) -> None:
+    def _check_writes(self, record: _OptimizerRecord) -> bool:
         """Did somebody write to parameters since the last step: a load, a constraint, averages swapped in and out?"""
         if record.is_captured:
             # A capture counts writes and makes none; its replays make them and count none.
             record.is_captured = False
             record.note()
-            return
+            return False
         writes = record.count_writes()
         if record.sample is None or writes == record.writes:
-            return
-        names = [*record.tensors, [*record.tensors][record.largest]]
+            return False
+        names, at = [*record.tensors, record.name], record.largest
         pairs = zip(names, writes, record.writes, strict=True)
-        at, sample = record.largest, record.sample
-        distance, length = map(torch.linalg.vector_norm, (record.take_sample().to(sample.device) - sample, sample))
-        change = (distance / length).nan_to_num(0.0)
         self._written_name = next(name for name, new, old in pairs if new != old)
         # Averages, or a climb, in and out again; or `model.to()`.
         self._may_be_restored = writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
+        change = record.change()
         self._looks += 1
         if change.is_cpu or self._looks <= LOOKS_WAITED:
-            self._judge(float(change))
+            self._judge(self._written_name, float(change), may_be_restored=self._may_be_restored)
         else:
-            self._change = change if self._change is None else torch.maximum(self._change, change.to(sample.device))
+            self._change = (
+                change if self._change is None else torch.maximum(self._change, change.to(self._change.device))
+            )
+        return True
 
     def _hear_changes(self) -> None:
         """Judge the change that has come from a device, and send the next one on its way."""
         if (change := self._late_change.fresh()) is not None:
-            self._judge(change)
+            self._judge(self._written_name, change, may_be_restored=self._may_be_restored)
         if self._change is not None and not self._late_change.is_coming:
             self._late_change.offer(self._change)
             self._change = None
 
-    def _judge(self, change: float) -> None:
-        """Say that the last written tensor was changed by something else, by so many of its lengths."""
-        name = self._written_name
+    def _judge(self, name: str, change: float, *, may_be_restored: bool = False) -> None:
+        """Say that a tensor was changed by something else than its optimizer, by so many of its lengths."""
         if change > FAR:
             raise LearnerError(
                 f"{name!r}, and others, were changed between two steps by something else than their optimizer: weights "
                 "were loaded, or mixed with a copy (averages, Lookahead), and would be merged as if they had been "
                 f"trained. {REMEDY}"
             )
-        if not self._has_warned and not (self._may_be_restored and change == 0.0):
+        if not self._has_warned and not (may_be_restored and change == 0.0):
             self._has_warned = True
             self._warn(
                 f"{name!r} was written to by something else than its optimizer. What is written is merged as if it had "
                 "been trained: load weights before attach()"
             )
 
+    def check_writes(self) -> None:
+        """Raise LearnerError: weights were loaded since the last step of an optimizer."""
+        for record in self._optimizers.values():
+            if record is not None and not record.is_stepping:
+                self._check_writes(record)
+
+    def foreign_write(self) -> str:
+        """Say what was written to a tensor since the last step, if it is still there. Waits for the device."""
+        for record in filter(None, self._optimizers.values()):
+            if record.is_followed(self._told_steps) and float(record.change()) > NOISE:
+                return (
+                    f"{record.name!r} was written to after the last step, such as by a load of the best weights: that "
+                    "is not merged, nor are the steps that no merge has taken yet"
+                )
+        return ""
+
     def _look_at_states(self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord) -> None:
         """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not.
 
-        The values at a step's begin are no copy either: SAM takes them anew in each step, to go back to them.
+        The values at a step's begin are no copy either: SAM takes them anew in each step, to go back to them. Nor are
+        those at its end, as ASGD has them before its averages begin.
         """
         self._likeness = {}
         for name, tensor in record.tensors.items():
@@ -451,50 +490,7 @@ class ModelWatch:
                 before, first = record.states.get((name, key), (sample, likeness))
                 record.states[name, key] = sample, first
                 began = record.before[name] if name in record.before else before  # noqa: SIM401 - mypy
-                is_copy = (sample != before).any() & (sample != began).any()
+                is_copy = (sample != before).any() & (sample != began).any() & (sample != parameter).any()
                 self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         if self._likeness:
             self._likeness_max.offer(stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
-
-
-def check_not_replaced(tensors: ModelTensors) -> None:
-    """Raise LearnerError: a tensor that is merged is another one in the model now."""
-    present = tensors.present()
-    for name, tensor in tensors.followed.items():
-        new = present.get(name)
-        if new is tensor:
-            continue
-        if not isinstance(tensor, nn.Parameter):
-            raise LearnerError(
-                f"buffer {name!r} is another tensor than at attach(), which follows that one: change it in place, "
-                "for instance with copy_()"
-            )
-        if new is not None and is_sharded(new) and not is_sharded(tensor):
-            raise LearnerError(f"parameter {name!r} was sharded after attach(), which follows the one before. {REMEDY}")
-        raise LearnerError(
-            f"parameter {name!r} is {'another tensor than' if name in present else 'not in the model any more as'} at "
-            "attach(): its layer was replaced, or weights were loaded with assign=True. This region would train it "
-            f"alone. {REMEDY}"
-        )
-
-
-def attach_warnings(tensors: ModelTensors, merged_names: Sequence[str]) -> list[str]:
-    """Say what of a model and its optimizers will not be merged, though its user may think so."""
-    warnings = [batch_norm_warning(tensors.model, merged_names)]
-    if tensors.idle:
-        warnings.append(
-            f"{_amount(tensors.idle.values())} of the model, such as {next(iter(tensors.idle))!r}, are in no optimizer "
-            "that attach() was given: they are not merged. Freeze them (requires_grad=False), or give attach() all "
-            "optimizers"
-        )
-    if tensors.strangers:
-        warnings.append(
-            f"{_amount(tensors.strangers)} that the optimizer holds are not in the model: each region trains them "
-            "alone. Give attach() every module that is trained, attach([model, criterion], ...)"
-        )
-    return [text for text in warnings if text]
-
-
-def _amount(tensors: Iterable[Tensor]) -> str:
-    members = list(tensors)
-    return f"{len(members)} parameters ({sum(tensor.numel() * tensor.element_size() for tensor in members)} bytes)"

@@ -19,7 +19,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.schedules import Changes, is_same, script_settings, take_settings, tell_changes
-from diloco_node.learner.several_optimizers import inner_of, kind_of, settings_of
+from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of, settings_of
 
 Json = dict[str, Any]
 
@@ -92,9 +92,13 @@ class OptimizerParts:
 
         Raises:
             LearnerError: the state holds what is neither tensor nor JSON, or a DTensor of another shape than its
-                parameter's, or is not in the form of torch.optim.
+                parameter's, or is not in the form of torch.optim. Its groups are not those of `attach`.
         """
-        state, kind = self._optimizer.state_dict(), kind_of(self._optimizer)
+        kind = kind_of(self._optimizer)
+        parameters = [parameter for inner in inner_of(self._optimizer) for parameter in parameters_of(inner)]
+        if [*map(id, parameters)] != [*map(id, self._parameters)]:
+            raise LearnerError(f"the groups of {kind} hold other parameters, or in another order, than at attach()")
+        state = self._optimizer.state_dict()
         if not {"state", "param_groups"} <= state.keys():
             raise LearnerError(f"the state_dict() of {kind} is not as in torch.optim: give attach what is inside it")
         tensors: dict[str, Tensor] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -67,8 +68,17 @@ def scaler_of(optimizer: torch.optim.Optimizer | None) -> torch.amp.GradScaler |
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Names of what a script sets in a group of parameters, such as `lr`: the arguments of the optimizer's class."""
-    return frozenset(key for inner in inner_of(optimizer) for key in inner.defaults)
+    """Names of what a script sets in a group of parameters, such as `lr`: the arguments of the optimizer's class.
+
+    Other defaults, such as the step size that Prodigy finds out by itself, are state.
+    """
+    names: set[str] = set()
+    for inner in inner_of(optimizer):
+        kinds = [kind for kind in type(inner).__mro__ if issubclass(kind, torch.optim.Optimizer)]
+        arguments = [value for kind in kinds for value in inspect.signature(kind.__init__).parameters.values()]
+        takes_any = any(value.kind is value.VAR_KEYWORD for value in arguments)
+        names |= {key for key in inner.defaults if takes_any or key in {value.name for value in arguments}}
+    return frozenset(names)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -20,7 +20,10 @@ SPREAD_MIN: Final = 0.05
 """Least range, as a share of the median: values that hardly differ have a range all the same."""
 
 IN_A_ROW: Final = 3
-"""A scaler of mixed precision skips a step of which the gradient overflowed: one value means nothing."""
+"""One value means nothing."""
+
+NORMS_IN_A_ROW: Final = 32
+"""Norms that are not finite: a scaler of mixed precision that begins too high skips some twenty such steps."""
 
 
 class SpikeWatch:
@@ -29,17 +32,16 @@ class SpikeWatch:
     Args:
         name: of the values, for people.
         is_rolling_back: spikes end the learner, not only values that are not finite.
-        may_begin_so: before the first finite value the others say nothing: a gradient scaler looks for its factor.
+        not_finite_max: so many of those, one after the other, end it.
 
     Attributes:
         in_a_row: how many spikes there were one after the other, up to now.
         not_finite: how many values that are NaN or infinite, one after the other, up to now.
     """
 
-    def __init__(self, name: str, *, is_rolling_back: bool = False, may_begin_so: bool = False) -> None:
+    def __init__(self, name: str, *, is_rolling_back: bool = False, not_finite_max: int = IN_A_ROW) -> None:
         self.in_a_row = self.not_finite = 0
-        self._may_begin_so = may_begin_so
-        self._name, self._is_rolling_back = name, is_rolling_back
+        self._name, self._is_rolling_back, self._not_finite_max = name, is_rolling_back, not_finite_max
         self._last: deque[float] = deque()
         # The same values, the least first.
         self._ascending: list[float] = []
@@ -50,15 +52,13 @@ class SpikeWatch:
         return max(self.in_a_row, self.not_finite)
 
     @property
-    def towards_end(self) -> int:
-        """How many of them count towards the learner's end: spikes only where it then takes the merged state."""
-        return max(self.in_a_row if self._is_rolling_back else 0, self.not_finite)
+    def is_end(self) -> bool:
+        """Whether the learner has to end: for spikes only where it then takes the merged state."""
+        return self.not_finite >= self._not_finite_max or (self._is_rolling_back and self.in_a_row >= IN_A_ROW)
 
     def seen(self, value: float) -> str:
         """A new value. Returns what is wrong with it, in words; empty if nothing is."""
         if not math.isfinite(value):
-            if self._may_begin_so and not self._last:
-                return ""
             self.not_finite += 1
             return f"the {self._name} is {value}"
         self.not_finite = 0

@@ -1,19 +1,25 @@
-"""Types, shapes, places and samples of many tensors, compared at each step."""
+"""Types, shapes and places of many tensors, compared at each step, samples of their values, and where these lie."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from diloco_node.learner.layouts.tensors import local_part
+from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 
 SAMPLE_VALUES: Final = 256
 """Values to compare of each tensor, spread over it: a tensor that is loaded differs in nearly all of them."""
+
+REMEDY: Final = (
+    "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
+    "begin a new run: run.init takes the weights of this one"
+)
 
 _FORM: Final = attrgetter("dtype", "shape")
 _VALUES: Final = methodcaller("values")
@@ -62,23 +68,6 @@ class TensorPlaces:
         return [*map(len, self._holders)] == self._sizes and all(map(is_, now, self._values))
 
 
-def sample_of(tensor: Tensor) -> Tensor:
-    """Return some values of the part on this rank, spread over it: about SAMPLE_VALUES, float32; a copy."""
-    values = local_part(tensor)
-    count = values.numel()
-    step = max(1, count // SAMPLE_VALUES)
-    if not values.is_contiguous():
-        values = values.reshape(-1)
-    # In one call, for an optimizer's every step takes one: a slice of a flat view would be three.
-    return values.as_strided((-(-count // step),), (step,), values.storage_offset()).to(torch.float32, copy=True)
-
-
-def stack(scalars: Iterable[Tensor]) -> Tensor:
-    """Return scalars, of one or more devices, as a tensor of float32 on the first one's."""
-    values = list(scalars)
-    return torch.stack([value.to(values[0].device, torch.float32) for value in values])
-
-
 def _guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     """Return a function that is True only if tensors have the forms that these have now.
 
@@ -99,3 +88,58 @@ def _guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
 
 def _is_never_same(*_: Tensor) -> bool:
     return False
+
+
+def check_not_replaced(tensors: ModelTensors) -> None:
+    """Raise LearnerError: a tensor that is merged is another one in the model now."""
+    present = tensors.present()
+    for name, tensor in tensors.followed.items():
+        new = present.get(name)
+        if new is tensor:
+            continue
+        if not isinstance(tensor, nn.Parameter):
+            raise LearnerError(
+                f"buffer {name!r} is another tensor than at attach(), which follows that one: change it in place, "
+                "for instance with copy_()"
+            )
+        if new is not None and is_sharded(new) and not is_sharded(tensor):
+            raise LearnerError(f"parameter {name!r} was sharded after attach(), which follows the one before. {REMEDY}")
+        raise LearnerError(
+            f"parameter {name!r} is {'another tensor than' if name in present else 'not in the model any more as'} at "
+            "attach(): its layer was replaced, or weights were loaded with assign=True. This region would train it "
+            f"alone. {REMEDY}"
+        )
+
+
+def check_apart(tensors: Mapping[str, Tensor]) -> None:
+    """Raise LearnerError: two tensors have the same memory, so a version of each would be written over the other."""
+    names: dict[tuple[torch.device, int], str] = {}
+    for name, tensor in tensors.items():
+        values = local_part(tensor)
+        first = names.setdefault((values.device, values.data_ptr()), name) if values.numel() else name
+        if first != name:
+            raise LearnerError(
+                f"{name!r} and {first!r} are two parameters with the same memory, as `a.weight.data = b.weight.data` "
+                "makes them: each merge of one would change the other. Tie them as one, `a.weight = b.weight`, before "
+                "the optimizer is made"
+            )
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """Return some values of the part on this rank, spread over it: about SAMPLE_VALUES, float32; a copy."""
+    values = local_part(tensor)
+    count = values.numel()
+    step = max(1, count // SAMPLE_VALUES)
+    stride = 1
+    if not values.is_contiguous():
+        values = values.reshape(-1)
+        stride = values.stride(0)  # 0 of one value that was expanded
+    # In one call, for an optimizer's every step takes one: a slice of a flat view would be three.
+    place = (-(-count // step),), (step * stride,), values.storage_offset()
+    return values.as_strided(*place).to(torch.float32, copy=True)
+
+
+def stack(scalars: Iterable[Tensor]) -> Tensor:
+    """Return scalars, of one or more devices, as a tensor of float32 on the first one's."""
+    values = list(scalars)
+    return torch.stack([value.to(values[0].device, torch.float32) for value in values])

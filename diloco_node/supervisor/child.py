@@ -273,6 +273,13 @@ class Child:
                         os.kill(pid, number)
 
 
+def memory_kills() -> int:
+    """Return how many processes the kernel has killed here for want of memory; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines()).get("oom_kill", 0))
+    return 0
+
+
 def _kill_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

@@ -80,6 +80,8 @@ class LearnerWatch:
         self.crashes = 0
         self.hangs = 0
         self._hang_s = hang_s
+        # Processes that the kernel had killed for want of memory when this life began.
+        self._memory_kills = 0
         # The counters' bytes at the last step, and when that was; None: this life has made none.
         self._mark: bytes | None = None
         self._stepped_s: float | None = None
@@ -105,8 +107,11 @@ class LearnerWatch:
         usual_s = max(self._pauses, default=0.0)
         return float(max(self._hang_s, HANG_FACTOR * usual_s) * 2**self._doublings)
 
-    def started(self, mark: bytes | None, *, now_s: float, place: PlaceMark | None = None) -> None:
+    def started(
+        self, mark: bytes | None, *, now_s: float, place: PlaceMark | None = None, memory_kills: int = 0
+    ) -> None:
         """A life begins. `mark` is what the counters hold; None or zeros: no learner has written any."""
+        self._memory_kills = memory_kills
         self.old_place, self._pause = place, None
         self.state = "running"
         self.restarts, self._has_lived = self.restarts + self._has_lived, True
@@ -165,11 +170,12 @@ class LearnerWatch:
             return Action.SAY
         return Action.NOTHING
 
-    def ended(self, code: int, *, lived_s: float, now_s: float, last_line: str = "") -> bool:
+    def ended(self, code: int, *, lived_s: float, now_s: float, last_line: str = "", memory_kills: int = 0) -> bool:
         """A life is over. Returns whether the next one may begin.
 
         Args:
             code: as in subprocess: negative for a signal. last_line: what it said of a crash.
+            memory_kills: of the whole machine so far, see `child.memory_kills`.
         """
         self.exit_code = code
         has_hung, self._aborted_s = self._aborted_s is not None, None
@@ -181,6 +187,8 @@ class LearnerWatch:
             return True  # the next one gets twice the time, so there is no loop of hangs
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
         if -code in FROM_OUTSIDE:
+            if -code == signal.SIGKILL and memory_kills > self._memory_kills:
+                self.reason += ": the kernel had no memory left"
             return True
         self.reason += f": {last_line}" * bool(last_line)
         self.crashes += 1

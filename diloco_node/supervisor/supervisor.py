@@ -47,7 +47,7 @@ from diloco_node.errors import StorageError
 from diloco_node.file_lock import lock_file
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, MemoryStore, PlaceMark
 from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
-from diloco_node.supervisor.child import Child, ChildExited, ChildLog, show
+from diloco_node.supervisor.child import Child, ChildExited, ChildLog, memory_kills, show
 from diloco_node.supervisor.learner_watch import FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
@@ -187,7 +187,9 @@ class _Supervisor:
         self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
         if child is self._learner:
             self._counters = self._memory.contents(COUNTERS_AREA)
-            self._watch.started(self._counters, now_s=time.monotonic(), place=self._place())
+            self._watch.started(
+                self._counters, now_s=time.monotonic(), place=self._place(), memory_kills=memory_kills()
+            )
             write_process(self._spec.state_dir, self._watch.document())
             imports = "" if child.is_forked else "; importing torch and building the model takes 15 to 40 s"
             self.say(f"waiting for the learner ({child.shown}) to attach{imports}")
@@ -294,8 +296,9 @@ class _Supervisor:
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
         if child is self._learner:
+            line, kills = child.log.last_line(), memory_kills()
             may_restart = self._watch.ended(
-                code, lived_s=lived_s, now_s=time.monotonic(), last_line=child.log.last_line()
+                code, lived_s=lived_s, now_s=time.monotonic(), last_line=line, memory_kills=kills
             )
             write_process(self._spec.state_dir, self._watch.document())
             if not may_restart:

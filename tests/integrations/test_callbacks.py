@@ -279,6 +279,14 @@ def test_a_trainer_saves_the_merged_weights_in_mid_run_and_at_the_end(folder: Pa
     assert torch.equal(trainer.model.embedding.weight, merged), "the run's result, without own steps"
 
 
+def test_the_best_checkpoint_is_not_what_a_trainer_ends_with(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 1, "eval_steps": 1}
+    trainer, _, _ = hf_trainer(folder, load_best_model_at_end=True, metric_for_best_model="runtime", **options)
+    with FakeDaemon(folder):
+        trainer.train()
+    assert "load_best_model_at_end: once the run is over the model holds" in caplog.text
+
+
 # ---- Lightning -------------------------------------------------------------------------------------------------------
 
 

@@ -168,7 +168,7 @@ def test_a_trainer_whose_data_have_no_position_says_so(folder: Path, caplog: pyt
     assert "begins its data anew: the position in the data can't be kept" in caplog.text
 
 
-def accelerate_life(folder: Path, steps: int) -> list[list[int]]:
+def accelerate_life(folder: Path, steps: int, batch: int = BATCH) -> list[list[int]]:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
@@ -177,7 +177,7 @@ def accelerate_life(folder: Path, steps: int) -> list[list[int]]:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     model = Noting()
     optimizer = torch.optim.AdamW(model.parameters())
-    loader = torch.utils.data.DataLoader(Numbers(), batch_size=BATCH, shuffle=True)
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=batch, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     data = PreparedLoader(loader)
     with FakeDaemon(folder):
@@ -204,6 +204,14 @@ def test_a_loop_with_accelerate_that_is_killed_reads_each_row_once_an_epoch(fold
     assert sorted(itertools.chain(*batches[:11])) == list(range(ROWS))
     assert len(batches) > 11
     assert not set(map(str, batches[11:])) & set(map(str, batches[:5]))
+
+
+def test_a_loop_with_accelerate_goes_on_behind_its_rows_with_batches_of_another_size(folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    first = accelerate_life(folder, 5)
+    second = accelerate_life(folder, 6, 2 * BATCH)
+    rows = [*itertools.chain(*first[:4], *second)]
+    assert len(set(rows[:ROWS])) == min(ROWS, len(rows)), "each row once in the epoch"
 
 
 def test_a_loader_whose_order_is_drawn_anew_is_refused() -> None:

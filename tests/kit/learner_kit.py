@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from diloco_node.learner.attach import Diloco
+from diloco_node.learner.checkpoint import ALONE, Checkpoint, newest_first, read_usable
 from diloco_node.learner.daemon_session import LearnerSession
 from diloco_node.shared_memory import MemoryStore
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
@@ -48,6 +49,14 @@ class Toy:
 
     def flat(self) -> list[float]:
         return [float(x) for p in self.model.parameters() for x in p.detach().reshape(-1)]
+
+
+def read_newest(folder: Path, manifest_digest: str) -> Checkpoint | None:
+    """The newest whole checkpoint of one rank for this model, or None."""
+    for name in newest_first(folder):
+        if name.place == ALONE and (checkpoint := read_usable(folder / name.text, manifest_digest)) is not None:
+            return checkpoint
+    return None
 
 
 def session_of(diloco: Diloco) -> LearnerSession:

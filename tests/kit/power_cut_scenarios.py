@@ -441,7 +441,8 @@ class CheckpointScenario:
             disk.note = 5
 
     def check(self, root: Path, note: int) -> None:
-        from diloco_node.learner.checkpoint import read_checkpoint, read_newest
+        from diloco_node.learner.checkpoint import read_checkpoint
+        from tests.kit.learner_kit import read_newest
 
         found = read_newest(self._folder(root), "m")
         steps = 0 if found is None else found.progress.step

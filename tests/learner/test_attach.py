@@ -246,6 +246,15 @@ def test_losses_that_are_not_finite_end_the_learner_before_its_work_is_merged(fo
     assert told == ["step 2: the loss is nan", "step 5: the loss is nan", "step 7: the loss is nan"]
 
 
+def test_norms_that_a_gradient_scaler_skips_at_first_end_nobody_and_those_that_stay_infinite_do(folder: Path) -> None:
+    inf = float("inf")
+    error, told = trained(folder, [3.0] * 24, [inf] * 20 + [1.0] * 4)
+    assert error == ""
+    assert told == ["step 1: the gradient norm is inf", "step 3: the gradient norm is inf"]
+    error, _ = trained(folder, [3.0] * 40, [inf] * 40)
+    assert "the gradient norm is inf, 32 times in a row" in error
+
+
 def test_a_spike_is_told_of_and_training_goes_on(folder: Path) -> None:
     error, told = trained(folder, [3.0] * 40 + [50.0] * 5 + [3.0])
     assert error == ""

@@ -413,6 +413,19 @@ def test_a_model_inside_a_trainers_module_saves_the_merged_weights_by_itself_too
     assert torch.equal(inner.save_pretrained()["weight"], inner.weight)
 
 
+def test_a_copy_of_a_model_whose_saves_are_merged_saves_itself(folder: Path) -> None:
+    model = nn.Linear(6, 5)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, torch.optim.SGD(model.parameters())) as diloco:
+        diloco.save_merged(model)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for fragment, theta in enumerate(daemon.theta):
+            daemon.commit(fragment, theta + 1, -1)
+        diloco.settle(0.2)
+        assert torch.equal(model.state_dict()["weight"], diloco.global_state_dict()["weight"])
+        assert torch.equal(average.state_dict()["module.weight"], average.module.weight)
+        torch.testing.assert_close(average.module.state_dict()["weight"], model.weight.detach() - 1)
+
+
 class NoJson:
     def state_dict(self) -> dict[str, float]:
         return {"position": float("nan")}

@@ -19,7 +19,6 @@ from diloco_node.learner.checkpoint import (
     TrainingProgress,
     newest_first,
     read_checkpoint,
-    read_newest,
     write_checkpoint,
 )
 from diloco_node.learner.checkpointing import Checkpointing, _groups
@@ -28,6 +27,7 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
 from diloco_node.learner.ranks import Ranks
 from tests.kit.fsync_kit import traced
+from tests.kit.learner_kit import read_newest
 
 DIGEST = "ab" * 32
 

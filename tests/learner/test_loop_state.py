@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
+from diloco_node.learner.loop_state import living_objects
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
 
@@ -119,6 +121,7 @@ def test_pythons_numpys_and_torchs_generators_go_on(folder: Path) -> None:
     [
         (lambda: torch.Generator().manual_seed(5), lambda own: float(torch.rand((), generator=own, device="cpu"))),
         (lambda: np.random.default_rng(5), lambda own: own.random()),
+        (lambda: np.random.RandomState(5), lambda own: own.rand()),
         (lambda: random.Random(5), lambda own: own.random()),
     ],
 )
@@ -229,6 +232,24 @@ def averaged(loop: Loop) -> tuple[Any, Callable[[], None]]:
     return model, lambda: model.update_parameters(loop.model)
 
 
+def averages(loop: Loop) -> tuple[Any, Callable[[], None]]:
+    shadow = {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
+
+    def follow() -> None:
+        for name, parameter in loop.model.named_parameters():
+            shadow[name] = shadow[name] * 0.9 + parameter.detach() * 0.1
+
+    return shadow, follow
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Has an optimizer inside, whose state its own does not hold."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base_optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+        super().__init__(self.base_optimizer.param_groups, {})
+
+
 def scaler(_: Loop) -> tuple[Any, Callable[[], None]]:
     return torch.amp.GradScaler("cpu"), lambda: None
 
@@ -252,6 +273,11 @@ def numpys(_: Loop) -> tuple[Any, Callable[[], None]]:
     return generator, lambda: generator.normal(size=2)  # type: ignore[return-value]
 
 
+def old_numpys(_: Loop) -> tuple[Any, Callable[[], None]]:
+    generator = np.random.RandomState(1)
+    return generator, generator.rand  # type: ignore[return-value]
+
+
 def pythons(_: Loop) -> tuple[Any, Callable[[], None]]:
     generator = random.Random(1)
     return generator, generator.random  # type: ignore[return-value]
@@ -262,9 +288,11 @@ def pythons(_: Loop) -> tuple[Any, Callable[[], None]]:
     [
         (moments, "the moments of AdamW, which attach() was not given"),
         (numpys, "a generator (numpy's Generator)"),
+        (old_numpys, "a generator (numpy's RandomState)"),
         (pythons, "a generator (random's Random)"),
         (teacher_beside, "a Sequential outside of what attach() was given"),
         (averaged, "a AveragedModel outside"),
+        (averages, "copies of the parameters, such as averages"),
         (scaler, "a GradScaler"),
         (schedule, "the position of a StepLR"),
         (data, "the position of a DataLoader"),
@@ -282,6 +310,48 @@ def test_what_lives_in_the_loop_is_named(
         assert thing is not None
         assert len(warnings) == 1
         assert text in warnings[0]
+
+
+def test_moments_that_a_wrapper_leaves_out_of_its_state_are_named(folder: Path) -> None:
+    model = plain()
+    with Loop(folder, model) as loop:
+        loop.diloco.close()
+        shutil.rmtree(folder / "learner")
+        optimizer = SharpnessAware(model.parameters())
+        loop.optimizer = optimizer.base_optimizer
+        stateful = {"schedule": SCHEDULE(optimizer.base_optimizer, 3)}
+        loop.diloco = diloco_node.attach(model, optimizer, stateful=stateful)
+        loop.step()
+        (warning,) = loop.checkpoint()
+        assert "no checkpoint keeps the moments of SGD, which attach() was not given" in warning
+
+
+class Averages:
+    """As torch_ema has them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for value, kept in zip(self.shadow, state["shadow"], strict=True):
+            value.copy_(kept)
+
+
+def test_copies_that_are_kept_given_or_never_move_are_not_named(folder: Path) -> None:
+    model = plain()
+    average = Averages(model)
+    first = copy.deepcopy(model.state_dict())
+    with Loop(folder, model, stateful={"average": average}) as loop:
+        for _ in range(4):
+            loop.step()
+            for value, parameter in zip(average.shadow, model.parameters(), strict=True):
+                value.lerp_(parameter.detach(), 0.1)
+            merged = loop.diloco.global_state_dict()
+            assert loop.checkpoint() == []
+        assert first.keys() == merged.keys()
 
 
 def test_what_is_given_is_not_named(folder: Path) -> None:
@@ -320,6 +390,14 @@ def test_a_copy_that_evaluates_the_merged_model_is_not_named_and_one_that_trains
             loop.step()
             warnings = loop.checkpoint()
         assert "outside of what attach() was given" in warnings[0]
+
+
+def test_objects_of_a_class_and_of_those_derived_from_it_are_found_also_without_weak_references() -> None:
+    late = type("Late", (Mean,), {})()
+    members = [Mean(), late, np.random.default_rng(1), random.Random(1)]
+    ids = {id(item) for item in living_objects(Mean, np.random.Generator, random.Random)}
+    assert {id(item) for item in members} <= ids
+    assert id(members) not in ids
 
 
 def test_nothing_is_named_that_needs_no_place(folder: Path) -> None:

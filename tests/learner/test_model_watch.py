@@ -239,6 +239,11 @@ def test_a_lazy_layer_is_named(folder: Path) -> None:
         diloco_node.attach(model, make(model)).close()
 
 
+def _triple_without_a_count(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+
+
 def _triple_by_data(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 3
@@ -249,7 +254,7 @@ def _triple_as_vector(model: nn.Module) -> None:
     nn.utils.vector_to_parameters(vector, model.parameters())
 
 
-@pytest.mark.parametrize("change", [_triple_by_data, _triple_as_vector])
+@pytest.mark.parametrize("change", [_triple_without_a_count, _triple_by_data, _triple_as_vector])
 def test_weights_that_are_put_in_place_by_data_in_mid_run_are_refused(
     folder: Path, change: Callable[[nn.Module], None]
 ) -> None:
@@ -264,6 +269,34 @@ def test_weights_that_are_put_in_place_by_data_in_mid_run_are_refused(
         with pytest.raises(LearnerError, match="changed between two steps by something else"):
             train(model, optimizer, diloco)
         assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+def test_what_a_loop_writes_by_data_is_told_once_and_hidden_steps_are_not(folder: Path) -> None:
+    model = net()
+    optimizer = make(model, lr=0.1)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        for _ in range(2):
+            train(model, optimizer, diloco)
+            for _ in range(20):  # as a captured graph makes them: no hook tells of a step, and nothing is counted
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.9)
+                diloco.step(tokens=4)
+        train(model, optimizer, diloco, 2)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+        for _ in range(2):
+            model[1].weight.data.mul_(0.99)  # type: ignore[operator, union-attr]
+            train(model, optimizer, diloco)
+        (message,) = [message for message in daemon.said if isinstance(message, Warned)]
+        assert message.text.startswith("'1.weight' was written to by something else than its optimizer")
+
+
+def test_parameters_of_one_memory_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
+    model[1].weight.data = model[0].weight.data  # type: ignore[union-attr]
+    with pytest.raises(LearnerError, match=r"'1\.weight' and '0\.weight' are two parameters with the same memory"):
+        diloco_node.attach(model, make(model))
+    model[1].weight = model[0].weight  # type: ignore[union-attr]
+    assert len(ModelTensors(model).specs) == 2
 
 
 def test_a_second_optimizer_that_attach_was_not_given_is_named(folder: Path) -> None:
@@ -346,22 +379,10 @@ def test_old_weights_that_are_loaded_in_mid_run_are_refused_and_small_writes_are
         assert told[0].startswith("'1.weight' was written to by something else than its optimizer")
 
 
-class ScheduleFree(torch.optim.Optimizer):
-    """Trains `z`, and sets the parameters between it and their mean, as schedule-free optimizers do."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.01})
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.count += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                z = self.state[parameter].setdefault("z", parameter.clone())
-                parameter.lerp_(z, 1.0 / self.count)
-                z.sub_(parameter.grad, alpha=group["lr"])
-                parameter.sub_(parameter.grad, alpha=0.1 * group["lr"])
+def schedule_free(parameters: Any) -> torch.optim.Optimizer:
+    optimizer: Any = pytest.importorskip("schedulefree").AdamWScheduleFree(parameters, lr=0.01)
+    optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
 
 
 class Lookahead(torch.optim.SGD):
@@ -389,6 +410,14 @@ class Anchored(torch.optim.SGD):
         super().step()
 
 
+class ByData(torch.optim.SGD):
+    """Writes in a way that counts nothing, as many optimizers of one file do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=0.5)
+
+
 class SharpnessAware(torch.optim.SGD):
     """Climbs first, and takes its step from where it was: its `old_p` is a copy for the time of a step alone."""
 
@@ -409,19 +438,37 @@ class SharpnessAware(torch.optim.SGD):
 
 
 def train_some(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
         train(model, optimizer, diloco, max(COPY_LOOKS) + 2)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "key"), [(ScheduleFree, "z"), (lambda parameters: Lookahead(parameters, lr=0.01), "slow_buffer")]
+    ("optimizer", "key"),
+    [
+        (schedule_free, "z"),
+        (lambda parameters: Lookahead(parameters, lr=0.01), "slow_buffer"),
+    ],
 )
 def test_an_optimizer_with_a_second_copy_of_the_weights_is_refused_by_name(
     folder: Path, optimizer: Callable[[Iterator[Tensor]], torch.optim.Optimizer], key: str
 ) -> None:
     model = net()
-    with pytest.raises(LearnerError, match=rf"\((ScheduleFree|Lookahead)\) trains a copy of '.*', its state '{key}'"):
+    with pytest.raises(
+        LearnerError, match=rf"\((AdamWScheduleFree|Lookahead)\) trains a copy of '.*', its state '{key}'"
+    ):
         train_some(model, optimizer(model.parameters()), folder)
+
+
+def test_what_makes_any_optimizer_schedule_free_is_refused_and_so_is_what_it_wraps(folder: Path) -> None:
+    model = net()
+    optimizer = pytest.importorskip("schedulefree").ScheduleFreeWrapper(torch.optim.SGD(model.parameters(), lr=0.01))
+    optimizer.train()
+    with pytest.raises(LearnerError, match="was given a ScheduleFreeWrapper as its optimizer"):
+        diloco_node.attach(model, optimizer)
+    copied = pytest.raises(LearnerError, match=r"\(SGD\) trains a copy of '.*', its state 'z'")
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer.base) as diloco, copied:
+        train(model, optimizer, diloco, max(COPY_LOOKS))
 
 
 @pytest.mark.parametrize(
@@ -431,7 +478,9 @@ def test_an_optimizer_with_a_second_copy_of_the_weights_is_refused_by_name(
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
         lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+        lambda parameters: torch.optim.ASGD(parameters, lr=0.01),
         lambda parameters: Anchored(parameters, lr=0.01),
+        ByData,
         lambda parameters: SharpnessAware(parameters, is_pointing=False),
         lambda parameters: SharpnessAware(parameters, is_pointing=True),
     ],

@@ -13,7 +13,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import Diloco
 from diloco_node.learner.pauses import BUSY_MAX_S, CallbackPause
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
-from diloco_node.wire.learner_link import Done, Leaving, OfferApplied, Report, SnapshotReady
+from diloco_node.wire.learner_link import Done, Leaving, OfferApplied, Report, SnapshotReady, Warned
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import Toy
 
@@ -145,6 +145,28 @@ def test_the_last_steps_are_merged_before_the_learner_goes(folder: Path, monkeyp
         assert not [message for message in daemon.said if isinstance(message, Done)], "the next process goes on"
         mark = place(folder)
         assert (mark.step, mark.included_step, mark.checkpoint_step) == (4, 4, 4)
+
+
+def test_weights_that_are_loaded_after_the_last_step_are_not_merged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_STOP_S", "100")
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            best = {name: value.clone() for name, value in toy.model.state_dict().items()}
+            for _ in range(3):
+                toy.step(diloco)
+            asked_to_stop(diloco, toy)
+            toy.model.load_state_dict(best)
+            with pytest.raises(LearnerError, match="weights were loaded"):
+                diloco.settle(0.1)
+            for fragment in range(daemon.fragments):
+                daemon.want(fragment)
+        daemon.wait_for(Leaving)
+        told = [message.text for message in daemon.said if isinstance(message, Warned)]
+        assert any("load of the best weights: that is not merged" in text for text in told)
+        assert not [message for message in daemon.said if isinstance(message, SnapshotReady)]
 
 
 @pytest.mark.parametrize(("stop_s", "patience_s"), [("100", 0.2), ("0.25", 100.0)])

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from diloco_node.learner.checkpoint import CheckpointWriter, TrainingProgress, read_newest
+from diloco_node.learner.checkpoint import CheckpointWriter, TrainingProgress
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.schedules import place_schedule
+from tests.kit.learner_kit import read_newest
 
 PROGRESS = TrainingProgress("model", incarnation=1, global_step=12, step=12, tokens=9)
 
@@ -106,6 +107,45 @@ def test_a_count_that_an_optimizer_keeps_in_its_groups_is_no_setting(tmp_path: P
     old.param_groups[0]["k"], new.param_groups[0]["k"] = 7, 0
     restart(tmp_path, old, new)
     assert new.param_groups[0]["k"] == 7
+
+
+class Adapting(torch.optim.SGD):
+    """Finds out its step size, and keeps it in its group beside what the script sets, as Prodigy does."""
+
+    def __init__(self, params: Any, lr: float = 1.0, d0: float = 1e-6) -> None:
+        super().__init__(params, lr=lr)
+        self.defaults |= {"d0": d0, "d": d0, "k": 0}
+        for group in self.param_groups:
+            group |= {"d0": d0, "d": d0, "k": 0}
+
+
+def test_what_an_optimizer_has_found_out_is_no_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def build(lr: float) -> Adapting:
+        return Adapting(nn.Linear(3, 2).parameters(), lr=lr)
+
+    old, new = build(1.0), build(0.5)
+    old.param_groups[0] |= {"d": 3e-4, "k": 70}
+    with caplog.at_level(logging.WARNING):
+        restart(tmp_path, old, new)
+    assert {key: new.param_groups[0][key] for key in ("lr", "d", "k", "d0")} == {
+        "lr": 0.5,
+        "d": 3e-4,
+        "k": 70,
+        "d0": 1e-6,
+    }
+    assert [record.message.partition(" as the")[0] for record in caplog.records] == ["optimizer: lr is 0.5"]
+
+
+def test_an_optimizer_that_takes_any_setting_has_those_of_the_script(tmp_path: Path) -> None:
+    class Open(torch.optim.SGD):
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params, lr=options.pop("lr"))
+            self.defaults |= options
+            self.param_groups[0] |= options
+
+    old, new = (Open(nn.Linear(3, 2).parameters(), lr=0.1, warmth=warmth) for warmth in (1, 2))
+    restart(tmp_path, old, new)
+    assert new.param_groups[0]["warmth"] == 2
 
 
 SCHEDULES = {

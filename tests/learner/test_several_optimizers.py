@@ -6,6 +6,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
+from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.several_optimizers import SeveralOptimizers, as_one, kind_of
 
 
@@ -48,6 +49,18 @@ def test_a_loop_that_steps_each_by_itself_has_both_states_kept() -> None:
         state["exp_avg"].tolist() for state in parts[0].state_dict()["state"].values()
     ]
     assert len(moments) == 2
+
+
+def test_a_group_that_was_taken_out_in_mid_run_ends_the_checkpoints_in_words() -> None:
+    model, parts = model_and_optimizers()
+    single = torch.optim.AdamW([{"params": [*layer.parameters()]} for layer in model])
+    for optimizer, groups in ((single, single.param_groups), (as_one(parts), parts[1].param_groups)):
+        assert optimizer is not None
+        keeper = OptimizerParts(optimizer)
+        assert keeper.keep().rest["kind"]
+        groups.pop()
+        with pytest.raises(LearnerError, match=r"hold other parameters, or in another order, than at attach\(\)"):
+            keeper.keep()
 
 
 def test_zero_is_refused_with_what_to_do_also_inside_a_wrapper() -> None:

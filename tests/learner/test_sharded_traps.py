@@ -15,8 +15,9 @@ from diloco_node.learner.attach import attach
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded
 from diloco_node.learner.loop_state import LoopState
-from diloco_node.learner.model_watch import ModelWatch, check_not_replaced
+from diloco_node.learner.model_watch import ModelWatch
 from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
+from diloco_node.learner.tensor_forms import check_not_replaced
 
 RANKS, RANK = 4, 3
 

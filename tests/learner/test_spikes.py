@@ -68,13 +68,6 @@ def test_what_is_not_finite_is_counted_and_leaves_the_range_alone(value: float) 
     assert (watch.not_finite, watch.in_a_row) == (0, 0)
 
 
-def test_a_scaler_that_looks_for_its_factor_is_no_fault_and_what_comes_later_is() -> None:
-    watch = SpikeWatch("gradient norm", may_begin_so=True)
-    assert [watch.seen(value) for value in (math.inf, math.nan, math.inf, math.inf, 2.0)] == [""] * 5
-    assert [bool(watch.seen(math.inf)) for _ in range(IN_A_ROW)] == [True] * IN_A_ROW
-    assert watch.towards_end == IN_A_ROW
-
-
 @given(st.lists(st.floats(2.0, 4.0), min_size=SEEN_MIN, max_size=300))
 def test_values_within_a_factor_of_two_around_a_wide_range_are_never_touched(values: list[float]) -> None:
     """The smallest spread that counts is a twentieth of the median: ten of them are half of it."""

@@ -132,7 +132,10 @@ def test_the_last_line_is_that_of_a_crash_and_of_nothing_else() -> None:
     watch.ended(1, lived_s=3.0, now_s=3, last_line="ValueError: no data")
     assert watch.reason == "exit code 1 after 3.0 s: ValueError: no data"
     watch.started(b"", now_s=4)
-    watch.ended(-signal.SIGKILL, lived_s=3.0, now_s=7, last_line="step 7")
+    watch.ended(-signal.SIGKILL, lived_s=3.0, now_s=6, last_line="step 7", memory_kills=1)
+    assert watch.reason == "ended by SIGKILL after 3.0 s: the kernel had no memory left"
+    watch.started(b"", now_s=6, memory_kills=1)
+    watch.ended(-signal.SIGKILL, lived_s=3.0, now_s=7, last_line="step 7", memory_kills=1)
     assert watch.reason == "ended by SIGKILL after 3.0 s", "who was killed from outside had not said why"
 
 

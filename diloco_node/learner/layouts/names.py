@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
+import torch
 from torch import Tensor, nn
+
+from diloco_node.errors import LearnerError
 
 V = TypeVar("V")
 
@@ -19,7 +22,12 @@ checkpoints."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module below DistributedDataParallel and torch.compile. Wrappers of parts of it stay."""
+    """The user's own module below DistributedDataParallel and torch.compile. Wrappers of parts of it stay.
+
+    Raises LearnerError: it is, or has, a module of TorchScript.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise LearnerError("a TorchScript module can't be followed: attach the model that it was made from, unscripted")
     while True:
         inner = model.module if isinstance(model, REPLICAS) else model._modules.get("_orig_mod")
         if not isinstance(inner, nn.Module):

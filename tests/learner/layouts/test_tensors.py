@@ -11,13 +11,13 @@ from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_over
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
-from diloco_node.learner.batch_norm import batch_norm_warning
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.model_watch import check_not_replaced
+from diloco_node.learner.omissions import batch_norm_warning
 from diloco_node.learner.pull_back import STEPS
 from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck
+from diloco_node.learner.tensor_forms import check_not_replaced
 
 SEED = 499
 
@@ -284,6 +284,7 @@ def test_old_and_wrapped_weights_are_refused_with_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
+        (lambda: nn.Sequential(torch.jit.ScriptModule()), "a TorchScript module can't be followed"),
         (lambda: nn.Linear(2, 2, device="meta"), "meta device"),
         (lambda: nn.Linear(2, 2, dtype=torch.float64), "only float32, bfloat16 and float16"),
     ],

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from diloco_node.learner.batch_norm import batch_norm_warning
+from diloco_node.learner.omissions import batch_norm_warning
 
 
 def test_batch_normalisation_is_named_with_what_to_do() -> None:
