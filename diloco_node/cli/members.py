@@ -11,7 +11,7 @@ import typer
 from diloco_node.cli.options import ConfigOption, load, parse_option
 from diloco_node.cli.orders import give_order
 from diloco_node.cli.places import RegionArgument, region_folder
-from diloco_node.cli.tables import table_lines
+from diloco_node.cli.tables import since, table_lines
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.state_names import NODE_NAME
 
@@ -49,7 +49,7 @@ def list_members(
     if as_json:
         typer.echo(json.dumps(members))
         return
-    rows = [(row["region"], row["kind"], f"entry {row['since']}", _state(row)) for row in members["rows"]]
+    rows = [(row["region"], row["kind"], since(row), row["state"]) for row in members["rows"]]
     for line in table_lines([(name, "left") for name in ("region", "kind", "since", "now")], rows):
         typer.echo(line)
     typer.echo(members["tolerance"])
@@ -212,10 +212,3 @@ def _members(folder: Path) -> tuple[str, dict[str, Any]]:
         reason = document.get("error") or document.get("reason") or "it has just started"
         raise PeersUnreachable(f"{folder.name} does not tell the members of the run: {reason}")
     return str(document["run_id"]), members
-
-
-def _state(row: dict[str, Any]) -> str:
-    if row["kind"] == "former":
-        return "removed"
-    state = "there" if row["is_there"] else "away"
-    return state if row["has_folder"] else f"{state}, waits until its disk holds what is committed"

@@ -50,7 +50,7 @@ SOUND: dict[str, Any] = {
     "state_dir": "/s/us",
     "tokens_ratio_max": 4.0,
 }
-DOWN = {"link": "dialing", "is_alive": False, "error": "Connection refused"}
+DOWN = {"link": "dialing", "is_alive": False, "error": "Connection refused", "applied_index": 38}
 
 
 def changed(**changes: Any) -> dict[str, Any]:

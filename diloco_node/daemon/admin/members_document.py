@@ -3,40 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from diloco_node.core.ledger.disks import DiskView
-from diloco_node.core.ledger.roster import KINDS, Roster
+from diloco_node.core.ledger.roster import KINDS, Membership, Roster
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.membership.member_change import tolerance
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.shapes import REGION_PATTERN
+from diloco_node.core.types import EVICTED, EXPELLED
 from diloco_node.errors import ConfigError
 
 
-def members_document(disks: DiskView, there: frozenset[str]) -> dict[str, Any]:
-    """The members by the log, and what the run can bear.
+@dataclass(frozen=True, slots=True)
+class MemberSigns:
+    """Signs of the members beside those of the ledger.
 
-    Args:
-        there: the regions that are there, this one too.
+    Attributes:
+        region: this one. heard: the others whose heartbeats arrive.
+        linked: the others that have a link now, so their certificate is good.
+        held_bytes, state_bytes: of parameters and momentum, what this region holds, and all.
+        since_unix: by region, when this daemon saw the entry that gave it its kind; without those of before its start.
     """
+
+    region: str
+    heard: frozenset[str] = frozenset()
+    linked: frozenset[str] = frozenset()
+    held_bytes: int = 0
+    state_bytes: int = 0
+    since_unix: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def there(self) -> frozenset[str]:
+        """The regions that are there."""
+        return self.heard | {self.region}
+
+
+def members_document(disks: DiskView, signs: MemberSigns) -> dict[str, Any]:
+    """The members by the log, and what the run can bear."""
     roster = disks.roster
     return {
         "changes": roster.changes,
-        "tolerance": tolerance(roster, there) if disks.has_view else "the run has not begun",
+        "tolerance": f"{tolerance(roster, signs.there)}; training goes on in each region"
+        if disks.has_view
+        else "the run has not begun",
         "rows": [
             {
                 "region": name,
                 "kind": line.kind.value,
                 "since": line.since,
+                "since_unix": signs.since_unix.get(name),
                 "address": line.address,
                 "has_folder": bool(disks.disk_of(name)),
-                "is_there": name in there,
+                "is_there": name in signs.there,
+                "state": _state(name, line, signs, has_folder=bool(disks.disk_of(name))),
             }
             for name, line in roster.memberships.items()
         ],
     }
+
+
+def _state(name: str, line: Membership, signs: MemberSigns, *, has_folder: bool) -> str:
+    """Say whether a member is there, and what it waits for."""
+    if line.kind is MemberKind.FORMER:
+        return "removed"
+    if line.disk == EXPELLED:
+        return "expelled, until `diloco-node quarantine lift`"
+    if line.disk == EVICTED and name not in signs.there:
+        return "away too long: it has no vote until it is back"
+    if has_folder or not line.since:  # before genesis no folder counts
+        vote = ", ready for a vote" if line.kind is MemberKind.CONTRIBUTOR else ""
+        return f"there{vote}" if name in signs.there else "away"
+    if name == signs.region and signs.held_bytes < signs.state_bytes:
+        return f"fetches the model: {signs.held_bytes / 1e6:,.1f} of {signs.state_bytes / 1e6:,.1f} MB"
+    if name in signs.there:
+        return "there, waits until its disk holds what is committed"
+    if name in signs.linked:
+        return "its certificate is good, waits for its first heartbeat"
+    return "away, waits for a link with its certificate"
 
 
 def member_order(

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from diloco_node.core import events as ev
 from diloco_node.core.region import RegionCore
-from diloco_node.daemon.admin.members_document import members_document
 from diloco_node.daemon.learner.proxy import LearnerFacts, LearnerProxy
 from diloco_node.daemon.round_log import RoundLog
 from diloco_node.daemon.spec import NodeSpec
@@ -27,6 +26,8 @@ SETTLE_S: Final = 10.0
 """Right after a start the run seems to leap: the other regions are heard one by one, with steps that no round has."""
 
 DAY_S: Final = 86_400.0
+NEWEST_ENTRIES: Final = 16
+"""A change of the members further back in the log happened before this region caught up: nobody here saw when."""
 
 
 def wall_clock_s() -> float:
@@ -36,6 +37,9 @@ def wall_clock_s() -> float:
 
 class RunFacts:
     """Made with the node; give `observe` to its pump. Every few seconds call `mark`, and `look` in a thread.
+
+    Attributes:
+        rounds: the last ones. kinds_unix: by region, when its kind was seen to change (`MemberSigns.since_unix`).
 
     Args:
         certificate: the region's (`Credentials.document`). refusals: what the disk does not take now.
@@ -66,6 +70,8 @@ class RunFacts:
         self._phases = PhaseTimes()
         self._rounds_in_flight_max = 0
         self._standings = Standings(cosines)
+        self.kinds_unix: dict[str, float] = {}
+        self._roster = core.ledger.disks.roster
         self.rounds = RoundLog(
             core,
             region=spec.region,
@@ -77,10 +83,21 @@ class RunFacts:
     def observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         """Look at the core after each event, before the effects are performed."""
         self.rounds.observe(event, effects)
+        if self._core.ledger.disks.roster is not self._roster:
+            self._date_members()
         for effect in effects:
             if isinstance(effect, ev.ApplyVersion):
                 self._standings.observe(effect.body)
         self._rounds_in_flight_max = max(self._rounds_in_flight_max, len(self._core.leader.rounds))
+
+    def _date_members(self) -> None:
+        """Note when members got another kind."""
+        before, self._roster = self._roster, self._core.ledger.disks.roster
+        for name, line in self._roster.memberships.items():
+            if name not in before.memberships or before.memberships[name].since != line.since:
+                self.kinds_unix.pop(name, None)
+                if line.since > self._core.ledger.last_index - NEWEST_ENTRIES:
+                    self.kinds_unix[name] = wall_clock_s()
 
     def look(self) -> None:
         """At the disk, and at the processors."""
@@ -100,12 +117,10 @@ class RunFacts:
     def document(self, learner: LearnerProxy) -> dict[str, Any]:
         """The fields of the status document that come from here."""
         refusals, disks = dict(self._refusals()), self._core.ledger.disks
-        there = {self._spec.region, *self._core.liveness.alive(now_ns=self._now_ns())}
         return {
             "up_seconds": (self._now_ns() - self._begun_ns) / NS_PER_S,
             "run": self._run(),
             "voters": [name for name in disks.roster.voters if disks.disk_of(name)] if disks.has_view else None,
-            "members": members_document(disks, frozenset(there)),
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in disks.roster.names},
             "token_account": self._account(learner),
             "standings": self._standings.document(),
