@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from diloco_node.lab.chaos.demo_processes import DemoFile
-from diloco_node.lab.chaos.tape import read_tape
+from diloco_node.lab.chaos.fault_script import read_script
 from diloco_node.lab.demo.demo_report import check_folder, learner_status, read_region_report
 from diloco_node.lab.demo.storm import CALM_S
 from diloco_node.numeric import NS_PER_S
@@ -41,7 +41,7 @@ async def train_in_a_storm(folder: Path) -> dict[str, Any]:
     """Kills drawn from a seed, and faults by hand beside them."""
     words = ("--regions", "3", "--seconds", str(SECONDS), "--folder", str(folder), "--json")
     demo = asyncio.create_task(run("demo", *words, "--chaos", "--seed", "11", "--mtbf", "6s"))
-    while not (folder / "tape.jsonl").exists():
+    while not (folder / "script.jsonl").exists():
         assert not demo.done(), demo.result()
         await asyncio.sleep(0.2)
     region = sorted(DemoFile.load(folder).supervisors)[0]
@@ -70,7 +70,7 @@ async def test_a_storm_leaves_equal_parameters_and_a_whole_account(tmp_path: Pat
     assert account.faults == ()
     assert account.trained == account.merged + account.carried + account.discarded > 0
     chaos, training = report["chaos"], report["training"]
-    plan = read_tape(folder / "tape.jsonl", names).faults
+    plan = read_script(folder / "script.jsonl", names).faults
     assert [(one["do"], one["target"]) for one in chaos["faults"]] == [(one.kind, str(one.target)) for one in plan]
     assert all(fault.at_ns < (SECONDS - CALM_S) * NS_PER_S for fault in plan)
     struck = [one for one in chaos["faults"] if not one["missed"]]

@@ -91,6 +91,12 @@ CASES = [
         "ap (ap:1) is down: Connection refused",
         "diloco-node start --region ap",
     ),
+    (
+        kinds.PEER_DOWN,
+        changed(peers=peers(ap=DOWN | {"applied_index": 0})),
+        "ap (ap:1) has not been heard yet: Connection refused",
+        "diloco-node start --region ap",
+    ),
     (kinds.LAST_MAJORITY, changed(peers=peers(ap=DOWN)), "2 of 3 regions are left", ""),
     (kinds.NO_MAJORITY, changed(peers=peers(ap=DOWN, eu=DOWN)), "1 of 3 regions are left, 2 are needed", ""),
     (

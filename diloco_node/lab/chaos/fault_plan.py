@@ -1,7 +1,7 @@
 """The fault plan: what goes wrong, where, when, and for how long. Pure: all of it follows from a seed.
 
 The simulator draws its faults with `draw_gap` and `draw_one`, on its own clock and of its own kinds
-(`lab.sim.fault_storm.SCHEDULES`). A storm over real processes is a `FaultPlan`, drawn by `storm` or read from a tape.
+(`lab.sim.fault_storm.SCHEDULES`). A storm over real processes is a `FaultPlan`, drawn by `storm` or read from a script.
 """
 
 from __future__ import annotations

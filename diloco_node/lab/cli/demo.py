@@ -56,8 +56,8 @@ def demo(
             "--victims", metavar="NAMES", help="With --chaos: of daemon,learner,supervisor,region [default: all]."
         ),
     ] = "",
-    tape: Annotated[
-        Path | None, typer.Option("--tape", metavar="FILE", help="With --chaos: the faults of this file, no others.")
+    script: Annotated[
+        Path | None, typer.Option("--script", metavar="FILE", help="With --chaos: the faults of this file, no others.")
     ] = None,
     baseline: Annotated[
         Path | None,

@@ -110,9 +110,9 @@ def run_demo(options: DemoOptions) -> int:
     if options.has_outage and options.wan is None:
         raise ConfigError("--outage cuts an emulated WAN: add --wan netem/us-4.toml")
     if not options.has_chaos and (
-        options.tape or options.baseline or options.victims or options.mtbf or options.notice
+        options.script or options.baseline or options.victims or options.mtbf or options.notice
     ):
-        raise ConfigError("--mtbf, --notice, --victims, --tape and --baseline belong to a storm: add --chaos")
+        raise ConfigError("--mtbf, --notice, --victims, --script and --baseline belong to a storm: add --chaos")
     if options.has_outage and options.tokens:
         raise ConfigError("--outage is laid out for a time: give --seconds, not --tokens")
     if options.budget:

@@ -18,7 +18,7 @@ from diloco_node.lab.chaos.executor import FaultExecutor, StruckFault
 from diloco_node.lab.chaos.fault_plan import KINDS, VICTIMS, FaultPlan, parse_victims, storm
 from diloco_node.lab.chaos.picture import draw_life
 from diloco_node.lab.chaos.story import RunSample, TimedMerge
-from diloco_node.lab.chaos.tape import read_tape, tape_text
+from diloco_node.lab.chaos.fault_script import read_script, script_text
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.region_processes import RegionProcess, attached_learner
 from diloco_node.numeric import NS_PER_S
@@ -35,12 +35,12 @@ POLL_S: Final = 0.25
 TOKENS_PLAN_TIMES: Final = 5
 """A storm that ends with a number of tokens is drawn for so many times what they take undisturbed. Then it is calm."""
 
-TAPE_NAME: Final = "tape.jsonl"
+SCRIPT_NAME: Final = "script.jsonl"
 PICTURE_NAME: Final = "chaos.svg"
 
 
 UNCOMPARED: Final = frozenset(
-    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "tape", "baseline"}
+    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline"}
 )
 """Options that a demo and its baseline need not share: how many regions (their names are compared), where each is kept,
 how it is shown, and what strikes it. An option that is not here is compared."""
@@ -101,7 +101,7 @@ class DemoStorm:
         plan: what is struck. With `--tokens` it is much longer than the training should be: the demo ends the storm.
         calm_tokens: with `--tokens`, the storm ends when so many have still to be merged.
 
-    Raises ConfigError: an option, the tape or the baseline is wrong.
+    Raises ConfigError: an option, the script or the baseline is wrong.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class DemoStorm:
             raise ConfigError("--notice is given to whole machines: leave --victims out")
         self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
         self.plan: FaultPlan
-        if options.tape is not None:
-            self.plan = read_tape(options.tape, self._names).until(end_ns)
+        if options.script is not None:
+            self.plan = read_script(options.script, self._names).until(end_ns)
         else:
             self.plan = storm(
                 self._names,
@@ -151,8 +151,8 @@ class DemoStorm:
     async def run(
         self, regions: Sequence[RegionProcess], now_ns: Callable[[], int], say: Callable[[str], None]
     ) -> None:
-        """Strike, until the plan is at its end. The plan is left in the folder, as a tape."""
-        (self._folder / TAPE_NAME).write_text(tape_text(self.plan))
+        """Strike, until the plan is at its end. The plan is left in the folder, as a script."""
+        (self._folder / SCRIPT_NAME).write_text(script_text(self.plan))
 
         def announce(fault: StruckFault) -> None:
             suffix = ": nobody was there" if fault.is_missed else ""
@@ -193,13 +193,13 @@ class DemoStorm:
                 ),
                 "picture": str(picture.resolve()),
             }
-        is_drawn = self._options.tape is None
+        is_drawn = self._options.script is None
         return {
             "seed": self._options.seed if is_drawn else None,
             "notice_seconds": self._notice_ns / NS_PER_S or None,
             "mtbf_seconds": self._mtbf.ns / NS_PER_S if is_drawn else None,
             "victims": list(self._victims) if is_drawn else None,
-            "tape": str(self._options.tape or self._folder / TAPE_NAME),
+            "script": str(self._options.script or self._folder / SCRIPT_NAME),
             "calm_seconds": None if self._options.tokens else CALM_S,
             "calm_tokens": self.calm_tokens if self._options.tokens else None,
             "struck": {
@@ -243,7 +243,7 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
     )
     notice_s = chaos["notice_seconds"]
     kind = f"a notice of {notice_s:g} s" if notice_s else "a kill"
-    source = f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["tape"]
+    source = f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["script"]
     calm = f"{chaos['calm_tokens']:,} tokens" if chaos["calm_seconds"] is None else f"{chaos['calm_seconds']:.0f} s"
     lines = [
         f"storm              {source}: {strikes or 'nothing was struck'}; {chaos['missed']} met nobody; the last "

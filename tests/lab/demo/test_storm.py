@@ -20,7 +20,7 @@ from diloco_node.lab.demo.demo_run import run_demo
 from diloco_node.lab.demo.storm import (
     CALM_S,
     PICTURE_NAME,
-    TAPE_NAME,
+    SCRIPT_NAME,
     DemoStorm,
     comparable,
     read_baseline,
@@ -72,13 +72,13 @@ def test_a_storm_that_ends_with_a_number_of_tokens_is_drawn_for_longer_than_they
     assert by_tokens.plan.faults[: len(by_time.plan.faults)] == by_time.plan.faults
 
 
-def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
-    file = tmp_path / "tape"
+def test_a_script_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
+    file = tmp_path / "script"
     file.write_text(
         '{"at_seconds": 48, "do": "pause", "target": "a", "seconds": 30}\n'
         '{"at_seconds": 55, "do": "kill", "target": "a"}\n'
     )
-    [fault] = storm_of(replace(OPTIONS, tape=file), tmp_path).plan.faults
+    [fault] = storm_of(replace(OPTIONS, script=file), tmp_path).plan.faults
     assert fault == PlannedFault(48 * S, "pause", FaultTarget("a"), 2 * S)
 
 
@@ -93,7 +93,7 @@ def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
         ({"victims": "learner,leader"}, "--victims"),
         ({"notice": "soon"}, "--notice"),
         ({"notice": "30s", "victims": "daemon"}, "leave --victims out"),
-        ({"tape": Path("missing")}, "can't be read"),
+        ({"script": Path("missing")}, "can't be read"),
         ({"baseline": Path("missing")}, "--baseline"),
     ],
 )
@@ -102,7 +102,7 @@ def test_wrong_options_are_refused_before_anything_runs(changes: dict[str, Any],
         storm_of(replace(OPTIONS, **changes), tmp_path)
 
 
-UNCOMPARED = ("regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "tape", "baseline")
+UNCOMPARED = ("regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline")
 """Their values may differ: the names of the regions are compared, and the others change no figure without a storm."""
 
 OTHER_VALUES: dict[str, Any] = {
@@ -155,21 +155,21 @@ def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"tape": Path("x")}, {"baseline": Path("x")}, {"victims": "daemon"}, {"mtbf": "5s"}, {"notice": "9s"}]
+    "changes", [{"script": Path("x")}, {"baseline": Path("x")}, {"victims": "daemon"}, {"mtbf": "5s"}, {"notice": "9s"}]
 )
 def test_options_of_a_storm_want_a_storm(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="add --chaos"):
         run_demo(DemoOptions(**changes))
 
 
-def test_the_plan_is_left_as_a_tape_that_makes_the_same_storm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_is_left_as_a_script_that_makes_the_same_storm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def spare(*_: object) -> None:
         pass
 
     monkeypatch.setattr(storm_module.FaultExecutor, "strike", spare)
     drawn = storm_of(OPTIONS, tmp_path)
     asyncio.run(drawn.run([], lambda: 60 * S, lambda _: None))
-    again = storm_of(replace(OPTIONS, tape=tmp_path / TAPE_NAME), tmp_path)
+    again = storm_of(replace(OPTIONS, script=tmp_path / SCRIPT_NAME), tmp_path)
     assert again.plan == drawn.plan
     assert len(again.plan.faults) > 3
 
@@ -179,8 +179,8 @@ def test_what_goes_wrong_with_a_fault_is_one_plain_error(tmp_path: Path, monkeyp
         raise StorageError("the folder is full")
 
     monkeypatch.setattr(storm_module.FaultExecutor, "strike", refuse)
-    (tmp_path / "tape").write_text('{"at_seconds": 0, "do": "kill", "target": "a"}\n')
-    storm = storm_of(replace(OPTIONS, tape=tmp_path / "tape"), tmp_path)
+    (tmp_path / "script").write_text('{"at_seconds": 0, "do": "kill", "target": "a"}\n')
+    storm = storm_of(replace(OPTIONS, script=tmp_path / "script"), tmp_path)
     with pytest.raises(StorageError, match="the folder is full"):
         asyncio.run(storm.run([], lambda: 0, lambda _: None))
 

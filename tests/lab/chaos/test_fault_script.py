@@ -1,4 +1,4 @@
-"""lab/chaos/tape.py: what is written is read again, and nothing else is taken."""
+"""lab/chaos/fault_script.py: what is written is read again, and nothing else is taken."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.errors import ConfigError
-from diloco_node.lab.chaos import tape
+from diloco_node.lab.chaos import fault_script
 from diloco_node.lab.chaos.fault_plan import DAEMON_ONLY, KINDS, LASTING, VICTIMS, FaultPlan, FaultTarget, PlannedFault
-from diloco_node.lab.chaos.tape import read_tape, tape_text
+from diloco_node.lab.chaos.fault_script import read_script, script_text
 from diloco_node.numeric import NS_PER_S
 
 REGIONS = ("us-east", "us-west")
@@ -31,20 +31,20 @@ def test_a_plan_that_is_written_is_read_again(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[PlannedFault]
 ) -> None:
     ordered = tuple(sorted(drawn, key=lambda one: (one.at_ns, one.target, one.kind, one.lasts_ns)))
-    file = tmp_path_factory.mktemp("tape") / "tape.jsonl"
-    file.write_text(tape_text(FaultPlan(ordered)))
-    read = read_tape(file, REGIONS).faults
+    file = tmp_path_factory.mktemp("script") / "script.jsonl"
+    file.write_text(script_text(FaultPlan(ordered)))
+    read = read_script(file, REGIONS).faults
     assert sorted(read, key=lambda one: (one.at_ns, one.target, one.kind, one.lasts_ns)) == list(ordered)
     assert [one.at_ns for one in read] == sorted(one.at_ns for one in read)
 
 
-def test_a_tape_by_hand(tmp_path: Path) -> None:
-    file = tmp_path / "tape"
+def test_a_script_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "script"
     file.write_text(
         '# comes second\n{"at_seconds": 3, "do": "pause", "target": "us-west"}\n\n'
         '{"at_seconds": 1.5, "do": "kill", "target": "us-east.learner"}\n'
     )
-    first, second = read_tape(file, REGIONS).faults
+    first, second = read_script(file, REGIONS).faults
     assert first == PlannedFault(1500 * MS, "kill", FaultTarget("us-east", "learner"))
     assert second == PlannedFault(3000 * MS, "pause", FaultTarget("us-west"), 5 * NS_PER_S)
 
@@ -73,23 +73,23 @@ def test_a_tape_by_hand(tmp_path: Path) -> None:
     ],
 )
 def test_lines_that_are_no_fault_are_named_and_refused(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "tape"
+    file = tmp_path / "script"
     file.write_text(f"\n{line}\n")
     with pytest.raises(ConfigError, match=r"line 2"):
-        read_tape(file, REGIONS)
+        read_script(file, REGIONS)
 
 
-def test_a_tape_that_is_missing_too_long_or_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_is_missing_too_long_or_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="can't be read"):
-        read_tape(tmp_path / "none", REGIONS)
-    file = tmp_path / "tape"
+        read_script(tmp_path / "none", REGIONS)
+    file = tmp_path / "script"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="can't be read"):
-        read_tape(file, REGIONS)
+        read_script(file, REGIONS)
     file.write_text('{"at_seconds": 1, "do": "kill", "target": "us-east"}\n' * 3)
-    monkeypatch.setattr(tape, "FAULTS_MAX", 2)
+    monkeypatch.setattr(fault_script, "FAULTS_MAX", 2)
     with pytest.raises(ConfigError, match="3 faults"):
-        read_tape(file, REGIONS)
-    monkeypatch.setattr(tape, "TAPE_BYTES_MAX", 10)
+        read_script(file, REGIONS)
+    monkeypatch.setattr(fault_script, "SCRIPT_BYTES_MAX", 10)
     with pytest.raises(ConfigError, match="longer than"):
-        read_tape(file, REGIONS)
+        read_script(file, REGIONS)

@@ -1,4 +1,4 @@
-"""A tape: a fault plan as a file, one JSON object a line, so that a storm can be had again or be written by hand.
+"""A script: a fault plan as a file, one JSON object a line, so that a storm can be had again or be written by hand.
 
 {"at_seconds": 12.5, "do": "kill", "target": "us-east.learner"}
 {"at_seconds": 20.0, "do": "pause", "target": "eu-west", "seconds": 3.0}
@@ -24,26 +24,26 @@ from diloco_node.lab.chaos.fault_plan import (
 )
 from diloco_node.numeric import NS_PER_S
 
-TAPE_BYTES_MAX: Final = 256 * FAULTS_MAX
+SCRIPT_BYTES_MAX: Final = 256 * FAULTS_MAX
 KEYS: Final = frozenset({"at_seconds", "do", "target", "seconds"})
 
 
-def tape_text(plan: FaultPlan) -> str:
+def script_text(plan: FaultPlan) -> str:
     """The plan as lines of JSON."""
     return "".join(json.dumps(_document(fault)) + "\n" for fault in plan.faults)
 
 
-def read_tape(file: Path, regions: Sequence[str]) -> FaultPlan:
-    """Read a tape; its lines may stand in any order.
+def read_script(file: Path, regions: Sequence[str]) -> FaultPlan:
+    """Read a script; its lines may stand in any order.
 
     Raises ConfigError: it can't be read, a line is wrong, or a target is not there.
     """
     try:
-        if file.stat().st_size > TAPE_BYTES_MAX:
-            raise ConfigError(f"{file} is longer than {TAPE_BYTES_MAX:,} bytes: no tape")
+        if file.stat().st_size > SCRIPT_BYTES_MAX:
+            raise ConfigError(f"{file} is longer than {SCRIPT_BYTES_MAX:,} bytes: no script")
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the tape {file} can't be read ({error})") from None
+        raise ConfigError(f"the script {file} can't be read ({error})") from None
     faults = []
     for number, line in enumerate(lines, start=1):
         if line.strip() and not line.startswith("#"):
