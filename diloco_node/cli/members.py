@@ -182,24 +182,42 @@ def _change(
     is_forced: bool = False,
     address: str = "",
 ) -> None:
-    from diloco_node.core.ledger.roster import Membership, Roster
-    from diloco_node.core.member_kind import MemberKind, MembershipBody
-    from diloco_node.transport.authority import sign
     from diloco_node.transport.certificates import CA_KEY
 
     folder = region_folder(place, config)
+    key = key if key is not None else load(config).run.certs_dir / CA_KEY
+    voters = change_members(folder, name, kind, key, is_forced=is_forced, address=address)
+    fact = "is removed" if kind == "former" else f"is a {kind}"
+    typer.echo(
+        f"{folder.name} puts it into the ledger: {name} {fact} when a majority agrees. The voters are "
+        f"{', '.join(voters)} then; `diloco-node members list` shows them"
+    )
+
+
+def change_members(
+    folder: Path, name: str, kind: str, key: Path, *, is_forced: bool = False, address: str = ""
+) -> tuple[str, ...]:
+    """Sign a change of the members, and give it to the region with this state folder.
+
+    Args:
+        name, kind, address: as in `MembershipBody`. key: the authority's.
+        is_forced: also where the next failure would stop merging then.
+
+    Returns: the voters after the change, which is made when a majority agrees.
+
+    Raises DilocoError: the region does not answer, or refuses; or the key is not there.
+    """
+    from diloco_node.core.ledger.roster import Membership, Roster
+    from diloco_node.core.member_kind import MemberKind, MembershipBody
+    from diloco_node.transport.authority import sign
+
     run_id, members = _members(folder)
     lines = {row["region"]: Membership(MemberKind(row["kind"]), address=row["address"]) for row in members["rows"]}
     roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind, address))
-    key = key if key is not None else load(config).run.certs_dir / CA_KEY
     signature = sign(key, roster.statement(run_id)).hex()
     order = {"region": name, "kind": kind, "address": address, "changes": roster.changes}
     give_order(folder, "members", {**order, "signature": signature, "force": is_forced})
-    fact = "is removed" if kind == MemberKind.FORMER else f"is a {kind}"
-    typer.echo(
-        f"{folder.name} puts it into the ledger: {name} {fact} when a majority agrees. The voters are "
-        f"{', '.join(roster.voters)} then; `diloco-node members list` shows them"
-    )
+    return roster.voters
 
 
 def _members(folder: Path) -> tuple[str, dict[str, Any]]:

@@ -255,7 +255,10 @@ def test_changes_of_the_members_are_signed_with_the_authoritys_key(
     init_run(Path("certs"), "try", ["eu"])
     disks = DiskView("abc")
     disks.begin(Roster.of_voters(("asia", "eu", "us"), dict.fromkeys(("asia", "eu", "us"), b"d" * 16), since=2), 2)
-    region.status = {"run_id": "try", "members": members_document(disks, MemberSigns("eu", frozenset(("us",)), since_unix={"us": 0.5}))}
+    region.status = {
+        "run_id": "try",
+        "members": members_document(disks, MemberSigns("eu", frozenset(("us",)), since_unix={"us": 0.5})),
+    }
     assert main(["members", "list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "region  kind   since                         now",

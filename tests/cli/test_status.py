@@ -13,7 +13,15 @@ from hypothesis import given
 from diloco_node.cli import status as status_cmd
 from diloco_node.cli.admin_client import Target, ask, ask_all
 from diloco_node.cli.places import find_targets, targets_in
-from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, held_out_line, member_lines, run_line, status_lines
+from diloco_node.cli.status_view import (
+    ALERTS_MAX,
+    alert_lines,
+    detail_lines,
+    held_out_line,
+    member_lines,
+    run_line,
+    status_lines,
+)
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
 from tests.health.test_alerts import DOWN, changed, peers

@@ -73,9 +73,15 @@ def _state(name: str, line: Membership, signs: MemberSigns, *, has_folder: bool)
         return "expelled, until `diloco-node quarantine lift`"
     if line.disk == EVICTED and name not in signs.there:
         return "away too long: it has no vote until it is back"
-    if has_folder or not line.since:  # before genesis no folder counts
-        vote = ", ready for a vote" if line.kind is MemberKind.CONTRIBUTOR else ""
-        return f"there{vote}" if name in signs.there else "away"
+    if not has_folder and line.since:  # before genesis no folder counts
+        return _lack(name, signs)
+    if name not in signs.there:
+        return "away"
+    return "there, ready for a vote" if line.kind is MemberKind.CONTRIBUTOR else "there"
+
+
+def _lack(name: str, signs: MemberSigns) -> str:
+    """Say what is still to come of a member whose folder does not count."""
     if name == signs.region and signs.held_bytes < signs.state_bytes:
         return f"fetches the model: {signs.held_bytes / 1e6:,.1f} of {signs.state_bytes / 1e6:,.1f} MB"
     if name in signs.there:

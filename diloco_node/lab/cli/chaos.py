@@ -72,7 +72,7 @@ def script(
     seconds: Annotated[float, typer.Option("--seconds", min=5, max=86_400, help="As long as the demo.")] = 90.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the failures.")] = 0,
 ) -> None:
-    """Print the failures of the paper's model as a script for `demo --chaos --script`; see docs/lab/chaos.md."""
+    """Print the failures of the paper's model as a script for `demo --script`; see docs/lab/chaos.md."""
     from diloco_node.errors import ConfigError
     from diloco_node.lab.chaos.chip_failures import failure_plan
     from diloco_node.lab.chaos.fault_plan import FAULTS_MAX
@@ -81,7 +81,9 @@ def script(
 
     plan = failure_plan(chips, NAMES[:regions], seconds=seconds, seed=seed)
     if len(plan.faults) > FAULTS_MAX:
-        raise ConfigError(f"{len(plan.faults):,} faults are more than a script has ({FAULTS_MAX:,}): take fewer --chips")
+        raise ConfigError(
+            f"{len(plan.faults):,} faults are more than a script has ({FAULTS_MAX:,}): take fewer --chips"
+        )
     typer.echo(script_text(plan), nl=False)
 
 

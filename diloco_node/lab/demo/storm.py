@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +15,10 @@ from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.chaos import story
 from diloco_node.lab.chaos.demo_processes import DemoFile
 from diloco_node.lab.chaos.executor import FaultExecutor, StruckFault
-from diloco_node.lab.chaos.fault_plan import KINDS, VICTIMS, FaultPlan, parse_victims, storm
+from diloco_node.lab.chaos.fault_plan import KINDS, VICTIMS, FaultPlan, PlannedFault, parse_victims, storm
+from diloco_node.lab.chaos.fault_script import read_script, script_text
 from diloco_node.lab.chaos.picture import draw_life
 from diloco_node.lab.chaos.story import RunSample, TimedMerge
-from diloco_node.lab.chaos.fault_script import read_script, script_text
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.region_processes import RegionProcess, attached_learner
 from diloco_node.numeric import NS_PER_S
@@ -114,7 +114,6 @@ class DemoStorm:
         tokens_per_second: float,
     ) -> None:
         self._options = options
-        self._names = sorted(names)
         self._folder = folder
         self.calm_tokens = int(CALM_S * tokens_per_second)
         if options.tokens:
@@ -133,37 +132,50 @@ class DemoStorm:
         if options.notice and options.victims:
             raise ConfigError("--notice is given to whole machines: leave --victims out")
         self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
-        self.plan: FaultPlan
-        if options.script is not None:
-            self.plan = read_script(options.script, self._names).until(end_ns)
-        else:
-            self.plan = storm(
-                self._names,
+        self.plan = FaultPlan(()) if options.script is None else read_script(options.script, names).until(end_ns)
+        self._names = sorted({*names, *self.plan.joiners})
+        if options.has_chaos:
+            drawn = storm(
+                names,
                 seed=options.seed,
                 mtbf_ns=self._mtbf.ns,
                 end_ns=end_ns,
                 victims=self._victims,
                 notice_ns=self._notice_ns,
+                script=self.plan,
             )
+            self.plan = FaultPlan(tuple(sorted((*self.plan.faults, *drawn.faults), key=lambda fault: fault.at_ns)))
         self._baseline = read_baseline(options.baseline, settings) if options.baseline is not None else None
         self._strikes: Sequence[StruckFault] = ()
 
+    @property
+    def refusals(self) -> list[str]:
+        """Why orders of the script were not carried out, one line each."""
+        return [f"{fault.fault.kind} {fault.fault.target}: {fault.refusal}" for fault in self._strikes if fault.refusal]
+
     async def run(
-        self, regions: Sequence[RegionProcess], now_ns: Callable[[], int], say: Callable[[str], None]
+        self,
+        regions: Sequence[RegionProcess],
+        now_ns: Callable[[], int],
+        say: Callable[[str], None],
+        carry_out: Callable[[PlannedFault], Awaitable[str]] | None = None,
     ) -> None:
-        """Strike, until the plan is at its end. The plan is left in the folder, as a script."""
+        """Strike and have orders carried out, until the plan is at its end. It is left in the folder, as a script."""
         (self._folder / SCRIPT_NAME).write_text(script_text(self.plan))
 
         def announce(fault: StruckFault) -> None:
             suffix = ": nobody was there" if fault.is_missed else ""
             say(f"chaos: {fault.at_ns / NS_PER_S:6.1f} s  {fault.fault.kind} {fault.fault.target}{suffix}")
 
-        statuses = {region.name: region for region in regions}
+        def learner_pid(name: str) -> int | None:
+            return next((attached_learner(region.status) for region in regions if region.name == name), None)
+
         executor = FaultExecutor(
             lambda: DemoFile.load(self._folder),
             now_ns=now_ns,
             on_strike=announce,
-            learner_pid=lambda name: attached_learner(statuses[name].status),
+            learner_pid=learner_pid,
+            carry_out=carry_out,
         )
         self._strikes = executor.strikes
         try:
@@ -175,7 +187,8 @@ class DemoStorm:
         self, samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, training: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
-        counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in self._strikes if not fault.is_missed)
+        faults = [fault for fault in self._strikes if not fault.is_missed and not fault.is_order]
+        counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in faults)
         end_ns = int(training["seconds"] * NS_PER_S)
         lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "goodput_there", "picture"))
         if merges is not None:
@@ -193,7 +206,7 @@ class DemoStorm:
                 ),
                 "picture": str(picture.resolve()),
             }
-        is_drawn = self._options.script is None
+        is_drawn = self._options.has_chaos
         return {
             "seed": self._options.seed if is_drawn else None,
             "notice_seconds": self._notice_ns / NS_PER_S or None,
@@ -244,12 +257,18 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
     notice_s = chaos["notice_seconds"]
     kind = f"a notice of {notice_s:g} s" if notice_s else "a kill"
     source = f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["script"]
+    orders = [fault for fault in chaos["faults"] if "refused" in fault]
     calm = f"{chaos['calm_tokens']:,} tokens" if chaos["calm_seconds"] is None else f"{chaos['calm_seconds']:.0f} s"
     lines = [
         f"storm              {source}: {strikes or 'nothing was struck'}; {chaos['missed']} met nobody; the last "
         f"{calm} were calm",
         f"commits            {training['commits_per_minute']:.0f} a minute, at most "
         f"{training['longest_gap_seconds']:.1f} s between two",
+    ]
+    lines += [
+        f"at {order['at_seconds']:<16.1f}{order['do']} {order['target']}: "
+        + (f"REFUSED: {order['refused']}" if order["refused"] else f"done after {order['took_seconds']:.1f} s")
+        for order in orders
     ]
     if notices := chaos["notices"]:
         lines.append(

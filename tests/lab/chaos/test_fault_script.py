@@ -79,7 +79,9 @@ def test_lines_that_are_no_fault_are_named_and_refused(tmp_path: Path, line: str
         read_script(file, REGIONS)
 
 
-def test_a_script_that_is_missing_too_long_or_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_is_missing_too_long_or_no_text_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="can't be read"):
         read_script(tmp_path / "none", REGIONS)
     file = tmp_path / "script"

@@ -162,7 +162,9 @@ def test_options_of_a_storm_want_a_storm(changes: dict[str, Any]) -> None:
         run_demo(DemoOptions(**changes))
 
 
-def test_the_plan_is_left_as_a_script_that_makes_the_same_storm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_is_left_as_a_script_that_makes_the_same_storm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def spare(*_: object) -> None:
         pass
 
