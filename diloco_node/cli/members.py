@@ -60,7 +60,9 @@ def add(
     *,
     name: Annotated[str, typer.Argument(metavar="NAME", help="A region that has a certificate: `certs add NAME`.")],
     place: RegionArgument = None,
-    address: Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Where the others dial it.")],
+    address: Annotated[
+        str, typer.Option("--address", metavar="HOST:PORT", help="Where the others dial it; without, it dials them.")
+    ] = "",
     key: KeyOption = None,
     config: ConfigOption = None,
 ) -> None:
@@ -70,7 +72,8 @@ def add(
 
     if not is_region_name(name):
         raise ConfigError(f"{name!r} is no region's name: use 1 to 63 of a-z, 0-9 and '-'")
-    parse_option("--address", address, host_port_of)
+    if address:
+        parse_option("--address", address, host_port_of)
     _change(name, "contributor", place, config, key, address=address)
     typer.echo(f"Then, in {name}: diloco-node start --join HOST:PORT --region {name}, with the address of any member")
 
@@ -180,7 +183,7 @@ def _change(
     key: Path | None,
     *,
     is_forced: bool = False,
-    address: str = "",
+    address: str | None = None,
 ) -> None:
     from diloco_node.transport.certificates import CA_KEY
 
@@ -195,12 +198,13 @@ def _change(
 
 
 def change_members(
-    folder: Path, name: str, kind: str, key: Path, *, is_forced: bool = False, address: str = ""
+    folder: Path, name: str, kind: str, key: Path, *, is_forced: bool = False, address: str | None = None
 ) -> tuple[str, ...]:
     """Sign a change of the members, and give it to the region with this state folder.
 
     Args:
-        name, kind, address: as in `MembershipBody`. key: the authority's.
+        name, kind: as in `MembershipBody`. key: the authority's.
+        address: of a region that is added, as there; None: none is added.
         is_forced: also where the next failure would stop merging then.
 
     Returns: the voters after the change, which is made when a majority agrees.
@@ -213,7 +217,7 @@ def change_members(
 
     run_id, members = _members(folder)
     lines = {row["region"]: Membership(MemberKind(row["kind"]), address=row["address"]) for row in members["rows"]}
-    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind, address))
+    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind, address or ""))
     signature = sign(key, roster.statement(run_id)).hex()
     order = {"region": name, "kind": kind, "address": address, "changes": roster.changes}
     give_order(folder, "members", {**order, "signature": signature, "force": is_forced})

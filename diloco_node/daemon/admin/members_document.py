@@ -108,22 +108,33 @@ def member_order(
         octets = bytes.fromhex(signature if isinstance(signature, str) else "?")
     except ValueError:
         raise ConfigError("the signature must be a text of hexadecimal digits") from None
-    address = document.get("address") or ""
-    if address:
+    if (address := document.get("address")) is not None:
         _check_new(region, address, roster, addresses)
     if document.get("changes", roster.changes + 1) != roster.changes + 1:
         raise ConfigError("the members were changed meanwhile: look at `diloco-node members list`, and order it again")
-    body = MembershipBody(region, MemberKind(kind).value, address, octets)
+    body = MembershipBody(region, MemberKind(kind).value, address or "", octets)
     return EntryOrdered(body, is_cut_off=kind == MemberKind.FORMER, is_forced=document.get("force") is True)
 
 
 def _check_new(region: str, address: Any, roster: Roster, addresses: Mapping[str, str | None]) -> None:
-    """Refuse a member to be added that is there already, or has another's address. Raises ConfigError."""
+    """Refuse a member to be added that is there already, or has another's address.
+
+    Args:
+        address: "host:port"; empty: nobody can dial it, and it dials all others.
+
+    Raises ConfigError.
+    """
     from diloco_node.config.field_types import host_port_of  # brings pydantic, which the daemon else does without
 
     if (kind := roster.kind_of(region)) is not MemberKind.FORMER:
         place = addresses.get(region) or "an address that is not known here"
         raise ConfigError(f"{region} is a {kind} already, at {place}: to move it, remove it first and add it again")
+    if address == "":
+        if hidden := [name for name in roster.names if not addresses.get(name)]:
+            raise ConfigError(
+                f"nobody can dial {hidden[0]}, so {region} must be dialable: give --address, where the others dial it"
+            )
+        return
     try:
         host_port_of(address)
     except ValueError as error:

@@ -128,7 +128,7 @@ class ScriptedMembers:
             await asyncio.sleep(POLL_S)
         return ""
 
-    async def _change(self, name: str, kind: str, address: str = "") -> str:
+    async def _change(self, name: str, kind: str, address: str | None = None) -> str:
         """Have the leader change the members, until the ledger says so."""
         refusal, end_s = "no region names a leader", time.monotonic() + ORDER_S
         key = self._folder / "certs" / CA_KEY

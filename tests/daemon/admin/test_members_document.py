@@ -65,6 +65,14 @@ def test_a_former_member_waits_for_nothing() -> None:
     assert members_document(DiskView("abc", roster), MemberSigns("a"))["rows"][2]["state"] == "removed"
 
 
+def test_one_member_may_have_no_address() -> None:
+    addition = {"region": "ap", "kind": "contributor", "address": "", "changes": 1, "signature": "0a"}
+    order = member_order(addition, ROSTER, {"eu": "eu.example:7400", "us": "us.example:7400"})
+    assert order.body == MembershipBody("ap", "contributor", "", b"\x0a")
+    demotion = member_order({**addition, "region": "us", "address": None}, ROSTER)
+    assert demotion.body == MembershipBody("us", "contributor", "", b"\x0a")
+
+
 ROSTER = Roster.of_voters(("eu", "us"))
 
 
@@ -97,6 +105,8 @@ def test_a_member_is_added_at_an_address_of_its_own() -> None:
         ({"region": "us"}, "us is a voter already, at us.example:7400"),
         ({"address": "us.example:7400"}, "us.example:7400 is the address of us: give that of ap"),
         ({"address": "ap"}, 'the address .ap.: it must be "HOST:PORT"'),
+        ({"address": ""}, "nobody can dial eu, so ap must be dialable: give --address"),
+        ({"region": "us", "address": ""}, "us is a voter already"),
         ({"address": 7400}, 'the address 7400: it must be "HOST:PORT"'),
         ({"changes": 2}, "the members were changed meanwhile"),
     ],
