@@ -66,6 +66,13 @@ def test_regions_of_several_machines_have_the_same_admin_port() -> None:
     assert ports == {"a": 7401, "b": 7402, "c": 7401, "e": 7401}
 
 
+def test_it_says_how_regions_join_later(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--regions", REGIONS, "--yes"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    for command in ("certs add NAME", "start --join HOST:PORT --region NAME", "members add NAME"):
+        assert f"`diloco-node {command}`" in last
+
+
 def test_questions_are_asked_for_what_no_flag_says() -> None:
     result = CliRunner().invoke(app, ["init", "--budget", ""], input="try\neu=10.0.0.1:7400\n\n7\n")
     assert result.exit_code == 0, result.output

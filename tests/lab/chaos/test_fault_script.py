@@ -1,5 +1,6 @@
 """lab/chaos/fault_script.py: what is written is read again, and nothing else is taken."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from diloco_node.lab.chaos import fault_script
 from diloco_node.lab.chaos.fault_plan import DAEMON_ONLY, KINDS, LASTING, VICTIMS, FaultPlan, FaultTarget, PlannedFault
 from diloco_node.lab.chaos.fault_script import read_script, script_text
 from diloco_node.numeric import NS_PER_S
+from tests.kit.repository import ROOT
 
 REGIONS = ("us-east", "us-west")
 MS = NS_PER_S // 1000
@@ -18,8 +20,8 @@ MS = NS_PER_S // 1000
 
 @st.composite
 def faults(draw: st.DrawFn) -> PlannedFault:
-    kind = draw(st.sampled_from(KINDS))
-    parts = ["daemon", "region"] if kind in DAEMON_ONLY else ["region"] if kind == "notice" else VICTIMS
+    kind = draw(st.sampled_from((*KINDS, "wipe")))
+    parts = ["daemon", "region"] if kind in DAEMON_ONLY else ["region"] if kind in ("notice", "wipe") else VICTIMS
     part = draw(st.sampled_from(parts))
     lasts_ms = draw(st.integers(1, 3_600_000)) if kind in LASTING else 0
     target = FaultTarget(draw(st.sampled_from(REGIONS)), part)
@@ -47,6 +49,47 @@ def test_a_script_by_hand(tmp_path: Path) -> None:
     first, second = read_script(file, REGIONS).faults
     assert first == PlannedFault(1500 * MS, "kill", FaultTarget("us-east", "learner"))
     assert second == PlannedFault(3000 * MS, "pause", FaultTarget("us-west"), 5 * NS_PER_S)
+
+
+def test_the_example_lets_four_regions_grow_to_six_and_shrink_to_three() -> None:
+    founders = ("us-east", "us-west", "eu-west", "ap-east")
+    plan = read_script(ROOT / "examples" / "grow_and_shrink.jsonl", founders)
+    assert plan.joiners == ("us-central", "eu-north")
+    assert [len(plan.members(founders, at_s * NS_PER_S)) for at_s in (0, 3, 6, 45, 90)] == [4, 5, 6, 5, 3]
+    assert plan.members(founders, 90 * NS_PER_S) == ["eu-west", "us-central", "us-east"]
+    assert plan == plan.until(80 * NS_PER_S), "the last 10 s of the demo are calm"
+
+
+def line(at_s: float, order: str, target: str) -> str:
+    return json.dumps({"at_seconds": at_s, "do": order, "target": target})
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([line(5, "kill", "eu"), line(9, "join", "eu")], "line 1: eu is not there at 5 s: it joins later"),
+        ([line(5, "promote", "eu")], "line 1: there is no region 'eu'"),
+        (
+            [line(9, "pause", "us-west"), line(5, "leave", "us-west")],
+            "line 1: us-west is not there at 9 s: it has left",
+        ),
+        ([line(5, "join", "us-west")], "line 1: us-west is there already at 5 s: let a region of another name join"),
+        ([line(5, "leave", "us-west"), line(6, "join", "us-west")], "line 2: us-west has left at 6 s"),
+        ([line(5, "promote", "us-west")], "line 1: us-west has a vote already at 5 s"),
+        ([line(1, "join", "eu"), line(2, "demote", "eu")], "line 2: eu has no vote at 2 s"),
+        ([line(1, "leave", "us-east"), line(1, "demote", "us-west")], "line 2: demote us-west at 1 s leaves no voter"),
+        ([line(1, "join", "EU")], "line 1: 'EU' is no region's name"),
+        ([line(1, "join", "x" * 64)], "line 1: 'x*' is no region's name"),
+        ([line(1, "wipe", "us-east.daemon")], "line 1: wipe is given to a whole region: name us-east"),
+    ],
+)
+def test_a_script_in_which_a_region_can_not_do_that_is_refused_with_the_line(
+    lines: list[str], reason: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "script"
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=reason):
+        read_script(file, REGIONS)
 
 
 @pytest.mark.parametrize(

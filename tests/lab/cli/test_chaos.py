@@ -83,6 +83,7 @@ def test_the_only_demo_that_runs_here_is_meant(
         (["pause", "a", "--for", "soon"], "--for"),
         (["kill", "a", "--for", "5s"], "over at once"),
         (["starve", "a"], "no fault 'starve'"),
+        (["wipe", "a"], "wipe is an order of a script"),
     ],
 )
 def test_what_can_not_be_done_is_refused(
