@@ -25,8 +25,8 @@ CERTS_NAME: Final = "certs"
 RUN_ID: Final = "my-run"
 ADMIN_PORT: Final = 7401
 LATER: Final = (
-    "More regions may join while it runs, others may leave: here `diloco-node certs add NAME`, there `diloco-node start "
-    "--join HOST:PORT --region NAME`, then here `diloco-node members add NAME`."
+    "More regions may join while it runs: here `diloco-node certs add NAME`, there `diloco-node start --join HOST:PORT "
+    "--region NAME`, then here `diloco-node members add NAME`. `diloco-node members remove NAME` lets one go."
 )
 LOOPBACK: Final = "localhost"
 """A region's, on loopback; of several on one machine, that of the first."""

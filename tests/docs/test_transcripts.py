@@ -22,16 +22,19 @@ from tests.kit.repository import ROOT
 
 FOUNDERS = ("eu-west", "us-east", "us-west")
 FOLDER = b"f" * 16
-RUN_TOML = '[run]\nid = "my-run"\n' + "".join(f'[regions.{name}]\naddress = "{name}:7400"\n' for name in FOUNDERS)
-JOINED_AT = datetime(2026, 11, 26, 14, 2, 11)  # noqa: DTZ001 - local, as `members list` shows it
+RUN_TOML = '[run]\nid = "my-run"\n' + "".join(
+    f'[regions.{name}]\naddress = "{name}:7400"\n' for name in (*FOUNDERS, "spot-1")
+)
+JOINED_AT = datetime(2026, 11, 26, 14, 2, 11)  # local, as `members list` shows it
 
 
 def transcript(title: str) -> list[tuple[str, str]]:
     """(command, what it says) of each prompt in a section."""
     section = (ROOT / "docs" / "operate.md").read_text().split(f"### {title}\n")[1].split("\n### ")[0]
-    text = "".join(re.findall(r"^```\n(.*?)^```\n", section, re.DOTALL | re.MULTILINE))
-    found = re.findall(r"^[a-z0-9-]+\$ (.*)\n((?:(?![a-z0-9-]+\$ ).*\n)*)", text, re.MULTILINE)
-    return [(command, said) for command, said in found if re.match("diloco-node (certs|members|drain) ", command)]
+    blocks = re.findall(r"^```\n(.*?)^```\n", section, re.DOTALL | re.MULTILINE)
+    prompt = re.compile(r"^[a-z0-9-]+\$ (.*)\n((?:(?![a-z0-9-]+\$ ).*\n)*)", re.MULTILINE)
+    steps = [step for block in blocks for step in prompt.findall(block)]
+    return [(command, said) for command, said in steps if re.match("diloco-node (certs|members|drain) ", command)]
 
 
 class Leader(Region):
