@@ -57,7 +57,7 @@ class RunSample:
     @property
     def commit_index(self) -> int:
         """The newest that anyone knows."""
-        return max((region.commit_index for region in self.regions.values()), default=0)
+        return max(region.commit_index for region in self.regions.values())
 
     @property
     def rounds(self) -> int:

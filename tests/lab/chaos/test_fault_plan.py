@@ -174,7 +174,7 @@ def test_a_storm_of_notices_takes_whole_machines() -> None:
     assert {fault.target.region for fault in plan.faults} == set(REGIONS)
     for fault in plan.faults:
         check_fault(fault)
-    with pytest.raises(ConfigError, match="notice is given to a machine: name eu"):
+    with pytest.raises(ConfigError, match="notice is given to a whole region: name eu"):
         check_fault(PlannedFault(0, "notice", FaultTarget("eu", "daemon"), NS_PER_S))
 
 

@@ -102,7 +102,6 @@ def test_a_region_that_joins_is_in_the_samples_from_its_first_learner_on(course:
     course.region.status = {}
     course.recorder.take([course.region])
     assert course.recorder.samples[-1].regions == {}
-    assert course.recorder.samples[-1].tokens_merged == 0
     assert (
         life("a", course.recorder.samples, [], end_ns=course.recorder.samples[-1].at_ns + 1)[0].state
         is LifeState.OUTSIDE

@@ -114,7 +114,7 @@ def test_a_script_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
         '{"at_seconds": 48, "do": "pause", "target": "a", "seconds": 30}\n'
         '{"at_seconds": 55, "do": "kill", "target": "a"}\n'
     )
-    [fault] = storm_of(replace(OPTIONS, script=file), tmp_path).plan.faults
+    [fault] = storm_of(replace(OPTIONS, has_chaos=False, script=file), tmp_path).plan.faults
     assert fault == PlannedFault(48 * S, "pause", FaultTarget("a"), 2 * S)
 
 
@@ -205,7 +205,7 @@ def test_the_plan_is_left_as_a_script_that_makes_the_same_storm(
     monkeypatch.setattr(storm_module.FaultExecutor, "strike", spare)
     drawn = storm_of(OPTIONS, tmp_path)
     asyncio.run(drawn.run([], lambda: 60 * S, lambda _: None))
-    again = storm_of(replace(OPTIONS, script=tmp_path / SCRIPT_NAME), tmp_path)
+    again = storm_of(replace(OPTIONS, has_chaos=False, script=tmp_path / SCRIPT_NAME), tmp_path)
     assert again.plan == drawn.plan
     assert len(again.plan.faults) > 3
 
@@ -216,7 +216,7 @@ def test_what_goes_wrong_with_a_fault_is_one_plain_error(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(storm_module.FaultExecutor, "strike", refuse)
     (tmp_path / "script").write_text('{"at_seconds": 0, "do": "kill", "target": "a"}\n')
-    storm = storm_of(replace(OPTIONS, script=tmp_path / "script"), tmp_path)
+    storm = storm_of(replace(OPTIONS, has_chaos=False, script=tmp_path / "script"), tmp_path)
     with pytest.raises(StorageError, match="the folder is full"):
         asyncio.run(storm.run([], lambda: 0, lambda _: None))
 
