@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import KINDS, Membership, Roster
@@ -15,6 +15,9 @@ from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.shapes import REGION_PATTERN
 from diloco_node.core.types import EVICTED, EXPELLED
 from diloco_node.errors import ConfigError
+
+NEWEST_ENTRIES: Final = 16
+"""A change of the members further back in the log happened before this region caught up: nobody here saw when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,30 @@ class MemberSigns:
     def there(self) -> frozenset[str]:
         """The regions that are there."""
         return self.heard | {self.region}
+
+
+class MemberDates:
+    """When the members got their kinds, as this daemon saw it. since_unix: see `MemberSigns`."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.since_unix: dict[str, float] = {}
+        self._roster = roster
+
+    def follow(self, roster: Roster, last_index: int, unix_s: Callable[[], float]) -> None:
+        """Date what is new in a roster, where its entry is new in the log.
+
+        Args:
+            last_index: of the log. unix_s: the wall clock.
+        """
+        if roster is self._roster:
+            return
+        before, self._roster = self._roster, roster
+        for name, line in roster.memberships.items():
+            if name in before.memberships and before.memberships[name].since == line.since:
+                continue
+            self.since_unix.pop(name, None)
+            if line.since > last_index - NEWEST_ENTRIES:
+                self.since_unix[name] = unix_s()
 
 
 def members_document(disks: DiskView, signs: MemberSigns) -> dict[str, Any]:

@@ -97,5 +97,5 @@ class NodeStatus:
             frozenset(peer for peer, link in self.transport.peer_status().items() if link.certificate is not None),
             STATE_BYTES * sum(fragment.size for fragment, version in held if version >= 0),
             STATE_BYTES * self.manifest.size,
-            self.facts.kinds_unix,
+            self.facts.dates.since_unix,
         )

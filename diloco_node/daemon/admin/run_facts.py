@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from diloco_node.core import events as ev
 from diloco_node.core.region import RegionCore
+from diloco_node.daemon.admin.members_document import MemberDates
 from diloco_node.daemon.learner.proxy import LearnerFacts, LearnerProxy
 from diloco_node.daemon.round_log import RoundLog
 from diloco_node.daemon.spec import NodeSpec
@@ -26,8 +27,6 @@ SETTLE_S: Final = 10.0
 """Right after a start the run seems to leap: the other regions are heard one by one, with steps that no round has."""
 
 DAY_S: Final = 86_400.0
-NEWEST_ENTRIES: Final = 16
-"""A change of the members further back in the log happened before this region caught up: nobody here saw when."""
 
 
 def wall_clock_s() -> float:
@@ -39,7 +38,7 @@ class RunFacts:
     """Made with the node; give `observe` to its pump. Every few seconds call `mark`, and `look` in a thread.
 
     Attributes:
-        rounds: the last ones. kinds_unix: by region, when its kind was seen to change (`MemberSigns.since_unix`).
+        rounds: the last ones. dates: of the members' kinds.
 
     Args:
         certificate: the region's (`Credentials.document`). refusals: what the disk does not take now.
@@ -70,8 +69,7 @@ class RunFacts:
         self._phases = PhaseTimes()
         self._rounds_in_flight_max = 0
         self._standings = Standings(cosines)
-        self.kinds_unix: dict[str, float] = {}
-        self._roster = core.ledger.disks.roster
+        self.dates = MemberDates(core.ledger.disks.roster)
         self.rounds = RoundLog(
             core,
             region=spec.region,
@@ -83,21 +81,11 @@ class RunFacts:
     def observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         """Look at the core after each event, before the effects are performed."""
         self.rounds.observe(event, effects)
-        if self._core.ledger.disks.roster is not self._roster:
-            self._date_members()
+        self.dates.follow(self._core.ledger.disks.roster, self._core.ledger.last_index, wall_clock_s)
         for effect in effects:
             if isinstance(effect, ev.ApplyVersion):
                 self._standings.observe(effect.body)
         self._rounds_in_flight_max = max(self._rounds_in_flight_max, len(self._core.leader.rounds))
-
-    def _date_members(self) -> None:
-        """Note when members got another kind."""
-        before, self._roster = self._roster, self._core.ledger.disks.roster
-        for name, line in self._roster.memberships.items():
-            if name not in before.memberships or before.memberships[name].since != line.since:
-                self.kinds_unix.pop(name, None)
-                if line.since > self._core.ledger.last_index - NEWEST_ENTRIES:
-                    self.kinds_unix[name] = wall_clock_s()
 
     def look(self) -> None:
         """At the disk, and at the processors."""

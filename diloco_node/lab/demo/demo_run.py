@@ -183,8 +183,8 @@ class Demo:
             return INTERRUPTED_CODE
         report = build_report(
             self.folder,
-            self.members_left,
-            former=sorted({*self.all_names} - {*self.members_left}),
+            self.members_now,
+            former=sorted({*self.names_ever} - {*self.members_now}),
             wan=self.wan.report() if self.wan is not None else None,
             outage=self.outage.document if self.outage is not None else None,
         )
@@ -200,22 +200,23 @@ class Demo:
         return 0 if report["equal_digests"] and report["tokens"]["balanced"] and is_done else 1
 
     @property
-    def members_left(self) -> list[str]:
+    def members_now(self) -> list[str]:
         """The members now, sorted."""
         return sorted(region.name for region in self.regions)
 
     @property
-    def all_names(self) -> list[str]:
+    def names_ever(self) -> list[str]:
         """All regions that are or were members, sorted."""
-        return self.names if self.keeper is None else sorted(region.name for region in self.keeper.regions)
+        joiners = self.storm.plan.joiners if self.storm is not None else ()
+        return sorted({*self.names, *(name for name in joiners if (self.folder / name).exists())})
 
     def add_course(self, report: dict[str, Any]) -> None:
         """Add the work within the time asked for, or that it took, and the storm's part."""
         samples, tokens = self.course.samples, self.options.tokens
         end_ns = story.merged_at_ns(samples, tokens) if tokens else int(self.options.seconds * NS_PER_S)
-        merges = read_merges(self.folder, self.members_left, samples)
+        merges = read_merges(self.folder, self.members_now, samples)
         final = report["tokens"]["merged"], report["val_loss_global"]
-        training = story.training(samples, merges, regions=self.all_names, end_ns=end_ns, final=final)
+        training = story.training(samples, merges, regions=self.names_ever, end_ns=end_ns, final=final)
         training |= {"settings": self.settings}
         report |= {
             "training": training,

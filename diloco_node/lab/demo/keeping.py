@@ -155,9 +155,9 @@ class RegionKeeper:
 
     def _put_aside(self, state_dir: Path) -> None:
         """Rename a folder, and make an empty one in its place."""
-        lost = self.folder / LOST_NAME / state_dir.name
-        lost.mkdir(parents=True, exist_ok=True)
-        state_dir.rename(lost / f"{len(list(lost.iterdir())) + 1}")
+        place = self.folder / LOST_NAME / state_dir.name
+        place.mkdir(parents=True, exist_ok=True)
+        state_dir.rename(place / f"{len(list(place.iterdir())) + 1}")
         state_dir.mkdir()
 
     async def _end(self, region: RegionProcess) -> None:

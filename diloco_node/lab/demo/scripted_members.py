@@ -6,7 +6,6 @@ They go the way of an operator's: a certificate, `start --join`, signed changes 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
 from collections import Counter
@@ -56,7 +55,7 @@ class ScriptedMembers:
         self._folder = folder.resolve()
         self._regions = regions
         self._keeper = keeper
-        self._data = json.dumps([str(Path(path).resolve()) for path in data])
+        self._data = tuple(word for path in data for word in ("--data", str(Path(path).resolve())))
         self._addresses: dict[str, str] = {}
 
     async def carry_out(self, fault: PlannedFault) -> str:
@@ -88,8 +87,7 @@ class ScriptedMembers:
             self._folder / name,
             program=PROGRAM,
             env=faults_env(self._folder),
-            settings=(f"data.paths={self._data}",),
-            options=tuple(word for pair in words.items() for word in pair),
+            options=(*(word for pair in words.items() for word in pair), *self._data),
             config=self._folder / f"{name}.toml",
         )
         self._regions.append(region)
@@ -152,8 +150,8 @@ class ScriptedMembers:
     def _leader(self) -> RegionProcess | None:
         """The region that most name as the leader."""
         names = Counter(str(region.status.get("leader") or "") for region in self._regions)
-        ranked = [name for name, _ in names.most_common() if name]
-        return next((region for name in ranked for region in self._regions if region.name == name), None)
+        leaders = (name for name, _ in names.most_common() if name)
+        return next((region for name in leaders for region in self._regions if region.name == name), None)
 
     def _member_address(self) -> str:
         """The address of a region that answers, the leader if there is one."""

@@ -135,7 +135,7 @@ class DemoStorm:
         self.plan = FaultPlan(()) if options.script is None else read_script(options.script, names).until(end_ns)
         self._names = sorted({*names, *self.plan.joiners})
         if options.has_chaos:
-            drawn = storm(
+            kills = storm(
                 names,
                 seed=options.seed,
                 mtbf_ns=self._mtbf.ns,
@@ -144,7 +144,7 @@ class DemoStorm:
                 notice_ns=self._notice_ns,
                 script=self.plan,
             )
-            self.plan = FaultPlan(tuple(sorted((*self.plan.faults, *drawn.faults), key=lambda fault: fault.at_ns)))
+            self.plan = FaultPlan(tuple(sorted((*self.plan.faults, *kills.faults), key=lambda fault: fault.at_ns)))
         self._baseline = read_baseline(options.baseline, settings) if options.baseline is not None else None
         self._strikes: Sequence[StruckFault] = ()
 

@@ -116,7 +116,7 @@ def test_a_change_of_the_members_is_dated_unless_it_is_old(script: Scripted, mon
         script.ledger.disks.begin(roster, last_index)
         script.ledger.last_index = last_index
         script.facts.observe(event, ())
-        return dict(script.facts.kinds_unix)
+        return dict(script.facts.dates.since_unix)
 
     assert follow(roster, 90) == {}, "the log was read to its end before: nobody here saw when"
     added = roster.changed(MembershipBody("ap", "contributor"), 91)
