@@ -304,7 +304,8 @@ class Demo:
         )
 
     def _is_given_up(self) -> bool:
-        return self.interrupted.is_set() or (self.keeper is not None and bool(self.keeper.end_reasons))
+        keeper = self.keeper
+        return self.interrupted.is_set() or (keeper is not None and bool(keeper.end_reasons.keys() - keeper.leaving))
 
     @contextlib.asynccontextmanager
     async def _outages(self, view: LiveView) -> AsyncIterator[None]:
