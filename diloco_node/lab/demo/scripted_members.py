@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -57,15 +57,17 @@ class ScriptedMembers:
         self._keeper = keeper
         self._data = tuple(word for path in data for word in ("--data", str(Path(path).resolve())))
         self._addresses: dict[str, str] = {}
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def carry_out(self, fault: PlannedFault) -> str:
-        """Carry out an order of `ORDERS`; returns when it is done, or why it was not."""
+        """Carry out an order of `ORDERS`, behind the earlier ones of its region; returns why it was not done."""
         name = fault.target.region
-        if fault.kind == "promote":
-            return await self._change(name, "voter")
-        if fault.kind == "demote":
-            return await self._change(name, "contributor")
-        return await {"join": self._join, "leave": self._leave, "wipe": self._wipe}[fault.kind](name)
+        async with self._locks[name]:
+            if fault.kind == "promote":
+                return await self._change(name, "voter")
+            if fault.kind == "demote":
+                return await self._change(name, "contributor")
+            return await {"join": self._join, "leave": self._leave, "wipe": self._wipe}[fault.kind](name)
 
     async def _join(self, name: str) -> str:
         certs = self._folder / "certs"

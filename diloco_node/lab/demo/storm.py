@@ -79,7 +79,7 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None
     if is_storm:
-        raise ConfigError(f"--baseline {file} is of a storm: name the report of the same demo without --chaos")
+        raise ConfigError(f"--baseline {file} is of a storm: name the report of the same demo undisturbed")
     for name, value in settings.items():
         if name not in baseline_settings or baseline_settings[name] != value:
             baseline_value = json.dumps(baseline_settings.get(name))
@@ -292,9 +292,7 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
             f"{_percent(training['participation_of'][name])}; {spent}"
         )
     if comparison is None:
-        lines.append(
-            "goodput            unknown: run the same demo without --chaos, and give its report: --baseline FILE"
-        )
+        lines.append("goodput            unknown: run the same demo undisturbed, and give its report: --baseline FILE")
     else:
         if notice_s and chaos["goodput_there"] is not None:
             lines[-1] += f"; {_percent(chaos['goodput_there'])} of those in the time that learners were there"
