@@ -179,7 +179,7 @@ def test_a_baseline_of_the_same_demo_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_storm_is_no_baseline(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="undisturbed"):
+    with pytest.raises(ConfigError, match="is of a storm"):
         read_baseline(baseline(tmp_path, chaos={"struck": {}}), SETTINGS)
 
 
