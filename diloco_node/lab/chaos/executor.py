@@ -35,6 +35,9 @@ SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGTERM, "notice": sign
 GONE_POLL_S: Final = 0.1
 """Between two looks whether a machine that got notice has stopped by itself."""
 
+UNDONE: Final = "it was not done when the storm ended"
+"""Refusal of an order that goes on."""
+
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -150,7 +153,7 @@ class FaultExecutor:
     async def _order(self, fault: PlannedFault) -> StruckFault:
         if self._carry_out is None:
             raise ConfigError(f"{fault.kind} is an order of a script: write it into a file for `demo --script`")
-        strike = self._note(fault, (), refusal="it was not done when the storm ended")
+        strike = self._note(fault, (), refusal=UNDONE)
         refusal = await self._carry_out(fault)
         return self._replace(strike, replace(strike, stopped_ns=self._now_ns() - strike.at_ns, refusal=refusal))
 

@@ -14,7 +14,7 @@ from diloco_node.config.units import parse_duration
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.chaos import story
 from diloco_node.lab.chaos.demo_processes import DemoFile
-from diloco_node.lab.chaos.executor import FaultExecutor, StruckFault
+from diloco_node.lab.chaos.executor import UNDONE, FaultExecutor, StruckFault
 from diloco_node.lab.chaos.fault_plan import KINDS, VICTIMS, FaultPlan, PlannedFault, parse_victims, storm
 from diloco_node.lab.chaos.fault_script import read_script, script_text
 from diloco_node.lab.chaos.picture import draw_life
@@ -152,6 +152,11 @@ class DemoStorm:
     def refusals(self) -> list[str]:
         """Why orders of the script were not carried out, one line each."""
         return [f"{fault.fault.kind} {fault.fault.target}: {fault.refusal}" for fault in self._strikes if fault.refusal]
+
+    @property
+    def has_open_orders(self) -> bool:
+        """Whether an order was given that is neither done nor refused yet."""
+        return any(fault.refusal == UNDONE for fault in self._strikes)
 
     async def run(
         self,

@@ -96,6 +96,7 @@ def test_the_report_says_what_became_of_each_order(tmp_path: Path) -> None:
         StruckFault(20 * S, leave, (), stopped_ns=60 * S, refusal="3 voters are needed"),
     ]
     assert storm.refusals == ["leave a: 3 voters are needed"]
+    assert not storm.has_open_orders
     up = RegionSample(True, True, incarnation=1)
     samples = [RunSample(-1, dict.fromkeys("abc", up)), RunSample(15 * S, dict.fromkeys("abcd", up))]
     merges = [TimedMerge(20 * S, {name: MergeMember(1, 1, 200.0) for name in "abcd"})]
