@@ -278,7 +278,7 @@ class Demo:
                 await self.finish(view, trains_s)
 
     def is_trained(self, trains_s: float) -> bool:
-        """The time is over and orders are done; or so much is merged that a storm has to end: the run ends by itself."""
+        """The time is over and orders are done; or so much is merged that a storm must end: the run ends by itself."""
         if not self.options.tokens:
             has_orders = self.storm is not None and self.storm.has_open_orders
             return time.monotonic() - trains_s >= self.options.seconds and not has_orders
