@@ -1,7 +1,5 @@
 """The transcripts of docs/operate.md: each command of members and certificates says what stands there."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping

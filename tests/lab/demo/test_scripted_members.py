@@ -1,7 +1,5 @@
 """lab/demo/scripted_members.py: an order goes to the leader until the ledger says that it is done."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
