@@ -45,8 +45,8 @@ from storm_learner import CORPUS_NAME, StormSpec
 
 from diloco_node.config.resolve import default_outer
 from diloco_node.lab.chaos.fault_plan import FaultPlan, storm
+from diloco_node.lab.chaos.fault_script import read_script
 from diloco_node.lab.chaos.story import longest_gap
-from diloco_node.lab.chaos.tape import read_tape
 from diloco_node.lab.demo.demo_run import NAMES, STEP_SECONDS, SYNC_EVERY
 from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.lab.demo.storm import CALM_S
@@ -88,7 +88,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="of training, of each run [300]")
     parser.add_argument("--mtbf", type=float, default=5.0, help="seconds between two kills, on average [5]")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, data and storm [0]")
-    parser.add_argument("--tape", type=Path, help="the kills of this file, as `demo --chaos` leaves it, and no others")
+    parser.add_argument(
+        "--script", type=Path, help="the kills of this file, as `demo --chaos` leaves it, and no others"
+    )
     parser.add_argument("--keep", type=Path, help="leave the logs in this new folder")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args()
@@ -99,8 +101,8 @@ def main() -> int:
         parser.error(f"--keep {arguments.keep} is there already: name a new folder")
     names = sorted(NAMES[: arguments.groups])
     calm_ns = int((arguments.seconds - CALM_S) * NS_PER_S)
-    if arguments.tape is not None:
-        plan = read_tape(arguments.tape, names).until(calm_ns)
+    if arguments.script is not None:
+        plan = read_script(arguments.script, names).until(calm_ns)
     else:
         plan = storm(names, seed=arguments.seed, mtbf_ns=int(arguments.mtbf * NS_PER_S), end_ns=calm_ns)
     result: dict[str, Any] = {

@@ -24,6 +24,10 @@ CONFIG_NAME: Final = "run.toml"
 CERTS_NAME: Final = "certs"
 RUN_ID: Final = "my-run"
 ADMIN_PORT: Final = 7401
+LATER: Final = (
+    "More regions may join while it runs: here `diloco-node certs add NAME`, there `diloco-node start --join HOST:PORT "
+    "--region NAME`, then here `diloco-node members add NAME`. `diloco-node members remove NAME` lets one go."
+)
 LOOPBACK: Final = "localhost"
 """A region's, on loopback; of several on one machine, that of the first."""
 
@@ -253,4 +257,4 @@ def next_commands(folder: Path, new: NewRun) -> list[str]:
     for name in new.regions:
         lines += ["", f"In {name}:", f"  cd {new.run_id}"]
         lines += [f"  diloco-node {verb} --region {name}{command}" for verb in ("doctor", "start")]
-    return lines
+    return [*lines, "", LATER]

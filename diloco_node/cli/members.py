@@ -11,7 +11,7 @@ import typer
 from diloco_node.cli.options import ConfigOption, load, parse_option
 from diloco_node.cli.orders import give_order
 from diloco_node.cli.places import RegionArgument, region_folder
-from diloco_node.cli.tables import table_lines
+from diloco_node.cli.tables import since, table_lines
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.state_names import NODE_NAME
 
@@ -49,7 +49,7 @@ def list_members(
     if as_json:
         typer.echo(json.dumps(members))
         return
-    rows = [(row["region"], row["kind"], f"entry {row['since']}", _state(row)) for row in members["rows"]]
+    rows = [(row["region"], row["kind"], since(row), row["state"]) for row in members["rows"]]
     for line in table_lines([(name, "left") for name in ("region", "kind", "since", "now")], rows):
         typer.echo(line)
     typer.echo(members["tolerance"])
@@ -60,7 +60,9 @@ def add(
     *,
     name: Annotated[str, typer.Argument(metavar="NAME", help="A region that has a certificate: `certs add NAME`.")],
     place: RegionArgument = None,
-    address: Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Where the others dial it.")],
+    address: Annotated[
+        str, typer.Option("--address", metavar="HOST:PORT", help="Where the others dial it; without, it dials them.")
+    ] = "",
     key: KeyOption = None,
     config: ConfigOption = None,
 ) -> None:
@@ -70,7 +72,8 @@ def add(
 
     if not is_region_name(name):
         raise ConfigError(f"{name!r} is no region's name: use 1 to 63 of a-z, 0-9 and '-'")
-    parse_option("--address", address, host_port_of)
+    if address:
+        parse_option("--address", address, host_port_of)
     _change(name, "contributor", place, config, key, address=address)
     typer.echo(f"Then, in {name}: diloco-node start --join HOST:PORT --region {name}, with the address of any member")
 
@@ -180,26 +183,45 @@ def _change(
     key: Path | None,
     *,
     is_forced: bool = False,
-    address: str = "",
+    address: str | None = None,
 ) -> None:
-    from diloco_node.core.ledger.roster import Membership, Roster
-    from diloco_node.core.member_kind import MemberKind, MembershipBody
-    from diloco_node.transport.authority import sign
     from diloco_node.transport.certificates import CA_KEY
 
     folder = region_folder(place, config)
+    key = key if key is not None else load(config).run.certs_dir / CA_KEY
+    voters = change_members(folder, name, kind, key, is_forced=is_forced, address=address)
+    fact = "is removed" if kind == "former" else f"is a {kind}"
+    typer.echo(
+        f"{folder.name} puts it into the ledger: {name} {fact} when a majority agrees. The voters are "
+        f"{', '.join(voters)} then; `diloco-node members list` shows them"
+    )
+
+
+def change_members(
+    folder: Path, name: str, kind: str, key: Path, *, is_forced: bool = False, address: str | None = None
+) -> tuple[str, ...]:
+    """Sign a change of the members, and give it to the region with this state folder.
+
+    Args:
+        name, kind: as in `MembershipBody`. key: the authority's.
+        address: of a region that is added, as there; None: none is added.
+        is_forced: also where the next failure would stop merging then.
+
+    Returns: the voters after the change, which is made when a majority agrees.
+
+    Raises DilocoError: the region does not answer, or refuses; or the key is not there.
+    """
+    from diloco_node.core.ledger.roster import Membership, Roster
+    from diloco_node.core.member_kind import MemberKind, MembershipBody
+    from diloco_node.transport.authority import sign
+
     run_id, members = _members(folder)
     lines = {row["region"]: Membership(MemberKind(row["kind"]), address=row["address"]) for row in members["rows"]}
-    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind, address))
-    key = key if key is not None else load(config).run.certs_dir / CA_KEY
+    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind, address or ""))
     signature = sign(key, roster.statement(run_id)).hex()
     order = {"region": name, "kind": kind, "address": address, "changes": roster.changes}
     give_order(folder, "members", {**order, "signature": signature, "force": is_forced})
-    fact = "is removed" if kind == MemberKind.FORMER else f"is a {kind}"
-    typer.echo(
-        f"{folder.name} puts it into the ledger: {name} {fact} when a majority agrees. The voters are "
-        f"{', '.join(roster.voters)} then; `diloco-node members list` shows them"
-    )
+    return roster.voters
 
 
 def _members(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -212,10 +234,3 @@ def _members(folder: Path) -> tuple[str, dict[str, Any]]:
         reason = document.get("error") or document.get("reason") or "it has just started"
         raise PeersUnreachable(f"{folder.name} does not tell the members of the run: {reason}")
     return str(document["run_id"]), members
-
-
-def _state(row: dict[str, Any]) -> str:
-    if row["kind"] == "former":
-        return "removed"
-    state = "there" if row["is_there"] else "away"
-    return state if row["has_folder"] else f"{state}, waits until its disk holds what is committed"

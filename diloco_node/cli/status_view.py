@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from diloco_node.cli.findings import finding_lines
-from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, role_of, wrap_text
+from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, role_of, since, wrap_text
 from diloco_node.health.health_summary import joint_alerts, joint_health
 from diloco_node.health.reading import duration, number, rows, section, text
 
@@ -28,6 +28,7 @@ def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list
     lines += region_lines(table, width)
     if seen_from:
         lines += wrap_text(f"{SEEN} as seen from {seen_from}", width)
+    lines += [row for line in member_lines(documents) for row in wrap_text(line, width)]
     lines += alert_lines(documents, width)
     return lines + [line for document in documents for line in detail_lines(document, width)]
 
@@ -86,6 +87,29 @@ def table_rows(documents: Sequence[dict[str, Any]]) -> tuple[list[list[str]], st
     peers = [peer for peer in rows(witness, "peers") if text(peer, "name") not in names]
     cells += [_peer_cells(dict(peer), witness) for peer in peers]
     return cells, text(witness, "region") if peers else ""
+
+
+def member_lines(documents: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what the run bears, and of each member without a vote, or whose folder does not count, what it waits for.
+
+    A region that answers knows best what it waits for; of the others the region that has applied most.
+    """
+    tellers = [document for document in documents if section(document, "members")]
+    teller = max(tellers, key=lambda document: number(document, "applied_index") or 0.0, default={})
+    own = {
+        text(document, "region"): row
+        for document in tellers
+        for row in rows(section(document, "members"), "rows")
+        if text(row, "region") == text(document, "region")
+    }
+    tolerance = text(section(teller, "members"), "tolerance")
+    lines = [f"members: {tolerance}"] if tolerance else []
+    for row in rows(section(teller, "members"), "rows"):
+        kind, name, has_vote = text(row, "kind"), text(row, "region"), row.get("has_folder") is not False
+        if number(row, "since") and (kind == "contributor" or (kind == "voter" and not has_vote)):
+            state = text(own.get(name, row), "state")
+            lines.append(f"{name}: {kind} since {since(row)}" + (f"; {state}" if state else ""))
+    return lines
 
 
 def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:

@@ -6,7 +6,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node.health.reading import duration, number, rows, section, text
@@ -26,6 +27,9 @@ LEFT_OUT: Final = ("received", "sent", "tokens/s", "versions", "rounds")
 """Columns a narrow output goes without, the first one first."""
 
 INDENT: Final = "  "
+UNIX_MAX: Final = 1e11
+"""Seconds since 1970: no date of a document is later."""
+
 WRAP_MIN: Final = 20
 """Text is not wrapped to fewer columns than this."""
 
@@ -113,6 +117,17 @@ def role_of(status: dict[str, Any], name: str, role: str) -> str:
     lines = rows(section(status, "members"), "rows")
     has_no_vote = any(line.get("region") == name and line.get("kind") == "contributor" for line in lines)
     return "contributor" if has_no_vote and role == "follower" else role
+
+
+def since(member: Mapping[str, Any]) -> str:
+    """Since when a region has its kind, by a row of the members: the entry of the ledger, and the time if it is known.
+
+    Only a region that was there has seen the time.
+    """
+    unix, entry = number(member, "since_unix"), f"entry {number(member, 'since') or 0:.0f}"
+    if unix is None or not 0 < unix < UNIX_MAX:
+        return entry
+    return f"{entry}, {datetime.fromtimestamp(unix).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:

@@ -115,10 +115,14 @@ def starting_peers(document: Document) -> list[str]:
         text(peer, "name")
         for peer in rows(document, "peers")
         if peer.get("is_alive") is not True
-        and number(peer, "rtt_seconds") is None
-        and not number(peer, "applied_index")
+        and _is_unheard(peer)
         and (not text(peer, "error") or REFUSED in text(peer, "error").lower())
     ]
+
+
+def _is_unheard(peer: Document) -> bool:
+    """Whether nothing was heard of a peer since this daemon came."""
+    return number(peer, "rtt_seconds") is None and not number(peer, "applied_index")
 
 
 def cut_off(document: Document) -> Finding:
@@ -178,7 +182,8 @@ def _peers(document: Document) -> Iterator[Finding]:
             yield _make(kinds.SETTINGS_DIFFER, document, f"{name}: {error}", region=name)
         else:
             where = text(peer, "address") or "no address"
-            line = f"{name} ({where}) is down" + (f": {error}" if error else "")
+            what = "has not been heard yet" if _is_unheard(peer) else "is down"
+            line = f"{name} ({where}) {what}" + (f": {error}" if error else "")
             yield _make(kinds.PEER_DOWN, document, line, region=name)
 
 

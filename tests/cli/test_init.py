@@ -41,7 +41,7 @@ def test_flags_make_a_run_with_certificates_and_the_next_commands(capsys: pytest
     out = capsys.readouterr().out.splitlines()
     assert "  tar c run.toml train.py certs/west | ssh 10.99.0.2 'mkdir -p my-run && tar x -C my-run'" in out
     assert "  diloco-node doctor --region west -- python train.py" in out
-    assert out[-1] == "  diloco-node start --region south -- python train.py"
+    assert out[-3:-1] == ["  diloco-node start --region south -- python train.py", ""]
 
 
 def test_regions_of_one_machine_get_admin_ports_of_their_own() -> None:
@@ -64,6 +64,13 @@ def test_regions_of_several_machines_have_the_same_admin_port() -> None:
     assert main(["init", "--regions", regions, "--yes"]) == 0
     ports = {name: section.admin_port for name, section in load_config(Path("run.toml")).regions.items()}
     assert ports == {"a": 7401, "b": 7402, "c": 7401, "e": 7401}
+
+
+def test_it_says_how_regions_join_later(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--regions", REGIONS, "--yes"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    for command in ("certs add NAME", "start --join HOST:PORT --region NAME", "members add NAME"):
+        assert f"`diloco-node {command}`" in last
 
 
 def test_questions_are_asked_for_what_no_flag_says() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
-from diloco_node.daemon.admin.members_document import members_document
+from diloco_node.daemon.admin.members_document import MemberSigns, members_document
 from diloco_node.daemon.region_budget import changed_plan
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
@@ -254,14 +255,18 @@ def test_changes_of_the_members_are_signed_with_the_authoritys_key(
     init_run(Path("certs"), "try", ["eu"])
     disks = DiskView("abc")
     disks.begin(Roster.of_voters(("asia", "eu", "us"), dict.fromkeys(("asia", "eu", "us"), b"d" * 16), since=2), 2)
-    region.status = {"run_id": "try", "members": members_document(disks, frozenset(("eu", "us")))}
+    region.status = {
+        "run_id": "try",
+        "members": members_document(disks, MemberSigns("eu", frozenset(("us",)), since_unix={"us": 0.5})),
+    }
     assert main(["members", "list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "region  kind   since    now",
-        "asia    voter  entry 2  away",
-        "eu      voter  entry 2  there",
-        "us      voter  entry 2  there",
-        "3 voters, 2 must be there; no vote comes from asia: the next failure stops merging",
+        "region  kind   since                         now",
+        "asia    voter  entry 2                       away",
+        "eu      voter  entry 2                       there",
+        f"us      voter  entry 2, {datetime.fromtimestamp(0.5):%Y-%m-%d %H:%M:%S}  there",
+        "3 voters, 2 must be there; no vote comes from asia: the next failure stops merging; training goes on in each "
+        "region",
     ]
     assert main(["members", "demote", "us"]) == 0
     assert "us is a contributor when a majority agrees. The voters are asia, eu then" in capsys.readouterr().out

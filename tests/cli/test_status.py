@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,15 @@ from hypothesis import given
 from diloco_node.cli import status as status_cmd
 from diloco_node.cli.admin_client import Target, ask, ask_all
 from diloco_node.cli.places import find_targets, targets_in
-from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, held_out_line, run_line, status_lines
+from diloco_node.cli.status_view import (
+    ALERTS_MAX,
+    alert_lines,
+    detail_lines,
+    held_out_line,
+    member_lines,
+    run_line,
+    status_lines,
+)
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
 from tests.health.test_alerts import DOWN, changed, peers
@@ -287,6 +296,25 @@ def test_all_regions_of_the_run_are_shown_from_one() -> None:
     assert ["us", "contributor"] in [line.split()[:2] for line in quiet]
     neighbour = changed() | {"region": "eu"}
     assert not any(line.startswith("eu*") for line in status_lines([document, neighbour], 80)), "it was asked itself"
+
+
+def test_a_member_that_waits_says_for_what_and_the_run_what_it_bears() -> None:
+    def member(name: str, state: str, **more: Any) -> dict[str, Any]:
+        return {"region": name, "kind": "voter", "since": 1, "has_folder": True, "state": state} | more
+
+    joiner = {"kind": "contributor", "since": 40, "has_folder": False}
+    rows = [member("us", "there"), member("eu", "away"), member("ap", "away, waits for a link", **joiner)]
+    seen = changed(members={"tolerance": "2 voters, 2 must be there", "rows": [*rows, member("x", "", kind="former")]})
+    own = changed(region="ap", members={"rows": [member("ap", "fetches the model: 1.0 of 8.0 MB", **joiner)]})
+    assert member_lines([seen]) == [
+        "members: 2 voters, 2 must be there",
+        "ap: contributor since entry 40; away, waits for a link",
+    ]
+    own["applied_index"] = 3
+    assert member_lines([own, seen])[1] == "ap: contributor since entry 40; fetches the model: 1.0 of 8.0 MB"
+    dated = changed(members={"rows": [member("ap", "", **joiner, since_unix=0.5)]})
+    assert re.fullmatch(r"ap: contributor since entry 40, 19(69|70)-\d\d-\d\d \d\d:\d\d:\d\d", member_lines([dated])[0])
+    assert member_lines([changed(), {"region": "x", "error": "down"}]) == []
 
 
 def test_the_run_has_its_name_its_end_and_the_time_that_is_left() -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from diloco_node.lab.chaos.demo_processes import DemoFile
-from diloco_node.lab.chaos.tape import read_tape
+from diloco_node.lab.chaos.fault_script import read_script
 from diloco_node.lab.demo.demo_report import check_folder, learner_status, read_region_report
 from diloco_node.lab.demo.storm import CALM_S
 from diloco_node.numeric import NS_PER_S
@@ -20,7 +20,8 @@ from tests.kit.commands import COMMAND, SMALL_MODEL
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
 SECONDS = 40
-ORDERS = (("partition", "--for", "2s"), ("pause", "--for", "1s"), ("slow", "--for", "1s"))
+JOINER = "us-south"
+FAULTS = (("partition", "--for", "2s"), ("pause", "--for", "1s"), ("slow", "--for", "1s"))
 
 
 async def run(*words: str) -> tuple[int, str, str]:
@@ -38,15 +39,17 @@ async def run(*words: str) -> tuple[int, str, str]:
 
 
 async def train_in_a_storm(folder: Path) -> dict[str, Any]:
-    """Kills drawn from a seed, and faults by hand beside them."""
+    """Kills drawn from a seed, a region that joins by a script, and faults by hand beside them."""
+    (folder.parent / "script").write_text(f'{{"at_seconds": 1, "do": "join", "target": "{JOINER}"}}\n')
     words = ("--regions", "3", "--seconds", str(SECONDS), "--folder", str(folder), "--json")
+    words += ("--script", str(folder.parent / "script"))
     demo = asyncio.create_task(run("demo", *words, "--chaos", "--seed", "11", "--mtbf", "6s"))
-    while not (folder / "tape.jsonl").exists():
+    while not (folder / "script.jsonl").exists():
         assert not demo.done(), demo.result()
         await asyncio.sleep(0.2)
     region = sorted(DemoFile.load(folder).supervisors)[0]
     more = ("--folder", str(folder), "--json")
-    for kind, *lasts in ORDERS:
+    for kind, *lasts in FAULTS:
         code, out, errors = await run("chaos", "strike", kind, f"{region}.daemon", *lasts, *more)
         # 5: the storm had just killed it. 2: on a slow machine the demo may be over by now.
         assert code in (0, 5) or demo.done(), errors
@@ -70,11 +73,13 @@ async def test_a_storm_leaves_equal_parameters_and_a_whole_account(tmp_path: Pat
     assert account.faults == ()
     assert account.trained == account.merged + account.carried + account.discarded > 0
     chaos, training = report["chaos"], report["training"]
-    plan = read_tape(folder / "tape.jsonl", names).faults
+    assert JOINER in names
+    plan = read_script(folder / "script.jsonl", [name for name in names if name != JOINER]).faults
     assert [(one["do"], one["target"]) for one in chaos["faults"]] == [(one.kind, str(one.target)) for one in plan]
     assert all(fault.at_ns < (SECONDS - CALM_S) * NS_PER_S for fault in plan)
     struck = [one for one in chaos["faults"] if not one["missed"]]
-    assert sum(chaos["struck"].get("kill", {}).values()) == len(struck) > 0
+    assert sum(chaos["struck"].get("kill", {}).values()) == len(struck) - 1 > 0
+    assert [one["refused"] for one in chaos["faults"] if one["do"] == "join"] == [""]
     assert sum(training["tokens_merged_of"].values()) > 0
     for spent in chaos["seconds_of"].values():
         assert sum(spent.values()) == pytest.approx(SECONDS)

@@ -91,6 +91,10 @@ async def test_an_outage_appears_and_goes(tab: Tab, tmp_path: Path) -> None:
         card = await tab.evaluate("document.querySelector('.card.bad').innerText")
         for part in ("severe", LOST, "A-PEER-DOWN", "connection refused", "diloco-node doctor", "Copy"):
             assert part in card
+        row = await tab.evaluate(f"document.getElementById('region-{LOST}').innerText")
+        assert "contributor" in row
+        assert "waits for a link with its certificate" in row
+        assert "2 voters, 2 must be there" in await tab.evaluate("document.getElementById('regions').innerText")
         assert "No region may fail" in await tab.evaluate("document.getElementById('top').innerText")
         run.has_lost = False
         await tab.until("!document.querySelector('.card')")

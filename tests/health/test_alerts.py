@@ -50,7 +50,7 @@ SOUND: dict[str, Any] = {
     "state_dir": "/s/us",
     "tokens_ratio_max": 4.0,
 }
-DOWN = {"link": "dialing", "is_alive": False, "error": "Connection refused"}
+DOWN = {"link": "dialing", "is_alive": False, "error": "Connection refused", "applied_index": 38}
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -89,6 +89,12 @@ CASES = [
         kinds.PEER_DOWN,
         changed(peers=peers(ap=DOWN)),
         "ap (ap:1) is down: Connection refused",
+        "diloco-node start --region ap",
+    ),
+    (
+        kinds.PEER_DOWN,
+        changed(peers=peers(ap=DOWN | {"applied_index": 0})),
+        "ap (ap:1) has not been heard yet: Connection refused",
         "diloco-node start --region ap",
     ),
     (kinds.LAST_MAJORITY, changed(peers=peers(ap=DOWN)), "2 of 3 regions are left", ""),

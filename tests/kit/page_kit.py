@@ -158,6 +158,20 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
         "participation_of": dict.fromkeys(NAMES, 0.97),
         "rounds": [{"fragment": at % FRAGMENTS, "version": version + 1, "open_seconds": 0.4, "reason": "waits"}],
         "peers": [peer_row(name, is_up=not (has_lost and name == LOST)) for name in peers],
+        "members": {
+            "tolerance": "2 voters, 2 must be there: the next failure stops merging; training goes on in each region",
+            "rows": [
+                {
+                    "region": name,
+                    "kind": "contributor" if name == LOST else "voter",
+                    "since": 1 + 30 * (name == LOST),
+                    "since_unix": UNIX if name == LOST else None,
+                    "has_folder": not (has_lost and name == LOST),
+                    "state": "away, waits for a link with its certificate" if has_lost and name == LOST else "there",
+                }
+                for name in NAMES
+            ],
+        },
         "budget": {
             "egress_bytes_per_s": 2_500_000,
             "ingress_bytes_per_s": 2_500_000,

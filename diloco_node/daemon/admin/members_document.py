@@ -2,41 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from diloco_node.core.ledger.disks import DiskView
-from diloco_node.core.ledger.roster import KINDS, Roster
+from diloco_node.core.ledger.roster import KINDS, Membership, Roster
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.membership.member_change import tolerance
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.shapes import REGION_PATTERN
+from diloco_node.core.types import EVICTED, EXPELLED
 from diloco_node.errors import ConfigError
 
+NEWEST_ENTRIES: Final = 16
+"""A change of the members further back in the log happened before this region caught up: nobody here saw when."""
 
-def members_document(disks: DiskView, there: frozenset[str]) -> dict[str, Any]:
-    """The members by the log, and what the run can bear.
 
-    Args:
-        there: the regions that are there, this one too.
+@dataclass(frozen=True, slots=True)
+class MemberSigns:
+    """Signs of the members beside those of the ledger.
+
+    Attributes:
+        region: this one. heard: the others whose heartbeats arrive.
+        linked: the others that have a link now, so their certificate is good.
+        held_bytes, state_bytes: of parameters and momentum, what this region holds, and all.
+        since_unix: by region, when this daemon saw the entry that gave it its kind; without those of before its start.
     """
+
+    region: str
+    heard: frozenset[str] = frozenset()
+    linked: frozenset[str] = frozenset()
+    held_bytes: int = 0
+    state_bytes: int = 0
+    since_unix: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def there(self) -> frozenset[str]:
+        """The regions that are there."""
+        return self.heard | {self.region}
+
+
+class MemberDates:
+    """When the members got their kinds, as this daemon saw it. since_unix: see `MemberSigns`."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.since_unix: dict[str, float] = {}
+        self._roster = roster
+
+    def follow(self, roster: Roster, last_index: int, unix_s: Callable[[], float]) -> None:
+        """Date what is new in a roster, where its entry is new in the log.
+
+        Args:
+            last_index: of the log. unix_s: the wall clock.
+        """
+        if roster is self._roster:
+            return
+        before, self._roster = self._roster, roster
+        for name, line in roster.memberships.items():
+            if name in before.memberships and before.memberships[name].since == line.since:
+                continue
+            self.since_unix.pop(name, None)
+            if line.since > last_index - NEWEST_ENTRIES:
+                self.since_unix[name] = unix_s()
+
+
+def members_document(disks: DiskView, signs: MemberSigns) -> dict[str, Any]:
+    """The members by the log, and what the run can bear."""
     roster = disks.roster
     return {
         "changes": roster.changes,
-        "tolerance": tolerance(roster, there) if disks.has_view else "the run has not begun",
+        "tolerance": f"{tolerance(roster, signs.there)}; training goes on in each region"
+        if disks.has_view
+        else "the run has not begun",
         "rows": [
             {
                 "region": name,
                 "kind": line.kind.value,
                 "since": line.since,
+                "since_unix": signs.since_unix.get(name),
                 "address": line.address,
                 "has_folder": bool(disks.disk_of(name)),
-                "is_there": name in there,
+                "is_there": name in signs.there,
+                "state": _state(name, line, signs, has_folder=bool(disks.disk_of(name))),
             }
             for name, line in roster.memberships.items()
         ],
     }
+
+
+def _state(name: str, line: Membership, signs: MemberSigns, *, has_folder: bool) -> str:
+    """Say whether a member is there, and what it waits for."""
+    if line.kind is MemberKind.FORMER:
+        return "removed"
+    if line.disk == EXPELLED:
+        return "expelled, until `diloco-node quarantine lift`"
+    if line.disk == EVICTED and name not in signs.there:
+        return "away too long: it has no vote until it is back"
+    if not has_folder and line.since:  # before genesis no folder counts
+        return _lack(name, signs)
+    if name not in signs.there:
+        return "away"
+    return "there, ready for a vote" if line.kind is MemberKind.CONTRIBUTOR else "there"
+
+
+def _lack(name: str, signs: MemberSigns) -> str:
+    """Say what is still to come of a member whose folder does not count."""
+    if name == signs.region and signs.held_bytes < signs.state_bytes:
+        return f"fetches the model: {signs.held_bytes / 1e6:,.1f} of {signs.state_bytes / 1e6:,.1f} MB"
+    if name in signs.there:
+        return "there, waits until its disk holds what is committed"
+    if name in signs.linked:
+        return "its certificate is good, waits for its first heartbeat"
+    return "away, waits for a link with its certificate"
 
 
 def member_order(
@@ -56,22 +135,33 @@ def member_order(
         octets = bytes.fromhex(signature if isinstance(signature, str) else "?")
     except ValueError:
         raise ConfigError("the signature must be a text of hexadecimal digits") from None
-    address = document.get("address") or ""
-    if address:
+    if (address := document.get("address")) is not None:
         _check_new(region, address, roster, addresses)
     if document.get("changes", roster.changes + 1) != roster.changes + 1:
         raise ConfigError("the members were changed meanwhile: look at `diloco-node members list`, and order it again")
-    body = MembershipBody(region, MemberKind(kind).value, address, octets)
+    body = MembershipBody(region, MemberKind(kind).value, address or "", octets)
     return EntryOrdered(body, is_cut_off=kind == MemberKind.FORMER, is_forced=document.get("force") is True)
 
 
 def _check_new(region: str, address: Any, roster: Roster, addresses: Mapping[str, str | None]) -> None:
-    """Refuse a member to be added that is there already, or has another's address. Raises ConfigError."""
+    """Refuse a member to be added that is there already, or has another's address.
+
+    Args:
+        address: "host:port"; empty: nobody can dial it, and it dials all others.
+
+    Raises ConfigError.
+    """
     from diloco_node.config.field_types import host_port_of  # brings pydantic, which the daemon else does without
 
     if (kind := roster.kind_of(region)) is not MemberKind.FORMER:
         place = addresses.get(region) or "an address that is not known here"
         raise ConfigError(f"{region} is a {kind} already, at {place}: to move it, remove it first and add it again")
+    if address == "":
+        if hidden := [name for name in roster.names if not addresses.get(name)]:
+            raise ConfigError(
+                f"nobody can dial {hidden[0]}, so {region} must be dialable: give --address, where the others dial it"
+            )
+        return
     try:
         host_port_of(address)
     except ValueError as error:

@@ -9,6 +9,8 @@ from typing import Any
 
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.region import RegionCore
+from diloco_node.core.view import RegionView
+from diloco_node.daemon.admin.members_document import MemberSigns, members_document
 from diloco_node.daemon.admin.run_facts import RunFacts
 from diloco_node.daemon.admin.status_document import region_status
 from diloco_node.daemon.effects.effects import Effects
@@ -17,6 +19,7 @@ from diloco_node.daemon.learner.reception import Reception
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BudgetWatch
+from diloco_node.health.alerts import STATE_BYTES
 from diloco_node.measure.measuring import Measuring
 from diloco_node.transport.transport import GrpcTransport
 
@@ -60,9 +63,9 @@ class NodeStatus:
 
     def document(self) -> dict[str, Any]:
         """The status document."""
-        facts, store = self.facts.document(self.learner), self.runtime.store
+        facts, store, view = self.facts.document(self.learner), self.runtime.store, self.core.view()
         return region_status(
-            self.core.view(),
+            view,
             run_id=self.runtime.spec.run_id,
             state=self.state(),
             learner=self.learner,
@@ -79,8 +82,20 @@ class NodeStatus:
                 "tasks": len(asyncio.all_tasks()),
                 "manifest_digest": self.manifest.digest,
                 **facts,
+                "members": members_document(self.core.ledger.disks, self._signs(view)),
                 "disk": facts["disk"] | {"files_set_aside": len(store.set_aside), "ledger_cut_bytes": store.cut_bytes},
                 "measurement": self.measuring.describe(),
                 "parameters": self.manifest.size,
             },
+        )
+
+    def _signs(self, view: RegionView) -> MemberSigns:
+        held = zip(self.manifest.fragments, view.versions, strict=True)
+        return MemberSigns(
+            view.region,
+            frozenset(peer.region for peer in view.peers if peer.is_alive),
+            frozenset(peer for peer, link in self.transport.peer_status().items() if link.certificate is not None),
+            STATE_BYTES * sum(fragment.size for fragment, version in held if version >= 0),
+            STATE_BYTES * self.manifest.size,
+            self.facts.dates.since_unix,
         )

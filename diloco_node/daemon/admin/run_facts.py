@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from diloco_node.core import events as ev
 from diloco_node.core.region import RegionCore
-from diloco_node.daemon.admin.members_document import members_document
+from diloco_node.daemon.admin.members_document import MemberDates
 from diloco_node.daemon.learner.proxy import LearnerFacts, LearnerProxy
 from diloco_node.daemon.round_log import RoundLog
 from diloco_node.daemon.spec import NodeSpec
@@ -36,6 +36,9 @@ def wall_clock_s() -> float:
 
 class RunFacts:
     """Made with the node; give `observe` to its pump. Every few seconds call `mark`, and `look` in a thread.
+
+    Attributes:
+        rounds: the last ones. dates: of the members' kinds.
 
     Args:
         certificate: the region's (`Credentials.document`). refusals: what the disk does not take now.
@@ -66,6 +69,7 @@ class RunFacts:
         self._phases = PhaseTimes()
         self._rounds_in_flight_max = 0
         self._standings = Standings(cosines)
+        self.dates = MemberDates(core.ledger.disks.roster)
         self.rounds = RoundLog(
             core,
             region=spec.region,
@@ -77,6 +81,7 @@ class RunFacts:
     def observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         """Look at the core after each event, before the effects are performed."""
         self.rounds.observe(event, effects)
+        self.dates.follow(self._core.ledger.disks.roster, self._core.ledger.last_index, wall_clock_s)
         for effect in effects:
             if isinstance(effect, ev.ApplyVersion):
                 self._standings.observe(effect.body)
@@ -100,12 +105,10 @@ class RunFacts:
     def document(self, learner: LearnerProxy) -> dict[str, Any]:
         """The fields of the status document that come from here."""
         refusals, disks = dict(self._refusals()), self._core.ledger.disks
-        there = {self._spec.region, *self._core.liveness.alive(now_ns=self._now_ns())}
         return {
             "up_seconds": (self._now_ns() - self._begun_ns) / NS_PER_S,
             "run": self._run(),
             "voters": [name for name in disks.roster.voters if disks.disk_of(name)] if disks.has_view else None,
-            "members": members_document(disks, frozenset(there)),
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in disks.roster.names},
             "token_account": self._account(learner),
             "standings": self._standings.document(),

@@ -11,9 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_node.errors import ConfigError
 from diloco_node.lab.chaos.demo_processes import DemoFile, ProcessHandle, hold_all
 from diloco_node.lab.chaos.fault_files import fault_file, switch_off, switch_on
-from diloco_node.lab.chaos.fault_plan import DAEMON_ONLY, REGION, FaultPlan, FaultTarget, PlannedFault, check_fault
+from diloco_node.lab.chaos.fault_plan import (
+    DAEMON_ONLY,
+    ORDERS,
+    REGION,
+    FaultPlan,
+    FaultTarget,
+    PlannedFault,
+    check_fault,
+)
 from diloco_node.numeric import NS_PER_S
 from diloco_node.unix_sockets import Process
 
@@ -26,6 +35,9 @@ SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGTERM, "notice": sign
 GONE_POLL_S: Final = 0.1
 """Between two looks whether a machine that got notice has stopped by itself."""
 
+UNDONE: Final = "it was not done when the storm ended"
+"""Refusal of an order that goes on."""
+
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -35,7 +47,8 @@ class StruckFault:
 
     Attributes:
         at_ns: when it was carried out, on the plan's clock. pids: the processes that it struck; none: nobody was there.
-        stopped_ns: of a notice, how long the machine took to stop; 0 of others. kills: processes left at its end.
+        stopped_ns: of a notice, how long the machine took to stop, of an order how long it took; 0 of others.
+        kills: processes left at a notice's end. refusal: why an order was not carried out.
     """
 
     at_ns: int
@@ -43,11 +56,17 @@ class StruckFault:
     pids: tuple[int, ...]
     stopped_ns: int = 0
     kills: int = 0
+    refusal: str = ""
+
+    @property
+    def is_order(self) -> bool:
+        """Whether it is an order, which strikes no process."""
+        return self.fault.kind in ORDERS
 
     @property
     def is_missed(self) -> bool:
         """Whether nobody was there, dead of an earlier fault for example."""
-        return not self.pids
+        return not self.pids and not self.is_order
 
     def document(self) -> dict[str, Any]:
         """As it stands in a report."""
@@ -58,6 +77,7 @@ class StruckFault:
             "seconds": self.fault.lasts_ns / NS_PER_S,
             "pids": list(self.pids),
             "missed": self.is_missed,
+            **({"took_seconds": self.stopped_ns / NS_PER_S, "refused": self.refusal} if self.is_order else {}),
             **(
                 {"stopped_after_seconds": self.stopped_ns / NS_PER_S, "killed": self.kills}
                 if self.fault.kind == "notice"
@@ -72,10 +92,11 @@ class FaultExecutor:
     Args:
         load: reads the demo's file; anew for each fault, for supervisors come and go.
         now_ns: the plan's clock: 0 is the beginning of the training. told: called with each fault when it begins.
-        attached: the process that a region's daemon names as its learner; None: it names none just now.
+        learner_pid: the process that a region's daemon names as its learner; None: it names none just now.
+        carry_out: an order; returns when it is done, or the reason why it was not.
 
     Attributes:
-        struck: what was carried out so far, in the order of its beginning.
+        strikes: what was carried out so far, in the order of its beginning.
     """
 
     def __init__(
@@ -85,6 +106,7 @@ class FaultExecutor:
         now_ns: Callable[[], int],
         on_strike: Callable[[StruckFault], None] = lambda _: None,
         learner_pid: Callable[[str], int | None] = lambda _: None,
+        carry_out: Callable[[PlannedFault], Awaitable[str]] | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.strikes: list[StruckFault] = []
@@ -92,6 +114,7 @@ class FaultExecutor:
         self._now_ns = now_ns
         self._on_strike = on_strike
         self._attached = learner_pid
+        self._carry_out = carry_out
         self._sleep = sleep
         self._stops: Counter[Process] = Counter()
 
@@ -110,6 +133,8 @@ class FaultExecutor:
         Raises ConfigError: it can't be carried out, or the demo has no such region.
         """
         check_fault(fault)
+        if fault.kind in ORDERS:
+            return await self._order(fault)
         demo = await asyncio.to_thread(self._load)
         learner_pid = await asyncio.to_thread(self._attached, fault.target.region)
         processes = await asyncio.to_thread(demo.find, _struck_target(fault), learner_pid=learner_pid)
@@ -125,6 +150,13 @@ class FaultExecutor:
             strike = await self._take_away(demo, strike)
         return strike
 
+    async def _order(self, fault: PlannedFault) -> StruckFault:
+        if self._carry_out is None:
+            raise ConfigError(f"{fault.kind} is an order of a script: write it into a file for `demo --script`")
+        strike = self._note(fault, (), refusal=UNDONE)
+        refusal = await self._carry_out(fault)
+        return self._replace(strike, replace(strike, stopped_ns=self._now_ns() - strike.at_ns, refusal=refusal))
+
     async def _take_away(self, demo: DemoFile, strike: StruckFault) -> StruckFault:
         """Wait for the end of the notice, or until the machine has stopped; then kill what is left of it."""
         target, end_ns = strike.fault.target, strike.at_ns + strike.fault.lasts_ns
@@ -134,7 +166,9 @@ class FaultExecutor:
             survivors = await asyncio.to_thread(demo.find, target)
         with hold_all(survivors) as handles:
             kills = sum(handle.send(signal.SIGKILL) for handle in handles)
-        outcome = replace(strike, stopped_ns=self._now_ns() - strike.at_ns, kills=kills)
+        return self._replace(strike, replace(strike, stopped_ns=self._now_ns() - strike.at_ns, kills=kills))
+
+    def _replace(self, strike: StruckFault, outcome: StruckFault) -> StruckFault:
         self.strikes[self.strikes.index(strike)] = outcome
         return outcome
 
@@ -169,8 +203,8 @@ class FaultExecutor:
                 if not self._stops[handle.process]:
                     handle.send(signal.SIGCONT)
 
-    def _note(self, fault: PlannedFault, pids: tuple[int, ...]) -> StruckFault:
-        strike = StruckFault(self._now_ns(), fault, pids)
+    def _note(self, fault: PlannedFault, pids: tuple[int, ...], *, refusal: str = "") -> StruckFault:
+        strike = StruckFault(self._now_ns(), fault, pids, refusal=refusal)
         self.strikes.append(strike)
         self._on_strike(strike)
         return strike

@@ -1,7 +1,7 @@
 """The fault plan: what goes wrong, where, when, and for how long. Pure: all of it follows from a seed.
 
 The simulator draws its faults with `draw_gap` and `draw_one`, on its own clock and of its own kinds
-(`lab.sim.fault_storm.SCHEDULES`). A storm over real processes is a `FaultPlan`, drawn by `storm` or read from a tape.
+(`lab.sim.fault_storm.SCHEDULES`). A storm over real processes is a `FaultPlan`, drawn by `storm` or read from a script.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ LASTING: Final = frozenset({"notice", "pause", "partition", "slow", "disk"})
 
 DAEMON_ONLY: Final = frozenset({"partition", "disk"})
 """Links and the ledger's disk are the daemon's."""
+
+ORDERS: Final = ("join", "leave", "wipe", "promote", "demote")
+"""A script gives them as well: a new region joins as a contributor; a region leaves the run in order; it is killed, and
+its folder emptied; it gets a vote, and loses it."""
 
 REGION: Final = "region"
 PARTS: Final = ("daemon", "learner", "supervisor")
@@ -50,10 +54,10 @@ class FaultTarget:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """A fault at its time.
+    """A fault, or an order, at its time.
 
     Attributes:
-        at_ns: from the beginning of the training. kind: one of KINDS.
+        at_ns: from the beginning of the training. kind: one of KINDS or ORDERS.
         lasts_ns: how long; 0 for a kind that is over at once.
     """
 
@@ -68,6 +72,21 @@ class FaultPlan:
     """Faults in the order of their times."""
 
     faults: tuple[PlannedFault, ...]
+
+    @property
+    def joiners(self) -> tuple[str, ...]:
+        """The regions that join, in their order."""
+        return tuple(fault.target.region for fault in self.faults if fault.kind == "join")
+
+    def members(self, founders: Sequence[str], at_ns: int) -> list[str]:
+        """The regions that have joined and have not left by this time, sorted."""
+        names = set(founders)
+        for fault in self.faults:
+            if fault.at_ns <= at_ns and fault.kind == "join":
+                names.add(fault.target.region)
+            elif fault.at_ns <= at_ns and fault.kind == "leave":
+                names.discard(fault.target.region)
+        return sorted(names)
 
     def until(self, end_ns: int) -> FaultPlan:
         """Return the faults that begin before `end_ns`, cut there."""
@@ -98,6 +117,7 @@ def storm(
     end_ns: int,
     victims: Sequence[str] = VICTIMS,
     notice_ns: int = 0,
+    script: FaultPlan | None = None,
 ) -> FaultPlan:
     """SIGKILLs at random: of each one region and one of `victims` are drawn, all alike.
 
@@ -107,6 +127,7 @@ def storm(
         regions: at least one; their order does not matter. seed: everything random follows from it.
         mtbf_ns: mean time between two kills, over all regions. end_ns: there is none from here on.
         victims: of VICTIMS; their order does not matter.
+        script: by which regions join and leave: none is struck before or after.
 
     Raises ConfigError: there would be more than FAULTS_MAX, or there is no victim of that name.
     """
@@ -118,11 +139,12 @@ def storm(
     if end_ns / mtbf_ns > FAULTS_MAX / 2:
         raise ConfigError(f"a storm has at most {FAULTS_MAX // 2:,} faults: take a longer mean time between them")
     rng = random.Random(f"storm {seed}")
-    names, odds = sorted(regions), {victim: 1 for victim in VICTIMS if victim in victims}
+    odds = {victim: 1 for victim in VICTIMS if victim in victims}
     kind = "notice" if notice_ns else "kill"
     faults: list[PlannedFault] = []
     at_ns = int(draw_gap(rng, mtbf_ns))
     while at_ns < end_ns and len(faults) < FAULTS_MAX:
+        names = sorted(regions) if script is None else script.members(regions, at_ns)
         target = FaultTarget(rng.choice(names), REGION if notice_ns else draw_one(rng, odds))
         faults.append(PlannedFault(at_ns, kind, target, notice_ns))
         at_ns += int(draw_gap(rng, mtbf_ns))
@@ -157,7 +179,7 @@ def check_fault(fault: PlannedFault) -> None:
 
     Raises ConfigError: an unknown kind, a time out of range, or a kind that this part can't have.
     """
-    if fault.kind not in KINDS:
+    if fault.kind not in (*KINDS, *ORDERS):
         raise ConfigError(f"there is no fault {fault.kind!r}; there are {', '.join(KINDS)}")
     if not 0 <= fault.at_ns <= AT_S_MAX * NS_PER_S:
         raise ConfigError(f"a fault at {fault.at_ns / NS_PER_S} s: it must lie between 0 and {AT_S_MAX:.0f} s")
@@ -167,7 +189,7 @@ def check_fault(fault: PlannedFault) -> None:
         )
     if fault.kind not in LASTING and fault.lasts_ns:
         raise ConfigError(f"{fault.kind} is over at once: leave its time away")
-    if fault.kind == "notice" and fault.target.part != REGION:
-        raise ConfigError(f"notice is given to a machine: name {fault.target.region}")
+    if fault.kind in ("notice", *ORDERS) and fault.target.part != REGION:
+        raise ConfigError(f"{fault.kind} is given to a whole region: name {fault.target.region}")
     if fault.kind in DAEMON_ONLY and fault.target.part not in (REGION, "daemon"):
         raise ConfigError(f"{fault.kind} strikes a daemon: name {fault.target.region} or {fault.target.region}.daemon")

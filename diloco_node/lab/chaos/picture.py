@@ -16,6 +16,7 @@ COLOURS: Final = {
     LifeState.CATCHING_UP: "#e9c46a",
     LifeState.STOPPED: "#9a9a9a",
     LifeState.DEAD: "#b23a48",
+    LifeState.OUTSIDE: "#eeeeee",
 }
 
 WIDTH: Final = 1000
@@ -84,12 +85,12 @@ def draw_life(
 
 
 def _fault_mark(fault: StruckFault, x: float, y: int) -> str:
-    """A triangle above the band, with the first letter of what it struck."""
-    victim = fault.fault.target.part
+    """A triangle above the band, with the first letter of what it struck, or the order."""
+    letter = fault.fault.kind if fault.is_order else fault.fault.target.part[0].upper()
     title = f"{fault.fault.kind} {fault.fault.target} at {fault.at_ns / NS_PER_S:.1f} s"
     return (
         f'<g><title>{escape(title)}</title><path d="M{x} {y}l-4 -7h8z" fill="black"/>'
-        f'<text x="{x}" y="{y - 8}" font-size="8" text-anchor="middle">{victim[0].upper()}</text></g>'
+        f'<text x="{x}" y="{y - 8}" font-size="8" text-anchor="middle">{letter}</text></g>'
     )
 
 

@@ -20,6 +20,7 @@ from diloco_node.lab.chaos.fault_plan import VICTIMS
 from diloco_node.numeric import NS_PER_S
 
 MINUTE_NS: Final = 60 * NS_PER_S
+DEADLY: Final = frozenset({"kill", "stop", "notice", "wipe"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class RegionSample:
 
 @dataclass(frozen=True, slots=True)
 class RunSample:
-    """All regions at about one time."""
+    """All members of the run at about one time."""
 
     at_ns: int
     regions: Mapping[str, RegionSample]
@@ -94,6 +95,7 @@ class LifeState(StrEnum):
     CATCHING_UP = "catching up"
     STOPPED = "stopped"
     DEAD = "dead"
+    OUTSIDE = "no member"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +297,7 @@ def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence
     """
     region = fault.fault.target.region
     samples_before = bisect_right(samples, fault.at_ns, key=lambda sample: sample.at_ns)
-    before = samples[samples_before - 1].regions[region] if samples_before else None
+    before = samples[samples_before - 1].regions.get(region) if samples_before else None
     incarnation, step = (before.incarnation, before.step) if before is not None else (0, 0)
     lives_on = fault.fault.target.part == "daemon"
     for merge in islice(merges, bisect_right(merges, fault.at_ns, key=lambda merge: merge.at_ns), None):
@@ -315,7 +317,7 @@ def rejoins(
 
     A region that was struck again before that is counted apart: its time is that of two deaths.
     """
-    deaths = [fault for fault in faults if fault.fault.kind in ("kill", "stop", "notice") and not fault.is_missed]
+    deaths = [fault for fault in faults if fault.fault.kind in DEADLY and not fault.is_missed]
     times_of: dict[str, list[int]] = {}
     for fault in sorted(deaths, key=lambda fault: fault.at_ns):
         times_of.setdefault(fault.fault.target.region, []).append(fault.at_ns)
@@ -356,8 +358,11 @@ def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge]
     inside = [sample for sample in samples if sample.at_ns <= end_ns]
     for number, sample in enumerate(inside):
         to_ns = inside[number + 1].at_ns if number + 1 < len(inside) else end_ns
-        region_sample = sample.regions[region]
-        if not region_sample.has_learner or region_sample.is_stopped or not region_sample.has_daemon:
+        region_sample = sample.regions.get(region)
+        if region_sample is None:
+            state = LifeState.OUTSIDE
+            is_back, away_ns = False, sample.at_ns
+        elif not region_sample.has_learner or region_sample.is_stopped or not region_sample.has_daemon:
             state = (
                 LifeState.DEAD
                 if not region_sample.has_learner

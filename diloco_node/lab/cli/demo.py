@@ -56,12 +56,15 @@ def demo(
             "--victims", metavar="NAMES", help="With --chaos: of daemon,learner,supervisor,region [default: all]."
         ),
     ] = "",
-    tape: Annotated[
-        Path | None, typer.Option("--tape", metavar="FILE", help="With --chaos: the faults of this file, no others.")
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            "--script", metavar="FILE", help="Joins, leaves, kills, cuts ... at their times: docs/lab/chaos.md."
+        ),
     ] = None,
     baseline: Annotated[
         Path | None,
-        typer.Option("--baseline", metavar="FILE", help="With --chaos: report.json of the same demo undisturbed."),
+        typer.Option("--baseline", metavar="FILE", help="With a storm or script: report.json of the same undisturbed."),
     ] = None,
     speeds: Annotated[
         str, typer.Option("--speeds", metavar="LIST", help="Relative speeds of the learners: 1,1,2,4.")

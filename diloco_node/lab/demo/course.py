@@ -40,12 +40,14 @@ class CourseRecorder:
         return time.monotonic_ns() - self.began_ns
 
     def take(self, regions: Sequence[RegionProcess]) -> None:
-        """Note what the regions have just answered."""
-        at_ns = self.now_ns()
-        self.samples.append(RunSample(at_ns, {region.name: self._sample(region) for region in regions}))
+        """Note what the regions have just answered; of one that joins, from its first learner on."""
+        at_ns, samples = self.now_ns(), {region.name: self._sample(region) for region in regions}
+        joiners = {region.name for region in regions if region.config is not None}
+        members = {name: sample for name, sample in samples.items() if name in self._learners or name not in joiners}
+        self.samples.append(RunSample(at_ns, members))
 
     def _sample(self, region: RegionProcess) -> RegionSample:
-        status, before = region.status, self.samples[-1].regions[region.name] if self.samples else None
+        status, before = region.status, self.samples[-1].regions.get(region.name) if self.samples else None
         learner: dict[str, Any] | None = status.get("learner")
         is_attached = learner is not None and time.monotonic() - region.answered_s < ANSWER_S
         if is_attached:

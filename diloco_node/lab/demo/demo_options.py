@@ -28,7 +28,7 @@ class DemoOptions:
     mtbf: str = ""
     notice: str = ""
     victims: str = ""
-    tape: Path | None = None
+    script: Path | None = None
     baseline: Path | None = None
     speeds: str = ""
     batches: str = ""

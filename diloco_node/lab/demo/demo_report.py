@@ -70,8 +70,13 @@ def _summary(base: LedgerBase, fragments: int) -> RunSummary | None:
     return decode_summary(base.summary, fragments=fragments) if base.index else None
 
 
-def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, LearnerStatus]) -> AccountReport:
+def check_folder(
+    folder: Path, regions: Sequence[str], positions: dict[str, LearnerStatus], *, former: Sequence[str] = ()
+) -> AccountReport:
     """Recompute the token account of a finished run from its regions' folders.
+
+    Args:
+        former: regions that have left: their ledgers end early, their learners' counts go in.
 
     Raises StorageError: a folder is damaged or incomplete.
     """
@@ -79,7 +84,7 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
     summary = _summary(base, len(sizes))
     counters = {
         (region, counter.incarnation): (counter.steps, counter.tokens)
-        for region in regions
+        for region in (*regions, *former)
         for counter in read_trained(folder / region)
     }
     return check_account(
@@ -110,12 +115,18 @@ def _replaced(summary: RunSummary | None, entries: Iterable[Entry]) -> set[str]:
 
 
 def build_report(
-    folder: Path, regions: Sequence[str], *, wan: dict[str, Any] | None = None, outage: dict[str, Any] | None = None
+    folder: Path,
+    regions: Sequence[str],
+    *,
+    former: Sequence[str] = (),
+    wan: dict[str, Any] | None = None,
+    outage: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The demo's report, one JSON object; the fields are described in docs/lab/demo.md.
 
     Args:
-        folder: with one folder per region, all daemons ended. regions: their names.
+        folder: with one folder per region, all daemons ended. regions: the members at the end.
+        former: regions that have left before.
         wan, outage: what a demo on an emulated WAN adds (see `lab.demo.demo_wan`); None without one.
 
     Raises StorageError: something that a finished run has is missing or damaged.
@@ -129,7 +140,7 @@ def build_report(
         for region, report in reports.items()
         if report.get("learner") is not None
     }
-    account = check_folder(folder, regions, positions)
+    account = check_folder(folder, regions, positions, former=former)
     digests = {report["digest"] for report in reports.values()}
     global_losses = [report["val_loss_global"] for report in reports.values() if report["val_loss_global"] is not None]
     return {

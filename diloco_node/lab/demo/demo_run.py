@@ -22,8 +22,6 @@ from diloco_node.cli.tables import human_bytes, plain_table, region_cells
 from diloco_node.config.budget_settings import parse_ceiling
 from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
 from diloco_node.lab.chaos import story
-from diloco_node.lab.chaos.demo_processes import FAULTS_FOLDER
-from diloco_node.lab.chaos.fault_files import FAULTS_VARIABLE
 from diloco_node.lab.demo.course import CourseRecorder
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_report import budget_lines, build_report, read_merges
@@ -32,6 +30,7 @@ from diloco_node.lab.demo.keeping import RegionKeeper
 from diloco_node.lab.demo.live import LiveView
 from diloco_node.lab.demo.mix import parse_mix
 from diloco_node.lab.demo.region_processes import RegionProcess, free_ports, order_finish, poll_all
+from diloco_node.lab.demo.scripted_members import PROGRAM, ScriptedMembers, faults_env
 from diloco_node.lab.demo.storm import POLL_S as STORM_POLL_S
 from diloco_node.lab.demo.storm import DemoStorm, comparable, storm_lines
 from diloco_node.numeric import NS_PER_S
@@ -109,10 +108,10 @@ def run_demo(options: DemoOptions) -> int:
     """Run it; the exit code. Everything that is made lies in one folder, which the report names."""
     if options.has_outage and options.wan is None:
         raise ConfigError("--outage cuts an emulated WAN: add --wan netem/us-4.toml")
-    if not options.has_chaos and (
-        options.tape or options.baseline or options.victims or options.mtbf or options.notice
-    ):
-        raise ConfigError("--mtbf, --notice, --victims, --tape and --baseline belong to a storm: add --chaos")
+    if not options.has_chaos and (options.victims or options.mtbf or options.notice):
+        raise ConfigError("--mtbf, --notice and --victims belong to a storm: add --chaos")
+    if options.baseline and not (options.has_chaos or options.script):
+        raise ConfigError("--baseline is what a storm or a script is compared with: add --chaos, or --script FILE")
     if options.has_outage and options.tokens:
         raise ConfigError("--outage is laid out for a time: give --seconds, not --tokens")
     if options.budget:
@@ -146,9 +145,12 @@ class Demo:
             )
         self.storm = (
             DemoStorm(options, self.names, folder, self.settings, tokens_per_second=per_second)
-            if options.has_chaos
+            if options.has_chaos or options.script is not None
             else None
         )
+        if self.wan is not None and self.storm is not None and self.storm.plan.joiners:
+            raise ConfigError("regions join on this machine only: leave --wan out, or the script's joins")
+        self.members: ScriptedMembers | None = None
         self.course = CourseRecorder()
         self.keeper: RegionKeeper | None = None
         self.regions: list[RegionProcess] = []
@@ -181,7 +183,8 @@ class Demo:
             return INTERRUPTED_CODE
         report = build_report(
             self.folder,
-            self.names,
+            self.members_now,
+            former=sorted({*self.names_ever} - {*self.members_now}),
             wan=self.wan.report() if self.wan is not None else None,
             outage=self.outage.document if self.outage is not None else None,
         )
@@ -193,15 +196,27 @@ class Demo:
             sys.stdout.write(json.dumps(report) + "\n")
         else:
             print_report(report)
-        return 0 if report["equal_digests"] and report["tokens"]["balanced"] else 1
+        is_done = self.storm is None or not self.storm.refusals
+        return 0 if report["equal_digests"] and report["tokens"]["balanced"] and is_done else 1
+
+    @property
+    def members_now(self) -> list[str]:
+        """The members now, sorted."""
+        return sorted(region.name for region in self.regions)
+
+    @property
+    def names_ever(self) -> list[str]:
+        """All regions that are or were members, sorted."""
+        joiners = self.storm.plan.joiners if self.storm is not None else ()
+        return sorted({*self.names, *(name for name in joiners if (self.folder / name).exists())})
 
     def add_course(self, report: dict[str, Any]) -> None:
         """Add the work within the time asked for, or that it took, and the storm's part."""
         samples, tokens = self.course.samples, self.options.tokens
         end_ns = story.merged_at_ns(samples, tokens) if tokens else int(self.options.seconds * NS_PER_S)
-        merges = read_merges(self.folder, self.names, samples)
+        merges = read_merges(self.folder, self.members_now, samples)
         final = report["tokens"]["merged"], report["val_loss_global"]
-        training = story.training(samples, merges, regions=self.names, end_ns=end_ns, final=final)
+        training = story.training(samples, merges, regions=self.names_ever, end_ns=end_ns, final=final)
         training |= {"settings": self.settings}
         report |= {
             "training": training,
@@ -227,15 +242,14 @@ class Demo:
             sync_every=SYNC_EVERY,
             data=json.dumps([str(Path(path).resolve()) for path in self.options.data]),
         )
-        program = ("-m", "diloco_node.lab.demo.faulty_region")
-        env = {FAULTS_VARIABLE: str((self.folder / FAULTS_FOLDER).resolve())}
+        env = faults_env(self.folder)
         for index, name in enumerate(self.names):
             place = self.wan.place(name) if self.wan is not None else None
             host, namespace = (place.address, place.namespace) if place is not None else ("127.0.0.1", "")
             port, admin_port = WAN_PORTS if place is not None else ports[2 * index : 2 * index + 2]
             text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
             settings = self.mix.settings(STEP_SECONDS, index)
-            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, program, env, settings))
+            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, PROGRAM, env, settings))
         if self.options.budget:
             text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
         # Each region's folder lies beside certs and run.toml.
@@ -245,7 +259,9 @@ class Demo:
     async def _train(self, view: LiveView) -> None:
         view.line(f"folder {self.folder}: run.toml, certificates, one folder per region with its logs")
         await self.compile(view)
-        self.keeper = RegionKeeper(self.folder, self.folder / "run.toml", self.regions, view.line)
+        joiners = self.storm.plan.joiners if self.storm is not None else ()
+        self.keeper = RegionKeeper(self.folder, self.folder / "run.toml", [*self.regions], view.line, joiners)
+        self.members = ScriptedMembers(self.folder, self.regions, self.keeper, self.options.data)
         await self.keeper.start()
         started_s = time.monotonic()
         await self.watch(view, started_s, until=self._all_step, limit_s=START_S, purpose="to start training")
@@ -262,9 +278,10 @@ class Demo:
                 await self.finish(view, trains_s)
 
     def is_trained(self, trains_s: float) -> bool:
-        """The time is over; or so much is merged that a storm has to end, and the run ends by itself."""
+        """The time is over and orders are done; or so much is merged that a storm must end: the run ends by itself."""
         if not self.options.tokens:
-            return time.monotonic() - trains_s >= self.options.seconds
+            has_orders = self.storm is not None and self.storm.has_open_orders
+            return time.monotonic() - trains_s >= self.options.seconds and not has_orders
         # An operator may have ended it before.
         is_over = self.keeper is not None and self.keeper.is_over
         calm = self.storm.calm_tokens if self.storm is not None else 0
@@ -288,7 +305,8 @@ class Demo:
         )
 
     def _is_given_up(self) -> bool:
-        return self.interrupted.is_set() or (self.keeper is not None and bool(self.keeper.end_reasons))
+        keeper = self.keeper
+        return self.interrupted.is_set() or (keeper is not None and bool(keeper.end_reasons.keys() - keeper.leaving))
 
     @contextlib.asynccontextmanager
     async def _outages(self, view: LiveView) -> AsyncIterator[None]:
@@ -310,7 +328,9 @@ class Demo:
         if self.storm is None:
             yield
             return
-        async with self.beside(self.storm.run(self.regions, self.course.now_ns, view.line), "storm"):
+        assert self.members is not None
+        storm = self.storm.run(self.regions, self.course.now_ns, view.line, self.members.carry_out)
+        async with self.beside(storm, "storm"):
             yield
 
     @contextlib.asynccontextmanager

@@ -34,6 +34,7 @@ GONE_S: Final = 10.0
 """Limit for a killed process to leave the machine."""
 
 GONE_POLL_S: Final = 0.02
+LOST_NAME: Final = "lost"
 
 
 @dataclass(slots=True)
@@ -70,12 +71,18 @@ class RegionKeeper:
         folder: of the demo. config: its run.toml.
         end_reasons: of each region that has ended for good, why; empty when it ended as it should.
         is_starting: not all have trained yet: who ends then is not started again, for its settings may be wrong.
+        joiners: regions that may be added later.
+        leaving: regions that leave the run: one of them that ends with 0 has left.
+        emptied: regions whose folder is put aside before their next start, into `lost` of the demo's folder.
     """
 
     folder: Path
     config: Path
-    regions: Sequence[RegionProcess]
+    regions: list[RegionProcess]
     say: Callable[[str], None]
+    joiners: Sequence[str] = ()
+    leaving: set[str] = field(default_factory=set)
+    emptied: set[str] = field(default_factory=set)
     end_reasons: dict[str, str] = field(default_factory=dict)
     is_starting: bool = True
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -84,8 +91,16 @@ class RegionKeeper:
     async def start(self) -> None:
         """All regions; from the first to the last, for each one wants the whole machine at first."""
         for region in self.regions:
-            await self._start(region)
-            self._tasks[region.name] = asyncio.create_task(self._keep(region), name=f"keep {region.name}")
+            await self._begin(region)
+
+    async def add(self, region: RegionProcess) -> None:
+        """Start another region, and keep it like the first ones."""
+        self.regions.append(region)
+        await self._begin(region)
+
+    async def _begin(self, region: RegionProcess) -> None:
+        await self._start(region)
+        self._tasks[region.name] = asyncio.create_task(self._keep(region), name=f"keep {region.name}")
 
     async def stop(self) -> None:
         """No more restarts; then every region is stopped in order, with its children, and what is left of any.
@@ -123,7 +138,7 @@ class RegionKeeper:
         while True:
             assert region.process is not None
             code = await region.process.wait()
-            has_finished = (region.state_dir / FINAL_NAME).exists()
+            has_finished = region.name in self.leaving or (region.state_dir / FINAL_NAME).exists()
             why = policy.final_reason(code, has_finished=has_finished, now_ns=time.monotonic_ns())
             if self.is_starting:
                 why = "it ended too early"
@@ -132,8 +147,18 @@ class RegionKeeper:
                 return
             self.say(f"region {region.name}: its supervisor ended with {code}; started again")
             await self._clear(region)
+            if region.name in self.emptied:
+                await asyncio.to_thread(self._put_aside, region.state_dir)
+                self.emptied.discard(region.name)
             await asyncio.sleep(RESTART_NS / NS_PER_S)
             await self._start(region)
+
+    def _put_aside(self, state_dir: Path) -> None:
+        """Rename a folder, and make an empty one in its place."""
+        place = self.folder / LOST_NAME / state_dir.name
+        place.mkdir(parents=True, exist_ok=True)
+        state_dir.rename(place / f"{len(list(place.iterdir())) + 1}")
+        state_dir.mkdir()
 
     async def _end(self, region: RegionProcess) -> None:
         await region.stop()
@@ -167,4 +192,5 @@ class RegionKeeper:
     def _save(self) -> None:
         demo = process_of(os.getpid())
         assert demo is not None
-        DemoFile(self.folder, demo, {region.name: self._supervisors.get(region.name) for region in self.regions}).save()
+        names = [*(region.name for region in self.regions), *self.joiners]
+        DemoFile(self.folder, demo, {name: self._supervisors.get(name) for name in names}).save()

@@ -37,7 +37,8 @@ class RegionProcess:
             reaches into any namespace and puts no bytes on the interface that carries the run.
         program: what Python runs instead of `diloco-node`. env: added to this process's environment.
         settings: for `start --set`, beyond those of the file.
-        options: further words of `start`. process: the supervisor; None before the start.
+        options: further words of `start`. config: a run.toml of its own; None: that of the other regions.
+        process: the supervisor; None before the start.
         status: the last status document that was read; {} before the first.
         answered_s: when it was read, on the monotonic clock; minus infinity if the last try read none.
         asking: the try that is under way, or the last one.
@@ -51,6 +52,7 @@ class RegionProcess:
     env: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    config: Path | None = None
     process: asyncio.subprocess.Process | None = None
     status: dict[str, Any] = field(default_factory=dict)
     answered_s: float = -math.inf
@@ -70,7 +72,7 @@ class RegionProcess:
                 "--region",
                 self.name,
                 "--config",
-                str(config),
+                str(self.config or config),
                 *(word for setting in self.settings for word in ("--set", setting)),
                 *self.options,
                 *(("--", *command) if command else ()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -14,11 +14,11 @@ from diloco_node.config.units import parse_duration
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.chaos import story
 from diloco_node.lab.chaos.demo_processes import DemoFile
-from diloco_node.lab.chaos.executor import FaultExecutor, StruckFault
-from diloco_node.lab.chaos.fault_plan import KINDS, VICTIMS, FaultPlan, parse_victims, storm
+from diloco_node.lab.chaos.executor import UNDONE, FaultExecutor, StruckFault
+from diloco_node.lab.chaos.fault_plan import KINDS, VICTIMS, FaultPlan, PlannedFault, parse_victims, storm
+from diloco_node.lab.chaos.fault_script import read_script, script_text
 from diloco_node.lab.chaos.picture import draw_life
 from diloco_node.lab.chaos.story import RunSample, TimedMerge
-from diloco_node.lab.chaos.tape import read_tape, tape_text
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.region_processes import RegionProcess, attached_learner
 from diloco_node.numeric import NS_PER_S
@@ -35,12 +35,12 @@ POLL_S: Final = 0.25
 TOKENS_PLAN_TIMES: Final = 5
 """A storm that ends with a number of tokens is drawn for so many times what they take undisturbed. Then it is calm."""
 
-TAPE_NAME: Final = "tape.jsonl"
+SCRIPT_NAME: Final = "script.jsonl"
 PICTURE_NAME: Final = "chaos.svg"
 
 
 UNCOMPARED: Final = frozenset(
-    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "tape", "baseline"}
+    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline"}
 )
 """Options that a demo and its baseline need not share: how many regions (their names are compared), where each is kept,
 how it is shown, and what strikes it. An option that is not here is compared."""
@@ -79,7 +79,7 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None
     if is_storm:
-        raise ConfigError(f"--baseline {file} is of a storm: name the report of the same demo without --chaos")
+        raise ConfigError(f"--baseline {file} is of a storm: name the report of the same demo undisturbed")
     for name, value in settings.items():
         if name not in baseline_settings or baseline_settings[name] != value:
             baseline_value = json.dumps(baseline_settings.get(name))
@@ -101,7 +101,7 @@ class DemoStorm:
         plan: what is struck. With `--tokens` it is much longer than the training should be: the demo ends the storm.
         calm_tokens: with `--tokens`, the storm ends when so many have still to be merged.
 
-    Raises ConfigError: an option, the tape or the baseline is wrong.
+    Raises ConfigError: an option, the script or the baseline is wrong.
     """
 
     def __init__(
@@ -114,7 +114,6 @@ class DemoStorm:
         tokens_per_second: float,
     ) -> None:
         self._options = options
-        self._names = sorted(names)
         self._folder = folder
         self.calm_tokens = int(CALM_S * tokens_per_second)
         if options.tokens:
@@ -133,37 +132,55 @@ class DemoStorm:
         if options.notice and options.victims:
             raise ConfigError("--notice is given to whole machines: leave --victims out")
         self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
-        self.plan: FaultPlan
-        if options.tape is not None:
-            self.plan = read_tape(options.tape, self._names).until(end_ns)
-        else:
-            self.plan = storm(
-                self._names,
+        self.plan = FaultPlan(()) if options.script is None else read_script(options.script, names).until(end_ns)
+        self._names = sorted({*names, *self.plan.joiners})
+        if options.has_chaos:
+            kills = storm(
+                names,
                 seed=options.seed,
                 mtbf_ns=self._mtbf.ns,
                 end_ns=end_ns,
                 victims=self._victims,
                 notice_ns=self._notice_ns,
+                script=self.plan,
             )
+            self.plan = FaultPlan(tuple(sorted((*self.plan.faults, *kills.faults), key=lambda fault: fault.at_ns)))
         self._baseline = read_baseline(options.baseline, settings) if options.baseline is not None else None
         self._strikes: Sequence[StruckFault] = ()
 
+    @property
+    def refusals(self) -> list[str]:
+        """Why orders of the script were not carried out, one line each."""
+        return [f"{fault.fault.kind} {fault.fault.target}: {fault.refusal}" for fault in self._strikes if fault.refusal]
+
+    @property
+    def has_open_orders(self) -> bool:
+        """Whether an order was given that is neither done nor refused yet."""
+        return any(fault.refusal == UNDONE for fault in self._strikes)
+
     async def run(
-        self, regions: Sequence[RegionProcess], now_ns: Callable[[], int], say: Callable[[str], None]
+        self,
+        regions: Sequence[RegionProcess],
+        now_ns: Callable[[], int],
+        say: Callable[[str], None],
+        carry_out: Callable[[PlannedFault], Awaitable[str]] | None = None,
     ) -> None:
-        """Strike, until the plan is at its end. The plan is left in the folder, as a tape."""
-        (self._folder / TAPE_NAME).write_text(tape_text(self.plan))
+        """Strike and have orders carried out, until the plan is at its end. It is left in the folder, as a script."""
+        (self._folder / SCRIPT_NAME).write_text(script_text(self.plan))
 
         def announce(fault: StruckFault) -> None:
             suffix = ": nobody was there" if fault.is_missed else ""
             say(f"chaos: {fault.at_ns / NS_PER_S:6.1f} s  {fault.fault.kind} {fault.fault.target}{suffix}")
 
-        statuses = {region.name: region for region in regions}
+        def learner_pid(name: str) -> int | None:
+            return next((attached_learner(region.status) for region in regions if region.name == name), None)
+
         executor = FaultExecutor(
             lambda: DemoFile.load(self._folder),
             now_ns=now_ns,
             on_strike=announce,
-            learner_pid=lambda name: attached_learner(statuses[name].status),
+            learner_pid=learner_pid,
+            carry_out=carry_out,
         )
         self._strikes = executor.strikes
         try:
@@ -175,7 +192,8 @@ class DemoStorm:
         self, samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, training: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
-        counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in self._strikes if not fault.is_missed)
+        faults = [fault for fault in self._strikes if not fault.is_missed and not fault.is_order]
+        counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in faults)
         end_ns = int(training["seconds"] * NS_PER_S)
         lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "goodput_there", "picture"))
         if merges is not None:
@@ -193,13 +211,13 @@ class DemoStorm:
                 ),
                 "picture": str(picture.resolve()),
             }
-        is_drawn = self._options.tape is None
+        is_drawn = self._options.has_chaos
         return {
             "seed": self._options.seed if is_drawn else None,
             "notice_seconds": self._notice_ns / NS_PER_S or None,
             "mtbf_seconds": self._mtbf.ns / NS_PER_S if is_drawn else None,
             "victims": list(self._victims) if is_drawn else None,
-            "tape": str(self._options.tape or self._folder / TAPE_NAME),
+            "script": str(self._options.script or self._folder / SCRIPT_NAME),
             "calm_seconds": None if self._options.tokens else CALM_S,
             "calm_tokens": self.calm_tokens if self._options.tokens else None,
             "struck": {
@@ -243,13 +261,19 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
     )
     notice_s = chaos["notice_seconds"]
     kind = f"a notice of {notice_s:g} s" if notice_s else "a kill"
-    source = f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["tape"]
+    source = f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["script"]
+    orders = [fault for fault in chaos["faults"] if "refused" in fault]
     calm = f"{chaos['calm_tokens']:,} tokens" if chaos["calm_seconds"] is None else f"{chaos['calm_seconds']:.0f} s"
     lines = [
         f"storm              {source}: {strikes or 'nothing was struck'}; {chaos['missed']} met nobody; the last "
         f"{calm} were calm",
         f"commits            {training['commits_per_minute']:.0f} a minute, at most "
         f"{training['longest_gap_seconds']:.1f} s between two",
+    ]
+    lines += [
+        f"at {order['at_seconds']:<16.1f}{order['do']} {order['target']}: "
+        + (f"REFUSED: {order['refused']}" if order["refused"] else f"done after {order['took_seconds']:.1f} s")
+        for order in orders
     ]
     if notices := chaos["notices"]:
         lines.append(
@@ -273,9 +297,7 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
             f"{_percent(training['participation_of'][name])}; {spent}"
         )
     if comparison is None:
-        lines.append(
-            "goodput            unknown: run the same demo without --chaos, and give its report: --baseline FILE"
-        )
+        lines.append("goodput            unknown: run the same demo undisturbed, and give its report: --baseline FILE")
     else:
         if notice_s and chaos["goodput_there"] is not None:
             lines[-1] += f"; {_percent(chaos['goodput_there'])} of those in the time that learners were there"

@@ -1,30 +1,76 @@
 """daemon/admin/members_document.py: members as people see them, and an order of the admin port."""
 
+from dataclasses import replace
+
 import pytest
 
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.operator_orders import EntryOrdered
-from diloco_node.daemon.admin.members_document import member_order, members_document
+from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, Entry
+from diloco_node.daemon.admin.members_document import MemberSigns, member_order, members_document
 from diloco_node.errors import ConfigError
 
 
 def test_each_member_has_a_row_and_the_run_says_what_it_bears() -> None:
     disks = DiskView("abc")
-    assert members_document(disks, frozenset("abc"))["tolerance"] == "the run has not begun"
+    assert members_document(disks, MemberSigns("a"))["tolerance"] == "the run has not begun"
+    assert {row["state"] for row in members_document(disks, MemberSigns("a"))["rows"]} == {"there", "away"}
     founders = Roster.of_voters("abc", {"a": b"a" * 16, "b": b"b" * 16}, since=2)
     disks.begin(founders.changed(MembershipBody("d", "contributor", "d:1"), 7), 7)
-    document = members_document(disks, frozenset("ab"))
+    document = members_document(disks, MemberSigns("a", frozenset("b"), since_unix={"d": 5.0}))
     assert document["changes"] == 1
-    assert document["tolerance"] == "3 voters, 2 must be there; no vote comes from c: the next failure stops merging"
-    keys = ("region", "kind", "since", "address", "has_folder", "is_there")
+    assert document["tolerance"] == (
+        "3 voters, 2 must be there; no vote comes from c: the next failure stops merging; training goes on in each "
+        "region"
+    )
+    keys = ("region", "kind", "since", "since_unix", "address", "has_folder", "is_there", "state")
+    waits = "away, waits for a link with its certificate"
     assert [tuple(row[key] for key in keys) for row in document["rows"]] == [
-        ("a", "voter", 2, "", True, True),
-        ("b", "voter", 2, "", True, True),
-        ("c", "voter", 2, "", False, False),
-        ("d", "contributor", 7, "d:1", False, False),
+        ("a", "voter", 2, None, "", True, True, "there"),
+        ("b", "voter", 2, None, "", True, True, "there"),
+        ("c", "voter", 2, None, "", False, False, waits),
+        ("d", "contributor", 7, 5.0, "d:1", False, False, waits),
     ]
+
+
+JOINS = MemberSigns("a")
+JOINED = MembershipBody("d", "contributor", "d:1")
+
+
+@pytest.mark.parametrize(
+    ("signs", "disk", "state"),
+    [
+        (JOINS, b"", "away, waits for a link with its certificate"),
+        (replace(JOINS, linked=frozenset("d")), b"", "its certificate is good, waits for its first heartbeat"),
+        (replace(JOINS, heard=frozenset("d")), b"", "there, waits until its disk holds what is committed"),
+        (MemberSigns("d", held_bytes=1_500_000, state_bytes=8_000_000), b"", "fetches the model: 1.5 of 8.0 MB"),
+        (MemberSigns("d", held_bytes=8, state_bytes=8), b"", "there, waits until its disk holds what is committed"),
+        (replace(JOINS, heard=frozenset("d")), b"d" * 16, "there, ready for a vote"),
+        (JOINS, b"d" * 16, "away"),
+        (JOINS, EXPELLED, "expelled, until `diloco-node quarantine lift`"),
+        (JOINS, EVICTED, "away too long: it has no vote until it is back"),
+        (replace(JOINS, heard=frozenset("d")), EVICTED, "there, waits until its disk holds what is committed"),
+    ],
+)
+def test_a_joiner_says_what_it_waits_for(signs: MemberSigns, disk: bytes, state: str) -> None:
+    roster = Roster.of_voters("abc", dict.fromkeys("abc", b"a" * 16), since=2).changed(JOINED, 7)
+    disks = DiskView("abc", roster.after(Entry(8, 1, b"", DiskNamedBody("d", disk), b"")))
+    assert members_document(disks, signs)["rows"][3]["state"] == state
+
+
+def test_a_former_member_waits_for_nothing() -> None:
+    roster = Roster.of_voters("abc", since=2).changed(MembershipBody("c", "former"), 7)
+    assert members_document(DiskView("abc", roster), MemberSigns("a"))["rows"][2]["state"] == "removed"
+
+
+def test_one_member_may_have_no_address() -> None:
+    addition = {"region": "ap", "kind": "contributor", "address": "", "changes": 1, "signature": "0a"}
+    order = member_order(addition, ROSTER, {"eu": "eu.example:7400", "us": "us.example:7400"})
+    assert order.body == MembershipBody("ap", "contributor", "", b"\x0a")
+    demotion = member_order({**addition, "region": "us", "address": None}, ROSTER)
+    assert demotion.body == MembershipBody("us", "contributor", "", b"\x0a")
 
 
 ROSTER = Roster.of_voters(("eu", "us"))
@@ -59,6 +105,8 @@ def test_a_member_is_added_at_an_address_of_its_own() -> None:
         ({"region": "us"}, "us is a voter already, at us.example:7400"),
         ({"address": "us.example:7400"}, "us.example:7400 is the address of us: give that of ap"),
         ({"address": "ap"}, 'the address .ap.: it must be "HOST:PORT"'),
+        ({"address": ""}, "nobody can dial eu, so ap must be dialable: give --address"),
+        ({"region": "us", "address": ""}, "us is a voter already"),
         ({"address": 7400}, 'the address 7400: it must be "HOST:PORT"'),
         ({"changes": 2}, "the members were changed meanwhile"),
     ],

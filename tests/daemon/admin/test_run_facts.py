@@ -8,8 +8,10 @@ import pytest
 
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import RunSettings
+from diloco_node.daemon.admin import run_facts
 from diloco_node.daemon.admin.run_facts import RunFacts, cpu_pressure, disk_space
 from diloco_node.daemon.learner.proxy import LearnerFacts
 
@@ -33,11 +35,12 @@ class Scripted:
             steps_of=lambda name: len(name),
         )
         self.leader = SimpleNamespace(progress=progress)
-        self.ledger = SimpleNamespace(disks=DiskView(("eu", "us")))
+        self.ledger = SimpleNamespace(disks=DiskView(("eu", "us")), last_index=0)
         spec: Any = SimpleNamespace(
             region="us", regions=("eu", "us"), run_id="try", settings=RunSettings(steps_max=250), state_dir=folder
         )
         core: Any = self
+        self.leader.rounds = {}
         self.facts = RunFacts(
             core,
             spec,
@@ -102,7 +105,23 @@ def test_a_region_votes_while_the_ledger_names_its_folder(script: Scripted) -> N
     assert script.document()["voters"] == ["eu", "us"]
     script.ledger.disks.begin(Roster.of_voters(("eu", "us"), {"us": b"u"}), 2)
     assert script.document()["voters"] == ["us"]
-    assert [row["is_there"] for row in script.document()["members"]["rows"]] == [True, True]
+
+
+def test_a_change_of_the_members_is_dated_unless_it_is_old(script: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_facts, "wall_clock_s", lambda: 7.0)
+    script.facts.rounds = SimpleNamespace(observe=lambda event, effects: None)  # type: ignore[assignment]
+    roster, event = Roster.of_voters(("eu", "us"), since=1), Any
+
+    def follow(roster: Roster, last_index: int) -> dict[str, float]:
+        script.ledger.disks.begin(roster, last_index)
+        script.ledger.last_index = last_index
+        script.facts.observe(event, ())
+        return dict(script.facts.dates.since_unix)
+
+    assert follow(roster, 90) == {}, "the log was read to its end before: nobody here saw when"
+    added = roster.changed(MembershipBody("ap", "contributor"), 91)
+    assert follow(added, 91) == {"ap": 7.0}
+    assert follow(added.changed(MembershipBody("ap", "voter"), 92), 200) == {}, "of another kind since, when is unknown"
 
 
 def test_disk_certificate_and_tokens_are_shown(script: Scripted, tmp_path: Path) -> None:

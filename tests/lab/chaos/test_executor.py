@@ -395,3 +395,21 @@ def test_a_fault_ends_by_itself_and_nonsense_is_no_fault(tmp_path: Path, monkeyp
         assert not fault_files.is_on(file)
     assert list(file.parent.iterdir()) == []
     assert processes.FAULTS_FOLDER == "faults"
+
+
+def test_an_order_is_carried_out_by_somebody_else_and_its_refusal_is_kept(demo: MadeUpDemo) -> None:
+    refusals = {"a": "", "b": "no leader"}
+
+    async def carry_out(fault: PlannedFault) -> str:
+        assert [strike.refusal for strike in orders.strikes][-1], "until it is done it counts as not done"
+        return refusals[fault.target.region]
+
+    orders = FaultExecutor(lambda: DemoFile.load(demo.folder), now_ns=lambda: 7, carry_out=carry_out)
+    plan = FaultPlan(tuple(PlannedFault(at, "wipe", FaultTarget(name)) for at, name in enumerate("ab")))
+    asyncio.run(orders.run(plan))
+    assert [(strike.refusal, strike.is_missed, strike.is_order) for strike in orders.strikes] == [
+        ("", False, True),
+        ("no leader", False, True),
+    ]
+    assert orders.strikes[1].document()["refused"] == "no leader"
+    assert demo.ended() == {}

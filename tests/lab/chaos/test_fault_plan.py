@@ -174,5 +174,18 @@ def test_a_storm_of_notices_takes_whole_machines() -> None:
     assert {fault.target.region for fault in plan.faults} == set(REGIONS)
     for fault in plan.faults:
         check_fault(fault)
-    with pytest.raises(ConfigError, match="notice is given to a machine: name eu"):
+    with pytest.raises(ConfigError, match="notice is given to a whole region: name eu"):
         check_fault(PlannedFault(0, "notice", FaultTarget("eu", "daemon"), NS_PER_S))
+
+
+def test_a_storm_strikes_the_members_of_each_moment() -> None:
+    joins, leaves = (
+        PlannedFault(100 * NS_PER_S, kind, FaultTarget(name)) for kind, name in (("join", "new"), ("leave", "us-east"))
+    )
+    plan = storm(
+        REGIONS, seed=7, mtbf_ns=NS_PER_S, end_ns=200 * NS_PER_S, victims=VICTIMS, script=FaultPlan((joins, leaves))
+    )
+    struck = Counter((fault.target.region, fault.at_ns >= joins.at_ns) for fault in plan.faults)
+    assert struck["new", True] > 5 < struck["us-east", False]
+    assert struck["new", False] == struck["us-east", True] == 0
+    assert len(plan.faults) > 150, "it is as dense as asked for, however many there are"

@@ -13,7 +13,7 @@ import pytest
 from diloco_node.errors import INTERRUPTED_CODE
 from diloco_node.lab.chaos import fault_plan as plan
 from diloco_node.lab.chaos.demo_processes import DemoFile
-from diloco_node.lab.chaos.tape import read_tape
+from diloco_node.lab.chaos.fault_script import read_script
 from diloco_node.main import main
 from tests.kit.chaos_kit import MadeUpDemo
 from tests.kit.commands import COMMAND
@@ -83,6 +83,7 @@ def test_the_only_demo_that_runs_here_is_meant(
         (["pause", "a", "--for", "soon"], "--for"),
         (["kill", "a", "--for", "5s"], "over at once"),
         (["starve", "a"], "no fault 'starve'"),
+        (["wipe", "a"], "wipe is an order of a script"),
     ],
 )
 def test_what_can_not_be_done_is_refused(
@@ -105,18 +106,18 @@ def test_a_demo_that_has_ended_is_refused(demo: MadeUpDemo, capsys: pytest.Captu
     assert os.getpid() == file.demo.pid
 
 
-def test_a_tape_of_the_papers_failures_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "tape", "--chips", "2400000", "--regions", "4", "--seconds", "300", "--seed", "3"]) == 0
-    file = tmp_path / "tape.jsonl"
+def test_a_script_of_the_papers_failures_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "script", "--chips", "2400000", "--regions", "4", "--seconds", "300", "--seed", "3"]) == 0
+    file = tmp_path / "script.jsonl"
     file.write_text(capsys.readouterr().out)
-    faults = read_tape(file, ["us-east", "us-west", "eu-west", "ap-east"]).faults
+    faults = read_script(file, ["us-east", "us-west", "eu-west", "ap-east"]).faults
     assert len(faults) > 20
     assert {fault.target.part for fault in faults} == {"learner"}
 
 
-def test_a_tape_that_no_demo_would_read_is_refused(
+def test_a_script_that_no_demo_would_read_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan, "FAULTS_MAX", 3)
-    assert main(["chaos", "tape", "--chips", "2400000", "--seconds", "300"]) == 2
+    assert main(["chaos", "script", "--chips", "2400000", "--seconds", "300"]) == 2
     assert "take fewer --chips" in capsys.readouterr().err

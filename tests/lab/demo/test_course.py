@@ -95,3 +95,16 @@ def test_the_clock_begins_when_all_train(course: MadeUpCourse) -> None:
     course.take()
     before, after = (one.at_ns for one in course.recorder.samples)
     assert before < 0 <= after <= course.recorder.now_ns()
+
+
+def test_a_region_that_joins_is_in_the_samples_from_its_first_learner_on(course: MadeUpCourse) -> None:
+    course.region.config = Path("a.toml")
+    course.region.status = {}
+    course.recorder.take([course.region])
+    assert course.recorder.samples[-1].regions == {}
+    assert (
+        life("a", course.recorder.samples, [], end_ns=course.recorder.samples[-1].at_ns + 1)[0].state
+        is LifeState.OUTSIDE
+    )
+    course.answer({"incarnation": 1, "step": 7, "attached_step": 2})
+    assert course.take().step == 7

@@ -90,6 +90,19 @@ def test_every_region_of_a_demo_looks_for_faults_in_its_folder(demo: Demo) -> No
         assert region.env == {FAULTS_VARIABLE: str(DemoFile(demo.folder, NOBODY).faults.resolve())}
 
 
+@pytest.mark.parametrize(("ended", "is_given_up"), [({}, False), ({"c": ""}, False), ({"a": "", "c": ""}, True)])
+def test_a_region_that_has_left_does_not_end_the_run(demo: Demo, ended: dict[str, str], is_given_up: bool) -> None:
+    demo.keeper = SimpleNamespace(end_reasons=ended, leaving={"c"})  # type: ignore[assignment]
+    assert demo._is_given_up() is is_given_up
+
+
+def test_the_training_goes_on_until_orders_are_done(demo: Demo) -> None:
+    demo.storm = SimpleNamespace(has_open_orders=True)  # type: ignore[assignment]
+    assert not demo.is_trained(0.0)
+    demo.storm.has_open_orders = False  # type: ignore[misc, union-attr]
+    assert demo.is_trained(0.0)
+
+
 def with_tokens(folder: Path, *, merged: int, is_over: bool = False, **more: object) -> Demo:
     """A demo of 400,000 tokens of which so many are merged."""
     options = DemoOptions(regions=2, tokens=400_000, is_json=True, **more)  # type: ignore[arg-type]

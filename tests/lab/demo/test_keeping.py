@@ -173,3 +173,37 @@ async def test_every_region_is_stopped_before_the_first_error_is_raised(
             await keeper.stop()
     assert other.has_exited
     assert not find_left_behind(other.state_dir)
+
+
+async def test_one_that_leaves_the_run_is_not_started_again(keeper: RegionKeeper) -> None:
+    region = region_of(keeper)
+    keeper.leaving.add("a")
+    os.kill(region.lives()[-1], signal.SIGKILL)
+    await eventually(lambda: len(region.lives()) == 2)  # it is told at its next start
+    (region.state_dir / "code").write_text("0")
+    os.kill(region.lives()[-1], signal.SIGTERM)
+    await eventually(lambda: keeper.end_reasons == {"a": ""})
+    assert len(region.lives()) == 2
+
+
+async def test_one_that_joins_is_kept_like_the_others(keeper: RegionKeeper) -> None:
+    keeper.joiners = ("c", "d")
+    region = MadeUpRegion("c", 0, keeper.folder / "c")
+    await keeper.add(region)
+    await eventually(lambda: len(region.lives()) == 1)
+    os.kill(region.lives()[-1], signal.SIGKILL)
+    await eventually(lambda: len(region.lives()) == 2)
+    supervisors = DemoFile.load(keeper.folder).supervisors
+    assert list(supervisors) == ["a", "b", "c", "d"], "a storm finds also who has not joined yet"
+    assert supervisors["d"] is None
+
+
+async def test_a_folder_is_put_aside_before_the_next_start(keeper: RegionKeeper) -> None:
+    region = region_of(keeper)
+    for count in (1, 2):
+        (region.state_dir / "mark").write_text(str(count))
+        keeper.emptied.add("a")
+        os.kill(region.lives()[-1], signal.SIGKILL)
+        await eventually(lambda: not keeper.emptied and len(region.lives()) == 1)
+        assert not (region.state_dir / "mark").exists()
+        assert (keeper.folder / "lost" / "a" / str(count) / "mark").read_text() == str(count)

@@ -20,7 +20,7 @@ from diloco_node.lab.demo.demo_run import run_demo
 from diloco_node.lab.demo.storm import (
     CALM_S,
     PICTURE_NAME,
-    TAPE_NAME,
+    SCRIPT_NAME,
     DemoStorm,
     comparable,
     read_baseline,
@@ -72,13 +72,50 @@ def test_a_storm_that_ends_with_a_number_of_tokens_is_drawn_for_longer_than_they
     assert by_tokens.plan.faults[: len(by_time.plan.faults)] == by_time.plan.faults
 
 
-def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
-    file = tmp_path / "tape"
+def test_a_script_alone_is_all_that_is_struck_and_with_a_storm_it_is_a_part(tmp_path: Path) -> None:
+    file = tmp_path / "script"
+    file.write_text(
+        '{"at_seconds": 9, "do": "join", "target": "d"}\n{"at_seconds": 20, "do": "leave", "target": "a"}\n'
+    )
+    alone = storm_of(replace(OPTIONS, has_chaos=False, script=file), tmp_path)
+    assert [(str(fault.target), fault.kind) for fault in alone.plan.faults] == [("d", "join"), ("a", "leave")]
+    both = storm_of(replace(OPTIONS, script=file, mtbf="500ms"), tmp_path).plan.faults
+    assert list(both) == sorted(both, key=lambda fault: fault.at_ns)
+    assert set(alone.plan.faults) < set(both)
+    kills = [fault for fault in both if fault.kind == "kill"]
+    assert {fault.target.region for fault in kills if fault.at_ns > 20 * S} == {"b", "c", "d"}
+
+
+def test_the_report_says_what_became_of_each_order(tmp_path: Path) -> None:
+    file = tmp_path / "script"
+    file.write_text('{"at_seconds": 10, "do": "join", "target": "d"}\n')
+    storm = storm_of(replace(OPTIONS, has_chaos=False, script=file), tmp_path)
+    join, leave = (PlannedFault(10 * S, kind, FaultTarget(name)) for kind, name in (("join", "d"), ("leave", "a")))
+    storm._strikes = [
+        StruckFault(10 * S, join, (), stopped_ns=4 * S),
+        StruckFault(20 * S, leave, (), stopped_ns=60 * S, refusal="3 voters are needed"),
+    ]
+    assert storm.refusals == ["leave a: 3 voters are needed"]
+    assert not storm.has_open_orders
+    up = RegionSample(True, True, incarnation=1)
+    samples = [RunSample(-1, dict.fromkeys("abc", up)), RunSample(15 * S, dict.fromkeys("abcd", up))]
+    merges = [TimedMerge(20 * S, {name: MergeMember(1, 1, 200.0) for name in "abcd"})]
+    done = training(samples, merges, regions="abcd", end_ns=60 * S, final=(600, 2.5))
+    chaos = storm.document(samples, merges, done)
+    assert (chaos["struck"], chaos["missed"], chaos["seed"], chaos["victims"]) == ({}, 0, None, None)
+    assert chaos["seconds_of"]["d"]["no member"] == 15.0
+    text = "\n".join(storm_lines({"training": done, "chaos": chaos}))
+    assert "at 10.0            join d: done after 4.0 s" in text
+    assert "at 20.0            leave a: REFUSED: 3 voters are needed" in text
+
+
+def test_a_script_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
+    file = tmp_path / "script"
     file.write_text(
         '{"at_seconds": 48, "do": "pause", "target": "a", "seconds": 30}\n'
         '{"at_seconds": 55, "do": "kill", "target": "a"}\n'
     )
-    [fault] = storm_of(replace(OPTIONS, tape=file), tmp_path).plan.faults
+    [fault] = storm_of(replace(OPTIONS, has_chaos=False, script=file), tmp_path).plan.faults
     assert fault == PlannedFault(48 * S, "pause", FaultTarget("a"), 2 * S)
 
 
@@ -93,7 +130,7 @@ def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
         ({"victims": "learner,leader"}, "--victims"),
         ({"notice": "soon"}, "--notice"),
         ({"notice": "30s", "victims": "daemon"}, "leave --victims out"),
-        ({"tape": Path("missing")}, "can't be read"),
+        ({"script": Path("missing")}, "can't be read"),
         ({"baseline": Path("missing")}, "--baseline"),
     ],
 )
@@ -102,7 +139,7 @@ def test_wrong_options_are_refused_before_anything_runs(changes: dict[str, Any],
         storm_of(replace(OPTIONS, **changes), tmp_path)
 
 
-UNCOMPARED = ("regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "tape", "baseline")
+UNCOMPARED = ("regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline")
 """Their values may differ: the names of the regions are compared, and the others change no figure without a storm."""
 
 OTHER_VALUES: dict[str, Any] = {
@@ -143,7 +180,7 @@ def test_a_baseline_of_the_same_demo_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_storm_is_no_baseline(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without --chaos"):
+    with pytest.raises(ConfigError, match="is of a storm"):
         read_baseline(baseline(tmp_path, chaos={"struck": {}}), SETTINGS)
 
 
@@ -154,22 +191,22 @@ def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
             storm_of(replace(OPTIONS, baseline=tmp_path / "file"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"tape": Path("x")}, {"baseline": Path("x")}, {"victims": "daemon"}, {"mtbf": "5s"}, {"notice": "9s"}]
-)
+@pytest.mark.parametrize("changes", [{"baseline": Path("x")}, {"victims": "daemon"}, {"mtbf": "5s"}, {"notice": "9s"}])
 def test_options_of_a_storm_want_a_storm(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="add --chaos"):
         run_demo(DemoOptions(**changes))
 
 
-def test_the_plan_is_left_as_a_tape_that_makes_the_same_storm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_is_left_as_a_script_that_makes_the_same_storm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def spare(*_: object) -> None:
         pass
 
     monkeypatch.setattr(storm_module.FaultExecutor, "strike", spare)
     drawn = storm_of(OPTIONS, tmp_path)
     asyncio.run(drawn.run([], lambda: 60 * S, lambda _: None))
-    again = storm_of(replace(OPTIONS, tape=tmp_path / TAPE_NAME), tmp_path)
+    again = storm_of(replace(OPTIONS, has_chaos=False, script=tmp_path / SCRIPT_NAME), tmp_path)
     assert again.plan == drawn.plan
     assert len(again.plan.faults) > 3
 
@@ -179,8 +216,8 @@ def test_what_goes_wrong_with_a_fault_is_one_plain_error(tmp_path: Path, monkeyp
         raise StorageError("the folder is full")
 
     monkeypatch.setattr(storm_module.FaultExecutor, "strike", refuse)
-    (tmp_path / "tape").write_text('{"at_seconds": 0, "do": "kill", "target": "a"}\n')
-    storm = storm_of(replace(OPTIONS, tape=tmp_path / "tape"), tmp_path)
+    (tmp_path / "script").write_text('{"at_seconds": 0, "do": "kill", "target": "a"}\n')
+    storm = storm_of(replace(OPTIONS, has_chaos=False, script=tmp_path / "script"), tmp_path)
     with pytest.raises(StorageError, match="the folder is full"):
         asyncio.run(storm.run([], lambda: 0, lambda _: None))
 
@@ -212,6 +249,7 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
     assert chaos["rejoin"]["learner"]["seconds_median"] == 6.0
     # Three samples only: the first lasts until it dies, the last until the end.
     spent = {"training": 10.0, "training without its daemon": 0.0, "catching up": 45.0, "stopped": 0.0, "dead": 5.0}
+    spent |= {"no member": 0.0}
     assert chaos["seconds_of"]["a"] == spent
     assert chaos["compared"]["goodput"] == 0.75
     assert chaos["compared"]["goodput_of"] == {"a": 0.5, "b": 0.4, "c": 0.4}

@@ -159,5 +159,15 @@ export function asPeer(name) {
   return null;
 }
 
+// A region's row among the members: as it knows itself where it answers, for it knows best what it waits for.
+export function asMember(name) {
+  const own = store.regions.get(name);
+  for (const region of [...(own?.answered ? [own] : []), ...byName()]) {
+    const row = region.answered && tables(table(region.status.members).rows).find((one) => one.region === name);
+    if (row) return row;
+  }
+  return {};
+}
+
 // "Now" of the run: what its regions said last, so that a report stays at its time.
 export const now = () => greatest(byName().map((one) => table(one.status.clock).unix));

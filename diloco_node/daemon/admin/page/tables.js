@@ -1,7 +1,7 @@
 // Regions, bandwidth, tokens, events, settings.
 import { h, panel, patch, toggle, written } from "./dom.js";
-import { allNames, asPeer, byName, isOver, isRunOver, now, rateOf, speedOf, store, unixOf } from "./store.js";
-import { NO_DATA, bytes, classOf, clock, count, greatest, isNumber, known, loss, percent, rate, seconds, table, tables, whole } from "./text.js";
+import { allNames, asMember, asPeer, byName, isOver, isRunOver, now, rateOf, speedOf, store, unixOf } from "./store.js";
+import { NO_DATA, bytes, classOf, clock, count, day, greatest, isNumber, known, loss, percent, rate, seconds, table, tables, whole } from "./text.js";
 
 const EVENTS_SHOWN = 64;
 const LANES = ["rounds", "control", "recovery", "measurement"];
@@ -27,12 +27,16 @@ function regionRow(name, chosen) {
   const lag = isNumber(status.last_index) && isNumber(status.applied_index) ? status.last_index - status.applied_index : null;
   const [mark, tone, state] = shownState(region, peer);
   const process = table(status.learner_process);
-  const why = region?.answered === false ? status.error : region ? status.reason || process.reason : peer?.error || "";
+  const member = asMember(name);
+  const joins = member.has_folder === false && member.since ? member.state : "";
+  const why = region?.answered === false ? status.error : joins || (region ? status.reason || process.reason : peer?.error) || "";
   return h(
     "tr",
     { id: `region-${name}`, "data-key": name, tabindex: "-1", class: name === chosen ? "chosen" : null },
     h("th", { scope: "row" }, region ? h("button", { type: "button", class: "link", "data-do": "region", "data-name": name, "aria-pressed": String(name === chosen) }, name) : name),
     h("td", { "data-label": "state" }, h("span", { class: `mark ${tone}`, "aria-hidden": "true" }, mark), ` ${state}`),
+    cell("member", known(member.kind), { title: known(member.state) }),
+    cell("since", isNumber(member.since_unix) ? clock(member.since_unix) : isNumber(member.since) ? `entry ${whole(member.since)}` : NO_DATA, { class: "tight", title: `${isNumber(member.since_unix) ? `${day(member.since_unix)}, ` : ""}entry ${whole(member.since)} of the ledger` }),
     cell("step", whole(learner.step ?? peer?.step), { class: "number" }),
     cell("loss", loss(learner.loss), { class: "number" }),
     cell("tokens/s", count(region?.status.learner ? speedOf(status) : null), { class: "number" }),
@@ -57,8 +61,9 @@ function shownState(region, peer) {
 }
 
 export function drawRegions(chosen) {
-  const names = ["region", "state", "step", "loss", "tokens/s", "report", "round trip", "entries behind", "took part", "waits for"];
-  panel("regions", "Regions", h("span", { class: "note" }, "a name chooses whose rounds, bandwidth, events and settings are shown"), scroll("Table of regions", h("table", { class: "regions" }, head(...names), h("tbody", {}, allNames().map((name) => regionRow(name, chosen?.name))))));
+  const tolerance = table(chosen?.status.members).tolerance;
+  const names = ["region", "state", "member", "since", "step", "loss", "tokens/s", "report", "round trip", "entries behind", "took part", "waits for"];
+  panel("regions", "Regions", h("span", { class: "note" }, "a name chooses whose rounds, bandwidth, events and settings are shown"), tolerance ? h("p", {}, tolerance) : null, scroll("Table of regions", h("table", { class: "regions" }, head(...names), h("tbody", {}, allNames().map((name) => regionRow(name, chosen?.name))))));
 }
 
 // ---- bandwidth
