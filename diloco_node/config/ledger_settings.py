@@ -14,7 +14,7 @@ from diloco_node.config.reference import settings as all_settings
 from diloco_node.config.resolve import default_outer, did_you_mean, explain, toml_text
 from diloco_node.config.schema import RoundsSection
 from diloco_node.config.setting import Changes, changes
-from diloco_node.config.sources import Sources
+from diloco_node.config.sources import Key, Sources
 from diloco_node.config.units import Duration
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import RunSettings
@@ -96,7 +96,7 @@ def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> Setti
         texts[key] = text
         name = key.partition(".")[2]
         values[name] = None if text == "none" and name in OUTER else text.strip("\"'")
-    origins = {("rounds", key.partition(".")[2]): COMMAND for key in texts}
+    origins: dict[Key, str] = {("rounds", key.partition(".")[2]): COMMAND for key in texts}
     try:
         section = _RunFile.model_validate({"rounds": values}).rounds
     except ValidationError as error:

@@ -29,10 +29,10 @@ def settings_order(document: Mapping[str, Any], settings: RunSettings) -> tuple[
     from diloco_node.config.ledger_settings import change_lines, changed_settings  # bring pydantic
 
     words = document.get("set")
-    is_list = isinstance(words, list) and 0 < len(words) <= ASSIGNMENTS_MAX
-    if not is_list or not all(isinstance(word, str) for word in words):
+    texts = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+    if not 0 < len(texts) <= ASSIGNMENTS_MAX or texts != words:
         raise ConfigError(f"the body must name 1 to {ASSIGNMENTS_MAX} settings, as rounds.sync_every=32")
-    body = changed_settings(settings, words)
+    body = changed_settings(settings, texts)
     return EntryOrdered(body), change_lines(SettingsBody.of(settings), body)
 
 

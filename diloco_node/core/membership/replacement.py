@@ -166,7 +166,7 @@ class DiskReplacement:
         if not self._rounds.let_go(body.region if is_leaver and not fault else ""):
             self._departure = order
             return []
-        effects.note("disk", f"an operator {_words(order)}{fault and f': refused, {fault}'}", is_alarm=True)
+        effects.note("disk", f"an operator {_words(body)}{fault and f': refused, {fault}'}", is_alarm=True)
         if fault and isinstance(body, MembershipBody) and body.region == self._ledger.leader:
             return self._ledger.transfer_leadership("an operator changes its membership", now_ns=now_ns)
         if fault:
@@ -206,8 +206,8 @@ class DiskReplacement:
         return None
 
 
-def _words(order: EntryOrdered) -> str:
-    match order.body:
+def _words(body: DiskNamedBody | RevokedBody | MembershipBody) -> str:
+    match body:
         case DiskNamedBody(region, disk):
             return f"{'expels' if disk == EXPELLED else 'readmits'} {region}"
         case RevokedBody(region, certificate):

@@ -238,8 +238,8 @@ class RoundLeader:
     def go_on(self, *, now_ns: int) -> None:
         """Decide merges again. The time in between counts for no ballot."""
         since_ns, self._held_since_ns = self._held_since_ns, None
-        for round_ in self._open_rounds() if since_ns is not None else ():
-            if round_.decision is None:
+        for round_ in self._open_rounds():
+            if since_ns is not None and round_.decision is None:
                 round_.ballot_at_ns += now_ns - max(since_ns, round_.ballot_at_ns)
 
     def _is_timed(self, round_: OpenRound) -> bool:
