@@ -237,7 +237,6 @@ class Side:
         self.transport = GrpcTransport(
             region=region,
             run_id="run1",
-            epoch=0,
             settings_digest="",
             manifest_digest="",
             identity=load_identity(folder / region),

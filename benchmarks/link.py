@@ -72,7 +72,6 @@ def make(folder: Path, region: str, peer: str, address: str | None, handler: Rec
     transport = GrpcTransport(
         region=region,
         run_id=RUN,
-        epoch=0,
         settings_digest="s",
         manifest_digest="m",
         identity=load_identity(folder / region),

@@ -120,7 +120,6 @@ def transport_of(
     transport = GrpcTransport(
         region=region,
         run_id=RUN,
-        epoch=0,
         settings_digest="s",
         manifest_digest="m",
         identity=load_identity(folder / region),

@@ -80,7 +80,6 @@ class Mutant:
         self.transport = GrpcTransport(
             region=self.region,
             run_id=self.spec.run_id,
-            epoch=0,
             settings_digest=self.spec.settings_digest,
             manifest_digest=manifest.digest,
             identity=load_identity(self.spec.identity_dir, region=self.region, run_id=self.spec.run_id),

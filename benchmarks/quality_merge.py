@@ -255,7 +255,7 @@ class Rounds:
             down,
             merged,
             np.array(factors, np.float32),
-            # As `core.merge.outer.outer_of`.
+            # As `core.merge.outer.outer_rates`.
             *((1.0, 0.0) if one.is_last else (settings.outer_lr, settings.outer_momentum)),
             state.theta,
             state.momentum,

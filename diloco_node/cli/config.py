@@ -1,4 +1,4 @@
-"""`diloco-node config show`: what is set, and by whom."""
+"""`diloco-node config`: what is set, and by whom; and settings of a run that goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from diloco_node.cli.options import ConfigOption, SetOption, load
 from diloco_node.errors import ConfigError
 
-app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Look at the settings; change those of a run.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
@@ -39,6 +39,32 @@ def show(
             f"{key:<{key_width}} = {value:<{value_width}}  # {where}" if origin else f"{key:<{key_width}} = {value}"
         )
     typer.echo(f"{'# settings digest':<{key_width}} = {node_config.settings_digest()[:16]}")
+
+
+@app.command("set")
+def set_in_run(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY=VALUE... [REGION]", help="As rounds.sync_every=32; and the region that leads."),
+    ],
+    *,
+    config: ConfigOption = None,
+) -> None:
+    """Change settings of a run that goes on: at one entry of its ledger, in all regions."""
+    from diloco_node.cli.orders import give_order
+    from diloco_node.cli.places import region_folder
+
+    assignments, places = [word for word in words if "=" in word], [word for word in words if "=" not in word]
+    if not assignments or len(places) > 1:
+        raise ConfigError(
+            f"{' '.join(words)}: write KEY=VALUE for each setting, and at most one region, for example "
+            "rounds.sync_every=32 us-east"
+        )
+    folder = region_folder(next(iter(places), None), config)
+    changes = give_order(folder, "settings", {"set": assignments})["changes"]
+    for change in changes:
+        typer.echo(f"{folder.name} orders {change}")
+    typer.echo("Each region says when it has it. Change run.toml in each, too: a start names what differs")
 
 
 def _explain(key: str, rows: list[tuple[str, str, str]]) -> None:

@@ -47,6 +47,7 @@ EXAMPLES: Final = {
     "certs renew": "diloco-node certs renew us-west",
     "certs revoke": "diloco-node certs revoke us-west us-east",
     "config show": "diloco-node config show --origin --set rounds.sync_every=16",
+    "config set": "diloco-node config set rounds.sync_every=32 rounds.overlap_steps=4 us-east",
     "simulate run": "diloco-node simulate run --seed 7",
     "simulate hunt": "diloco-node simulate hunt --seeds 1..1000 --jobs 8",
     "wan up": "diloco-node wan up netem/us-4.toml --probe",

@@ -24,6 +24,7 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
     Raises ConfigError: the folder is of another run, or a setting differs that can't change in a run. No run has begun,
     and the earlier version that it is to begin with can't be had.
     """
+    from diloco_node.config.ledger_settings import difference_lines
     from diloco_node.core.rounds.extension import extension
     from diloco_node.daemon.run_record import is_complete, read_run_record
 
@@ -40,6 +41,8 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
     has_joined = config.regions[region].joined > 0
     record.check(folder, run_id=config.run.id, founders=record.genesis.regions if has_joined else founders)
     lines = _changes(config, folder / node_file)
+    if record.settings is not None:
+        lines += difference_lines(config.shared_settings(), record.settings)
     if extension(record.end, config.run_settings()) is not None:
         words = "was finished and goes on once a majority starts with these limits; the model until now is kept"
         return "", [*lines, f"run {config.run.id} {words}"]
@@ -68,6 +71,7 @@ def _final(folder: Path) -> str:
 def _changes(config: NodeConfig, node_file: Path) -> list[str]:
     """Settings that differ from those of the last start."""
     from diloco_node.config.schema import FIXED_IN_A_RUN
+    from diloco_node.core.settings_body import LEDGER_KEYS
     from diloco_node.daemon.spec import NodeSpec
 
     try:
@@ -84,7 +88,7 @@ def _changes(config: NodeConfig, node_file: Path) -> list[str]:
     lines = []
     for key, now in config.shared_settings().items():
         then = before.get(key, now)
-        if then == now:
+        if then == now or key in LEDGER_KEYS:
             continue
         if key in FIXED_IN_A_RUN:
             raise ConfigError(

@@ -18,7 +18,7 @@ from diloco_node.escaping import escaped
 from diloco_node.state_names import LEDGER_NAME
 
 if TYPE_CHECKING:
-    from diloco_node.core.types import Entry, LedgerBase
+    from diloco_node.core.types import Entry, EntryBody, LedgerBase, RoundBody
     from diloco_node.storage.ledger_reader import LedgerReader
 
 PERIOD_S: Final = 0.5
@@ -109,9 +109,7 @@ def entry_line(entry: Entry) -> str:
 
 def _body_words(entry: Entry) -> str:
     from diloco_node.core import types
-    from diloco_node.core.member_kind import MemberKind, MembershipBody
 
-    words = ""
     match entry.body:
         case types.GenesisBody() as body:
             digests = (
@@ -121,14 +119,7 @@ def _body_words(entry: Entry) -> str:
         case types.LeaderBody() as body:
             words = body.leader
         case types.RoundBody() as body:
-            total = sum(member.weight for member in body.members) or 1.0
-            members = ", ".join(
-                f"{member.contribution.learner} {member.weight / total:.1%} ({member.contribution.tokens:,} tokens)"
-                for member in body.members
-            )
-            last = ", the last one" if body.is_last else ""
-            round_ = f"fragment {body.fragment} to version {body.version} (ballot {body.ballot}){last}"
-            words = f"{round_}: {members}; share {body.share:.3g}, payload {_short(body.payload_digest)}"
+            words = _round_words(body)
         case types.DiscardedBody() as body:
             round_ = f"steps {body.step_from} to {body.step_to} of {body.learner} incarnation {body.incarnation}"
             words = f"fragment {body.fragment}: {round_}, {body.tokens:,} tokens: {body.reason}"
@@ -136,6 +127,24 @@ def _body_words(entry: Entry) -> str:
             words = f"versions {min(body.versions)} to {max(body.versions)}: {body.reason}"
         case types.ExtendedBody() as body:
             words = f"goes on to {body.steps_max or 'any number of'} steps, {body.tokens_max or 'any number of'} tokens"
+        case types.SnapshotBody() as body:
+            words = f"fragment {body.fragment} version {body.version} is {_short(body.digest)}"
+        case types.SummaryBody() as body:
+            words = f"entries up to {body.index} are {_short(body.digest)}"
+        case body:
+            words = _change_words(body)
+    return words
+
+
+def _change_words(change: EntryBody) -> str:
+    """Describe an entry that an operator ordered, or the leader where a region's folder is another one."""
+    from diloco_node.config.ledger_settings import setting_texts
+    from diloco_node.core import types
+    from diloco_node.core.member_kind import MemberKind, MembershipBody
+    from diloco_node.core.settings_body import SettingsBody
+
+    words = ""
+    match change:
         case types.DiskNamedBody() as body:
             disk = f"folder {_short(body.disk)}" if body.disk else "no folder that counts"
             states = {types.EXPELLED: "is expelled", types.EVICTED: "was away for long, and has no vote"}
@@ -145,11 +154,20 @@ def _body_words(entry: Entry) -> str:
         case MembershipBody() as body:
             place = f" at {body.address}" if body.address else ""
             words = f"{body.region} is a {body.kind}{' member' * (body.kind == MemberKind.FORMER)}{place}"
-        case types.SnapshotBody() as body:
-            words = f"fragment {body.fragment} version {body.version} is {_short(body.digest)}"
-        case types.SummaryBody() as body:
-            words = f"entries up to {body.index} are {_short(body.digest)}"
+        case SettingsBody() as body:
+            words = ", ".join(f"{key} {text}" for key, text in setting_texts(body).items())
     return words
+
+
+def _round_words(body: RoundBody) -> str:
+    total = sum(member.weight for member in body.members) or 1.0
+    members = ", ".join(
+        f"{member.contribution.learner} {member.weight / total:.1%} ({member.contribution.tokens:,} tokens)"
+        for member in body.members
+    )
+    last = ", the last one" if body.is_last else ""
+    round_ = f"fragment {body.fragment} to version {body.version} (ballot {body.ballot}){last}"
+    return f"{round_}: {members}; share {body.share:.3g}, payload {_short(body.payload_digest)}"
 
 
 def _short(digest: bytes) -> str:

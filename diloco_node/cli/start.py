@@ -396,6 +396,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         supervisor_socket=socket_path(folder, MEMORY_SOCKET_NAME),
         settings=config.run_settings(),
         settings_digest=config.settings_digest(),
+        founding_digest=config.founding_digest(),
         settings_shown=tuple(config.rows()),
         shared_settings=tuple(f"{key}={value}" for key, value in config.shared_settings().items()),
         joiner_settings=tuple(f"{key}={value}" for key, value in config.joiner_settings().items()),

@@ -33,6 +33,7 @@ from diloco_node.config.schema import (
     Tree,
 )
 from diloco_node.config.sources import MODEL_KEY, Flag, Key, Sources, folder_or_name, put, read_environment, read_file
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError
 
@@ -115,7 +116,7 @@ class NodeConfig:
         """Refuse a region that is not in run.toml, with ConfigError."""
         if region not in self.regions:
             raise ConfigError(
-                f"--region {region!r} is not in [regions]{_did_you_mean(region, self.regions)}; "
+                f"--region {region!r} is not in [regions]{did_you_mean(region, self.regions)}; "
                 f"there are {', '.join(self.regions)}"
             )
 
@@ -145,12 +146,18 @@ class NodeConfig:
         return self.budget.plan(region, LimitsSection(egress=section.egress, ingress=section.ingress).rates())
 
     def settings_digest(self) -> str:
-        """SHA-256 (hex) of `run_settings` in canonical JSON: equal on all regions, or they refuse each other."""
-        text = json.dumps(dataclasses.asdict(self.run_settings()), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        """SHA-256 (hex) of `run_settings` without those of `founding_digest`: equal in all regions, always."""
+        settings = self.run_settings()
+        in_ledger = dataclasses.asdict(SettingsBody.of(settings))
+        values = dataclasses.asdict(settings).items()
+        return _digest({name: value for name, value in values if name not in in_ledger})
+
+    def founding_digest(self) -> str:
+        """SHA-256 (hex) of the settings that the ledger holds from the beginning of the run on."""
+        return _digest(dataclasses.asdict(SettingsBody.of(self.run_settings())))
 
     def shared_settings(self) -> dict[str, str]:
-        """The settings in the digest: by key in run.toml, each value as it would be written there."""
+        """The settings in both digests: by key in run.toml, each value as it would be written there."""
         return {
             key: value
             for key, value, _ in self.rows()
@@ -179,6 +186,11 @@ class NodeConfig:
             yield key, toml_text(getattr(section, name)), self.origin(key)
 
 
+def _digest(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
     """Flags beat environment, environment beats file, file beats defaults.
 
@@ -202,7 +214,7 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
     try:
         tree = Tree(**sources.values)
     except ValidationError as error:
-        raise ConfigError(_explain(error, sources)) from None
+        raise ConfigError(explain(error, sources)) from None
     sections = dict(tree) | {"regions": dict(sorted(tree.regions.items()))}
     config = NodeConfig(**sections, origins=sources.origins, path=path)
     _check_whole(config)
@@ -215,7 +227,7 @@ def _check_names(sources: Sources) -> None:
         if section not in Tree.model_fields:
             origin = sources.origin((section,))
             raise ConfigError(
-                f"[{section}] ({origin}) is no section of run.toml{_did_you_mean(section, Tree.model_fields)}; "
+                f"[{section}] ({origin}) is no section of run.toml{did_you_mean(section, Tree.model_fields)}; "
                 f"sections are {', '.join(Tree.model_fields)}"
             )
     regions = sources.values.get("regions")
@@ -229,7 +241,8 @@ def _check_names(sources: Sources) -> None:
             )
 
 
-def _explain(error: ValidationError, sources: Sources) -> str:
+def explain(error: ValidationError, sources: Sources) -> str:
+    """Say in one line which value is wrong, and a value that works."""
     first, *more_errors = error.errors(include_url=False)
     also = ", ".join(_key_text(_key_of(detail)) for detail in more_errors[:5])
     more = f" (also wrong: {also})" if also else ""
@@ -245,7 +258,7 @@ def _explain_one(detail: ErrorDetails, sources: Sources) -> str:
     origin = sources.origin(key)
     if detail["type"] == "extra_forbidden":
         siblings = _fields_at(key[:-1])
-        hint = _did_you_mean(key[-1], siblings) or f"; [{_key_text(key[:-1])}] has {', '.join(siblings)}"
+        hint = did_you_mean(key[-1], siblings) or f"; [{_key_text(key[:-1])}] has {', '.join(siblings)}"
         return f"{_key_text(key)} ({origin}) is not a setting{hint}"
     field = _field_at(key)
     if detail["type"] == "missing":
@@ -310,7 +323,8 @@ def toml_text(value: Any) -> str:
     return json.dumps(str(value), ensure_ascii=False)
 
 
-def _did_you_mean(name: str, choices: Mapping[str, object]) -> str:
+def did_you_mean(name: str, choices: Mapping[str, object]) -> str:
+    """Return the question for the closest of some names; empty if none is close."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return f", did you mean {close[0]}?" if close else ""
 
@@ -346,7 +360,7 @@ def _check_budget(config: NodeConfig) -> None:
         if name not in config.regions:
             raise ConfigError(
                 f"[budget.per_peer.{name}] ({config.origin(f'budget.per_peer.{name}')}): {name} is not in [regions]"
-                f"{_did_you_mean(name, config.regions)}"
+                f"{did_you_mean(name, config.regions)}"
             )
     for section in config.budget.schedule:
         if section.start == section.end:

@@ -24,7 +24,10 @@ MODULES_MAX: Final = 100
 _RUN: Final = RunSettings()
 
 constant, agreement = partial(setting, changes="fixed"), partial(setting, changes="all")
-"""As `setting`: one that a run keeps from its beginning, and one that changes in all regions together."""
+"""As `setting`: one that a run keeps from its beginning, and one that changes while all regions are stopped."""
+
+ledger_setting = partial(setting, changes="set")
+"""As `setting`: one that the ledger holds, and an operator changes in all regions at one entry of it."""
 
 
 class Section(BaseModel):
@@ -144,50 +147,50 @@ class RoundsSection(Section):
         ge=1,
         le=FRAGMENTS_MAX,
     )
-    sync_every: Whole = agreement(
+    sync_every: Whole = ledger_setting(
         _RUN.sync_every,
         "H: inner steps between two merges of one fragment",
         "`plan` says that it does not fit: larger",
         ge=1,
         le=100_000,
     )
-    overlap_steps: Whole = agreement(
+    overlap_steps: Whole = ledger_setting(
         _RUN.overlap_steps,
         "tau: inner steps that a round may take; less than `sync_every`",
         "rounds take longer than so many steps",
         ge=0,
         le=100_000,
     )
-    quorum_min: Whole = agreement(
+    quorum_min: Whole = ledger_setting(
         _RUN.quorum_min,
         "learners that must be due before a round opens; 0: a majority of the live ones",
         "you want no merge below so many regions",
         ge=0,
         le=REGIONS_MAX,
     )
-    grace_gamma: Number = agreement(
+    grace_gamma: Number = ledger_setting(
         _RUN.grace_gamma,
         "part of a round's slack for which a round waits for learners that are not due",
         "slow regions are left out too often (higher), or rounds start too late (lower)",
         ge=0,
         le=1,
     )
-    rounds_in_flight_max: Whole = agreement(
+    rounds_in_flight_max: Whole = ledger_setting(
         _RUN.rounds_in_flight_max,
         "rounds open at once, of different fragments",
         '`status` often says "rounds in flight"',
         ge=1,
         le=64,
     )
-    outer_lr: Number | None = agreement(
+    outer_lr: Number | None = ledger_setting(
         None,
         "learning rate of the outer step; none: by the run's length in cycles of H steps",
-        "you have tuned it. A change of `run.steps` or `sync_every` changes the default",
+        "you have tuned it. A run keeps the default that it began with",
         gt=0,
         le=10,
         examples=[_RUN.outer_lr],
     )
-    outer_momentum: Number | None = agreement(
+    outer_momentum: Number | None = ledger_setting(
         None,
         "Nesterov momentum of the outer step; none: by the run's length",
         "as `outer_lr`",
@@ -210,28 +213,28 @@ class RoundsSection(Section):
         "`carry`: steps that a merge left out go into a later one; `overwrite`: they are thrown away, as in the paper",
         "you compare with the paper",
     )
-    carry_steps_max: Whole = agreement(
+    carry_steps_max: Whole = ledger_setting(
         _RUN.carry_steps_max,
         "inner steps up to which carried work counts in full; beyond it counts less. 0: 4 H",
         "regions are often cut off for longer",
         ge=0,
         le=1 << 40,
     )
-    weight_cap: Number = agreement(
+    weight_cap: Number = ledger_setting(
         _RUN.weight_cap,
         "a region that was away weighs at most so many times the median of its round",
         "long outages move the model too much (lower)",
         ge=1,
         le=1_000,
     )
-    weight_share_max: Number = agreement(
+    weight_share_max: Number = ledger_setting(
         _RUN.weight_share_max,
         "largest part of a round's weight that one of three or more regions may have",
         "one region has most of the devices (higher)",
         gt=0,
         le=1,
     )
-    tokens_ratio_max: Number = agreement(
+    tokens_ratio_max: Number = ledger_setting(
         _RUN.tokens_ratio_max,
         "tokens per step beyond so many times the median of the others count as that median, with an alert",
         "a region's batch is that much larger than the others' (higher)",
@@ -251,7 +254,7 @@ class RoundsSection(Section):
         "silence of the leader after which another is elected; drawn from one to two of it",
         "machines stand still for seconds, or round trips are above 300 ms: higher",
     )
-    ballot_deadline_min: Span = agreement(
+    ballot_deadline_min: Span = ledger_setting(
         Duration(_RUN.ballot_deadline_min_ns), "least time of an attempt at a round", "links stall for seconds: higher"
     )
     payload_versions: Whole = constant(

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-Changes = Literal["fixed", "same", "all", "region", "running", "new run"]
+Changes = Literal["fixed", "same", "all", "set", "region", "running", "new run"]
 """When a setting may change in a run; docs/settings.md explains the words."""
 
 

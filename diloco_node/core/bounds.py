@@ -43,6 +43,9 @@ RATE_MAX: Final = 1 << 44
 BLOCKS_MAX: Final = (1 << 32) + PIECES
 """Blocks of 256 values of the largest model, the last one of each piece not full."""
 
+SYNC_EVERY_MAX: Final = 100_000
+POSITIVE_MIN: Final = 5e-324
+BELOW_ONE: Final = 1.0 - 2.0**-53
 FLOAT32_MAX: Final = 3.4028234663852886e38
 HASH_BYTES: Final = 32
 SUMMARY_BYTES_MAX: Final = 3 << 20
@@ -169,6 +172,18 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "*_ns": Whole(0, SPAN_NS_MAX),
     "egress": Whole(0, RATE_MAX),
     "ingress": Whole(0, RATE_MAX),
+    # Settings that the ledger holds, as `config.schema` bounds them
+    "outer_lr": Real(POSITIVE_MIN, 10.0),
+    "outer_momentum": Real(0.0, BELOW_ONE),
+    "SettingsBody.sync_every": Whole(1, SYNC_EVERY_MAX),
+    "SettingsBody.overlap_steps": Whole(0, SYNC_EVERY_MAX),
+    "SettingsBody.quorum_min": Whole(0, REGIONS),
+    "SettingsBody.grace_gamma": Real(0.0, 1.0),
+    "SettingsBody.rounds_in_flight_max": Whole(1, 64),
+    "SettingsBody.carry_steps_max": Whole(0, 1 << 40),
+    "SettingsBody.weight_cap": Real(1.0, 1000.0),
+    "SettingsBody.weight_share_max": Real(POSITIVE_MIN, 1.0),
+    "SettingsBody.tokens_ratio_max": Real(1.0, 64.0),
     # The same name with another meaning
     "Entry.term": Whole(1, INDEX_MAX),
     "BaseSent.base_term": INDEX,
@@ -202,6 +217,8 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "Enrolled.since": INDEX,
     "Enrolled.folders": INDEX,
     "RunSummary.revocations": Items(REVOKED, HASH),
+    "RunSummary.settings": Items(1),
+    "GenesisBody.settings": Items(1),
     "Covered.steps": Items(FRAGMENTS, STEP),
     "Covered.tokens": Items(FRAGMENTS, TOKENS),
     "Closed.steps": SUM,

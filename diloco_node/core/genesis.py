@@ -12,6 +12,7 @@ from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.entry_check import Run, run_fault
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Entry, GenesisBody
 
 
@@ -88,7 +89,16 @@ class Genesis:
             run_id, settings_digest, manifest_digest, regions = self._run
             disks = tuple(founders[name] for name in regions)
             self._leader.proposals.append(
-                GenesisBody(run_id, manifest_digest, settings_digest, regions, digests, disks, self.listing)
+                GenesisBody(
+                    run_id,
+                    manifest_digest,
+                    settings_digest,
+                    regions,
+                    digests,
+                    disks,
+                    self.listing,
+                    (SettingsBody.of(self._history.settings),),
+                )
             )
 
     def fault(self, body: GenesisBody) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import DiskNamedBody, RevokedBody
 
 
@@ -13,11 +14,12 @@ class EntryOrdered:
     """An operator of this region, which leads, wants this in the ledger (`DiskReplacement`).
 
     Attributes:
-        body: a region is EXPELLED, or readmitted (no folder), or its certificate revoked, or its membership changes.
+        body: a region is EXPELLED, or readmitted (no folder), or its certificate revoked, or its membership changes; or
+            the run gets other settings.
         is_cut_off: the region's links are closed by that.
         is_forced: the operator takes the risk that the next failure stops merging.
     """
 
-    body: DiskNamedBody | RevokedBody | MembershipBody
-    is_cut_off: bool
+    body: DiskNamedBody | RevokedBody | MembershipBody | SettingsBody
+    is_cut_off: bool = False
     is_forced: bool = False

@@ -82,7 +82,7 @@ class RegionCore:
         silent_heartbeats: int = SILENT_HEARTBEATS,
         authority: Authority = no_authority,
     ) -> None:
-        self._region, self._manifest, self._settings = region, manifest, settings
+        self._region, self._manifest = region, manifest
         fragments = len(manifest.fragments)
         # The time of the last event, and of the next heartbeat.
         self._now_ns = self._next_beat_ns = now_ns
@@ -90,7 +90,7 @@ class RegionCore:
         self._effects = EffectBuffer(region)
         # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
         peers = tuple(sorted(regions))
-        self.history = RoundHistory(fragments, peers)
+        self.history = RoundHistory(fragments, peers, settings=settings)
         if (base := recovery.base).index:
             self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
         run = (run_id, settings_digest, manifest.digest, founders_of(peers, region, self.history, recovery.entries))
@@ -114,7 +114,6 @@ class RegionCore:
         context = RoundContext(
             region=region,
             manifest=manifest,
-            settings=settings,
             history=self.history,
             liveness=self.liveness,
             effects=self._effects,
@@ -184,7 +183,7 @@ class RegionCore:
         self._participation = Participation(self.history.roster.names, self.liveness)
         self._participation.restore(self.history.rounds_included)
         self.history.followers = (self.liveness.follow, self._fetches.follow, self._participation.follow)
-        self._patience = PayloadPatience(self.participant, settings)
+        self._patience = PayloadPatience(self.participant, self.history)
         # (term, leader) of the last note about it.
         self._reported_leader = (0, "")
         # One call for each type of event: an event that is missing here is a KeyError, and a bug.
@@ -226,7 +225,7 @@ class RegionCore:
         """Take a fact, return what to do; `now_ns` is monotonic time, never less than before."""
         self._now_ns = now_ns
         late_ns = now_ns - self._next_beat_ns
-        if late_ns > self._settings.heartbeat_ns:
+        if late_ns > self.history.settings.heartbeat_ns:
             self.ledger.excuse(late_ns, now_ns=now_ns)
             self.liveness.excuse(late_ns, now_ns=now_ns)
         self._arrows[type(event)](event, now_ns)
@@ -465,7 +464,8 @@ class RegionCore:
         if self._losses.has_news():
             self._repeat_requests()
         before = self._due
-        self._due = frozenset() if status is None else due_fragments(status, sync_every=self._settings.sync_every)
+        sync_every = self.history.settings.sync_every
+        self._due = frozenset() if status is None else due_fragments(status, sync_every=sync_every)
         if not self._due <= before and self.ledger.leader not in ("", self._region):
             self._beat(now_ns, only_to=self.ledger.leader)
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Final
 
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.settings_body import SettingsBody
 
 BLOCK_VALUES: Final = 256
 """Values that share one quantisation scale."""
@@ -162,8 +163,10 @@ class GenesisBody:
     """The run begins. Digest of Theta_0 per fragment, and everything two regions must agree on.
 
     Attributes:
+        settings_digest: of the settings that the ledger does not hold.
         disks: the id of each region's folder, in the order of `regions`: the first ones that count.
         listing: of the proposer's frozen tensors, for words (`wire.frozen_listing`); empty: none was known.
+        settings: that hold until an entry changes them; none: those that each region was started with.
     """
 
     run_id: str
@@ -173,6 +176,7 @@ class GenesisBody:
     fragment_digests: tuple[bytes, ...]
     disks: tuple[bytes, ...] = ()
     listing: bytes = b""
+    settings: tuple[SettingsBody, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,7 @@ class RoundBody:
         nonces: the leader's and the drawer's, if that was told in time; the audit follows from them (`core.rounds`).
         projections: per member, per window of an audited payload (`core.merge.freivalds`); empty for a member that
             did not tell them in time.
+        outer_lr, outer_momentum: of the outer step, by the settings at this entry (`core.merge.outer`).
     """
 
     fragment: int
@@ -211,6 +216,8 @@ class RoundBody:
     squared_norms: tuple[float, ...] = ()
     nonces: tuple[bytes, ...] = ()
     projections: tuple[tuple[float, ...], ...] = ()
+    outer_lr: float = 0.5
+    outer_momentum: float = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +316,7 @@ EntryBody = (
     | ExtendedBody
     | RevokedBody
     | MembershipBody
+    | SettingsBody
 )
 
 

@@ -124,6 +124,7 @@ class Daemon:
                 expel=self._expel,
                 revoke=self._revoke,
                 change_members=lambda document: self._running_node("change").change_members(document),
+                change_settings=lambda document: self._running_node("change").change_settings(document),
                 lift_quarantine=self._lift_quarantine,
                 start_learner=self.start_learner,
             ),
@@ -339,14 +340,13 @@ class Daemon:
         return {
             "status": self.status(),
             "history": self._history.document(),
-            "settings": escaped_document(self.spec.settings_shown),
+            "settings": escaped_document(self.spec.settings_shown if self.node is None else self.node.settings.shown),
         }
 
     def not_ready_reason(self, document: Mapping[str, Any] | None = None) -> str:
         """The learner first: what it does not do is often why the rest waits.
 
-        Args:
-            document: of the status, where there is one of this moment.
+        Args: document: of the status, where there is one of this moment.
         """
         fault = learner_fault(self._facts() if document is None else document)
         reason = self._starting_reason if self.node is None else self.node.status.not_ready_reason()

@@ -33,6 +33,7 @@ from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.presence import Presence
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
+from diloco_node.daemon.settings_watch import SettingsWatch, settings_order
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import ConfigError, IdentityError, PeerCertificateRefused, StorageError
 from diloco_node.measure.measurement import MeasureCommand
@@ -64,7 +65,7 @@ class Node:
         parameters: the model and its momentum. core: decides.
         learner: the own one, as the core's effects see it. reception: takes its messages.
         transport: links to the other regions. effects: carry out what the core orders.
-        measure: measures links, for an operator. status: what the region shows.
+        measure: measures links, for an operator. status: what the region shows. settings: of the run, for people.
     """
 
     def __init__(self, runtime: NodeRuntime, manifest: Manifest, recovery: Recovered) -> None:
@@ -114,8 +115,8 @@ class Node:
         self.transport = GrpcTransport(
             region=spec.region,
             run_id=spec.run_id,
-            epoch=0,
             settings_digest=spec.settings_digest,
+            founding_digest=spec.founding_digest,
             manifest_digest=manifest.digest,
             identity=identity,
             listen=(spec.listen_host, spec.listen_port),
@@ -170,6 +171,11 @@ class Node:
         self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._observe)
         self._budget_watch = BudgetWatch(manifest, spec.settings)
         self._presence = Presence()
+        self.settings = SettingsWatch(spec, note)
+        # The log has the genesis of a run; never taken back.
+        self._has_begun = False
+        # Of the last entry on disk at the start: before it is committed, its settings may not hold yet.
+        self._disk_index = recovery.entries[-1].index if recovery.entries else recovery.base.index
         self._end_wishes = EndWishes(spec.state_dir)
         # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
@@ -178,6 +184,7 @@ class Node:
         # True from the final write on, for good; and once this region was removed from the run.
         self._is_lingering = False
         self._follow_rosters()
+        self._follow_settings()
         self.status = NodeStatus(
             runtime=runtime,
             manifest=manifest,
@@ -230,6 +237,7 @@ class Node:
         self._pump.post(event)
         self.transport.expel(self.core.history.expelled)
         self.transport.credentials.revocations = self.core.history.revocations
+        self._follow_settings()
         self.reception.core_changed()
         if not self._is_lingering and (isinstance(event, ev.FinalWritten) or self.core.farewell.reason):
             self._is_lingering = True
@@ -238,6 +246,16 @@ class Node:
     def _observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         self._follow_rosters()  # before the effects, which may be messages to a region that was just added
         self._facts.observe(event, effects)
+
+    def _follow_settings(self) -> None:
+        if not self._has_begun and self.core.ledger.disks.has_view:
+            self._has_begun = True
+            self.transport.begin_run(self.settings.agreed)
+        settings, is_known = self.core.history.settings, self.core.ledger.commit_index >= self._disk_index
+        if is_known and not self.core.is_replaying and self.settings.look(settings):
+            self._budget_watch.follow(settings)
+            self._rosters = ()
+            self._follow_rosters()
 
     def _follow_rosters(self) -> None:
         rosters = self._members()
@@ -266,10 +284,10 @@ class Node:
         roster = self.core.history.roster
         addresses = {**self.transport.addresses, self._spec.region: self._spec.address}
         members = tuple(MemberShown(name, addresses.get(name) or "") for name in roster.names)
-        return RunShown(self._spec.joiner_settings, members, self.core.ledger.leader or None, roster.changes)
+        return RunShown(self.settings.joiner_settings, members, self.core.ledger.leader or None, roster.changes)
 
     def _messages_per_s(self) -> int:
-        settings, regions = self._spec.settings, len(self.core.ledger.disks.roster.names)
+        settings, regions = self.core.history.settings, len(self.core.ledger.disks.roster.names)
         return messages_per_s(
             regions, rounds_in_flight=settings.rounds_in_flight_max, heartbeat_ns=settings.heartbeat_ns
         )
@@ -375,9 +393,15 @@ class Node:
         try:
             self._order(order)
         except ConfigError:
-            if order.body.region == self._spec.region == self.core.ledger.leader:
+            if document.get("region") == self._spec.region == self.core.ledger.leader:
                 self._post(order)
             raise
+
+    def change_settings(self, document: Mapping[str, Any]) -> list[str]:
+        """Have the ledger change settings of the run; each with both values. Raises ConfigError: why that can't be."""
+        order, lines = settings_order(document, self.core.history.settings)
+        self._order(order)
+        return lines
 
     def _signature_fault(self, statement: bytes, signature: bytes) -> str:
         return self.transport.credentials.identity.signature_fault(statement, signature)

@@ -20,7 +20,6 @@ from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.merge.outer import outer_of
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon.work import beside_loop, in_thread
 from diloco_node.numeric import F32
@@ -58,7 +57,6 @@ class Parameters:
             for fragment in manifest.fragments
         ]
         self.versions = [-1] * len(manifest.fragments)
-        self._settings = settings
         self._store = store
         self._pool = pool
         self._files = files or pool
@@ -114,7 +112,8 @@ class Parameters:
                         blocks,
                         encoded_stripe,
                         factors,
-                        *outer_of(self._settings, body),
+                        body.outer_lr,
+                        body.outer_momentum,
                         self.theta[fragment][span],
                         momentum[span],
                         None if version_area is None else version_area[span],

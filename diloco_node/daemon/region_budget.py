@@ -114,6 +114,11 @@ class BudgetWatch:
         self.is_starved = False
         """Whether merges are late because the daemon waited for a processor, as of the last look."""
 
+    def follow(self, settings: RunSettings) -> None:
+        """Go by other settings of the run, and measure the pace anew."""
+        self._settings = settings
+        self._pace = MergePace(len(self._sizes), settings.sync_every)
+
     def pace(self) -> dict[str, Any]:
         """How often fragments are merged, for the status; `steps` is None before it is known."""
         steps = self._pace.steps_per_cycle

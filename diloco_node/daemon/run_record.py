@@ -15,9 +15,10 @@ from diloco_node.config.urls import is_url
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import decode_summary, summed_roster
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.manifest_file import load_manifest
-from diloco_node.errors import ConfigError, DilocoError, StorageError
+from diloco_node.errors import ConfigError, DilocoError, StorageError, SupersededError
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.ledger_reader import LedgerReader
 
@@ -35,11 +36,13 @@ class RunRecord:
     Attributes:
         genesis: how it began. roster: its members by the entries here.
         end: None: it did not end, as far as this region knows, or it was extended.
+        settings: that the ledger holds at the last entry here.
     """
 
     genesis: GenesisBody
     roster: Roster
     end: FinishedBody | None
+    settings: SettingsBody | None = None
 
     @property
     def finished(self) -> str | None:
@@ -86,11 +89,16 @@ def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> Ru
     roster = summed_roster(summary) if summary is not None else Roster({})
     for entry in entries:
         roster = roster.after(entry)
-    return RunRecord(genesis, roster, find_end(summary, entries))
+    bodies = (*genesis.settings, *(summary.settings if summary else ()), *(entry.body for entry in entries))
+    settings = [body for body in bodies if isinstance(body, SettingsBody)]
+    return RunRecord(genesis, roster, find_end(summary, entries), settings[-1] if settings else None)
 
 
 def read_run_record(state_dir: Path) -> RunRecord | None:
-    """The record in the folder's ledger; None without a ledger, and for a damaged one: the daemon mends that."""
+    """The record in the folder's ledger; None without a ledger, and for a damaged one: the daemon mends that.
+
+    Raises SupersededError: another version wrote it.
+    """
     reader = LedgerReader(state_dir)
     try:
         manifest = load_manifest(state_dir)
@@ -98,6 +106,8 @@ def read_run_record(state_dir: Path) -> RunRecord | None:
             return None
         reader.read()
         return run_record(reader.base, reader.entries, len(manifest.fragments))
+    except SupersededError:
+        raise
     except DilocoError:
         return None
 

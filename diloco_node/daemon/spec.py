@@ -36,8 +36,8 @@ class NodeSpec:
         learner_socket: Unix socket that the learner dials.
         supervisor_socket: Unix socket that hands out the memory areas.
         settings: of the run.
-        settings_digest: hex; must be equal on all regions.
-        shared_settings: what the digest is of, as run.toml has it: "rounds.sync_every=24" each.
+        settings_digest: hex; must be equal on all regions. founding_digest: see `NodeConfig.founding_digest`.
+        shared_settings: what the digests are of, as run.toml has it: "rounds.sync_every=24" each.
         joiner_settings: that a region which joins the run takes over, in the same way.
         init: a safetensors file with Theta_0, or None: the first leader's learner decides.
         seed: of everything random in the daemon (election timeouts, back-off).
@@ -63,6 +63,7 @@ class NodeSpec:
     supervisor_socket: Path
     settings: RunSettings
     settings_digest: str
+    founding_digest: str = ""
     init: str | None = None
     seed: int = 0
     admin_host: str = "127.0.0.1"

@@ -60,7 +60,7 @@ TOKENS_TOLD: Final = "step(tokens=...) told of "
 """As `learner.token_check` says it."""
 
 _SETTINGS: Final = re.compile(
-    r"\b(run_id|epoch|settings_digest|manifest_digest): ours |: these settings of run\.toml must be the same"
+    r"\b(run_id|founding_digest|settings_digest|manifest_digest): ours |: these settings of run\.toml must be the same"
 )
 """As `wire.envelope.check_hello` says it."""
 

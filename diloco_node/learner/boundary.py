@@ -145,6 +145,8 @@ class StepBoundaries:
         answers: list[Answer] = []
         if orders.regions:
             HERE.follow(orders.regions)
+        if orders.carry_steps_limit:
+            fragments.settings = replace(fragments.settings, carry_steps_limit=orders.carry_steps_limit)
         if orders.wants_initial_state:
             fragments.write_initial_state()
             if session is not None:

@@ -25,7 +25,7 @@ from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.rank_exchange import RankExchange
-from diloco_node.learner.ranks import Orders, Ranks
+from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
 from diloco_node.learner.run_clock import RunClock
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
@@ -45,6 +45,7 @@ from diloco_node.wire.learner_link import (
     OfferApplied,
     Report,
     RunAdvanced,
+    SettingsChanged,
     SnapshotDenied,
     SnapshotRequested,
     Stop,
@@ -134,8 +135,8 @@ class LearnerSession:
         self._counter: TrainedCounter | None = None
         # The daemon waits for Theta_0, and no boundary has written it yet.
         self._wants_initial_state = False
-        # The members that train, until a boundary takes them; empty: no news.
-        self._regions: tuple[str, ...] = ()
+        # Other members and settings, until a boundary takes them.
+        self._news = NO_ORDERS
         # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
         # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
@@ -196,7 +197,7 @@ class LearnerSession:
                 else:
                     self._take_news(command)
             self.link.put_back(*requests)
-        return bool(requests) or bool(self._regions) or self._wants_initial_state
+        return bool(requests) or self._news != NO_ORDERS or self._wants_initial_state
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
@@ -222,7 +223,6 @@ class LearnerSession:
     def _welcomed(self, welcome: Welcome) -> None:
         if self.welcome is None or self._fragments is None:
             self._fragments = self._build(welcome)
-            self.welcome = welcome
             self.run_clock.limit(welcome.steps_max)
             self.run_clock.resume(welcome.global_step)
         elif _identity(welcome) != _identity(self.welcome):
@@ -230,6 +230,9 @@ class LearnerSession:
                 f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
                 "restart the learner"
             )
+        else:
+            self._news = replace(self._news, carry_steps_limit=welcome.carry_steps_limit)
+        self.welcome = welcome
         if self._end_wanted is not None:
             self.link.send(self._end_wanted)
         # Offers of the daemon before are none of this one's.
@@ -322,10 +325,7 @@ class LearnerSession:
 
     def orders(self) -> Orders:
         """Return the daemon's orders, within `boundary`: at most one for a fragment. An order that can't be carried
-        out yet waits, and so do those behind it.
-
-        Raises:
-            LearnerError: the daemon refuses this learner.
+        out yet waits, and so do those behind it. Raises LearnerError: the daemon refuses this learner.
         """
         requests: dict[int, SnapshotRequested] = {}
         offers: dict[int, VersionOffered] = {}
@@ -349,12 +349,12 @@ class LearnerSession:
                 self._offered.add(index)
         self.link.put_back(*later)
         wants_initial_state, self._wants_initial_state = self._wants_initial_state, False
-        regions, self._regions = self._regions, ()
-        return Orders(
-            tuple(requests[index] for index in sorted(requests)),
-            tuple(offers[index] for index in sorted(offers)),
-            wants_initial_state,
-            regions,
+        news, self._news = self._news, NO_ORDERS
+        return replace(
+            news,
+            requests=tuple(requests[index] for index in sorted(requests)),
+            offers=tuple(offers[index] for index in sorted(offers)),
+            wants_initial_state=wants_initial_state,
         )
 
     def _take_news(self, command: ToLearner) -> None:
@@ -364,7 +364,10 @@ class LearnerSession:
             case Stop():
                 self.stop_reason, self.final_versions = command.reason, command.versions
             case MembersChanged():
-                self._regions = command.regions
+                self._news = replace(self._news, regions=command.regions)
+            case SettingsChanged() if self.welcome is not None:
+                self.welcome = replace(self.welcome, sync_every=command.sync_every)
+                self._news = replace(self._news, carry_steps_limit=command.carry_steps_limit)
             case RunAdvanced():
                 self.run_clock.told(command.global_step, command.run_part)
                 self.hold_reason = command.reason

@@ -29,7 +29,7 @@ MEET_S: Final = 300.0
 _HEAD: Final = 10
 """Integers of the vector before those of each fragment."""
 
-_ORDERS_HEAD: Final = 2
+_ORDERS_HEAD: Final = 3
 _ORDERS_PER_FRAGMENT: Final = 5
 _SEPARATOR: Final = "\0"
 
@@ -41,12 +41,14 @@ class Orders:
     Attributes:
         requests, offers: by fragment, ascending. wants_initial_state: Theta_0 of this learner.
         regions: members that train, where they are others than before; else empty.
+        carry_steps_limit: where it is another than before; else 0.
     """
 
     requests: tuple[SnapshotRequested, ...] = ()
     offers: tuple[VersionOffered, ...] = ()
     wants_initial_state: bool = False
     regions: tuple[str, ...] = ()
+    carry_steps_limit: int = 0
 
 
 NO_ORDERS: Final = Orders()
@@ -201,6 +203,7 @@ class Ranks:
             return orders
         values = torch.zeros(_ORDERS_HEAD + _ORDERS_PER_FRAGMENT * fragments, dtype=torch.int64, device="cpu")
         values[0], values[1] = int(orders.wants_initial_state), len(orders.regions)
+        values[2] = orders.carry_steps_limit
         marks = values[_ORDERS_HEAD:].view(fragments, _ORDERS_PER_FRAGMENT)
         for request in orders.requests:
             marks[request.fragment, 0] = 1 + request.version
@@ -218,6 +221,7 @@ class Ranks:
             tuple(VersionOffered(f, row[2] - 1, row[3] - 2, row[4] > 0) for f, row in enumerate(rows) if row[2]),
             bool(values[0]),
             tuple(names.split(_SEPARATOR)) if names else (),
+            int(values[2]),
         )
 
     def meet(self, call: str) -> None:

@@ -78,7 +78,6 @@ async def measuring_end(
         transport = GrpcTransport(
             region=identity.region,
             run_id=identity.run_id,
-            epoch=0,
             settings_digest="",
             manifest_digest="",
             identity=identity,

@@ -44,7 +44,7 @@ from diloco_node.atomic_file import sync_folder, write_at
 from diloco_node.core.ledger.entries import decode_entry, encode_entry, verify_chain
 from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 from diloco_node.core.unpacking import unpack
-from diloco_node.errors import LedgerLost, PeerError, StorageError
+from diloco_node.errors import LedgerLost, PeerError, StorageError, SupersededError
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage.durable import disk_error, disk_errors, replace_file
 
@@ -54,7 +54,10 @@ FRAME_BYTES_MAX: Final = 256 << 20
 """Longest body of a frame: above what a follower may have staged."""
 
 _VOTE_MAGIC: Final = b"DLVOTE1\n"
-_LOG_HEADER: Final = b"DLLEDGER" + struct.pack("<II", 1, zlib.crc32(b"DLLEDGER\x01"))
+_LOG_MAGIC: Final = b"DLLEDGER"
+LEDGER_VERSION: Final = 2
+"""Another one for each change of the fields of entries (`core.ledger.entries`)."""
+
 _FRAME: Final = struct.Struct("<4sIII")
 _CRC: Final = struct.Struct("<I")
 _FRAMES: Final = struct.Struct("<QI")
@@ -152,8 +155,7 @@ class LedgerFile:
             if is_new and len(data) <= len(_LOG_HEADER) and data in (_LOG_HEADER[: len(data)], bytes(len(data))):
                 self._begin()
                 return ()
-            if data[: len(_LOG_HEADER)] != _LOG_HEADER:
-                raise self._damage(0, "its header is not that of a ledger of this version")
+            self._check_header(data)
             bodies = self._read_frames(data)
             self._check_count(self._durable_frames())
             if self._end < len(data):
@@ -177,8 +179,7 @@ class LedgerFile:
             data = file.read()
             # Else the daemon has begun a new file meanwhile, and the number may be that file's.
             is_current = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-        if data[: len(_LOG_HEADER)] != _LOG_HEADER:
-            raise self._damage(0, "its header is not that of a ledger of this version")
+        self._check_header(data)
         bodies = self._read_frames(data)
         if is_current:
             self._check_count(durable)
@@ -397,8 +398,30 @@ class LedgerFile:
         except (PeerError, ValueError, TypeError) as error:
             raise self._damage(self._end, f"frame {self._frames}: {error}") from error
 
+    def _check_header(self, data: bytes) -> None:
+        """Tell damage from a whole ledger of another version. Raises StorageError, SupersededError."""
+        head = data[: len(_LOG_HEADER)]
+        if head == _LOG_HEADER:
+            return
+        version = head[len(_LOG_MAGIC)] if len(head) == len(_LOG_HEADER) else 0
+        if head == _log_header(version):
+            raise SupersededError(
+                f"{self._path} is of ledger version {version}, and this diloco-node reads version {LEDGER_VERSION}: "
+                "nothing was changed. Install the version that wrote it, in all regions, and end the run with it; "
+                "run.init takes its final model into a new run"
+            )
+        raise self._damage(0, "its header is not that of a ledger")
+
     def _damage(self, at: int, fault: str) -> StorageError:
         return StorageError(f"{self._path} is damaged at byte {at}: {fault}. {_REMEDY}")
+
+
+def _log_header(version: int) -> bytes:
+    """The first 16 bytes of a ledger. version: from 1 to 255."""
+    return _LOG_MAGIC + struct.pack("<II", version, zlib.crc32(_LOG_MAGIC + bytes([version])))
+
+
+_LOG_HEADER: Final = _log_header(LEDGER_VERSION)
 
 
 def _frame(number: int, content: list[object]) -> bytes:

@@ -122,7 +122,7 @@ async def _exchange(stream: DialedStream, identity: Identity, role: LinkRole) ->
     ours = Hello(
         PROTOCOL_VERSION,
         identity.run_id,
-        epoch=0,
+        founding_digest="",
         region=identity.region,
         settings_digest="",
         manifest_digest="",

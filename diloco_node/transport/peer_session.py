@@ -71,12 +71,13 @@ class LinkTimes:
     transfer_silent_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LinkEnvironment:
     """The objects that all links of a transport share.
 
     Attributes:
-        hello: ours, apart from lane, dial and connection. is_advertised: the others know where to dial us.
+        hello: ours, apart from lane, dial and connection; another one once the run has begun.
+        is_advertised: the others know where to dial us.
         credentials: our identity, and the certificates that are good.
         meter: counts wire bytes; read once more just before the streams of a session are closed.
         pacer: the bandwidth budget. connections: how many bulk connections the link to a peer is worth now.

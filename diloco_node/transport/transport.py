@@ -86,7 +86,7 @@ class GrpcTransport:
     """Mutual TLS links to the other regions of a run. All methods are called on the event loop.
 
     Args:
-        region: our name. run_id, epoch, settings_digest, manifest_digest: what both sides must agree on.
+        region: our name. run_id, settings_digest, founding_digest, manifest_digest: see `Hello`.
         identity: from `certs.load_identity`. listen: host and port; port 0 takes a free one, see `port`.
         peers: the other regions, each with `host:port`, or None where we can't dial.
         handler: gets what arrives. executor: threads for compression and decoding.
@@ -109,7 +109,6 @@ class GrpcTransport:
         *,
         region: str,
         run_id: str,
-        epoch: int,
         settings_digest: str,
         manifest_digest: str,
         identity: Identity,
@@ -125,6 +124,7 @@ class GrpcTransport:
         on_superseded: Callable[[SupersededError], None] | None = None,
         role: LinkRole = LinkRole.TRAINING,
         messages_per_s: int = MESSAGES_PER_S,
+        founding_digest: str = "",
         settings: tuple[str, ...] = (),
         model: bytes = b"",
         show_run: Callable[[], RunShown] | None = None,
@@ -135,10 +135,10 @@ class GrpcTransport:
             raise ConfigError(f"{region} is among its own peers")
         if (identity.region, identity.run_id) != (region, run_id):
             raise IdentityError(f"the certificate is for {identity}, this node is {tls_name(region, run_id)}")
-        self._hello = Hello(
+        hello = Hello(
             PROTOCOL_VERSION,
             run_id,
-            epoch,
+            founding_digest,
             region,
             settings_digest,
             manifest_digest,
@@ -159,8 +159,8 @@ class GrpcTransport:
         self.pacer = Pacer(peers, meter=self.meter, send=self.send)
         self.pacer.set_plan(budget)
         self._handlers = Handlers(handler)
-        env = LinkEnvironment(
-            self._hello,
+        self._env = LinkEnvironment(
+            hello,
             self.credentials,
             self._handlers,
             executor,
@@ -175,7 +175,7 @@ class GrpcTransport:
             messages_per_s,
         )
         self._quarantine = Quarantine(peers)
-        self._peers = PeerLinks(peers, env, self._quarantine, seed=seed)
+        self._peers = PeerLinks(peers, self._env, self._quarantine, seed=seed)
         self.on_superseded = on_superseded
         # Peers that refuse us because of a newer process of ours; a link that comes up takes its peer out.
         self._superseded_by: set[str] = set()
@@ -194,12 +194,15 @@ class GrpcTransport:
         self.rejections: Counter[tuple[str, str]] = Counter()
         # By peer how its model differs; its handler forgets it when a link comes up.
         self.other_models: dict[str, str] = {}
-        """Return the number of refusals by (peer, reason)."""
 
     @property
     def port(self) -> int:
         """The port we listen on; 0 before `start`."""
         return self._port
+
+    def begin_run(self, settings: tuple[str, ...]) -> None:
+        """Greet as a region whose ledger holds all settings but these, "name=value" each."""
+        self._env.hello = replace(self._env.hello, founding_digest="", settings=settings)
 
     async def start(self) -> None:
         """Bind the port and begin to dial. Raises BindError, IdentityError."""
@@ -217,7 +220,7 @@ class GrpcTransport:
         self._peers.start(self._spawn)
         self._spawn(listener.run(), "listener")
         self._spawn(self.pacer.run(), "wire meter")
-        _log.info("listening", region=self._hello.region, address=host, port=self._port)
+        _log.info("listening", region=self._env.hello.region, address=host, port=self._port)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -384,16 +387,16 @@ class GrpcTransport:
             on_superseded, self.on_superseded = self.on_superseded, None
             on_superseded(
                 SupersededError(
-                    f"a newer process of {self._hello.region} runs, with the same certificate: {error}. If it is not "
-                    "meant to, stop that one and start this one again; each region needs a certificate and a state "
-                    "folder of its own"
+                    f"a newer process of {self._env.hello.region} runs, with the same certificate: {error}. If it is "
+                    "not meant to, stop that one and start this one again; each region needs a certificate and a "
+                    "state folder of its own"
                 )
             )
 
     def _link(self, peer: str) -> PeerLink:
         link = self.links.get(peer)
         if link is None:
-            raise ValueError(f"{peer} is not a peer of {self._hello.region}, or the transport has not started")
+            raise ValueError(f"{peer} is not a peer of {self._env.hello.region}, or the transport has not started")
         return link
 
     async def _serve(self, lane: Lane, context: Any) -> None:
@@ -416,15 +419,15 @@ class GrpcTransport:
     async def _greet(self, lane: Lane, peer_caller: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
         """Find the link of the caller, and check that we belong together. Raises PeerError."""
         link = self.links.get(peer_caller.region)
-        is_of_run = peer_caller.tls_name == tls_name(peer_caller.region, self._hello.run_id)
+        is_of_run = peer_caller.tls_name == tls_name(peer_caller.region, self._env.hello.run_id)
         stranger = PeerIncompatible(
-            f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._hello.run_id}"
+            f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._env.hello.run_id}"
         )
         if not is_of_run or (link is None and self._show_run is None):
             raise stranger
         stream.certificate = self.credentials.take(peer_caller.region, peer_caller.certificate)
         if why := self.quarantine_reason(peer_caller.region):
-            raise LinkLost(f"{peer_caller.region} is {why} by {self._hello.region}; its operator can lift that")
+            raise LinkLost(f"{peer_caller.region} is {why} by {self._env.hello.region}; its operator can lift that")
         if self._handshakes >= (STRANGERS_MAX if link is None else HANDSHAKES_MAX):
             raise LinkLost(f"{self._handshakes} calls wait for a hello already")
         self._handshakes += 1
@@ -432,12 +435,14 @@ class GrpcTransport:
             async with asyncio.timeout(self._times.hello_s):
                 hello = decode_hello(await stream.read())
                 connection = hello.connection if lane is Lane.BULK else 0
-                ours = replace(self._hello, lane=lane, dial=hello.dial, connection=connection)
+                ours = replace(self._env.hello, lane=lane, dial=hello.dial, connection=connection)
                 if hello.role is LinkRole.JOINING and self._show_run is not None:
                     await _answer_joiner(ours, stream, self._show_run)
                     raise LinkLost(f"{peer_caller.region} was shown the run")
                 if link is None:
-                    raise PeerIncompatible(f"{peer_caller.region} is no member that {self._hello.region} knows of yet")
+                    raise PeerIncompatible(
+                        f"{peer_caller.region} is no member that {self._env.hello.region} knows of yet"
+                    )
                 try:
                     check_hello(ours, hello, certificate_region=peer_caller.region)
                 except PeerIncompatible as error:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
+from diloco_node.core.settings_body import LEDGER_KEYS
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.escaping import escaped
 from diloco_node.wire.field_bounds import BOUNDS
@@ -92,20 +93,21 @@ class Hello:
     """The first frame in each direction on each stream.
 
     Attributes:
-        protocol_version: of the sender. run_id, epoch, settings_digest, manifest_digest: must be equal on both sides.
+        protocol_version: of the sender. run_id, settings_digest, manifest_digest: must be equal on both sides.
+        founding_digest: of the settings that the ledger holds; empty once it does, for a begun run says them to all.
         region: must be the name in the sender's certificate.
         instance_id: 16 bytes per daemon process: its start by the wall clock, then 8 random bytes. The greater id is
         that of the newer of two processes with one certificate. lane: which of the two streams this is.
         dial: the dialer's count of attempts in this process; all streams of one pair carry the dialer's number.
         connection: of the bulk lane, which of its connections: 0 is the first, others join a session that is up.
         role: must be equal on both sides.
-        settings: what the digest is of, for people: "rounds.sync_every=24" and so on. Nothing follows from it.
+        settings: what the digests are of, for people: "rounds.sync_every=24" and so on. Nothing follows from it.
         model: the tensors that the manifest's digest is of, for people (`tensor_listing`).
     """
 
     protocol_version: int
     run_id: str
-    epoch: int
+    founding_digest: str
     region: str
     settings_digest: str
     manifest_digest: str
@@ -201,7 +203,7 @@ def decode_hello(frame: bytes) -> Hello:
     except ProtocolViolation as error:
         peer_version = _hello_version(frame)
         if peer_version is not None and peer_version != PROTOCOL_VERSION:
-            raise PeerIncompatible(f"protocol_version: ours {PROTOCOL_VERSION}, theirs {peer_version}") from None
+            raise PeerIncompatible(_version_difference(PROTOCOL_VERSION, peer_version)) from None
         raise ProtocolViolation(f"hello: {error}") from None
 
 
@@ -244,15 +246,26 @@ def check_hello(ours: Hello, peer: Hello, *, certificate_region: str) -> None:
 
 
 def _differences(ours: Hello, peer: Hello) -> list[str]:
+    if ours.protocol_version != peer.protocol_version:
+        return [_version_difference(ours.protocol_version, peer.protocol_version)]
     differences: list[str] = []
-    for name in ("protocol_version", "run_id", "epoch", "settings_digest", "manifest_digest"):
+    for name in ("run_id", "founding_digest", "settings_digest", "manifest_digest"):
         here, there = getattr(ours, name), getattr(peer, name)
-        if here == there:
+        if here == there or (name == "founding_digest" and not (here and there)):
             continue
-        words = settings_difference(ours.settings, peer.settings) if name == "settings_digest" else ""
-        words = tensor_difference(ours.model, peer.model) if name == "manifest_digest" else words
+        is_model = name == "manifest_digest"
+        words = "" if is_model or name == "run_id" else settings_difference(ours.settings, peer.settings)
+        words = tensor_difference(ours.model, peer.model) if is_model else words
         differences.append(words or f"{name}: ours {_plain(here)}, theirs {_plain(there)}")
-    return differences
+    return list(dict.fromkeys(differences))
+
+
+def _version_difference(ours: int, theirs: int) -> str:
+    """Both versions, and the order of work: entries and messages are read by the one version that wrote them."""
+    return (
+        f"protocol_version: ours {ours}, theirs {theirs}: regions of two versions do not link. Stop all regions, "
+        "install the same version everywhere, and start them"
+    )
 
 
 def settings_difference(ours: Sequence[str], peer_settings: Sequence[str]) -> str:
@@ -265,7 +278,9 @@ def settings_difference(ours: Sequence[str], peer_settings: Sequence[str]) -> st
     if not ours or not peer_settings:
         return ""
     here, there = (dict(line.partition("=")[::2] for line in lines) for lines in (ours, peer_settings))
-    names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+    # A region whose run has begun does not tell those that the ledger holds.
+    untold = (here.keys() ^ there.keys()) & LEDGER_KEYS
+    names = sorted(name for name in {*here, *there} - untold if here.get(name) != there.get(name))
     lines = [
         f"{escaped(name)} is {escaped(here.get(name, 'unknown'))} here, {escaped(there.get(name, 'unknown'))} there"
         for name in names[:SETTINGS_NAMED_MAX]

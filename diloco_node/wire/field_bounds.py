@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.core.bounds import CORE_BOUNDS, FRAGMENTS, INDEX, INDEX_MAX, PIECES, REGIONS, STEP_MAX
+from diloco_node.core.bounds import (
+    CORE_BOUNDS,
+    DIGEST_TEXT_BYTES,
+    FRAGMENTS,
+    INDEX,
+    INDEX_MAX,
+    PIECES,
+    REGIONS,
+    STEP_MAX,
+)
 from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole
 from diloco_node.wire.tensor_listing import LISTING_BYTES_MAX
 
@@ -34,7 +43,7 @@ BOUNDS: Final[dict[str, Bound]] = {
     **CORE_BOUNDS,
     # The link
     "protocol_version": Whole(0, 127),
-    "epoch": INDEX,
+    "founding_digest": Text(DIGEST_TEXT_BYTES),
     "instance_id": Octets((16,)),
     "dial": INDEX,
     "connection": Whole(0, 7),

@@ -31,7 +31,7 @@ from diloco_node.errors import ProtocolViolation
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
 
-LINK_PROTOCOL: Final = 3
+LINK_PROTOCOL: Final = 4
 
 VERSION_AREA: Final = "versions"
 """Area of 4 bytes per value: the model, fragment after fragment, float32."""
@@ -321,7 +321,17 @@ class Stop:
     versions: tuple[int, ...] = ()
 
 
-ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced | MembersChanged
+@dataclass(frozen=True, slots=True)
+class SettingsChanged:
+    """An operator has changed settings of the run; as in Welcome."""
+
+    sync_every: int
+    carry_steps_limit: int
+
+
+ToLearner = (
+    Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced | MembersChanged | SettingsChanged
+)
 
 _LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX)
 
@@ -343,7 +353,16 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
     limits=_LIMITS,
 )
 TO_LEARNER: Final[Schema[ToLearner]] = Schema(
-    {1: Welcome, 2: Refuse, 3: SnapshotRequested, 4: VersionOffered, 5: Stop, 6: RunAdvanced, 7: MembersChanged},
+    {
+        1: Welcome,
+        2: Refuse,
+        3: SnapshotRequested,
+        4: VersionOffered,
+        5: Stop,
+        6: RunAdvanced,
+        7: MembersChanged,
+        8: SettingsChanged,
+    },
     bounds=BOUNDS,
     limits=_LIMITS,
 )

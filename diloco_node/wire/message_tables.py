@@ -10,11 +10,12 @@ from typing import Final
 
 from diloco_node.core import messages, types
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.wire import link_messages, measure_messages
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
 
 ControlMessage = messages.Message | link_messages.LinkMessage | measure_messages.MeasureMessage
 """The messages of the control lane."""
@@ -37,6 +38,7 @@ ENTRY_BODIES: Final[dict[int, type]] = {
     109: types.ExtendedBody,
     110: types.RevokedBody,
     111: MembershipBody,
+    112: SettingsBody,
 }
 
 MESSAGES: Final[dict[int, type]] = {

@@ -1,21 +1,29 @@
 """`start` on a folder in which a run has begun: another run, other settings, a run that is over."""
 
 import socket
+import struct
 import subprocess
 import sys
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from diloco_node.core.settings_body import SettingsBody
+from diloco_node.core.types import RunSettings
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.spec import NodeSpec
+from diloco_node.errors import SupersededError
 from diloco_node.main import main
 from diloco_node.state_names import LEDGER_NAME
+from diloco_node.storage.store import RegionStore
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 from diloco_node.transport.authority import init_run
 from tests.kit.begun_kit import begin_run
+from tests.kit.node_kit import MANIFEST
 
 REGIONS = ("eu", "us-east", "us-west")
 
@@ -58,6 +66,39 @@ def test_a_new_run_id_with_an_old_folder_is_refused_and_nothing_is_touched(
     assert specs == []
     assert start("--state-dir", "elsewhere") == 0
     assert len(specs) == 1
+
+
+def test_a_start_names_what_run_toml_has_otherwise_than_the_run_and_goes_on(
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = SettingsBody.of(RunSettings())
+    change = replace(first, sync_every=32, outer_lr=0.25)
+    begin_run(tmp_path / "state" / "us-west", "new", REGIONS, settings=(first,), changes=(change,))
+    assert start() == 0
+    assert len(specs) == 1
+    told = capsys.readouterr().err
+    words = "is 24 in run.toml here, 32 in the run, which counts: write sync_every = 32 under [rounds]"
+    assert f"diloco-node: rounds.sync_every {words}\n" in told
+    assert "rounds.outer_lr is 0.5 in run.toml here, 0.25 in the run" in told
+    assert start("--set", "rounds.sync_every=32", "--set", "rounds.outer_lr=0.25") == 0
+    assert "in the run, which counts" not in capsys.readouterr().err
+
+
+def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = tmp_path / "state" / "us-west" / LEDGER_NAME
+    begin_run(ledger.parent, "new", REGIONS)
+    data = b"DLLEDGER" + struct.pack("<II", 1, zlib.crc32(b"DLLEDGER\x01")) + ledger.read_bytes()[16:]
+    ledger.write_bytes(data)
+    assert start() == 7
+    error = capsys.readouterr().err
+    assert "is of ledger version 1, and this diloco-node reads version 2: nothing was changed" in error
+    assert "run.init takes its final model into a new run" in error
+    with pytest.raises(SupersededError, match="ledger version 1"):
+        RegionStore(ledger.parent).load(len(MANIFEST.fragments))
+    assert ledger.read_bytes() == data
+    assert specs == []
 
 
 SUPERVISED = """
@@ -134,11 +175,12 @@ def test_a_setting_that_may_change_is_named_with_both_values(
     tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin_run(tmp_path / "state" / "us-west", "new", REGIONS)
+    words = 'rounds.carry changes from "carry" to "overwrite": all regions must start with the same'
     assert start() == 0
     assert capsys.readouterr().err == ""
-    assert start("--set", "rounds.sync_every=16") == 0
-    assert "rounds.sync_every changes from 24 to 16: all regions must start with the same" in capsys.readouterr().err
-    assert start("--set", "rounds.sync_every=16") == 0
+    assert start("--set", "rounds.carry=overwrite") == 0
+    assert words in capsys.readouterr().err
+    assert start("--set", "rounds.carry=overwrite") == 0
     assert capsys.readouterr().err == ""
     assert len(specs) == 3
 

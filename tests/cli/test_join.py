@@ -124,8 +124,8 @@ async def test_who_is_not_listed_says_how_to_be_and_waits(
         ((*SETTINGS, "model.lr=" + "[" * 4000), "which is no setting that regions share"),
         ((*SETTINGS, "rounds.heartbeat=7"), "rounds.heartbeat is 7"),
         (
-            (*SETTINGS[:3], "rounds.sync_every=16"),
-            "with other settings than it shows, or another version: rounds.sync_every is 16 here, 8 there",
+            (*SETTINGS, "rounds.payload_versions=16"),
+            "with other settings than it shows, or another version: rounds.payload_versions is 16 here, 8 there",
         ),
         (SETTINGS[1:], "run.id is not set"),
     ],

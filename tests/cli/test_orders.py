@@ -15,9 +15,11 @@ from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.types import RunSettings
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.members_document import MemberSigns, members_document
 from diloco_node.daemon.region_budget import changed_plan
+from diloco_node.daemon.settings_watch import settings_order
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
 from diloco_node.state_names import ADMIN_TOKEN_NAME
@@ -61,6 +63,7 @@ class Region:
             revoke=self._revoke,
             lift_quarantine=self._lift,
             change_members=self._change,
+            change_settings=self._set_in_run,
             start_learner=lambda: "stopped",
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
@@ -78,6 +81,12 @@ class Region:
         if document["region"] == "asia":
             raise ConfigError("3 voters, all are there: removing asia leaves 2; --force takes that risk")
         self.changes.append(document)
+
+    def _set_in_run(self, document: Mapping[str, Any]) -> list[str]:
+        order, lines = settings_order(document, RunSettings())
+        self.changes.append(document)
+        assert order.body is not None
+        return lines
 
     def _revoke(self, region: str, pem: str) -> str:
         if region != "us":
@@ -127,6 +136,7 @@ def test_help_of_an_order_is_about_itself(capsys: pytest.CaptureFixture[str]) ->
         ["finish"],
         ["drain"],
         ["learner", "start"],
+        ["config", "set"],
     ):
         assert main([*words, "--help"]) == 0
         text = capsys.readouterr().out
@@ -155,6 +165,34 @@ def test_a_certificate_is_revoked_or_the_refusal_says_why(
     assert "eu refuses: asia has shown eu no certificate" in capsys.readouterr().err
     assert main(["certs", "revoke", "us", "--certificate", "absent.pem"]) == 2
     assert "absent.pem is no certificate that can be read" in capsys.readouterr().err
+
+
+def test_settings_of_the_run_are_set_by_several_words(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "set", "rounds.sync_every=32", "rounds.overlap_steps=4", "eu"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "eu orders rounds.sync_every 24 -> 32",
+        "eu orders rounds.overlap_steps 2 -> 4",
+        "Each region says when it has it. Change run.toml in each, too: a start names what differs",
+    ]
+    assert region.changes == [{"set": ["rounds.sync_every=32", "rounds.overlap_steps=4"]}]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["rounds.codec_up=int8"], "eu refuses: rounds.codec_up can't be set in a run: a run keeps it"),
+        (["rounds.sync_every=0"], 'eu refuses: rounds.sync_every is "0" (config set): it must be'),
+        (["eu"], "eu: write KEY=VALUE for each setting, and at most one region"),
+        (["rounds.sync_every=3", "eu", "us"], "at most one region"),
+        (["x=1"] * 65, "eu refuses: the body must name 1 to 64 settings"),
+    ],
+)
+def test_settings_that_can_not_be_set_are_refused(
+    region: Region, capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
+    assert main(["config", "set", *words]) == 2
+    assert reason in capsys.readouterr().err
+    assert region.changes == []
 
 
 def test_a_run_is_ended_with_a_reason(region: Region, capsys: pytest.CaptureFixture[str]) -> None:

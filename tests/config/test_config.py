@@ -270,7 +270,7 @@ def test_the_outer_optimizer_follows_the_length_of_the_run_unless_it_is_set(run_
 def test_the_settings_digest_tells_what_regions_must_agree_on(run_toml: Path) -> None:
     digest = load(run_toml).settings_digest()
     assert digest == load(run_toml, "regions.eu.admin_port=1", "run.state_dir=x", "model.lr=0.1").settings_digest()
-    for change in ("rounds.sync_every=17", "run.steps=401", "rounds.outer_lr=0.41", "rounds.heartbeat=101ms"):
+    for change in ("rounds.fragments=17", "run.steps=401", "rounds.carry=overwrite", "rounds.heartbeat=101ms"):
         assert load(run_toml, change).settings_digest() != digest
 
 

@@ -35,8 +35,8 @@ def test_one_setting_is_explained_by_its_own_name() -> None:
 def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
     page = settings_page()
     for row in (
-        "| `sync_every` | `24` | 1 to 100,000 | all | ",
-        "| `outer_lr` | none | above 0 to 10 | all | ",
+        "| `sync_every` | `24` | 1 to 100,000 | set | ",
+        "| `outer_lr` | none | above 0 to 10 | set | ",
         '| `codec_up` | `"int4"` | `int4`, `int8`, `bf16`, `fp32` | fixed | ',
         '| `heartbeat` | `"200ms"` | a time | all | ',
         "| `id` | must be set | 1 to 63 of a-z, 0-9, `-` | fixed | ",
@@ -57,7 +57,7 @@ def test_what_regions_compare_is_what_the_page_says_that_they_compare(tmp_path: 
     path = tmp_path / "run.toml"
     path.write_text('[run]\nid = "one"\n[regions.a]\naddress = "a:1"\n')
     shared_settings = load_config(path).shared_settings()
-    page_keys = {key for key, field in settings() if key in FIXED_IN_A_RUN or changes(field) == "all"}
+    page_keys = {key for key, field in settings() if key in FIXED_IN_A_RUN or changes(field) in ("all", "set")}
     assert set(shared_settings) == page_keys
     assert max(len(f"{key}={value}") for key, value in shared_settings.items()) <= SETTING_BYTES // 2
 

@@ -11,6 +11,7 @@ from diloco_node.core.genesis import Genesis
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Recovered
 from tests.kit.ledger_kit import disk_of
 from tests.kit.rounds_kit import DIGESTS, GENESIS, MANIFEST, REGIONS
@@ -57,7 +58,8 @@ def test_a_leader_proposes_once_in_a_term_when_its_disk_holds_theta_0() -> None:
     place.genesis.initial_state_stored(STORED)
     place.genesis.propose()
     place.genesis.propose()
-    genesis = replace(GENESIS, disks=tuple(disk_of(name) for name in REGIONS))
+    settings = (SettingsBody.of(place.history.settings),)
+    genesis = replace(GENESIS, disks=tuple(disk_of(name) for name in REGIONS), settings=settings)
     assert list(place.leader.proposals) == [genesis]
     place.ledger.term = 2
     place.genesis.propose()

@@ -357,13 +357,13 @@ async def test_a_region_that_serves_says_nothing_of_its_former_learner(
     names = ("a", "b", "c")
     begin_run(spec.state_dir, "run", names, finished="run.steps is reached")
     write_process(spec.state_dir, {"state": "done", "reason": "", "crashes": 0, "hangs": 0, "exit_code": 0})
-    settings = ("rounds.sync_every=24",)
+    settings = ("rounds.fragments=24", "rounds.sync_every=24")
     peers = dict.fromkeys(names[1:])
     daemon = Daemon(dataclasses.replace(spec, regions=names, peers=peers, is_serving=True, shared_settings=settings))
     running = asyncio.create_task(daemon.run())
     await eventually(lambda: bool(nodes) and daemon.node is not None)
     await in_thread(daemon._threads.background, bool)
-    assert nodes[0].transport._hello.settings == settings, "peers are told what differs"
+    assert nodes[0].transport._env.hello.settings == settings[:1], "peers are told what the ledger does not hold"
     status = daemon.status()
     assert status["learner_process"] == {}
     assert [learner["code"] for learner in status["health"]["alerts"] if "LEARNER" in learner["code"]] == []

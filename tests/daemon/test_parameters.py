@@ -76,7 +76,7 @@ async def test_a_last_round_leaves_the_momentum_for_a_run_that_goes_on(pair) -> 
     momentum, before = parameters.momentum[0].copy(), await theta(parameters)
     assert momentum.any()
     body, bodies = a_round(parameters, version=2)
-    await parameters.apply(replace(body, is_last=True), bodies, None)
+    await parameters.apply(replace(body, is_last=True, outer_lr=1.0, outer_momentum=0.0), bodies, None)
     assert parameters.momentum[0].tobytes() == momentum.tobytes()
     factors = np.repeat(np.array(body.factors), [piece.size for piece in MANIFEST.fragments[0].pieces])
     step = factors * theta_of(0, 9)

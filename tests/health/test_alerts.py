@@ -415,7 +415,7 @@ def test_a_crash_with_other_words_is_another_cause() -> None:
     assert crash.text == "the learner's process ended: exit code 1 after 3.2 s: Segmentation fault; 1 restarts"
 
 
-HELLO = Hello(PROTOCOL_VERSION, "run1", 0, "us", "ab", "cd", b"i" * 16, Lane.CONTROL, 3, settings=("H=24",))
+HELLO = Hello(PROTOCOL_VERSION, "run1", "01", "us", "ab", "cd", b"i" * 16, Lane.CONTROL, 3, settings=("H=24",))
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ HELLO = Hello(PROTOCOL_VERSION, "run1", 0, "us", "ab", "cd", b"i" * 16, Lane.CON
     [
         ({"protocol_version": PROTOCOL_VERSION + 1}, kinds.VERSION_DIFFERS),
         ({"run_id": "run2"}, kinds.SETTINGS_DIFFER),
-        ({"epoch": 1}, kinds.SETTINGS_DIFFER),
+        ({"founding_digest": "ef"}, kinds.SETTINGS_DIFFER),
         ({"manifest_digest": "ef"}, kinds.SETTINGS_DIFFER),
         ({"settings_digest": "ef"}, kinds.SETTINGS_DIFFER),
         ({"settings_digest": "ef", "settings": ("H=16",)}, kinds.SETTINGS_DIFFER),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import ExtendedBody, FinishedBody, GenesisBody, LeaderBody
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
@@ -19,7 +20,8 @@ def begin_run(
     finished: str = "",
     limits: tuple[int, int] = (0, 0),
     extended: tuple[int, int] | None = None,
-    changes: tuple[MembershipBody, ...] = (),
+    changes: tuple[MembershipBody | SettingsBody, ...] = (),
+    settings: tuple[SettingsBody, ...] = (),
 ) -> None:
     """Leave manifest and ledger of a run; with a reason also its end, by these limits, and the final model's file."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -28,7 +30,7 @@ def begin_run(
     disks = tuple(name.encode().ljust(16, b".") for name in regions)
     bodies = [
         LeaderBody(regions[0]),
-        GenesisBody(run_id, MANIFEST.digest, "settings", regions, (bytes(32),) * fragments, disks),
+        GenesisBody(run_id, MANIFEST.digest, "settings", regions, (bytes(32),) * fragments, disks, settings=settings),
         *changes,
         *([FinishedBody((0,) * fragments, finished, *limits)] if finished else []),
         *([ExtendedBody(*extended)] if extended else []),

@@ -60,7 +60,6 @@ class Region(Changing):
         self.transport = GrpcTransport(
             region=self.name,
             run_id=RUN,
-            epoch=0,
             settings_digest="",
             manifest_digest="",
             identity=load_identity(folder / self.name),

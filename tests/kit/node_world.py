@@ -164,6 +164,9 @@ class MemoryTransport:
     def follow(self, *_: Any, **__: Any) -> None:
         """Nor do peers come and go."""
 
+    def begin_run(self, _: tuple[str, ...]) -> None:
+        """Nobody greets."""
+
     def changed(self, peer: str, *, is_up: bool) -> None:
         if is_up:
             self._lost[peer] = asyncio.Event()

@@ -265,6 +265,7 @@ class ShownRun:
             revoke=None,
             lift_quarantine=lambda _: False,
             change_members=lambda _: None,
+            change_settings=lambda _: [],
             start_learner=lambda: "waiting",
         )
 

@@ -130,10 +130,10 @@ def context_of(
 ) -> RoundContext:
     """The run of these tests as a region sees it."""
     history.roster = Roster.of_voters(regions, history.roster.disks)
+    history.settings = settings
     return RoundContext(
         region=region,
         manifest=manifest,
-        settings=settings,
         history=history,
         liveness=liveness or Neighbourhood(region, regions).liveness,
         effects=effects or EffectBuffer(region),

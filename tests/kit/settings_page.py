@@ -11,7 +11,7 @@ from diloco_node.config.setting import changes, touch_when
 COMMAND = "python -m tests.kit.settings_page > docs/settings.md"
 ABOUT = {
     "run": "What the run is called, when it ends, and where things lie.",
-    "rounds": "How regions merge. The same in all regions: those that differ refuse each other.",
+    "rounds": "How regions merge. The same in all regions.",
     "model": "The built-in trainer, or its recipe for a model of Hugging Face. Not for a command of your own.",
     "data": "Text for the built-in trainer and for the recipe of `[model] hf`.",
     "learner": "The process that trains, whichever it is.",
@@ -25,7 +25,7 @@ ABOUT = {
 HEAD = f"""# Settings
 
 Every setting of `run.toml`, made from the schema by `{COMMAND}`.
-`config show --origin` shows what is in force and where it comes from. The few that matter most are on the page
+`config show --origin` shows each value and where it comes from. The few that matter most are on the page
 [Run on real machines](run.md#2-write-runtoml).
 
 Lengths of time are written with a unit, as `"200ms"`, `"5min"`. So are rates, as `"2Gbit/s"` or `"25MB/s"`.
@@ -36,13 +36,14 @@ Lengths of time are written with a unit, as `"200ms"`, `"5min"`. So are rates, a
 |---|---|
 | fixed | not in a run: `start` refuses it and names both values, of a model the daemon does |
 | same | not in a run: it must be the same in all regions, and **nobody compares it** |
+| set | yes: `diloco-node config set`, at one entry of the ledger. Once a run has begun, the ledger's value counts |
 | all | yes: stop all regions, change it in each, start them. Regions that differ refuse each other and name it |
 | region | yes: in one region, when that is started again |
 | running | yes: SIGHUP to `start`, or `diloco-node budget set` |
 | new run | it has no effect once a run has begun |
 
-A change takes effect with the rounds that are opened from then on. `start` says what it was and what it is, and the
-log that the settings were changed since the run began.
+`start` says what changed since the last one, and what `run.toml` has otherwise than the run. More:
+[Settings of the run](operate.md#settings-of-the-run).
 """
 
 

@@ -91,8 +91,8 @@ class Mesh:
         options: dict[str, Any] = {
             "region": region,
             "run_id": RUN,
-            "epoch": 0,
             "settings_digest": "settings",
+            "founding_digest": "first",
             "settings": ("rounds.sync_every=24",),
             "manifest_digest": "manifest",
             "identity": self.identity(region),
@@ -162,7 +162,7 @@ async def connect_as(mesh: Mesh, identity: Identity, transport: GrpcTransport, l
 
 
 def hello_of(region: str, lane: e.Lane, **changes: Any) -> bytes:
-    hello = e.Hello(PROTOCOL_VERSION, RUN, 0, region, "settings", "manifest", b"i" * 16, lane, 1)
+    hello = e.Hello(PROTOCOL_VERSION, RUN, "first", region, "settings", "manifest", b"i" * 16, lane, 1)
     return e.encode_hello(dataclasses.replace(hello, **changes))
 
 

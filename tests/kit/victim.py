@@ -159,7 +159,6 @@ async def _main(folder: Path) -> None:
     transport = _Counting(
         region="b",
         run_id=RUN,
-        epoch=0,
         settings_digest="settings",
         manifest_digest="manifest",
         identity=load_identity(folder / "run" / "b"),

@@ -21,11 +21,13 @@ Commands:
     deafen NAME                     cut a region's links in the direction to it
     cut-bulk | heal-bulk NAME       only the bulk transfers that leave a region: its control messages go on
     finish NAME                     order the end of the run there
+    set NAME KEY=NUMBER             order another setting of the run there
     state                           one line per region: its role and its versions
 """
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ import pytest
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
+from diloco_node.core.operator_orders import EntryOrdered
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     DISK_ID_BYTES,
     Contribution,
@@ -172,6 +176,11 @@ class Scenario:
     def do_finish(self, name: str) -> None:
         self.small.hosts[name].post(ev.FinishOrdered("an operator asks for it"))
 
+    def do_set(self, text: str) -> None:
+        name, assignment = text.split()
+        host, (key, number) = self.small.hosts[name], assignment.split("=")
+        host.post(EntryOrdered(replace(SettingsBody.of(host.core.history.settings), **{key: int(number)})))
+
     def do_state(self) -> None:
         for name, host in sorted(self.small.hosts.items()):
             if host.core is None:
@@ -241,6 +250,8 @@ def entry_text(entry: Entry) -> str:
             text = f"{body.region}'s folder is {'another one' if body.disk else 'gone'}"
         case SnapshotBody():
             text = f"snapshot of fragment {body.fragment} at version {body.version}"
+        case SettingsBody():
+            text = f"other settings, H = {body.sync_every}"
         case FinishedBody():
             text = f"the end at versions {' '.join(map(str, body.versions))}"
         case _:

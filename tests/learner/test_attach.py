@@ -21,12 +21,14 @@ from diloco_node.learner.daemon_session import StepTimer
 from diloco_node.learner.revert import VERSIONS_REVERTED
 from diloco_node.storage.trained import Trained, TrainedCounter, read_trained
 from diloco_node.wire.learner_link import (
+    NO_SNAPSHOT,
     Done,
     Failed,
     InitialState,
     OfferApplied,
     Report,
     RunAdvanced,
+    SettingsChanged,
     SnapshotDenied,
     SnapshotReady,
     Warned,
@@ -155,6 +157,19 @@ def test_bytes_in_the_contribution_area_are_the_codecs(folder: Path) -> None:
         norms = kernels.encode(daemon.blocks(1), base - theta, expected)
         assert daemon.encoded(1) == expected.tobytes()
         assert ready.squared_norms == tuple(norms)
+
+
+def test_settings_that_change_hold_from_the_next_boundary_on(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        daemon.send(SettingsChanged(sync_every=9, carry_steps_limit=5))
+        for _ in range(20):
+            toy.step(diloco)
+        daemon.commit(0, vector(diloco, 0), NO_SNAPSHOT)
+        toy.steps_until(diloco, daemon, OfferApplied, 3)
+        factor = daemon.wait_for(OfferApplied, 3).carry_factor
+        assert 0.0 < factor <= 0.5 * 5 / 21, "half, for the version is without it, and 5 of at least 21 steps"
 
 
 def test_reports_carry_what_the_loop_knows(folder: Path) -> None:

@@ -132,7 +132,7 @@ def test_orders_are_on_the_way_what_they_were(monkeypatch: pytest.MonkeyPatch) -
     assert ranks.share_orders(orders, fragments=5) == orders
     assert ranks.share_orders(Orders(), fragments=5) == Orders()
     assert [values.dtype for values in sent] == [torch.int64] * 2
-    members = Orders(regions=("eu-west", "us-east"))
+    members = Orders(regions=("eu-west", "us-east"), carry_steps_limit=96)
     assert ranks.share_orders(members, fragments=5) == members
 
 

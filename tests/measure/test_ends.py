@@ -185,7 +185,6 @@ async def test_a_training_daemon_and_a_measuring_end_do_not_link(run: Run, is_da
         daemon = GrpcTransport(
             region="b",
             run_id=RUN,
-            epoch=0,
             settings_digest="",
             manifest_digest="",
             identity=run.identity("b"),

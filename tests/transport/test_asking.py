@@ -87,7 +87,7 @@ class Answering:
 
     async def read(self) -> bytes:
         self.now_s += 4
-        return encode_hello(Hello(PROTOCOL_VERSION, "try", 0, "b", "", "", bytes(16), Lane.CONTROL, 0))
+        return encode_hello(Hello(PROTOCOL_VERSION, "try", "", "b", "", "", bytes(16), Lane.CONTROL, 0))
 
     async def peer_metadata(self, _: str) -> str:
         return self.clock

@@ -29,7 +29,7 @@ from diloco_node.transport.transport import GrpcTransport
 async def main():
     folder = Path(sys.argv[1])
     transport = GrpcTransport(
-        region="b", run_id=RUN, epoch=0, settings_digest="s", manifest_digest="m",
+        region="b", run_id=RUN, settings_digest="s", manifest_digest="m",
         identity=load_identity(folder / "run" / "b"), listen=("127.0.0.1", 0), peers={"a": None}, handler=Recorder(),
         executor=ThreadPoolExecutor(1), times=FAST,
     )

@@ -441,7 +441,7 @@ async def status_of(transport: GrpcTransport, peer: str, text: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"epoch": 1}, "epoch: ours 1, theirs 0"),
+        ({"founding_digest": "other"}, "founding_digest: ours 'other', theirs 'first'"),
         ({"settings_digest": "other"}, "settings_digest: ours 'other', theirs 'settings'"),
         (
             {"settings_digest": "other", "settings": ("rounds.sync_every=16",)},

@@ -12,7 +12,7 @@ from diloco_node.wire import envelope as e
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
 from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
-HELLO = e.Hello(PROTOCOL_VERSION, "run1", 0, "eu", "settings", "manifest", b"i" * 16, e.Lane.CONTROL, 3)
+HELLO = e.Hello(PROTOCOL_VERSION, "run1", "first", "eu", "settings", "manifest", b"i" * 16, e.Lane.CONTROL, 3)
 HEADER = Payload(1, 2, b"d" * 32)
 
 
@@ -27,9 +27,8 @@ def test_a_matching_hello_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("protocol_version", PROTOCOL_VERSION + 1),
         ("run_id", "run2"),
-        ("epoch", 1),
+        ("founding_digest", "other"),
         ("settings_digest", "other"),
         ("manifest_digest", "other"),
     ],
@@ -40,6 +39,29 @@ def test_each_field_that_differs_is_named_with_both_values(field: str, value: ob
         e.check_hello(HELLO, theirs, certificate_region="us")
     ours = getattr(HELLO, field)
     assert str(caught.value) == f"{field}: ours {ours!r}, theirs {value!r}"
+
+
+def test_regions_of_two_versions_are_told_both_and_the_order_of_work() -> None:
+    theirs = dataclasses.replace(HELLO, region="us", protocol_version=PROTOCOL_VERSION - 1, run_id="run2")
+    with pytest.raises(PeerIncompatible) as caught:
+        e.check_hello(HELLO, theirs, certificate_region="us")
+    assert str(caught.value) == (
+        f"protocol_version: ours {PROTOCOL_VERSION}, theirs {PROTOCOL_VERSION - 1}: regions of two versions do not "
+        "link. Stop all regions, install the same version everywhere, and start them"
+    )
+
+
+def test_a_begun_run_says_its_settings_to_a_region_that_has_others() -> None:
+    begun = dataclasses.replace(HELLO, region="us", founding_digest="", settings=("rounds.fragments=24",))
+    ours = dataclasses.replace(HELLO, settings=("rounds.fragments=24", "rounds.sync_every=16"))
+    e.check_hello(ours, begun, certificate_region="us")
+    e.check_hello(begun, dataclasses.replace(ours, region="eu"), certificate_region="eu")
+    other = dataclasses.replace(ours, settings_digest="other", settings=("rounds.fragments=8", "rounds.sync_every=16"))
+    with pytest.raises(PeerIncompatible) as caught:
+        e.check_hello(other, begun, certificate_region="us")
+    assert str(caught.value) == (
+        "rounds.fragments is 8 here, 24 there: these settings of run.toml must be the same in all regions"
+    )
 
 
 def test_settings_that_differ_are_named_with_both_values_instead_of_digests() -> None:
@@ -57,11 +79,11 @@ def test_settings_that_differ_are_named_with_both_values_instead_of_digests() ->
 
 
 def test_a_liars_settings_are_bounded_and_escaped_and_the_digest_decides() -> None:
-    ours = dataclasses.replace(HELLO, settings=("rounds.sync_every=24",))
+    ours = dataclasses.replace(HELLO, settings=("rounds.fragments=24",))
     same = dataclasses.replace(ours, settings_digest="other")
     with pytest.raises(PeerIncompatible, match="settings_digest: ours 'settings', theirs 'other'"):
         e.check_hello(ours, same, certificate_region="eu")
-    e.check_hello(ours, dataclasses.replace(ours, settings=("rounds.sync_every=16",)), certificate_region="eu")
+    e.check_hello(ours, dataclasses.replace(ours, settings=("rounds.fragments=16",)), certificate_region="eu")
     lies = tuple(f"\x1b[2J{number}={'z' * 20}" for number in range(64))
     text = e.settings_difference(ours.settings, lies)
     assert text.isprintable()
@@ -73,8 +95,8 @@ def test_a_liars_settings_are_bounded_and_escaped_and_the_digest_decides() -> No
 
 
 def test_all_fields_that_differ_are_named() -> None:
-    theirs = dataclasses.replace(HELLO, run_id="run2", epoch=4)
-    with pytest.raises(PeerIncompatible, match=r"run_id: ours 'run1', theirs 'run2'; epoch: ours 0, theirs 4"):
+    theirs = dataclasses.replace(HELLO, run_id="run2", settings_digest="s2")
+    with pytest.raises(PeerIncompatible, match=r"run_id: ours 'run1', theirs 'run2'; settings_digest: ours .*'s2'"):
         e.check_hello(HELLO, theirs, certificate_region="eu")
 
 

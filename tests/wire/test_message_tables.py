@@ -7,6 +7,7 @@ import pytest
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
 from diloco_node.core.member_kind import Enrolled, MembershipBody
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire import link_messages as k
@@ -50,6 +51,7 @@ BODIES: list[t.EntryBody] = [
     t.ExtendedBody(800, 0),
     t.RevokedBody("eu", b"c" * 32),
     MembershipBody("ap", "contributor", "ap.example:4317", b"s" * 71),
+    SettingsBody.of(t.RunSettings()),
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [
@@ -145,7 +147,7 @@ def test_entries_come_back_equal(body: t.EntryBody) -> None:
 
 def test_frozen_bytes_decode() -> None:
     """A change here is a change of the protocol: raise PROTOCOL_VERSION, and keep what can be kept of the old bytes."""
-    assert PROTOCOL_VERSION == 10
+    assert PROTOCOL_VERSION == 11
     frozen: dict[str, ControlMessage] = {
         "970102c30a01c41064646464646464646464646464646464c3": m.RequestVote(2, True, 10, 1, b"d" * 16, True),
         "950202c2c3c41064646464646464646464646464646464": m.RequestVoteReply(2, False, True, b"d" * 16),

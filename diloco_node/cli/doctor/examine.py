@@ -202,7 +202,9 @@ def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeCo
     if answer.hello.role is LinkRole.TRAINING:
         settings = tuple(f"{key}={value}" for key, value in config.shared_settings().items())
         difference = settings_difference(settings, answer.hello.settings)
-        yield membership.settings_equal(peer, config.settings_digest(), answer.hello.settings_digest, difference)
+        founding = answer.hello.founding_digest  # empty once the run has begun: its ledger has those settings
+        ours = config.settings_digest() + (founding and config.founding_digest())
+        yield membership.settings_equal(peer, ours, answer.hello.settings_digest + founding, difference)
     if answer.clock_ahead_s is not None:
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
 

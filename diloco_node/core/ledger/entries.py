@@ -17,6 +17,7 @@ import msgpack
 
 from diloco_node.core.bounds import CORE_BOUNDS, HASH, INDEX
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.shapes import (
     REGION_FIELDS,
     Bound,
@@ -69,6 +70,7 @@ class EntryKind(StrEnum):
     EXTENDED = "extended"
     REVOKED = "revoked"
     MEMBERSHIP = "membership"
+    SETTINGS = "settings"
 
 
 _BODY_TYPES: Final[dict[str, type[Any]]] = {
@@ -83,6 +85,7 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.EXTENDED.value: ExtendedBody,
     EntryKind.REVOKED.value: RevokedBody,
     EntryKind.MEMBERSHIP.value: MembershipBody,
+    EntryKind.SETTINGS.value: SettingsBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6

@@ -25,6 +25,7 @@ from diloco_node.core.bounds import SUMMARY_BYTES_MAX
 from diloco_node.core.ledger.entries import canonical_codec
 from diloco_node.core.ledger.roster import Roster, lines_fault
 from diloco_node.core.member_kind import Enrolled
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.shapes import OutOfBounds
 from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase, SnapshotBody
 from diloco_node.core.unpacking import unpack
@@ -107,6 +108,7 @@ class RunSummary:
         rounds_committed: over all fragments.
         members: as `Roster.lines`; empty: those of genesis. changes, signature: see `roster.Roster`.
         revocations: certificates, sorted.
+        settings: that the ledger holds by now; none: as `GenesisBody.settings`.
     """
 
     genesis: tuple[GenesisBody, ...]
@@ -128,6 +130,7 @@ class RunSummary:
     changes: int = 0
     signature: bytes = b""
     revocations: tuple[bytes, ...] = ()
+    settings: tuple[SettingsBody, ...] = ()
 
 
 def encode_summary(summary: RunSummary) -> bytes:

@@ -3,8 +3,9 @@
 A voter that nobody hears for long loses its vote by an entry (`absence`), and gets it back as a new folder is named.
 
 An operator's order expels a region with one entry, and readmits it with another one, after which its folder is named.
-Another order revokes a certificate of a region, and a third kind changes the members (`member_change`). A region leaves
-once no open round has it: until then no new round does. So a round never has a member that the ledger does not name.
+Another order revokes a certificate of a region, a third kind changes the members (`member_change`), and a fourth the
+settings (`settings_change`). A region leaves once no open round has it: until then no new round does. So a round never
+has a member that the ledger does not name.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.membership import member_change
 from diloco_node.core.membership.liveness import Liveness
+from diloco_node.core.membership.settings_change import Merges, SettingsChange
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, FolderLife, RevokedBody
 
 REST_HEARTBEATS: Final = 50
@@ -45,7 +48,7 @@ def incarnation_min(newest: int, replacements: int) -> int:
     return newest + 1 + LIVES_UNKNOWN_MAX * replacements
 
 
-class Rounds(Protocol):
+class Rounds(Merges, Protocol):
     """The open rounds of a leader (`core.rounds.leader`)."""
 
     def let_go(self, region: str) -> bool:
@@ -67,6 +70,7 @@ class DiskReplacement:
     ) -> None:
         # See `EntryCheck`.
         self._roster_fault = roster_fault
+        self._settings = SettingsChange(ledger, history, rounds)
         self._ledger = ledger
         self._history = history
         self._rounds = rounds
@@ -89,6 +93,8 @@ class DiskReplacement:
 
     def propose(self, effects: EffectBuffer, liveness: Liveness, *, now_ns: int) -> list[Effect]:
         """Put the change that is due into the ledger, and say so; what the ledger wants for it."""
+        if wishes := self._settings.advance(effects, now_ns=now_ns):
+            return wishes
         departure, self._departure = self._departure, None
         if departure is not None:
             return self.carry_out(departure, effects, liveness, now_ns=now_ns)
@@ -106,16 +112,18 @@ class DiskReplacement:
     def order_fault(self, order: EntryOrdered, liveness: Liveness, *, now_ns: int) -> str:
         """Say why an operator's order can't be carried out here and now, with the remedy; empty if it can."""
         ledger, disks, body = self._ledger, self._ledger.disks, order.body
+        if isinstance(body, SettingsBody):
+            return self._settings.order_fault(body)
+        fault, alive = "", liveness.alive(now_ns=now_ns)
         if not disks.has_view:
-            return "the run has not begun: leave the region out of run.toml"
-        alive = liveness.alive(now_ns=now_ns)
-        if isinstance(body, MembershipBody):
+            fault = "the run has not begun: leave the region out of run.toml"
+        elif isinstance(body, MembershipBody):
             # Only who leads hears all the others.
             leader, is_forced = ledger.leader, order.is_forced
             fault = member_change.order_fault(body, disks.roster, leader=leader, alive=alive, is_forced=is_forced)
             fault = fault if ledger.is_settled else ""
         else:
-            fault = self._expulsion_fault(body) if isinstance(body, DiskNamedBody) else self._revocation_fault(order)
+            fault = self._order_fault(body, is_cut_off=order.is_cut_off)
         if fault:
             return fault
         if not ledger.is_settled:
@@ -129,7 +137,9 @@ class DiskReplacement:
         fault = expulsion_fault(voters, body.region, {ledger.leader, *alive}) if order.is_cut_off else ""
         return fault and f"{fault}{_renewal(body.region) * isinstance(body, RevokedBody)}"
 
-    def _expulsion_fault(self, body: DiskNamedBody) -> str:
+    def _order_fault(self, body: DiskNamedBody | RevokedBody, *, is_cut_off: bool) -> str:
+        if isinstance(body, RevokedBody):
+            return self._revocation_fault(body, is_cut_off=is_cut_off)
         is_lifted = body.disk != EXPELLED
         if (body.region in self._ledger.disks.expelled) is not is_lifted:
             return f"{body.region} is {'not expelled' if is_lifted else 'expelled already'}"
@@ -137,24 +147,26 @@ class DiskReplacement:
             return f"{body.region} leads: stop it first, and give the order to the region that leads then"
         return ""
 
-    def _revocation_fault(self, order: EntryOrdered) -> str:
-        body, revocations = order.body, self._history.revocations
-        if isinstance(body, RevokedBody) and body.certificate in revocations:
+    def _revocation_fault(self, body: RevokedBody, *, is_cut_off: bool) -> str:
+        revocations = self._history.revocations
+        if body.certificate in revocations:
             return f"this certificate of {body.region} is revoked already"
         if len(revocations) >= REVOKED:
             return f"{len(revocations)} certificates are revoked: make another authority, diloco-node certs renew --ca"
-        if body.region == self._ledger.leader and order.is_cut_off:
+        if body.region == self._ledger.leader and is_cut_off:
             return f"{body.region} leads with this certificate{_renewal(body.region)}"
         return ""
 
     def carry_out(self, order: EntryOrdered, effects: EffectBuffer, liveness: Liveness, *, now_ns: int) -> list[Effect]:
         """Put an operator's order into the ledger, if it still can be; what the ledger wants for it."""
+        if isinstance(order.body, SettingsBody):
+            return self._settings.carry_out(order.body, effects, now_ns=now_ns)
         fault, body = self.order_fault(order, liveness, now_ns=now_ns), order.body
         is_leaver = isinstance(body, MembershipBody) and body.kind == MemberKind.FORMER
         if not self._rounds.let_go(body.region if is_leaver and not fault else ""):
             self._departure = order
             return []
-        effects.note("disk", f"an operator {_words(order)}{fault and f': refused, {fault}'}", is_alarm=True)
+        effects.note("disk", f"an operator {_words(body)}{fault and f': refused, {fault}'}", is_alarm=True)
         if fault and isinstance(body, MembershipBody) and body.region == self._ledger.leader:
             return self._ledger.transfer_leadership("an operator changes its membership", now_ns=now_ns)
         if fault:
@@ -194,8 +206,8 @@ class DiskReplacement:
         return None
 
 
-def _words(order: EntryOrdered) -> str:
-    match order.body:
+def _words(body: DiskNamedBody | RevokedBody | MembershipBody) -> str:
+    match body:
         case DiskNamedBody(region, disk):
             return f"{'expels' if disk == EXPELLED else 'readmits'} {region}"
         case RevokedBody(region, certificate):

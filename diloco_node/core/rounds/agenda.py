@@ -108,7 +108,7 @@ class Agenda:
         self.reason = ""
         self.wake_at_ns: int | None = None
         self.opener = Opener(context)
-        self._fragments, self._settings = len(context.fragments), context.settings
+        self._fragments = len(context.fragments)
         self._history, self._effects = context.history, context.effects
         self._eligibility = eligibility
         self._progress = progress
@@ -131,7 +131,7 @@ class Agenda:
 
         Members that decline at once would otherwise decline for ever, in one event.
         """
-        self._resting[fragment] = now_ns + self._settings.heartbeat_ns
+        self._resting[fragment] = now_ns + self._history.settings.heartbeat_ns
 
     def on_commit(self, round_: OpenRound, *, now_ns: int) -> None:
         """Take the commit of a round that was opened here."""
@@ -148,7 +148,7 @@ class Agenda:
             return None
         if self._history.finished is not None or self._is_finishing:
             self.reason = "the run is finished"
-            further = None if self._is_extending else extension(self._history.finished, self._settings)
+            further = None if self._is_extending else extension(self._history.finished, self._history.settings)
             self._is_extending |= further is not None
             return further
         reachability = self._eligibility.reachability(now_ns=now_ns)
@@ -168,7 +168,7 @@ class Agenda:
             account = self._history.account
             names = self._progress.learners(now_ns=now_ns) if self._progress.has_quorum else []
             reason = end_reason(
-                self._settings,
+                self._history.settings,
                 steps=map(self._progress.steps_of, names),
                 tokens=account.merged_tokens(self._fragments),
                 booked_tokens=(account.covered_tokens(name, self._fragments) for name in names),
@@ -178,7 +178,11 @@ class Agenda:
                 return False
             timing = self.opener.timing(reachability)
             self._ending = begin_ending(
-                self._settings, reason, fragments=self._fragments, step_time_ns=timing.step_time_ns, now_ns=now_ns
+                self._history.settings,
+                reason,
+                fragments=self._fragments,
+                step_time_ns=timing.step_time_ns,
+                now_ns=now_ns,
             )
             self._effects.note("ending", f"{reason}: one last round per fragment")
         return True
@@ -195,16 +199,16 @@ class Agenda:
         if ending.pending or rounds:
             return None
         self._is_finishing = True
-        limits = (self._settings.steps_max, self._settings.tokens_max)
+        limits = (self._history.settings.steps_max, self._history.settings.tokens_max)
         return FinishedBody(tuple(self._history.versions), ending.reason, *limits)
 
     def _advance_last(
         self, ending: Ending, fragment: int, rounds: Mapping[int, OpenRound], now_ns: int
     ) -> Opening | GiveUp | None:
         round_ = rounds.get(fragment)
-        if round_ is None and len(rounds) >= self._settings.rounds_in_flight_max:
+        if round_ is None and len(rounds) >= self._history.settings.rounds_in_flight_max:
             return None
-        give_up_ns = ending.allow(fragment, now_ns=now_ns, ballot_ns=self._settings.ballot_deadline_min_ns)
+        give_up_ns = ending.allow(fragment, now_ns=now_ns, ballot_ns=self._history.settings.ballot_deadline_min_ns)
         is_over = now_ns >= give_up_ns
         if round_ is None:
             return self._open_last(ending, fragment, is_over, now_ns)

@@ -6,7 +6,7 @@ have arrived at a remaining reducer are not sent again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -92,7 +92,7 @@ class BallotClock:
     """Remembers how long ballots took, and gives new ones their deadline."""
 
     def __init__(self, context: RoundContext) -> None:
-        self._fragments, self._settings, self._liveness = context.fragments, context.settings, context.liveness
+        self._fragments, self._liveness = context.fragments, context.liveness
         self._context = context
         self._took = [StepTime() for _ in context.fragments]
 
@@ -121,13 +121,13 @@ class BallotClock:
         """Return the deadline of a ballot with these members and stripes; attempt 0 is the first of the round."""
         statuses = [self._liveness.learner(name) for name in members]
         step_times = [status.step_time_ns for status in statuses if status is not None]
-        up_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_up)
-        down_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_down)
+        up_bytes = encoded_bytes(self._fragments[fragment], self._context.settings.codec_up)
+        down_bytes = encoded_bytes(self._fragments[fragment], self._context.settings.codec_down)
         reducers = len({stripe.reducer for stripe in stripes})
         busiest_bytes = (up_bytes * max(1, reducers - 1) + down_bytes * (len(self._context.regions) - 1)) // reducers
         usual_ns = self._usual_ns(fragment)
         return ballot_deadline(
-            minimum_ns=self._settings.ballot_deadline_min_ns,
+            minimum_ns=self._context.settings.ballot_deadline_min_ns,
             attempt=attempt,
             step_time_ns=believed_step_time_ns(max(step_times, default=0), step_times),
             rtt_ns=max(self._liveness.rtt_ns(name) for name in (*members, *(stripe.reducer for stripe in stripes))),
@@ -137,12 +137,19 @@ class BallotClock:
             else self._reported_rate(members, stripes),
         )
 
+    def first_deadline(
+        self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], failed_probes: Sequence[int]
+    ) -> Deadline:
+        """Return the deadline of a round's first ballot. failed_probes: of each suspect that it tries."""
+        deadline = self.deadline(fragment, members, stripes, attempt=0)
+        return self.probe_deadline(fragment, deadline, max(failed_probes)) if failed_probes else deadline
+
     def patience_ns(self, fragment: int) -> int:
         """Return how long the others wait for a single region: a suspect on trial, or a leader without the payload."""
         usual_ns = self._usual_ns(fragment)
         if not usual_ns:
-            return self._settings.ballot_deadline_min_ns
-        return max(PROBE_HEARTBEATS * self._settings.heartbeat_ns, PROBE_MARGIN * usual_ns)
+            return self._context.settings.ballot_deadline_min_ns
+        return max(PROBE_HEARTBEATS * self._context.settings.heartbeat_ns, PROBE_MARGIN * usual_ns)
 
     def probe_deadline(self, fragment: int, usual: Deadline, failed_probes: int) -> Deadline:
         """Return the short deadline of a ballot that tries a suspect, so that it costs the others little.
@@ -159,7 +166,7 @@ class BallotClock:
         """Return one round's part of the slowest reported budget, if that is less than the assumed rate; else 0."""
         budgets = [self._liveness.budget(name) for name in {*members, *(stripe.reducer for stripe in stripes)}]
         rates = [rate for budget in budgets for rate in (budget.egress, budget.ingress) if rate is not None]
-        rate = max(1, min(rates) // self._settings.rounds_in_flight_max) if rates else RATE_UNKNOWN_BYTES_PER_S
+        rate = max(1, min(rates) // self._context.settings.rounds_in_flight_max) if rates else RATE_UNKNOWN_BYTES_PER_S
         return rate if rate < RATE_UNKNOWN_BYTES_PER_S else 0
 
 

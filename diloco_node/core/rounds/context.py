@@ -25,11 +25,15 @@ class RoundContext:
 
     region: str
     manifest: Manifest
-    settings: RunSettings
     history: RoundHistory
     liveness: Liveness
     effects: EffectBuffer
     secret: bytes
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings of the run by the committed entries: ask again each time, for an operator may change them."""
+        return self.history.settings
 
     @property
     def regions(self) -> tuple[str, ...]:

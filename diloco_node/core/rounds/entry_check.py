@@ -8,6 +8,7 @@ not. So a leader that was captured, or is broken, can put nothing into the ledge
 - Discarded steps follow the account, too.
 - After the end there are no more rounds, unless the run is extended.
 - A revoked certificate is of a region of the run, and there are not too many.
+- Settings change while the run goes on.
 - Leaders vote. A change of the members is one that the roster allows, and that the run's authority has signed.
 
 The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
@@ -34,11 +35,13 @@ from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
+from diloco_node.core.merge.outer import outer_rates
 from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.merge.stripes import piece_blocks, stripes_fault
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.rounds.extension import extension_fault
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     EVICTED,
     EXPELLED,
@@ -90,11 +93,13 @@ class _Facts:
         snapshots: per fragment the version of the newest snapshot, 0 if there is none.
         recent: per fragment how long the gradients of its last rounds were.
         roster: the members, before genesis the founders. revocations: certificates.
+        settings: in force; before the ledger holds them those of this region.
         summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
         end: of the run; None while it goes on.
     """
 
     roster: Roster
+    settings: RunSettings
     versions: tuple[int, ...] = ()
     snapshots: tuple[int, ...] = ()
     recent: tuple[RecentRounds, ...] = ()
@@ -108,7 +113,8 @@ class _Facts:
         if isinstance(body, GenesisBody):
             zeros = (0,) * len(body.fragment_digests)
             recent = (RecentRounds(),) * len(zeros)
-            return replace(self, roster=roster, versions=zeros, snapshots=zeros, recent=recent)
+            settings = _settings_after(self.settings, body.settings)
+            return replace(self, roster=roster, settings=settings, versions=zeros, snapshots=zeros, recent=recent)
         if isinstance(body, RoundBody):
             contributions = [member.contribution for member in body.members]
             recent_rounds = self.recent[body.fragment].after(contributions, body.squared_norms)
@@ -126,7 +132,13 @@ class _Facts:
         end = body if isinstance(body, FinishedBody) else None
         revocations = {body.certificate} if isinstance(body, RevokedBody) else frozenset()
         is_end = isinstance(body, FinishedBody | ExtendedBody)
-        return replace(self, end=end if is_end else self.end, revocations=self.revocations | revocations)
+        settings = body.within(self.settings) if isinstance(body, SettingsBody) else self.settings
+        end = end if is_end else self.end
+        return replace(self, settings=settings, end=end, revocations=self.revocations | revocations)
+
+
+def _settings_after(settings: RunSettings, bodies: tuple[SettingsBody, ...]) -> RunSettings:
+    return bodies[0].within(settings) if bodies else settings
 
 
 def _with(values: tuple[T, ...], fragment: int, value: T) -> tuple[T, ...]:
@@ -161,7 +173,7 @@ class EntryCheck:
         self._fragments = manifest.fragments
         self._blocks = [piece_blocks(fragment.piece_sizes) for fragment in manifest.fragments]
         self._account = Account()
-        self._facts = _Facts(Roster.of_voters(run[3]))
+        self._facts = _Facts(Roster.of_voters(run[3]), settings)
         # The facts before each entry that may still be truncated, oldest first.
         self._before: deque[_Facts] = deque()
         self._rules: dict[type, Callable[[Any, Entry], str]] = {
@@ -176,6 +188,7 @@ class EntryCheck:
             MembershipBody: lambda body, _: self._membership_fault(body),
             SnapshotBody: self._snapshot_fault,
             SummaryBody: self._summary_fault,
+            SettingsBody: self._settings_fault,
         }
 
     @property
@@ -197,6 +210,7 @@ class EntryCheck:
         # may name an older one.
         self._facts = _Facts(
             summed_roster(summary),
+            _settings_after(self._settings, summary.settings or summary.genesis[0].settings),
             summary.versions,
             snapshots,
             self._recent_rounds(summary),
@@ -249,17 +263,20 @@ class EntryCheck:
         if not isinstance(body, RoundBody):
             return ""
         contributions = tuple(member.contribution for member in body.members)
-        recent = self._facts.recent[body.fragment]
+        recent, settings = self._facts.recent[body.fragment], self._facts.settings
+        rates = outer_rates(settings, is_last=body.is_last)
+        if (body.outer_lr, body.outer_momentum) != rates:
+            return f"its outer step has the rates {body.outer_lr} and {body.outer_momentum}, the settings say {rates}"
         numbers = merge_numbers(
             self._fragments[body.fragment],
-            self._settings,
+            settings,
             contributions,
             carried_since=[self._account.carried_since(contribution) for contribution in contributions],
             recent=recent,
             version=body.version,
             is_last=body.is_last,
         )
-        limits = length_limits(numbers.radii(), self._settings, recent, stripes=len(body.stripes))
+        limits = length_limits(numbers.radii(), settings, recent, stripes=len(body.stripes))
         for piece, (square, limit) in enumerate(zip(body.squared_norms, limits, strict=True)):
             if square > limit:
                 return (
@@ -340,6 +357,13 @@ class EntryCheck:
     def _summary_fault(self, body: SummaryBody, entry: Entry) -> str:
         last = self._facts.summary
         return "" if last < body.index < entry.index else f"a summary up to entry {body.index}, after one up to {last}"
+
+    def _settings_fault(self, body: SettingsBody, _: Entry) -> str:
+        if self._facts.end is not None:
+            return "settings after the end"
+        if body.overlap_steps >= body.sync_every:
+            return f"an overlap of {body.overlap_steps} steps with H = {body.sync_every}"
+        return "" if body != SettingsBody.of(self._facts.settings) else "settings that change nothing"
 
     def _region_fault(self, name: str, *, is_former_welcome: bool = False) -> str:
         roster = self._facts.roster

@@ -11,6 +11,7 @@ from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import Joined, RunSummary, summed_roster
 from diloco_node.core.merge.outliers import RecentRounds
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     EXPELLED,
     Contribution,
@@ -21,6 +22,7 @@ from diloco_node.core.types import (
     GenesisBody,
     RevokedBody,
     RoundBody,
+    RunSettings,
     SnapshotBody,
 )
 
@@ -70,9 +72,10 @@ class RoundHistory:
     """The committed past, as far as rounds need it. Fed with committed entries in order.
 
     Args:
-        founders: the regions that begin the run.
+        founders: the regions that begin the run. settings: that this region was started with.
 
     Attributes:
+        settings: in force: where the ledger holds them, its own.
         genesis: None until it is committed. versions: per fragment, the last committed version; -1 before genesis.
         version_entries: per fragment, the index of the entry that committed it.
         committed_at_ns: per fragment, when this region learnt of it.
@@ -86,7 +89,14 @@ class RoundHistory:
         account: whose steps are merged or discarded up to where.
     """
 
-    def __init__(self, fragments: int, founders: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        fragments: int,
+        founders: Iterable[str] = (),
+        *,
+        settings: RunSettings = RunSettings(),  # noqa: B008 - frozen
+    ) -> None:
+        self.settings = settings
         self.recent = [RecentRounds() for _ in range(fragments)]
         self.genesis: GenesisBody | None = None
         self.versions = [-1] * fragments
@@ -101,7 +111,10 @@ class RoundHistory:
         self.followers: tuple[Callable[[tuple[str, ...]], None], ...] = ()
         self.expelled: frozenset[str] = frozenset()
         self.revocations: frozenset[bytes] = frozenset()
+        # Per fragment the version of the run's last round; -1: it was not held yet.
         self._last_rounds = [-1] * fragments
+        # As the newest entry has them; empty while the ledger holds none.
+        self._settings_body: tuple[SettingsBody, ...] = ()
 
     def apply(self, entry: Entry, *, now_ns: int) -> None:
         """Take the next committed entry."""
@@ -111,6 +124,7 @@ class RoundHistory:
         body = entry.body
         if isinstance(body, GenesisBody):
             self.genesis = body
+            self._set(body.settings)
             self.snapshots.begin(body)
             self.versions = [0] * len(self.versions)
             self.version_entries = [entry.index] * len(self.versions)
@@ -128,6 +142,14 @@ class RoundHistory:
             self.snapshots.add(body)
         elif isinstance(body, RevokedBody):
             self.revocations |= {body.certificate}
+        elif isinstance(body, SettingsBody):
+            self._set((body,))
+
+    def _set(self, bodies: tuple[SettingsBody, ...]) -> None:
+        """Take the settings that the ledger holds from here on; none: it holds none."""
+        self._settings_body = bodies
+        for body in bodies:
+            self.settings = body.within(self.settings)
 
     def _follow(self, roster: Roster) -> None:
         if roster is self.roster:
@@ -162,6 +184,7 @@ class RoundHistory:
             changes=self.roster.changes,
             signature=self.roster.signature,
             revocations=tuple(sorted(self.revocations)),
+            settings=self._settings_body,
         )
 
     def restore(self, summary: RunSummary, index: int, *, now_ns: int) -> None:
@@ -178,6 +201,7 @@ class RoundHistory:
         self.rounds_committed = summary.rounds_committed
         self.rounds_included = {line.learner: line.rounds for line in summary.joined}
         self.revocations = frozenset(summary.revocations)
+        self._set(summary.settings)
         self._follow(summed_roster(summary))
 
     def last_version(self, learner: str, fragment: int) -> int:

@@ -24,7 +24,7 @@ class Judge:
     def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
         self.book = book
         self._region, self._context, self._effects = context.region, context, context.effects
-        self._settings, self._history = context.settings, context.history
+        self._history = context.history
         self._passed_over: set[str] = set()
         self._disputes: dict[str, set[str]] = {}
 
@@ -65,7 +65,7 @@ class Judge:
         Args:
             stripes: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
         """
-        blames = blame_sums(round_, stripes, self._settings, self._history.recent[round_.fragment])
+        blames = blame_sums(round_, stripes, self._history.settings, self._history.recent[round_.fragment])
         self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 

@@ -21,11 +21,12 @@ from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.merging import MergeDecisions
-from diloco_node.core.rounds.open_round import Deadline, OpenRound
+from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opening
 from diloco_node.core.rounds.payload_audit import PayloadAudit
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import SuspicionBook
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     Ballot,
     DiscardedBody,
@@ -65,13 +66,15 @@ class RoundLeader:
         self.rounds: dict[int, OpenRound] = {}
         self.is_in_the_way = False
         self._context, self._payloads = context, payloads
-        self._region, self._fragments, self._settings = context.region, context.fragments, context.settings
+        self._region, self._fragments = context.region, context.fragments
         self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
         # The leader's term, and the number of its last ballot in it; no two ballots share both.
         self._term = 0
         self._number = 0
         # Between `begin` and `end`. Outside of it `rounds` and `proposals` are empty.
         self._is_acting = False
+        # Since when no merge is decided, for other settings come first; None: merges are decided.
+        self._held_since_ns: int | None = None
         # Something happened since the agenda was asked, so that its answer may have changed.
         self._is_stale = True
         # Measured times outlive a term. Suspects do not: `SuspicionBook.begin` starts from those of the leader before.
@@ -129,19 +132,21 @@ class RoundLeader:
             predecessor: the leader before, if it handed leadership to this region.
         """
         self._is_acting, self._is_stale = True, True
+        self._book.ballot_ns = self._history.settings.ballot_deadline_min_ns
         self._book.begin(left_out, self._context.regions, predecessor=predecessor, now_ns=now_ns)
         self._term, self._number = term, 0
         self._agenda = self._new_agenda()
         for name in self._context.regions:
             self.on_status(name, now_ns=now_ns)
         for fragment, version in sorted(reopen.items()):
-            may_open = len(self.rounds) < self._settings.rounds_in_flight_max and self._history.finished is None
+            may_open = len(self.rounds) < self._history.settings.rounds_in_flight_max and self._history.finished is None
             if may_open and version == self._history.versions[fragment] + 1:
                 self._open(Opening(fragment, "was open under the leader before"), now_ns=now_ns)
 
     def end(self) -> None:
         """Another region leads, or nobody: forget everything that only a leader may decide."""
         self._is_acting = self.is_in_the_way = False
+        self._held_since_ns = None
         self.rounds.clear()
         self.proposals.clear()
         self._answers.clear()
@@ -155,7 +160,7 @@ class RoundLeader:
         """When something may have to be decided even if nothing happens."""
         if not self._is_acting:
             return None
-        times = [round_.deadline_ns for round_ in self.rounds.values() if not round_.is_proposed]
+        times = [round_.deadline_ns for round_ in self.rounds.values() if self._is_timed(round_)]
         if self._agenda.wake_at_ns is not None:
             times.append(self._agenda.wake_at_ns)
         return min(times, default=None)
@@ -183,6 +188,8 @@ class RoundLeader:
         self._is_stale = True
         self._eligibility.on_commit(entry.index, now_ns=now_ns)
         self._answers.on_commit(body)
+        if isinstance(body, SettingsBody):
+            self.go_on(now_ns=now_ns)
         if not isinstance(body, RoundBody):
             return
         round_ = self.rounds.get(body.fragment)
@@ -219,6 +226,24 @@ class RoundLeader:
         """
         self._eligibility.leaver = region
         return not any(region in (*round_.members, *round_.reducers) for round_ in self.rounds.values())
+
+    def hold_merges(self, *, now_ns: int) -> bool:
+        """Decide no merge until `go_on`: a merge goes by the settings of the entry before it.
+
+        Returns: whether every merge that was decided is committed, or given up.
+        """
+        self._held_since_ns = now_ns if self._held_since_ns is None else self._held_since_ns
+        return all(round_.decision is None for round_ in self.rounds.values())
+
+    def go_on(self, *, now_ns: int) -> None:
+        """Decide merges again. The time in between counts for no ballot."""
+        since_ns, self._held_since_ns = self._held_since_ns, None
+        for round_ in self._open_rounds():
+            if since_ns is not None and round_.decision is None:
+                round_.ballot_at_ns += now_ns - max(since_ns, round_.ballot_at_ns)
+
+    def _is_timed(self, round_: OpenRound) -> bool:
+        return not round_.is_proposed and (self._held_since_ns is None or round_.decision is not None)
 
     def request_finish(self, reason: str) -> None:
         """End the run, as an operator or the scripts of a majority ask."""
@@ -262,7 +287,7 @@ class RoundLeader:
             self._try_decide(round_, now_ns)
         else:
             self.try_propose(round_, now_ns)
-        if self.rounds.get(round_.fragment) is round_ and not round_.is_proposed and now_ns >= round_.deadline_ns:
+        if self.rounds.get(round_.fragment) is round_ and self._is_timed(round_) and now_ns >= round_.deadline_ns:
             reason = f"deadline passed while it {round_.wait_reason()}"
             is_cut_off = self._judge.judge_late(round_, now_ns=now_ns)
             self.is_in_the_way |= round_.attempt > 0 and is_cut_off
@@ -272,7 +297,7 @@ class RoundLeader:
         for name in round_.missing_members():
             if not self._reaches(name, now_ns):
                 round_.refusals[name] = "lost before it contributed"
-        if round_.missing_members():
+        if round_.missing_members() or self._held_since_ns is not None:
             return
         contributions = []
         for name, contribution in sorted(round_.contributions.items()):
@@ -383,12 +408,13 @@ class RoundLeader:
             return False
         stripes = self._stripes(fragment, reachability)
         trials = self._judge.trials(probe, members, [stripe.reducer for stripe in stripes], now_ns=now_ns)
+        failed_probes = [self._book.doublings(name) for name, _ in trials]
         round_ = OpenRound(
             opened_at_ns=now_ns,
             is_last=opening.is_last,
             announcement=self._announcement(fragment, version, members, stripes),
             ballot_at_ns=now_ns,
-            deadline=self._deadline(fragment, members, stripes, [name for name, _ in trials]),
+            deadline=self._clock.first_deadline(fragment, members, stripes, failed_probes),
             trials=trials,
         )
         self.rounds[fragment] = round_
@@ -398,13 +424,6 @@ class RoundLeader:
         self._note("open", f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
         self._announce(round_)
         return True
-
-    def _deadline(
-        self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], names: Iterable[str]
-    ) -> Deadline:
-        deadline = self._clock.deadline(fragment, members, stripes, attempt=0)
-        failed_probes = [self._book.doublings(name) for name in names]
-        return self._clock.probe_deadline(fragment, deadline, max(failed_probes)) if failed_probes else deadline
 
     def _next_ballot(
         self,
@@ -468,7 +487,8 @@ class RoundLeader:
 
     def _stripes(self, fragment: int, reachability: Reachability) -> tuple[Stripe, ...]:
         layout = self._fragments[fragment]
-        up, down = (encoded_bytes(layout, codec) for codec in (self._settings.codec_up, self._settings.codec_down))
+        settings = self._history.settings
+        up, down = (encoded_bytes(layout, codec) for codec in (settings.codec_up, settings.codec_down))
         load = RoundLoad(block_count(layout), up, down, len(reachability.reachable))
         budgets = {name: self._liveness.budget(name) for name in reachability.reducers}
         return cut_finer(cut_by_budget(load, reachability.reducers, budgets), encoded_bytes=down)

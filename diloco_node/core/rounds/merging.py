@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from diloco_node.core.merge import outliers
 from diloco_node.core.merge.numbers import merge_numbers
+from diloco_node.core.merge.outer import outer_rates
 from diloco_node.core.messages import MergeDecided
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import OpenRound
@@ -18,7 +19,7 @@ class MergeDecisions:
     """See the module. Remembers whose contributions are too long, to raise an alarm only when that begins."""
 
     def __init__(self, context: RoundContext) -> None:
-        self._fragments, self._settings = context.fragments, context.settings
+        self._fragments = context.fragments
         self._history, self._effects = context.history, context.effects
         self._outliers: set[tuple[str, int]] = set()
 
@@ -31,7 +32,7 @@ class MergeDecisions:
         recent, account = self._history.recent[round_.fragment], self._history.account
         round_.numbers = numbers = merge_numbers(
             self._fragments[round_.fragment],
-            self._settings,
+            self._history.settings,
             contributions,
             carried_since=[account.carried_since(contribution) for contribution in contributions],
             recent=recent,
@@ -48,6 +49,7 @@ class MergeDecisions:
         """Return the ledger entry of a round whose stripes are all merged."""
         numbers, squared_norms = round_.numbers, round_.merged_squared_norms()
         assert numbers is not None
+        rates = outer_rates(self._history.settings, is_last=round_.is_last)
         return RoundBody(
             round_.fragment,
             round_.version,
@@ -61,6 +63,7 @@ class MergeDecisions:
             squared_norms,
             round_.nonces,
             projections,
+            *rates,
         )
 
     def _note_outliers(self, round_: OpenRound, excess: dict[str, str]) -> None:

@@ -52,7 +52,7 @@ class Opener:
     def __init__(self, context: RoundContext) -> None:
         self.reason = ""
         self.wake_at_ns: int | None = None
-        self._settings, self._fragments = context.settings, len(context.fragments)
+        self._fragments = len(context.fragments)
         self._history, self._liveness = context.history, context.liveness
         self._due: dict[int, dict[str, int]] = {fragment: {} for fragment in range(self._fragments)}
         self._last_open_ns: int | None = None
@@ -81,7 +81,7 @@ class Opener:
         self._leave_rounds.update(opening.leavers)
         due = opening.due_at_ns
         if due:
-            quorum = quorum_size(opening.learners, self._settings.quorum_min)
+            quorum = quorum_size(opening.learners, self._history.settings.quorum_min)
             quorum_ns = due[min(quorum, len(due)) - 1]
             self._quorum_time = self._quorum_time.after(quorum_ns - due[0])
             last_ns = due[-1] if len(due) == opening.learners else now_ns
@@ -122,7 +122,7 @@ class Opener:
         timing = self.timing(reachability)
         not_before_ns = earliest_open_ns(
             self._last_open_ns,
-            sync_every=self._settings.sync_every,
+            sync_every=self._history.settings.sync_every,
             fragments=self._fragments,
             step_time_ns=timing.step_time_ns,
         )
@@ -139,7 +139,7 @@ class Opener:
                 now_ns,
                 learners,
                 timing,
-                self._settings,
+                self._history.settings,
                 not_before_ns=not_before_ns,
                 rounds_in_flight=len(open_fragments),
             )
@@ -170,9 +170,9 @@ class Opener:
             return -1
         if status.leaving:
             # It waits for nothing but this: its fragments go before those of others.
-            return self._settings.sync_every if status.step > position.included_step else -1
+            return self._history.settings.sync_every if status.step > position.included_step else -1
         return overdue_steps(
-            fragment, position, status.step, sync_every=self._settings.sync_every, fragments=self._fragments
+            fragment, position, status.step, sync_every=self._history.settings.sync_every, fragments=self._fragments
         )
 
     def _learners(self, fragment: int, reachability: Reachability, eligibility: Eligibility) -> list[LearnerDue]:

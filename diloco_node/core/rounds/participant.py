@@ -52,7 +52,7 @@ class RoundParticipant:
         self.left_out: tuple[LeftOut, ...] = ()
         self._region = context.region
         self._context = context
-        self._settings, self._history, self._effects = context.settings, context.history, context.effects
+        self._history, self._effects = context.history, context.effects
         self._versions = versions
         self._learner: LearnerStatus | None = None
         self._pieces = [len(fragment.pieces) for fragment in context.fragments]
@@ -363,7 +363,7 @@ class RoundParticipant:
                     block_stop=stripe.block_stop,
                     contributions=tuple(decision.contributions[place] for place in order),
                     coefficients=tuple(decision.coefficients[place] for place in order),
-                    residual_of=round_.residual_of(index, blocks) if self._settings.error_feedback else None,
+                    residual_of=round_.residual_of(index, blocks) if self._history.settings.error_feedback else None,
                 )
             )
 

@@ -37,7 +37,7 @@ class RunProgress:
 
     def __init__(self, context: RoundContext) -> None:
         self._context, self._fragments = context, len(context.fragments)
-        self._settings, self._history, self._liveness = context.settings, context.history, context.liveness
+        self._history, self._liveness = context.history, context.liveness
         self._grew: dict[str, tuple[int, int]] = {}
         # The largest median so far: learners that join later do not take the run back.
         self._steps = 0
@@ -77,7 +77,7 @@ class RunProgress:
 
     def position(self, *, now_ns: int) -> RunPosition:
         """Return where the run is now, as far as this region knows."""
-        steps, settings = lower_median(self.learner_steps(now_ns=now_ns)), self._settings
+        steps, settings = lower_median(self.learner_steps(now_ns=now_ns)), self._history.settings
         fractions = []
         if settings.steps_max > 0:
             fractions.append(steps / settings.steps_max)

@@ -34,7 +34,7 @@ class RunEnd:
 
     def __init__(self, context: RoundContext, versions: Versions, progress: RunProgress) -> None:
         self.is_final = False
-        self._progress, self._context, self._settings = progress, context, context.settings
+        self._progress, self._context = progress, context
         self._is_believed = False
         # Of this region, what `ask` repeats: its operator's order, its script's vote; None: there is none.
         self._order: FinishRequested | None = None
@@ -104,11 +104,11 @@ class RunEnd:
         Args:
             own_steps: of all lives of the own learner, by its counters: after a restart the ledger tells none alone.
         """
-        limit, position = self._settings.steps_max, self._progress.position(now_ns=now_ns)
+        limit, position = self._history.settings.steps_max, self._progress.position(now_ns=now_ns)
         has_made_steps = 0 < limit <= max(position.steps, self._progress.steps_of(self._region), own_steps)
         if leader or self._history.finished is not None or (not has_made_steps and (position.part or 0.0) < 1.0):
             return ""
-        way = f"step {limit} of {limit}" if has_made_steps else f"{self._settings.tokens_max} tokens are merged"
+        way = f"step {limit} of {limit}" if has_made_steps else f"{self._history.settings.tokens_max} tokens are merged"
         return (
             f"the run is at its end here ({way}), and no majority is there to close it: start the other regions, "
             "finished ones with `start --serve`"
@@ -143,7 +143,7 @@ class RunEnd:
     def end(self) -> FinishedBody | None:
         """The end of the run, once it is committed and this region was not started to extend it."""
         finished = self._history.finished
-        return None if extension(finished, self._settings) is not None else finished
+        return None if extension(finished, self._history.settings) is not None else finished
 
     def pump(self) -> None:
         """Write the final file once every fragment is at its final version, and stop the learner."""

@@ -77,10 +77,14 @@ class _Suspect:
 
 
 class SuspicionBook:
-    """See the module. ballot_ns: the shortest time that a ballot is given."""
+    """See the module.
+
+    Attributes:
+        ballot_ns: the shortest time that a ballot is given.
+    """
 
     def __init__(self, *, ballot_ns: int) -> None:
-        self._pause_ns = PAUSE_BALLOTS * ballot_ns
+        self.ballot_ns = ballot_ns
         self._suspects: dict[tuple[str, BallotPart], _Suspect] = {}
 
     def blame(self, blame: Blame, *, opened_at_ns: int, now_ns: int) -> int | None:
@@ -100,7 +104,7 @@ class SuspicionBook:
         suspect.failed_at_ns, suspect.reason = now_ns, blame.reason
         if suspect.failures < FAILURES_MAX and suspect.level == 0 and not blame.is_proved:
             return None
-        pause_ns = self._pause_ns << min(suspect.level, DOUBLINGS_MAX)
+        pause_ns = PAUSE_BALLOTS * self.ballot_ns << min(suspect.level, DOUBLINGS_MAX)
         suspect.level = min(suspect.level, DOUBLINGS_MAX) + 1
         suspect.until_ns = now_ns + pause_ns
         return pause_ns
@@ -134,7 +138,7 @@ class SuspicionBook:
                 reason = f"{line.reason[:REASON_SHOWN_MAX]}, said the leader before"
                 self._suspects[line.region, BallotPart(line.part)] = _Suspect(reason, failures=1)
         for role in BallotPart if predecessor else ():
-            until_ns = now_ns + self._pause_ns
+            until_ns = now_ns + PAUSE_BALLOTS * self.ballot_ns
             self._suspects[predecessor, role] = _Suspect(HANDED_OVER, failures=FAILURES_MAX, level=1, until_ns=until_ns)
 
     def suspensions(self, role: BallotPart, *, probe: str = "", now_ns: int) -> dict[str, str]:

@@ -64,6 +64,8 @@ class AdminHandlers:
         revoke: have the ledger revoke a region's certificate, as PEM ("": the one that it uses); the beginning of its
             fingerprint. Raises ConfigError.
         change_members: have the ledger change a region's membership (`member_order`). Raises ConfigError.
+        change_settings: have the ledger change settings of the run (`settings_order`); each in words. Raises
+            ConfigError.
         lift_quarantine: readmit a peer that was expelled, or end its quarantine and forget its strikes; whether there
             was anything. Raises ConfigError.
         drain: stop this region in order, as before its machine is taken away.
@@ -83,6 +85,7 @@ class AdminHandlers:
     expel: Callable[[str], None]
     revoke: Callable[[str, str], str]
     change_members: Callable[[Mapping[str, Any]], None]
+    change_settings: Callable[[Mapping[str, Any]], list[str]]
     lift_quarantine: Callable[[str], bool]
     start_learner: Callable[[], str]
 
@@ -144,6 +147,7 @@ class AdminServer:
                 web.post("/api/v1/quarantine/lift", self._lift_quarantine),
                 web.post("/api/v1/certificates/revoke", self._revoke),
                 web.post("/api/v1/members", self._change_members),
+                web.post("/api/v1/settings", self._change_settings),
                 web.post("/api/v1/learner/start", self._start_learner),
             ]
         )
@@ -237,6 +241,9 @@ class AdminServer:
     async def _change_members(self, request: web.Request) -> web.Response:
         self._handlers.change_members(await _document(request))
         return web.json_response({"accepted": True}, status=202)
+
+    async def _change_settings(self, request: web.Request) -> web.Response:
+        return web.json_response({"changes": self._handlers.change_settings(await _document(request))}, status=202)
 
     async def _lift_quarantine(self, request: web.Request) -> web.Response:
         return web.json_response({"lifted": self._handlers.lift_quarantine(await _peer(request))})

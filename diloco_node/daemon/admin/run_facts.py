@@ -112,7 +112,7 @@ class RunFacts:
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in disks.roster.names},
             "token_account": self._account(learner),
             "standings": self._standings.document(),
-            "tokens_ratio_max": self._spec.settings.tokens_ratio_max,
+            "tokens_ratio_max": self._core.history.settings.tokens_ratio_max,
             "phase_seconds": self._phases.document(),
             "rounds_in_flight_max": self._rounds_in_flight_max,
             "commit_age_seconds": self.rounds.commit_age_s(),

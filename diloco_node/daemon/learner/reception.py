@@ -28,6 +28,7 @@ from diloco_node.wire.learner_link import (
     MembersChanged,
     Report,
     RunAdvanced,
+    SettingsChanged,
     ToDaemon,
     Warned,
     Welcome,
@@ -66,6 +67,8 @@ class Reception:
         self._sent_position = RunPosition(0, None)
         self._sent_position_ns = 0
         self._sent_members: tuple[str, ...] = ()
+        # Of the run, as the learner was told.
+        self._sent_settings = runtime.spec.settings
         # Why steps are of no use now, as the learner was told; and since when that is so, None: it is not.
         self._sent_lack = ""
         self._lack_since_ns: int | None = None
@@ -152,6 +155,10 @@ class Reception:
         self._compare_frozen()
         if self._is_welcomed and self._core.history.roster.names != self._sent_members:
             self._send_members()
+        settings = self._core.history.settings
+        if self._is_welcomed and settings is not self._sent_settings:
+            self._sent_settings = settings
+            self._runtime.learner_server.send(SettingsChanged(settings.sync_every, settings.carry_steps_limit))
         if self._sent_lack and self._is_welcomed and not self._lack():
             self._send_position(self._sent_position)
 
@@ -210,7 +217,7 @@ class Reception:
         # A learner in mid-run has nothing to write, and would leave the version area to itself for ever.
         is_placed = min(position.base_version for position in attach.positions) >= 0
         wants_initial_state = self._core.wants_initial_state and not is_placed
-        settings = self._spec.settings
+        settings = self._sent_settings = self._core.history.settings
         self._is_welcomed = True
         position = self._core.leader.progress.position(now_ns=self._runtime.now_ns())
         regions = self._core.ledger.disks.roster.places(self._spec.region)

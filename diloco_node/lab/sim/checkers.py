@@ -24,6 +24,7 @@ from diloco_node.lab.sim.fake_tensors import state_digest
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.member_check import MemberCheck
 from diloco_node.lab.sim.oracle import Oracle
+from diloco_node.lab.sim.setting_orders import SettingCheck
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.lab.sim.world import SECOND, World
 
@@ -92,6 +93,7 @@ class Checkers:
         self.tolerated: set[str] = set()
         self.audit = Audit(setup, self.violate)
         self.members = MemberCheck(setup.founders, self.violate)
+        self._settings = SettingCheck(setup.settings, self.violate)
         self.oracle = Oracle(setup, self.violate, self._payload_of)
         self._world = world
         self._setup = setup
@@ -215,6 +217,7 @@ class Checkers:
             else:
                 self._committed(host, entry)
         memory.commit_index = commit_index
+        self._settings.look(host.name, host.core, commit_index)
 
     def _check_own_term(self, host: Host, memory: RegionMemory) -> None:
         """An entry that a leader commits by counting disks must be of its own term."""
@@ -253,6 +256,8 @@ class Checkers:
             self.violate(f"durable: {host.name} commits entry {entry.index}, which is only on the disks of {holders}")
         body = entry.body
         self.members.committed(body)
+        self._settings.committed(entry.index, body)
+        self.oracle.settings = self._settings.settings
         if isinstance(body, GenesisBody):
             self.oracle.genesis(body, [self.hosts[name].theta_0 for name in self._setup.founders])
         if isinstance(body, RoundBody):

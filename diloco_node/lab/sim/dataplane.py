@@ -15,7 +15,7 @@ import numpy as np
 from diloco_node.codec.digest import stripe_digest
 from diloco_node.codec.projection import project_values
 from diloco_node.core.events import CloseBallot, ReduceStripe, ReductionDone, StorePayload
-from diloco_node.core.merge.outer import outer_of, outer_step
+from diloco_node.core.merge.outer import outer_step
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.projections import ProjectContributions, Window
 from diloco_node.core.types import Ballot, Codec, Contribution, RoundBody, Stripe
@@ -229,10 +229,14 @@ class DataPlane:
             self._complain(f"asked to apply {body.fragment}/{body.version} at {at}, payload: {payload is not None}")
             return False
         layout = self._setup.layouts[body.fragment]
-        settings = self._setup.settings
-        lr, mu = outer_of(settings, body)
-        delta = layout.spread(body.factors, 0, layout.blocks) * tensors.decode(payload.data, settings.codec_down)
-        theta, momentum = outer_step(self.theta[body.fragment], self.momentum[body.fragment], delta, lr=lr, mu=mu)
+        values = tensors.decode(payload.data, self._setup.settings.codec_down)
+        theta, momentum = outer_step(
+            self.theta[body.fragment],
+            self.momentum[body.fragment],
+            layout.spread(body.factors, 0, layout.blocks) * values,
+            lr=body.outer_lr,
+            mu=body.outer_momentum,
+        )
         self.theta[body.fragment] = theta
         if not body.is_last:
             self.momentum[body.fragment] = momentum

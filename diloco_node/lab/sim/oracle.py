@@ -16,7 +16,7 @@ import numpy as np
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
-from diloco_node.core.merge.outer import outer_of, outer_step
+from diloco_node.core.merge.outer import outer_rates, outer_step
 from diloco_node.core.types import (
     Ballot,
     CarryMode,
@@ -58,6 +58,8 @@ class Oracle:
         self.excuses_sums = True
         self.wrong_sums: list[tuple[int, int]] = []
         self._setup = setup
+        # In force at the last committed entry.
+        self.settings = setup.settings
         self._violate = violate
         self._payload_of = payload_of
         # By learner, incarnation, fragment and snapshot: never written over.
@@ -168,7 +170,7 @@ class Oracle:
     def _check_parts(self, body: RoundBody) -> None:
         """Nobody decides alone where three or more members weigh something, whatever it says of itself."""
         shares = sorted(member.weight for member in body.members if member.weight > 0.0)
-        part_max = max(self._setup.settings.weight_share_max, 1.0 / max(1, len(shares)))
+        part_max = max(self.settings.weight_share_max, 1.0 / max(1, len(shares)))
         if len(shares) >= outliers.MEMBERS_MIN and shares[-1] > (part_max + 1e-6) * sum(shares):
             self._violate(f"part: one of {body.fragment}/{body.version} has more than {part_max:.3g} of {shares}")
 
@@ -178,7 +180,7 @@ class Oracle:
         misses = [self._versions_missed(contribution, body.version) for contribution in contributions]
         sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
         clips = outliers.clips(contributions, sizes, self._recent[body.fragment])
-        weights_due = weights.weights(contributions, misses, clips, self._setup.settings)
+        weights_due = weights.weights(contributions, misses, clips, self.settings)
         weights_named = tuple(member.weight for member in body.members)
         if weights_named != weights_due:
             self._violate(f"weights: {body.fragment}/{body.version} has {weights_named}, expected {weights_due}")
@@ -310,7 +312,9 @@ class Oracle:
         if not self._theta:
             return
         layout = self._setup.layouts[body.fragment]
-        lr, mu = outer_of(self._setup.settings, body)
+        lr, mu = outer_rates(self.settings, is_last=body.is_last)
+        if (body.outer_lr, body.outer_momentum) != (lr, mu):
+            self._violate(f"rates: {body.fragment}/{body.version} has {body.outer_lr}, {body.outer_momentum}")
         theta, momentum = outer_step(
             self._theta[body.fragment],
             self._momentum[body.fragment],

@@ -32,6 +32,7 @@ from diloco_node.lab.sim.liar import TOLERATED, Liar
 from diloco_node.lab.sim.limits import lowered_limits
 from diloco_node.lab.sim.planting import Fault, make_core
 from diloco_node.lab.sim.seed_report import EVENTS, FAST, SimReport
+from diloco_node.lab.sim.setting_orders import SettingOrders
 from diloco_node.lab.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
 from diloco_node.lab.sim.world import SECOND, FakeNetwork, World
 from diloco_node.numeric import F32
@@ -247,10 +248,12 @@ def simulate(
             schedule=schedule or (fault.schedule if fault is not None else "") or schedule_drawn,
             mean_gap_events=world.rng.choice((150, 250, 400)),
         )
+        orders = SettingOrders(seed, world, simulation.hosts, chaos.injected)
         culprit = simulation.begin_lies(lies) if lies else None
 
         def has_seen_enough() -> bool:
             chaos.poll()
+            orders.poll()
             if world.events < events:
                 return False
             return world.events >= EVENTS_STRETCH * events or (
@@ -265,6 +268,7 @@ def simulate(
 
             def has_gone_on() -> bool:
                 chaos.poll()
+                orders.poll()
                 return world.events >= last_event
 
             simulation.run_until(has_gone_on)

@@ -69,6 +69,7 @@ class Region:
             revoke=None,
             lift_quarantine=None,
             change_members=None,
+            change_settings=None,
             start_learner=None,
             drain=None,
         )

@@ -21,6 +21,7 @@ from diloco_node.core.ledger.entries import (
     verify_chain,
 )
 from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.shapes import REGION_PATTERN
 from diloco_node.core.types import (
     Ballot,
@@ -36,6 +37,7 @@ from diloco_node.core.types import (
     Member,
     RevokedBody,
     RoundBody,
+    RunSettings,
     SnapshotBody,
     Stripe,
     SummaryBody,
@@ -57,10 +59,11 @@ BODIES: list[EntryBody] = [
     ExtendedBody(800, 0),
     RevokedBody("eu", b"\x0a" * 32),
     MembershipBody("ap", "contributor", "ap.example:4317", b"s" * 71),
+    SettingsBody.of(RunSettings()),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "91a98e87cee55504d5acbbc7277b0c0723946169c7cadc8f45398e8af6f84112"
+GOLDEN_CHAIN = "2b074f11d728765ad9594c232f9d974a1c9ef406f561da327d89aae7e1354856"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)
@@ -93,6 +96,11 @@ bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(ExtendedBody, steps, steps),
     st.builds(RevokedBody, names, st.binary(min_size=32, max_size=32)),
     st.builds(MembershipBody, names, st.sampled_from(MemberKind).map(str), texts, st.binary(max_size=144)),
+    st.builds(
+        lambda sync_every, lr: SettingsBody.of(RunSettings(sync_every=sync_every, outer_lr=lr)),
+        st.integers(1, 100_000),
+        st.floats(1e-300, 10.0),
+    ),
     st.builds(SnapshotBody, st.integers(0, 1023), versions, st.binary(min_size=32, max_size=32)),
     st.builds(SummaryBody, st.integers(1, 2**48), st.binary(min_size=32, max_size=32)),
     st.builds(

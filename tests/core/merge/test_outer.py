@@ -1,12 +1,10 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.merge.outer import outer_of, outer_step
-from diloco_node.core.types import Ballot, RoundBody, RunSettings
+from diloco_node.core.merge.outer import outer_rates, outer_step
+from diloco_node.core.types import RunSettings
 from diloco_node.numeric import F32
 
 
@@ -67,9 +65,8 @@ def test_wrong_types_and_shapes_are_refused(bad: np.ndarray) -> None:
 
 def test_the_last_round_takes_the_mean_whole_and_without_momentum() -> None:
     settings = RunSettings(outer_lr=0.3, outer_momentum=0.7)
-    body = RoundBody(0, 5, Ballot(1, 1), (), 1.0, (), (), bytes(32))
-    assert outer_of(settings, body) == (0.3, 0.7)
-    lr, mu = outer_of(settings, replace(body, is_last=True))
+    assert outer_rates(settings, is_last=False) == (0.3, 0.7)
+    lr, mu = outer_rates(settings, is_last=True)
     learners = np.array([[3.0, 8.0], [5.0, -2.0]], np.float32)
     base = f32(1, 1)
     theta, _ = outer_step(base, f32(100, -100), (base - learners).mean(0), lr=lr, mu=mu)

@@ -13,11 +13,13 @@ from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import encode_summary
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.merge.numbers import MergeNumbers, merge_numbers
+from diloco_node.core.merge.outer import outer_rates
 from diloco_node.core.merge.outliers import ROUNDS_KEPT, RecentRounds
 from diloco_node.core.merge.weights import to_float32
 from diloco_node.core.rounds.claim_limits import INCARNATIONS_AHEAD_MAX
 from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     EVICTED,
     Ballot,
@@ -489,7 +491,8 @@ def honest(
     body = replace(
         a_round("a", fragment=RDA, version=version), members=entry_members, share=numbers.share, is_last=is_last
     )
-    return replace(body, squared_norms=norms, factors=numbers.factors(norms))
+    lr, mu = outer_rates(SETTINGS, is_last=is_last)
+    return replace(body, squared_norms=norms, factors=numbers.factors(norms), outer_lr=lr, outer_momentum=mu)
 
 
 def doubt_of(body: EntryBody, *before: EntryBody) -> str:
@@ -507,6 +510,24 @@ BACK = (
     replace(THREE[1], step_from=20, step_to=30, base_version=2, snapshot=3),
 )
 """a comes back after a version without it: it weighs more, and the share is below one."""
+
+
+def test_a_round_has_the_rates_of_the_settings_at_its_entry() -> None:
+    settings = replace(SettingsBody.of(SETTINGS), outer_lr=0.25)
+    words = "its outer step has the rates 0.5 and 0.6, the settings say (0.25, 0.6)"
+    assert doubt_of(honest(), GENESIS, settings) == words
+    assert doubt_of(replace(honest(), outer_lr=0.25), GENESIS, settings) == ""
+    assert doubt_of(honest(), GENESIS, settings, SettingsBody.of(SETTINGS)) == ""
+    assert doubt_of(honest(), replace(GENESIS, settings=(settings,))) == words
+
+
+def test_settings_that_change_nothing_or_come_after_the_end_are_refused() -> None:
+    settings = replace(SettingsBody.of(SETTINGS), sync_every=99)
+    assert fault_of(settings, GENESIS) == ""
+    assert fault_of(settings, GENESIS, settings) == "settings that change nothing"
+    assert fault_of(replace(settings, overlap_steps=99), GENESIS) == "an overlap of 99 steps with H = 99"
+    assert fault_of(settings) == "a SettingsBody before genesis"
+    assert fault_of(settings, GENESIS, FinishedBody((0, 0), "x")) == "settings after the end"
 
 
 @pytest.mark.parametrize("is_last", [False, True])

@@ -80,6 +80,7 @@ class Region:
             revoke=self.revoke,
             lift_quarantine=self.lift_quarantine,
             change_members=lambda document: self.asked.append(dict(document)),
+            change_settings=lambda document: [str(word) for word in document["set"]],
             start_learner=self.start_learner,
         )
 

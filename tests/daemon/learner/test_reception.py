@@ -20,11 +20,13 @@ from diloco_node.wire.learner_link import (
     LINK_PROTOCOL,
     NEW_PROCESS,
     NO_SNAPSHOT,
+    TO_LEARNER,
     UNATTACHED,
     Attach,
     MembersChanged,
     Report,
     RunAdvanced,
+    SettingsChanged,
     Welcome,
 )
 from tests.kit.node_kit import MANIFEST
@@ -113,6 +115,7 @@ class Desk:
                 genesis=GenesisBody("run", MANIFEST.digest, "", ("a", "b"), DIGESTS),
                 incarnation=lambda _: self.newest,
                 roster=Roster.of_voters(("a", "b")),
+                settings=spec.settings,
             ),
         )
         learner: Any = SimpleNamespace(
@@ -224,3 +227,14 @@ async def test_the_learner_hears_of_the_members_with_its_welcome_and_once_of_eac
         desk.core.history.roster = Roster.of_voters(names)
         desk.reception.core_changed()
     assert desk.members() == [("a", "b"), ("a", "b", "c"), ("a", "c")]
+
+
+async def test_the_learner_hears_of_settings_that_change_after_its_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch)
+    await desk.welcome()
+    desk.core.history.settings = RunSettings(sync_every=32)
+    desk.reception.core_changed()
+    desk.reception.core_changed()
+    changes = [message for message in desk.said if isinstance(message, SettingsChanged)]
+    assert changes == [SettingsChanged(sync_every=32, carry_steps_limit=128)]
+    assert changes == [TO_LEARNER.decode(TO_LEARNER.encode(changes[0]))]

@@ -87,6 +87,14 @@ def _contribute_too_early(core: Any) -> None:
     view.rounds(core)._answers.may_contribute = lambda contribution, version: ""  # type: ignore[method-assign]
 
 
+def _ignore_settings(core: Any) -> None:
+    core.history._set = lambda bodies: None
+
+
+def _merge_beside_an_order(core: Any) -> None:
+    view.rounds(core).hold_merges = lambda *, now_ns: True  # type: ignore[method-assign]
+
+
 def _with_late_learners(setup: Setup) -> Setup:
     """Learners take a version so late that the next round of the fragment may be open by then."""
     return replace(setup, apply_lag_max=3 * setup.settings.sync_every)
@@ -358,6 +366,16 @@ CORE_FAULTS: dict[str, Fault] = {
             "step-less",
             "a contribution names the steps that its learner made",
             plant=_claim_a_step_less,
+        ),
+        Fault(
+            "ignored-settings",
+            "each region has the settings of the ledger from their entry on",
+            spoil=_ignore_settings,
+        ),
+        Fault(
+            "unheld-merges",
+            "a merge goes by the settings of the entry before it",
+            spoil=_merge_beside_an_order,
         ),
         *RECOVERY_FAULTS,
     )

@@ -207,6 +207,7 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
         revoke=None,
         lift_quarantine=None,
         change_members=None,
+        change_settings=None,
         start_learner=None,
     )
     server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)

@@ -80,6 +80,8 @@ SIGNS = {
     "wrong-weights": "weights: ",
     "wrong-share": "share: ",
     "step-less": "work: ",
+    "ignored-settings": "settings: ",
+    "unheld-merges": "meaning: ",
     "half-snapshot": "snapshot: ",
     "base-first": "can't produce",
     "any-answer": "its disk does not have it",

@@ -127,7 +127,7 @@ async def main():
     for region, peer in (("b", "a"), ("a", "b")):
         handlers[region] = Handler()
         made[region] = GrpcTransport(
-            region=region, run_id="run1", epoch=0, settings_digest="", manifest_digest="",
+            region=region, run_id="run1", settings_digest="", manifest_digest="",
             identity=load_identity(folder / region), listen=("127.0.0.1", 0), peers={peer: address},
             handler=handlers[region], executor=ThreadPoolExecutor(1),
         )

@@ -1,0 +1,123 @@
+"""Settings that the ledger holds: as run.toml would have them, and what an operator's words make of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from diloco_node.config.reference import settings as all_settings
+from diloco_node.config.resolve import default_outer, did_you_mean, explain, toml_text
+from diloco_node.config.schema import RoundsSection
+from diloco_node.config.setting import Changes, changes
+from diloco_node.config.sources import Key, Sources
+from diloco_node.config.units import Duration
+from diloco_node.core.settings_body import SettingsBody
+from diloco_node.core.types import RunSettings
+from diloco_node.errors import ConfigError
+
+COMMAND: Final = "config set"
+OUTER: Final = ("outer_lr", "outer_momentum")
+
+_WAYS: Final[dict[Changes, str]] = {
+    "fixed": "a run keeps it, for its files are made with it: begin a new run; run.init takes this one's model",
+    "same": "processes read it when they start, and the data follow from it: begin a new run",
+    "all": "it changes while all regions are stopped: stop them, change it in each run.toml, and start them",
+    "region": "it is each region's own: change it in the region's run.toml, and start that again",
+    "running": "it is each region's own: diloco-node budget set changes it",
+    "new run": "it has no effect once a run has begun",
+}
+
+_REASONS: Final = {
+    "run.steps": "each learner's schedule was made for it at its start. ",
+    "run.tokens": "each learner's schedule was made for it at its start. ",
+    "rounds.carry": "learners hold steps by it that were not merged yet. ",
+    "rounds.heartbeat": "the ledger that would carry the change keeps time by it. ",
+    "rounds.election_timeout": "the ledger that would carry the change keeps time by it. ",
+}
+
+
+class _RunFile(BaseModel):
+    rounds: RoundsSection
+
+
+def setting_texts(body: SettingsBody) -> dict[str, str]:
+    """By key in run.toml, each value as it would be written there."""
+    return {f"rounds.{name}": toml_text(value) for name, value in _section_values(body).items()}
+
+
+def _section_values(body: SettingsBody) -> dict[str, Any]:
+    values = asdict(body)
+    return values | {"ballot_deadline_min": Duration(values.pop("ballot_deadline_min_ns"))}
+
+
+def change_lines(before: SettingsBody, after: SettingsBody) -> list[str]:
+    """Each setting that changes, with both values."""
+    texts = setting_texts(before)
+    return [f"{key} {texts[key]} -> {text}" for key, text in setting_texts(after).items() if text != texts[key]]
+
+
+def difference_lines(file: Mapping[str, str], body: SettingsBody) -> list[str]:
+    """Each setting that run.toml has otherwise than the run, with both values and what makes them agree.
+
+    Args:
+        file: by key the text in run.toml.
+    """
+    return [
+        f"{key} is {file[key]} in run.toml here, {text} in the run, which counts: write {key.partition('.')[2]} = "
+        f"{text} under [rounds]"
+        for key, text in setting_texts(body).items()
+        if file.get(key, text) != text
+    ]
+
+
+def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> SettingsBody:
+    """The settings of a run after an operator's words.
+
+    Args:
+        settings: that are in force. assignments: "rounds.sync_every=32" each.
+
+    Raises:
+        ConfigError: one can't be set in a run, with the reason and the way; or it has a value that can't be.
+    """
+    values = _section_values(SettingsBody.of(settings))
+    texts: dict[str, str] = {}
+    for assignment in assignments:
+        key, equals, text = (word.strip() for word in assignment.partition("="))
+        if not equals:
+            raise ConfigError(f"{assignment!r}: write KEY=VALUE, for example rounds.sync_every=32")
+        _check_key(key)
+        if key in texts:
+            raise ConfigError(f"{key} is set twice, to {texts[key]} and to {text}")
+        texts[key] = text
+        name = key.partition(".")[2]
+        values[name] = None if text == "none" and name in OUTER else text.strip("\"'")
+    origins: dict[Key, str] = {("rounds", key.partition(".")[2]): COMMAND for key in texts}
+    try:
+        section = _RunFile.model_validate({"rounds": values}).rounds
+    except ValidationError as error:
+        raise ConfigError(explain(error, Sources(origins=origins))) from None
+    defaults = dict(zip(OUTER, default_outer(settings.steps_max // section.sync_every), strict=True))
+    result = {name: getattr(section, name) for name in values}
+    result |= {name: default for name, default in defaults.items() if result[name] is None}
+    return SettingsBody(ballot_deadline_min_ns=result.pop("ballot_deadline_min").ns, **result)
+
+
+def _check_key(key: str) -> None:
+    """Refuse a setting that does not change in a run in this way. Raises ConfigError."""
+    field = _field(key)
+    if (kind := changes(field)) != "set":
+        raise ConfigError(f"{key} can't be set in a run: {_REASONS.get(key, '')}{_WAYS[kind]}")
+
+
+def _field(key: str) -> FieldInfo:
+    fields = dict(all_settings())
+    prefix, _, name = key.rpartition(".")
+    prefix = re.sub(r"^(regions|budget\.per_peer)\..*", r"\1.NAME", prefix)
+    if (field := fields.get(f"{prefix}.{name}")) is None:
+        raise ConfigError(f"there is no setting {key!r}{did_you_mean(key, fields)}")
+    return field

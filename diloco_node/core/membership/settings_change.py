@@ -1,0 +1,97 @@
+"""An operator's order of other settings: the leader puts them into the ledger between two merges.
+
+A merge's weights, and the rates of its outer step, follow from the settings at its entry; every region works them out
+again. So from the order on the leader decides no merge. It waits for those that it has decided, which end with their
+ballots, and puts the settings behind them. Merges go on when they are committed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.events import Effect
+from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.settings_body import SettingsBody
+
+
+class Merges(Protocol):
+    """The merges of a leader (`core.rounds.leader`)."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the last rounds are being held."""
+        ...
+
+    def hold_merges(self, *, now_ns: int) -> bool:
+        """Decide no merge from now on; whether none is decided and not committed."""
+        ...
+
+    def go_on(self, *, now_ns: int) -> None:
+        """Decide merges again."""
+        ...
+
+
+class SettingsChange:
+    """The leader's side; see the module."""
+
+    def __init__(self, ledger: LedgerCore, history: RoundHistory, merges: Merges) -> None:
+        self._ledger, self._history, self._merges = ledger, history, merges
+        # Ordered, and not in the ledger yet.
+        self._body: SettingsBody | None = None
+        # Of the entry of the last order.
+        self._index = 0
+
+    def order_fault(self, body: SettingsBody) -> str:
+        """Say why these settings can't be ordered here and now, with the remedy; empty if they can."""
+        if self._body is not None or self._index > self._ledger.cluster_commit_index:
+            return "another change of the settings is not committed yet: try again"
+        return self._fault(body)
+
+    def _fault(self, body: SettingsBody) -> str:
+        ledger = self._ledger
+        if self._history.genesis is None:
+            return "the run has not begun: change run.toml in all regions"
+        if self._history.finished is not None or self._merges.is_ending:
+            return "the run is over, or about to end"
+        if not ledger.is_settled:
+            return f"only the leader can do it: give the order to {ledger.leader or 'it, when there is one'}"
+        return self._value_fault(body)
+
+    def _value_fault(self, body: SettingsBody) -> str:
+        settings, members = self._history.settings, len(self._history.roster.names)
+        if body == SettingsBody.of(settings):
+            return "the run has these settings already"
+        if body.overlap_steps >= body.sync_every:
+            return f"rounds.overlap_steps, {body.overlap_steps}, must be less than rounds.sync_every, {body.sync_every}"
+        if body.ballot_deadline_min_ns < settings.heartbeat_ns:
+            return "rounds.ballot_deadline_min must be at least rounds.heartbeat"
+        if body.quorum_min > members:
+            return f"rounds.quorum_min is {body.quorum_min}, and the run has {members} regions"
+        return ""
+
+    def carry_out(self, body: SettingsBody, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
+        """Begin to carry out an order, if it still can be; what the ledger wants for it."""
+        if fault := self.order_fault(body):
+            effects.note("settings", f"an operator changes the settings: refused, {fault}", is_alarm=True)
+            return []
+        self._body = body
+        return self.advance(effects, now_ns=now_ns)
+
+    def advance(self, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
+        """Put the settings that wait into the ledger once no merge is in the way; what the ledger wants for it."""
+        body = self._body
+        if body is None:
+            return []
+        fault = self._fault(body)
+        if not fault and not self._merges.hold_merges(now_ns=now_ns):
+            return []
+        self._body = None
+        last_index = self._ledger.last_index
+        wishes = [] if fault else self._ledger.propose(body, now_ns=now_ns)
+        if self._ledger.last_index == last_index:
+            self._merges.go_on(now_ns=now_ns)
+            effects.note("settings", f"the settings stay: {fault or 'the ledger refuses others'}", is_alarm=True)
+        self._index = self._ledger.last_index
+        return wishes
