@@ -8,7 +8,6 @@ import pytest
 
 from diloco_node.core.events import Effect, MessageArrived
 from diloco_node.core.ledger import raft
-from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.messages import RosterShown
@@ -16,8 +15,8 @@ from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.member_check import MemberCheck
-from diloco_node.lab.sim.planting import signature_of
-from tests.kit.member_orders import signed
+from diloco_node.lab.sim.planting import signature_of, signed
+from tests.kit.planted.member_faults import count_contributors
 from tests.kit.rounds_kit import committed_round, contribution
 from tests.kit.small_world import Small
 
@@ -152,19 +151,6 @@ def test_contributors_do_not_count_for_the_majority_nor_stand_for_election(patch
 
 @pytest.mark.seeds
 def test_the_vote_of_a_contributor_that_is_counted_is_found(patch: pytest.MonkeyPatch) -> None:
-    class Eager(DiskView):
-        """Counts every member."""
-
-        @property
-        def roster(self) -> Roster:
-            eager = Roster(self._roster.memberships)
-            eager.voters = eager.names
-            return eager
-
-        @roster.setter
-        def roster(self, roster: Roster) -> None:
-            self._roster = roster
-
     small = Small(patch, 5, joiners=1)
     (joiner,) = small.sim.setup.joiners
     small.go(8)
@@ -172,9 +158,7 @@ def test_the_vote_of_a_contributor_that_is_counted_is_found(patch: pytest.Monkey
     assert order(small, joiner, "contributor") == ""
     small.go(15)
     for host in small.hosts.values():
-        disks = host.core.ledger.disks
-        before = disks.__dict__.pop("roster")
-        disks.__class__, disks.roster = Eager, before
+        count_contributors(host.core)
     away = [name for name in small.others() if name != joiner][:2]
     for name in away:
         small.hosts[name].kill_daemon()

@@ -252,7 +252,7 @@ class Checkers:
         if not self.members.is_majority(host.core, holders, entry.index - 1):
             self.violate(f"durable: {host.name} commits entry {entry.index}, which is only on the disks of {holders}")
         body = entry.body
-        self.members.committed(body)
+        self.members.committed(body, self._leaders.get(entry.term, ""))
         if isinstance(body, GenesisBody):
             self.oracle.genesis(body, [self.hosts[name].theta_0 for name in self._setup.founders])
         if isinstance(body, RoundBody):
@@ -317,7 +317,10 @@ class Checkers:
             self.violate(f"age: {host.name} {action}, its folder ends at {last_index}, and has acknowledged {promise}")
 
     def _votes_for(self, host: Host, peer: str, message: msg.RequestVoteReply) -> None:
+        candidate = self.hosts[peer].core
         if message.pre_vote or not message.granted:
+            if not message.pre_vote and candidate is not None and peer not in self.liars:
+                self.members.check_refusal(host.core, candidate, message.term)
             return
         vote = self._votes.setdefault((host.name, message.term), peer)
         if vote != peer:
@@ -451,6 +454,11 @@ class Checkers:
         key = (body.fragment, body.version, body.payload_digest)
         payloads = (self.hosts[name].disk.payloads.get(key) for name in sorted(self.hosts))
         return next((payload.data for payload in payloads if payload is not None), None)
+
+    def is_whole(self, disk: Disk) -> bool:
+        """Whether a disk has all that is committed, and what each entry on it needs."""
+        last_index = disk.base.index + len(disk.entries)
+        return disk.holds(self.history[-1]) and not self._unproducible(disk, last_index)
 
     def _keeps(self, disk: Disk, entry: Entry) -> bool:
         """Whether the disk has the entry and what that needs, or one that was lost had: what it acknowledged counts."""

@@ -19,6 +19,7 @@ from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.wire.envelope import decode_control, encode_control
+from tests.kit.planted.member_faults import MEMBER_FAULTS
 from tests.kit.planted.recovery_faults import RECOVERY_FAULTS
 
 MIN_DEADLINE_NS = 100_000_000
@@ -362,5 +363,6 @@ CORE_FAULTS: dict[str, Fault] = {
             plant=_claim_a_step_less,
         ),
         *RECOVERY_FAULTS,
+        *MEMBER_FAULTS,
     )
 }
