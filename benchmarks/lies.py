@@ -1,6 +1,6 @@
 """One or two regions that lie: when they are named, what the others' model is worth, and how many rounds still commit.
 
-    python benchmarks/lies.py [--arms "honest;without;sum_flipped"] [--regions 5 --liars 2] [--seconds 120] [--json FILE]
+    python benchmarks/lies.py [--arms "honest;without;sum_flipped"] [--regions 5 --liars 2] [--json FILE]
 
 Each arm is a run of its own: daemons and learners on this machine, which train the built-in model. In `honest` nobody
 lies, in `without` the same regions do not train. In the others they lie from the eighth round on (`gray_region`), in
@@ -8,10 +8,10 @@ consistent words: as reducers (`sum_...`), as learners (`tokens_...`, `flipped`,
 (`factors`, `share`, `weights`, `early_end`). With `old_folder` a region's state folder is replaced by an older copy.
 
 `named` is the number of rounds from then until another region's status names the liar: it is left out, followed no
-more, or in an alert. `loss` is the held-out loss of the others at the last step that all arms reached, and `more` what it
-is beside `without`. `rounds` are for each inner step of the others, beside `honest`. `cosine` is that of the liar's
-contributions with the mean of the others, as the others' status says it. `others` are honest regions that were left out
-for something that was proved.
+more, or in an alert. `loss` is the held-out loss of the others at the last step that all arms reached, and `more` is
+its distance from `without`. `rounds` are for each inner step of the others, beside `honest`. `cosine` is that of the
+liar's contributions with the mean of the others, as the others' status says it. `others` are honest regions that were
+left out for something that was proved.
 
 With `--json` the file gets each arm as soon as it is measured, and arms that are in it are not measured again.
 """

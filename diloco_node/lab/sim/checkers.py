@@ -259,7 +259,7 @@ class Checkers:
             self.commits += 1
             if body.is_last and not self.is_end_due:
                 self.violate(f"end: {body.fragment}/{body.version} is the last round, and nobody asked for the end")
-            if body.ballot not in self._ballots and not self.liars and len(self._setup.regions) > 1:
+            if body.ballot not in self._ballots and not self.liars and not self.members.has_been_alone:
                 self.violate(f"ballot: {body.ballot} was never opened but committed {body.fragment}/{body.version}")
             self.oracle.round_committed(body)
         if isinstance(body, DiscardedBody):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diloco_node.core.ledger.election import ballot_paper
+from diloco_node.core.ledger.election import Role, ballot_paper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ def region(core: Any) -> str:
 def may_elect(core: Any, candidate: Any) -> bool:
     """Whether its vote of this term, its log and its trust allow it to elect a candidate."""
     voter, asking, peer = ledger(core), ledger(candidate), region(candidate)
-    is_free = voter._election.voted_for in ("", ballot_paper(peer, asking._disk))
+    is_free = asking.role is Role.CANDIDATE and voter._election.voted_for in ("", ballot_paper(peer, asking._disk))
     is_trusted = not voter.folders.is_older(peer) and voter._entry_gate.trusts(peer, now_ns=core._now_ns)
     return is_free and is_trusted and log_end(core) <= log_end(candidate)
 

@@ -24,11 +24,13 @@ class MemberCheck:
 
     Attributes:
         kinds: of the members, by the committed entries. former: regions that were members.
+        has_been_alone: there was a single member, which sends nobody what it opens.
     """
 
     def __init__(self, founders: Iterable[str], violate: Callable[[str], None]) -> None:
         self.kinds: Kinds = dict.fromkeys(founders, "voter")
         self.former: set[str] = set()
+        self.has_been_alone = len(self.kinds) == 1
         # Regions whose folder an entry names since they were added.
         self._named = set(self.kinds)
         self._violate = violate
@@ -51,6 +53,7 @@ class MemberCheck:
         elif isinstance(body, MembershipBody):
             self._check_change(body)
         _take(self.kinds, body)
+        self.has_been_alone |= len(self.kinds) == 1
 
     def _check_change(self, body: MembershipBody) -> None:
         before = self.kinds.get(body.region)
