@@ -27,7 +27,7 @@ LOOK_NS: Final = 250 * MS
 """So often the operator looks."""
 
 PAUSES_NS: Final = (0, SECOND, 2 * SECOND, 4 * SECOND)
-"""Between two orders; without one, the first is often not committed yet."""
+"""Between two orders; where there is none, the first is not committed yet."""
 
 VOTERS_MIN: Final = 2
 """No voter is removed where no more are left."""
@@ -90,13 +90,12 @@ class MemberChanges:
                 self._honest[name] = host
             else:
                 self._honest.pop(name, None)
-        if self.is_over or self._world.now_ns < self._next_ns or not self._checkers.oracle.has_begun:
-            return
-        self._next_ns = self._world.now_ns + self._world.rng.choice(PAUSES_NS)
-        kind = draw_one(self._world.rng, ODDS)
-        if self._kinds[kind]():
-            self.ordered[kind] += 1
-            self._world.note("world", f"order: {kind}", kind.encode())
+        while not self.is_over and self._world.now_ns >= self._next_ns and self._checkers.oracle.has_begun:
+            kind = draw_one(self._world.rng, ODDS)
+            if self._kinds[kind]():
+                self.ordered[kind] += 1
+                self._world.note("world", f"order: {kind}", kind.encode())
+            self._next_ns = self._world.now_ns + self._world.rng.choice(PAUSES_NS)
 
     def _leader(self) -> Host | None:
         """The region that leads, as far as it knows itself; of several any."""

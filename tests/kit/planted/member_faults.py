@@ -20,13 +20,12 @@ class EagerView(DiskView):
     @property
     def roster(self) -> Roster:
         """The roster, in which all vote."""
-        eager = Roster(self._roster.memberships, self._roster.changes, self._roster.signature)
-        eager.voters = eager.names
-        return eager
+        return self._roster
 
     @roster.setter
     def roster(self, roster: Roster) -> None:
-        self._roster = roster
+        self._roster = Roster(roster.memberships, roster.changes, roster.signature)
+        self._roster.voters = roster.names
 
 
 def count_contributors(core: Any) -> None:
