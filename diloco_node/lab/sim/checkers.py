@@ -426,7 +426,7 @@ class Checkers:
                 self._check_majority(host, "snapshot", key, self._finders.get(key, set()))
 
     def _check_majority(self, host: Host, label: str, key: tuple[int, int, bytes], names: set[str]) -> None:
-        if not self.members.is_majority(host.core, names, len(self.history)):
+        if not self.members.is_agreed(host.core, names, len(self.history)):
             self.violate(f"{label}: {host.name} proposes {key[:2]}, which only {sorted(names)} have")
 
     def _fetches(self, host: Host, effect: ev.FetchPayload) -> None:

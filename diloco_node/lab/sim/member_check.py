@@ -90,8 +90,17 @@ class MemberCheck:
         kinds = dict(self.kinds)
         for body in _open_bodies(core, index):
             _take(kinds, body)
-        voters = {name for name, kind in kinds.items() if kind == "voter"}
-        return 2 * len(voters & set(names)) > len(voters)
+        return _is_majority(kinds, names)
+
+    def is_agreed(self, core: Any, names: Iterable[str], index: int) -> bool:
+        """Whether these are a majority by the committed entries, or by the log: what an entry tells of the others need
+        not know of a change that is not committed yet."""
+        return _is_majority(self.kinds, names) or self.is_majority(core, names, index)
+
+
+def _is_majority(kinds: Kinds, names: Iterable[str]) -> bool:
+    voters = {name for name, kind in kinds.items() if kind == "voter"}
+    return 2 * len(voters & set(names)) > len(voters)
 
 
 def _open_bodies(core: Any, index: int) -> list[EntryBody]:

@@ -73,14 +73,14 @@ def _count_by_the_old_list(core: Any) -> None:
 
 
 def _refuse_unless_known(core: Any) -> None:
-    """Whose own log does not name it as a voter gives no vote."""
-    ledger = view.ledger(core)
-    election: Any = ledger._election
+    """Whose committed entries do not name it as a voter yet gives no vote."""
+    election: Any = view.ledger(core)._election
     answer = election.answer
 
     def answer_as_voter(peer: str, request: Any, *, is_up_to_date: bool, **more: Any) -> None:
-        is_voter = view.region(core) in ledger.disks.roster.voters
-        answer(peer, request, is_up_to_date=is_up_to_date and is_voter, **more)
+        roster: Roster = core.history.roster
+        is_unknown = view.region(core) in roster.names and view.region(core) not in roster.voters
+        answer(peer, request, is_up_to_date=is_up_to_date and not is_unknown, **more)
 
     election.answer = answer_as_voter
 

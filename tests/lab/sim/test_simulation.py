@@ -87,7 +87,7 @@ SIGNS = {
     "forgotten-payload": "which its own disk has",
     "asked-once": "progress: ",
     "half-blames": "blame: ",
-    "eager-vote": "durable: ",
+    "eager-vote": "progress: ",
     "open-changes": "changes are open at once",
     "old-majority": "durable: ",
     "vote-refused": "its vote of term",
