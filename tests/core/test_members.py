@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_node.core.events import Effect, MessageArrived
+from diloco_node.core.events import Effect, MessageArrived, Send
 from diloco_node.core.ledger import raft
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
@@ -218,6 +218,19 @@ def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(
     stop(small, leaver)
     small.settle()
     assert small.hosts[other].core.farewell.reason == ""
+
+
+def test_every_member_tells_a_region_that_it_was_removed(patch: pytest.MonkeyPatch) -> None:
+    """Only the leader that removed it sent it entries: one elected since left it running, as long as its links stood."""
+    small = Small(patch, 4)
+    small.go(6)
+    leaver, peer = small.others()[:2]
+    core = small.hosts[peer].core
+    without = roster(small, peer).changed(MembershipBody(leaver, "former"))
+    told = RosterShown(1, without.lines, signature_of(without.statement("simulated")))
+    patch.setattr(core.history, "roster", Roster.of_lines(told.members, told.changes, told.signature))
+    core.farewell.look(now_ns=small.world.now_ns)
+    assert Send(leaver, told) in core._effects.take()
 
 
 def test_the_word_of_a_peer_alone_removes_nobody(patch: pytest.MonkeyPatch) -> None:

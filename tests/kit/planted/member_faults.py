@@ -101,8 +101,13 @@ def _lead_after_removal(core: Any) -> None:
 
 
 def _merge_the_removed(core: Any) -> None:
-    """A region leaves while rounds are open that have it, and they are committed all the same."""
-    view.rounds(core).let_go = lambda region: True  # type: ignore[method-assign]
+    """A region leaves just when a round that has it is decided, which is committed all the same."""
+    leader: Any = view.rounds(core)
+
+    def is_decided(region: str) -> bool:
+        return any(region in round_.members and round_.numbers is not None for round_ in leader.rounds.values())
+
+    leader.let_go = lambda region: not region or is_decided(region)
     meaning: Any = view.ledger(core)._entry_gate._meaning
     meaning._rules[RoundBody] = lambda *_: ""
     meaning.doubt = lambda _: ""
