@@ -221,7 +221,7 @@ def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(
 
 
 def test_every_member_tells_a_region_that_it_was_removed(patch: pytest.MonkeyPatch) -> None:
-    """Only the leader that removed it sent it entries: one elected since left it running, as long as its links stood."""
+    """Only the leader that removed it sent it entries: one elected since left it running while its links stood."""
     small = Small(patch, 4)
     small.go(6)
     leaver, peer = small.others()[:2]
