@@ -1,6 +1,6 @@
 """One or two regions that lie: when they are named, what the others' model is worth, and how many rounds still commit.
 
-    python benchmarks/lies.py [--arms "honest;without;sum_flipped"] [--regions 5 --liars 2] [--seconds 120] [--json]
+    python benchmarks/lies.py [--arms "honest;without;sum_flipped"] [--regions 5 --liars 2] [--json FILE]
 
 Each arm is a run of its own: daemons and learners on this machine, which train the built-in model. In `honest` nobody
 lies, in `without` the same regions do not train. In the others they lie from the eighth round on (`gray_region`), in
@@ -8,9 +8,12 @@ consistent words: as reducers (`sum_...`), as learners (`tokens_...`, `flipped`,
 (`factors`, `share`, `weights`, `early_end`). With `old_folder` a region's state folder is replaced by an older copy.
 
 `named` is the number of rounds from then until another region's status names the liar: it is left out, followed no
-more, or in an alert. `loss` is the held-out loss of the others at the last step that all arms reached, beside
-`without`. `rounds` are for each inner step of the others, beside `honest`. `others` are honest regions that were left
-out for something that was proved.
+more, or in an alert. `loss` is the held-out loss of the others at the last step that all arms reached, and `more` is
+its distance from `without`. `rounds` are for each inner step of the others, beside `honest`. `cosine` is that of the
+liar's contributions with the mean of the others, as the others' status says it. `others` are honest regions that were
+left out for something that was proved.
+
+With `--json` the file gets each arm as soon as it is measured, and arms that are in it are not measured again.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from typing import Any
 from gray import PROGRAM, REGIONS, GrayRun, prepared
 from gray_region import LEADER_FAULTS, SUMS
 
+from diloco_node.atomic_file import replace_file
 from diloco_node.health.alerts import find_alerts
 
 LEARNERS = ("tokens_x2", "tokens_x8", "tokens_x64", "flipped", "tokens_x2,flipped", "tokens_x8,flipped")
@@ -47,13 +51,14 @@ LOSSES = 6
 
 @dataclass
 class Watch:
-    """What the honest regions show while the others lie."""
+    """What the honest regions show while the others lie. cosines: by region, the last that was seen."""
 
     run: GrayRun
     liars: frozenset[str]
     losses: dict[tuple[int, str], float] = field(default_factory=dict)
     named: tuple[int, str] | None = None
     wronged: set[str] = field(default_factory=set)
+    cosines: dict[str, float] = field(default_factory=dict)
 
     async def poll(self, first_round: int) -> None:
         """Read all statuses."""
@@ -64,6 +69,9 @@ class Watch:
             learner = region.status.get("learner") or {}
             if learner.get("val_loss_global") is not None:
                 self.losses[learner["val_loss_global_step"], name] = learner["val_loss_global"]
+            for row in region.status.get("standings") or ():
+                if row["cosine"] is not None:
+                    self.cosines[row["region"]] = row["cosine"]
             for accused, reason in _accusations(region.status):
                 if accused in self.liars and self.named is None:
                     self.named = self.run.samples[-1].rounds - first_round, reason
@@ -121,6 +129,7 @@ async def _watch(run: GrayRun, arm: str, options: argparse.Namespace) -> dict[st
         "named_after": watch.named[0] if watch.named else None,
         "reason": watch.named[1] if watch.named else "",
         "wronged": sorted(watch.wronged),
+        "cosines": watch.cosines,
         "losses": [(step, loss) for (step, _), loss in sorted(watch.losses.items())],
     }
 
@@ -145,20 +154,31 @@ def loss_at(step: int, losses: list[tuple[int, float]]) -> float:
 
 
 def lines(arms: dict[str, dict[str, Any]]) -> list[str]:
-    """The table for people."""
+    """The rows of a table in Markdown."""
     step = min(arm["losses"][-1][0] for arm in arms.values())
     losses = {name: loss_at(step, arm["losses"]) for name, arm in arms.items()}
     rates = {name: arm["rounds"] / max(1.0, arm["steps"]) for name, arm in arms.items()}
-    table = [f"{'arm':<19} {'named':>6} {'loss':>7} {'more':>7} {'rounds':>7}  others  reason, at step {step}"]
+    table = [f"| arm | named | loss at step {step} | more | rounds | cosine | others | reason |", f"|{8 * '---|'}"]
     for name, arm in arms.items():
         named = "-" if arm["named_after"] is None else str(arm["named_after"])
         more = f"{losses[name] / losses['without'] - 1:+.1%}" if "without" in losses else "-"
         rounds = f"{rates[name] / rates['honest']:.0%}" if rates.get("honest") else f"{arm['rounds']}"
-        table.append(
-            f"{name:<19} {named:>6} {losses[name]:>7.4f} {more:>7} {rounds:>7}  {len(arm['wronged']):>6}  "
-            f"{arm['reason'][:90]}"
-        )
+        cosines = [arm["cosines"][region] for region in arm["liars"] if region in arm["cosines"]]
+        cosine = f"{statistics.mean(cosines):+.2f}" if cosines else "-"
+        cells = (name, named, f"{losses[name]:.4f}", more, rounds, cosine, str(len(arm["wronged"])), arm["reason"][:90])
+        table.append(f"| {' | '.join(cells)} |")
     return table
+
+
+def load_arms(file: Path, conditions: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arms that were measured before, under the same conditions. Raises ValueError: the file has others."""
+    if not file.exists():
+        return {}
+    document = json.loads(file.read_text())
+    if document["conditions"] != conditions:
+        raise ValueError(f"{file} was measured with {document['conditions']}, not {conditions}: name another file")
+    arms: dict[str, dict[str, Any]] = document["arms"]
+    return arms
 
 
 def main() -> int:
@@ -170,15 +190,26 @@ def main() -> int:
     parser.add_argument("--liars", type=int, default=1, help="regions that lie the same way")
     parser.add_argument("--step-ms", type=int, default=60)
     parser.add_argument("--sync-every", type=int, default=16)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="goes on with the arms of this file")
     options = parser.parse_args()
-    arms: dict[str, dict[str, Any]] = {}
-    for arm in options.arms.split(";"):
-        if arm not in ARMS:
-            parser.error(f"there is no arm {arm!r}: {'; '.join(ARMS)}")
-        arms[arm] = asyncio.run(measure(arm, options))
-        sys.stderr.write(f"{arm}: named after {arms[arm]['named_after']} of {arms[arm]['rounds']} rounds\n")
-    print(json.dumps({"cpus": os.cpu_count(), "arms": arms}) if options.json else "\n".join(lines(arms)))
+    names = options.arms.split(";")
+    if unknown := [name for name in names if name not in ARMS]:
+        parser.error(f"there is no arm {unknown[0]!r}: {'; '.join(ARMS)}")
+    keys = ("seconds", "regions", "liars", "step_ms", "sync_every")
+    conditions = {"cpus": os.cpu_count(), **{key: getattr(options, key) for key in keys}}
+    try:
+        arms = load_arms(options.json, conditions) if options.json else {}
+    except ValueError as error:
+        parser.error(str(error))
+    for name in names:
+        if name in arms:
+            continue
+        arms[name] = asyncio.run(measure(name, options))
+        sys.stderr.write(f"{name}: named after {arms[name]['named_after']} of {arms[name]['rounds']} rounds\n")
+        if options.json:
+            document = {"conditions": conditions, "arms": arms}
+            replace_file(options.json, json.dumps(document).encode(), is_durable=False)
+    print("\n".join(lines(arms)))
     return 0
 
 

@@ -70,17 +70,16 @@ def go_on_alone(folder: Path, region: str, run_id: str, sign: Callable[[bytes], 
     look_alone(folder, region)  # a store that is opened for writing sets a damaged ledger aside
     with closing(RegionStore(folder)) as store:
         ledger = _read(folder, region, store)
-        term = ledger.recovery.term + TERMS_AHEAD
-        store.persist(term, region, 0, tuple(_removals(ledger, run_id, term, sign)))
+        entries = removals(ledger.recovery, region, lambda roster: sign(roster.statement(run_id)))
+        store.persist(ledger.recovery.term + TERMS_AHEAD, region, 0, entries)
     return ledger.facts
 
 
 @dataclass(frozen=True, slots=True)
 class _Ledger:
-    """The content of a folder. roster: at the last entry."""
+    """The content of a folder."""
 
     recovery: Recovered
-    roster: Roster
     facts: LoneRegion
 
 
@@ -93,10 +92,9 @@ def _read(folder: Path, region: str, store: RegionStore) -> _Ledger:
     recovery = store.load(fragments)
     base = recovery.base
     summary = decode_summary(base.summary, fragments=fragments) if base.index else None
-    roster = Roster({}) if summary is None else summed_roster(summary)
+    roster = last_roster(recovery)
     versions = [0] * fragments if summary is None else list(summary.versions)
     for entry in recovery.entries:
-        roster = roster.after(entry)
         if isinstance(entry.body, RoundBody):
             versions[entry.body.fragment] = entry.body.version
     fault = _fault(folder, region, roster, recovery, next(_lacks(recovery, summary), ""))
@@ -108,7 +106,7 @@ def _read(folder: Path, region: str, store: RegionStore) -> _Ledger:
     index = recovery.entries[-1].index if recovery.entries else base.index
     addresses = {name: roster.memberships[name].address for name in roster.names}
     facts = LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions))
-    return _Ledger(recovery, roster, facts)
+    return _Ledger(recovery, facts)
 
 
 def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered, lack: str) -> str:
@@ -155,21 +153,39 @@ def _lacks(recovery: Recovered, summary: RunSummary | None) -> Iterator[str]:
             yield f"the payload of version {body.version} of fragment {body.fragment}"
 
 
-def _removals(ledger: _Ledger, run_id: str, term: int, sign: Callable[[bytes], bytes]) -> Iterator[Entry]:
-    """Make the entries, each of which may follow the one before. Raises ConfigError: there are none such."""
-    recovery, roster = ledger.recovery, ledger.roster
-    index = ledger.facts.index
-    previous = recovery.entries[-1].hash if recovery.entries else recovery.base.hash
-    leavers = list(ledger.facts.leavers)
+def last_roster(recovery: Recovered) -> Roster:
+    """The members at the last entry on a disk."""
+    base = recovery.base
+    roster = summed_roster(decode_summary(base.summary, fragments=len(recovery.states))) if base.index else Roster({})
+    for entry in recovery.entries:
+        roster = roster.after(entry)
+    return roster
+
+
+def removals(recovery: Recovered, region: str, sign: Callable[[Roster], bytes]) -> tuple[Entry, ...]:
+    """Make the entries that follow a ledger and remove all members but one region.
+
+    Args:
+        sign: a roster, with the key of the run's authority.
+
+    Raises:
+        ConfigError: there are none such.
+    """
+    roster = last_roster(recovery)
+    last = recovery.entries[-1] if recovery.entries else recovery.base
+    entries: list[Entry] = []
+    leavers = [name for name in roster.names if name != region]
     while leavers:
         # A voter without a folder counts for the majority and can't vote. So it may have to go first.
         faults = {name: roster.change_fault(MembershipBody(name, MemberKind.FORMER.value)) for name in leavers}
         name = min(leavers, key=lambda leaver: faults[leaver] != "")
         if faults[name]:
-            raise ConfigError(f"{ledger.facts.region} can't go on alone: {faults[name]}")
+            raise ConfigError(f"{region} can't go on alone: {faults[name]}")
         body = MembershipBody(name, MemberKind.FORMER.value)
-        body = replace(body, signature=sign(roster.changed(body).statement(run_id)))
-        entry = seal(index + 1, term, previous, body)
-        index, previous, roster = entry.index, entry.hash, roster.after(entry)
+        body = replace(body, signature=sign(roster.changed(body)))
+        previous = entries[-1].hash if entries else last.hash
+        entry = seal(last.index + 1 + len(entries), recovery.term + TERMS_AHEAD, previous, body)
+        entries.append(entry)
+        roster = roster.after(entry)
         leavers.remove(name)
-        yield entry
+    return tuple(entries)

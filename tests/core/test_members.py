@@ -2,9 +2,8 @@
 
 import pytest
 
-from diloco_node.core.events import Effect, MessageArrived
+from diloco_node.core.events import Effect, MessageArrived, Send
 from diloco_node.core.ledger import raft
-from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.messages import RosterShown
@@ -12,8 +11,8 @@ from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.member_check import MemberCheck
-from diloco_node.lab.sim.planting import signature_of
-from tests.kit.member_orders import signed
+from diloco_node.lab.sim.planting import signature_of, signed
+from tests.kit.planted.member_faults import count_contributors
 from tests.kit.rounds_kit import committed_round, contribution
 from tests.kit.small_world import Small
 
@@ -142,19 +141,6 @@ def test_contributors_do_not_count_for_the_majority_nor_stand_for_election(patch
 
 @pytest.mark.seeds
 def test_the_vote_of_a_contributor_that_is_counted_is_found(patch: pytest.MonkeyPatch) -> None:
-    class Eager(DiskView):
-        """Counts every member."""
-
-        @property
-        def roster(self) -> Roster:
-            eager = Roster(self._roster.memberships)
-            eager.voters = eager.names
-            return eager
-
-        @roster.setter
-        def roster(self, roster: Roster) -> None:
-            self._roster = roster
-
     small = Small(patch, 5, joiners=1)
     (joiner,) = small.sim.setup.joiners
     small.go(8)
@@ -162,9 +148,7 @@ def test_the_vote_of_a_contributor_that_is_counted_is_found(patch: pytest.Monkey
     assert order(small, joiner, "contributor") == ""
     small.go(15)
     for host in small.hosts.values():
-        disks = host.core.ledger.disks
-        before = disks.__dict__.pop("roster")
-        disks.__class__, disks.roster = Eager, before
+        count_contributors(host.core)
     away = [name for name in small.others() if name != joiner][:2]
     for name in away:
         small.hosts[name].kill_daemon()
@@ -224,6 +208,19 @@ def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(
     stop(small, leaver)
     small.settle()
     assert small.hosts[other].core.farewell.reason == ""
+
+
+def test_every_member_tells_a_region_that_it_was_removed(patch: pytest.MonkeyPatch) -> None:
+    """Only the leader that removed it sent it entries: one elected since left it running while its links stood."""
+    small = Small(patch, 4)
+    small.go(6)
+    leaver, peer = small.others()[:2]
+    core = small.hosts[peer].core
+    without = roster(small, peer).changed(MembershipBody(leaver, "former"))
+    told = RosterShown(1, without.lines, signature_of(without.statement("simulated")))
+    patch.setattr(core.history, "roster", Roster.of_lines(told.members, told.changes, told.signature))
+    core.farewell.look(now_ns=small.world.now_ns)
+    assert Send(leaver, told) in core._effects.take()
 
 
 def test_the_word_of_a_peer_alone_removes_nobody(patch: pytest.MonkeyPatch) -> None:

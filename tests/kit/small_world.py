@@ -42,7 +42,7 @@ class Small:
         joiners: int = 0,
         **settings: object,
     ) -> None:
-        def setup(rng: object, _: int) -> object:
+        def setup(rng: object, *_: int) -> object:
             setup_ = draw_setup(rng, regions)  # type: ignore[arg-type]
             own_settings = {
                 "fragments": 4,

@@ -79,11 +79,13 @@ class Farewell:
             ledger.newer_roster = roster
 
     def look(self, *, now_ns: int) -> None:
-        """Show the others a change of the members. Leave, if the ledger here says so to its end."""
+        """Show the others a change of the members, and who was removed by it. Leave, if the ledger here says so to its
+        end."""
         ledger, roster = self._ledger, self._history.roster
         if roster.changes != self._shown_changes:
             self._shown_changes = roster.changes
-            for name in roster.names:
+            # A leader that came after the change sends no entries to a region that it removed.
+            for name in roster.memberships:
                 if name != self._region:
                     self.tell(name)
         if ledger.last_index != self._last_index:

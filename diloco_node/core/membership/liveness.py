@@ -47,6 +47,7 @@ class _Peer:
     Attributes:
         cadence: of its heartbeats; nothing was heard since the link was down.
         sequence: the highest received. echo: of ours, the highest that it had received then.
+        linked_at: of ours, the last one when its link last changed: those before are none that it leaves unread.
         old_in_a_row: heartbeats since with lower numbers.
         rtt_ns: moving average; 0 while unknown.
     """
@@ -54,6 +55,7 @@ class _Peer:
     cadence: Cadence
     sequence: int = 0
     echo: int = 0
+    linked_at: int = 0
     sequence_at_ns: int = 0
     old_in_a_row: int = 0
     rtt_ns: int = 0
@@ -144,7 +146,7 @@ class Liveness:
         state = self._peers.get(peer)
         if state is None:
             return
-        state.sequence, state.echo = 0, self._sequence
+        state.sequence, state.linked_at = 0, self._sequence
         if not is_up:
             state.cadence.heard_at_ns = None
 
@@ -215,7 +217,7 @@ class Liveness:
         self._sent_at_ns.pop(self._sequence - SENT_KEPT, None)
         hears = self.alive(now_ns=now_ns)
         for name, peer in self._peers.items():
-            is_behind = self._sequence - peer.echo > UNREAD_MAX
+            is_behind = self._sequence - max(peer.echo, peer.linked_at) > UNREAD_MAX
             if only_to is None or (only_to == name and not is_behind):
                 delay_ns = now_ns - peer.sequence_at_ns if peer.sequence else 0
                 beat = Heartbeat(

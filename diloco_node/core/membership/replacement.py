@@ -141,6 +141,8 @@ class DiskReplacement:
         if isinstance(body, RevokedBody):
             return self._revocation_fault(body, is_cut_off=is_cut_off)
         is_lifted = body.disk != EXPELLED
+        if body.region not in self._ledger.disks.roster.disks:
+            return f"{body.region} is no member of the run"
         if (body.region in self._ledger.disks.expelled) is not is_lifted:
             return f"{body.region} is {'not expelled' if is_lifted else 'expelled already'}"
         if body.region == self._ledger.leader:
@@ -149,6 +151,8 @@ class DiskReplacement:
 
     def _revocation_fault(self, body: RevokedBody, *, is_cut_off: bool) -> str:
         revocations = self._history.revocations
+        if body.region not in self._ledger.disks.roster.memberships:
+            return f"{body.region} was never a member of the run: its certificate makes no link"
         if body.certificate in revocations:
             return f"this certificate of {body.region} is revoked already"
         if len(revocations) >= REVOKED:

@@ -17,6 +17,7 @@ _SCHEDULE_HELP = "Which faults: usual, elections, gray, away. The seed chooses i
 _LIAR_HELP = (
     "How one region lies: words (fields of what it sends), sum x1.5, tokens x8, ... The seed chooses if not given."
 )
+_JOINERS_HELP = "Regions that join: with any, members come and go. The seed chooses if not given."
 
 
 @app.command()
@@ -24,6 +25,7 @@ def run(
     *,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")],
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets the seed choose 3 to 5.")] = 0,
+    joiners: Annotated[int | None, typer.Option("--joiners", min=0, max=6, help=_JOINERS_HELP)] = None,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
     schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
     liar: Annotated[str | None, typer.Option("--liar", help=_LIAR_HELP)] = None,
@@ -38,7 +40,9 @@ def run(
 
     # What the daemon's code would log is in the trace, at its virtual time.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    report = simulate(seed, regions=regions, events=events, schedule=schedule, liar=liar, effects=effects)
+    report = simulate(
+        seed, regions=regions, joiners=joiners, events=events, schedule=schedule, liar=liar, effects=effects
+    )
     typer.echo(json.dumps(dataclasses.asdict(report), indent=1) if as_json else format_report(report))
     if not report.is_good:
         raise typer.Exit(1)
@@ -50,6 +54,7 @@ def hunt(
     seeds: Annotated[str, typer.Option("--seeds", help="A..B, both counted.")],
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=1024, help="Processes.")] = 1,
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets each seed choose 3 to 5.")] = 0,
+    joiners: Annotated[int | None, typer.Option("--joiners", min=0, max=6, help=_JOINERS_HELP)] = None,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
     schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
     liar: Annotated[str | None, typer.Option("--liar", help=_LIAR_HELP)] = None,
@@ -66,7 +71,7 @@ def hunt(
     from diloco_node.lab.sim.seed_report import format_report
 
     first, last = seed_range(seeds)
-    order = Hunt(first, last, regions, events, schedule, liar)
+    order = Hunt(first, last, regions, joiners, events, schedule, liar)
     began_s, count, total_events, failures = time.monotonic(), 0, 0, []
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failures]} failed"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

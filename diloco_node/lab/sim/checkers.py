@@ -255,7 +255,7 @@ class Checkers:
         if not self.members.is_majority(host.core, holders, entry.index - 1):
             self.violate(f"durable: {host.name} commits entry {entry.index}, which is only on the disks of {holders}")
         body = entry.body
-        self.members.committed(body)
+        self.members.committed(body, self._leaders.get(entry.term, ""))
         self._settings.committed(entry.index, body)
         self.oracle.settings = self._settings.settings
         if isinstance(body, GenesisBody):
@@ -264,7 +264,7 @@ class Checkers:
             self.commits += 1
             if body.is_last and not self.is_end_due:
                 self.violate(f"end: {body.fragment}/{body.version} is the last round, and nobody asked for the end")
-            if body.ballot not in self._ballots and not self.liars and len(self._setup.regions) > 1:
+            if body.ballot not in self._ballots and not self.liars and not self.members.has_been_alone:
                 self.violate(f"ballot: {body.ballot} was never opened but committed {body.fragment}/{body.version}")
             self.oracle.round_committed(body)
         if isinstance(body, DiscardedBody):
@@ -322,7 +322,10 @@ class Checkers:
             self.violate(f"age: {host.name} {action}, its folder ends at {last_index}, and has acknowledged {promise}")
 
     def _votes_for(self, host: Host, peer: str, message: msg.RequestVoteReply) -> None:
+        candidate = self.hosts[peer].core
         if message.pre_vote or not message.granted:
+            if not message.pre_vote and candidate is not None and peer not in self.liars:
+                self.members.check_refusal(host.core, candidate, message.term)
             return
         vote = self._votes.setdefault((host.name, message.term), peer)
         if vote != peer:
@@ -428,7 +431,7 @@ class Checkers:
                 self._check_majority(host, "snapshot", key, self._finders.get(key, set()))
 
     def _check_majority(self, host: Host, label: str, key: tuple[int, int, bytes], names: set[str]) -> None:
-        if not self.members.is_majority(host.core, names, len(self.history)):
+        if not self.members.is_agreed(host.core, names, len(self.history)):
             self.violate(f"{label}: {host.name} proposes {key[:2]}, which only {sorted(names)} have")
 
     def _fetches(self, host: Host, effect: ev.FetchPayload) -> None:
@@ -456,6 +459,11 @@ class Checkers:
         key = (body.fragment, body.version, body.payload_digest)
         payloads = (self.hosts[name].disk.payloads.get(key) for name in sorted(self.hosts))
         return next((payload.data for payload in payloads if payload is not None), None)
+
+    def is_whole(self, disk: Disk) -> bool:
+        """Whether a disk has all that is committed, and what each entry on it needs."""
+        last_index = disk.base.index + len(disk.entries)
+        return disk.holds(self.history[-1]) and not self._unproducible(disk, last_index)
 
     def _keeps(self, disk: Disk, entry: Entry) -> bool:
         """Whether the disk has the entry and what that needs, or one that was lost had: what it acknowledged counts."""

@@ -154,7 +154,7 @@ class DaemonHost(Host):
 
     def start_daemon(self) -> None:
         """Start a daemon from what the disk holds."""
-        if self._life is not None:
+        if self._life is not None or self.is_absent:
             return
         self._lives += 1
         self._life = life = Life()
@@ -309,7 +309,7 @@ class DaemonHost(Host):
 
     def start_learner(self) -> None:
         """A new process, which is told by the daemon which incarnation it is."""
-        if self.learner is not None:
+        if self.learner is not None or self.is_absent:
             return
         self.learner = LinkedLearner(
             self.world, self.setup, self, region=self.name, incarnation=learner_link.NEW_PROCESS, pool=self._pool

@@ -65,6 +65,7 @@ class Host:
         core: of the daemon's current life, None while it is down. plane: that daemon's data plane.
         learner: the current incarnation, None while it is down.
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
+        is_absent: nothing starts here: it has not joined yet, has left, or its machine is lost.
         disk_factor: how many times slower than usual the disk is.
         contribution_area: what the learner encoded last, by fragment; it lies in the supervisor's memory.
         make_core: builds the core of each life of the daemon. effects, fetches: carry out what the core wants.
@@ -91,6 +92,7 @@ class Host:
         self.core: Any = None
         self.plane = DataPlane(setup, self.disk, self.complain)
         self.learner: FakeLearner | None = None
+        self.is_absent = name in setup.joiners
         self.disk_factor = 1
         # True only under a planted fault; the last two go to each life's data plane.
         self.fsync_is_late = False
@@ -137,9 +139,15 @@ class Host:
         self.start_daemon()
         self.start_learner()
 
+    def leave(self, *, is_power_cut: bool = False) -> None:
+        """End daemon and learner; neither starts again."""
+        self.is_absent = True
+        self.kill_daemon(is_power_cut=is_power_cut)
+        self.kill_learner(is_power_cut=is_power_cut)
+
     def start_daemon(self) -> None:
         """Start a daemon from what the disk holds."""
-        if self._life is not None:
+        if self._life is not None or self.is_absent:
             return
         self._lives += 1
         self._life = Life()
@@ -192,7 +200,7 @@ class Host:
 
     def start_learner(self) -> None:
         """Start a new incarnation of the learner."""
-        if self.learner is not None:
+        if self.learner is not None or self.is_absent:
             return
         incarnation = max(self.disk.counters, default=0) + 1
         self.disk.counters[incarnation] = (0, 0)

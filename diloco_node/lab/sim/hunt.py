@@ -23,12 +23,14 @@ class Hunt:
     """Seeds to run, and how.
 
     Attributes:
-        first, last: seeds, both counted. regions, events, schedule, liar, fault: as of `simulate`.
+        first, last: seeds, both counted. regions, joiners, events, schedule, liar, fault: as of
+            `simulate`.
     """
 
     first: int
     last: int
     regions: int = 0
+    joiners: int | None = None
     events: int = EVENTS
     schedule: str = ""
     liar: str | None = None
@@ -58,7 +60,13 @@ def reports(hunt: Hunt, *, jobs: int) -> Generator[SimReport, None, None]:
         jobs: processes; 1 runs everything in this one.
     """
     run = partial(
-        simulate, regions=hunt.regions, events=hunt.events, schedule=hunt.schedule, liar=hunt.liar, fault=hunt.fault
+        simulate,
+        regions=hunt.regions,
+        joiners=hunt.joiners,
+        events=hunt.events,
+        schedule=hunt.schedule,
+        liar=hunt.liar,
+        fault=hunt.fault,
     )
     seeds = iter(range(hunt.first, hunt.last + 1))
     if jobs == 1:

@@ -20,16 +20,25 @@ VOTERS_LEFT_MIN = 3
 
 
 class MemberCheck:
-    """Follows the committed history. kinds: of the members, by the committed entries."""
+    """Follows the committed history.
+
+    Attributes:
+        kinds: of the members, by the committed entries. former: regions that were members.
+        has_been_alone: there was a single member, which sends nobody what it opens.
+    """
 
     def __init__(self, founders: Iterable[str], violate: Callable[[str], None]) -> None:
         self.kinds: Kinds = dict.fromkeys(founders, "voter")
+        self.former: set[str] = set()
+        self.has_been_alone = len(self.kinds) == 1
         # Regions whose folder an entry names since they were added.
         self._named = set(self.kinds)
         self._violate = violate
 
-    def committed(self, body: EntryBody) -> None:
-        """Take a committed entry."""
+    def committed(self, body: EntryBody, leader: str = "") -> None:
+        """Take a committed entry. leader: of its term, if one is known."""
+        if leader and self.kinds.get(leader) != "voter":
+            self._violate(f"members: {leader} goes on to lead as {self.kinds.get(leader, 'no member')}: {body}")
         if isinstance(body, RoundBody):
             names = {member.contribution.learner for member in body.members}
             names |= {stripe.reducer for stripe in body.stripes}
@@ -44,6 +53,7 @@ class MemberCheck:
         elif isinstance(body, MembershipBody):
             self._check_change(body)
         _take(self.kinds, body)
+        self.has_been_alone |= len(self.kinds) == 1
 
     def _check_change(self, body: MembershipBody) -> None:
         before = self.kinds.get(body.region)
@@ -53,6 +63,17 @@ class MemberCheck:
             self._violate(f"members: {body} gives a vote to who has not shown that it holds the state")
         if before is None and body.kind != "contributor":
             self._violate(f"members: {body} is of no member")
+        (self.former.add if body.kind == "former" else self.former.discard)(body.region)
+
+    def check_refusal(self, voter: Any, candidate: Any, term: int) -> None:
+        """A voter has a reason when it refuses: another has its vote, its log is longer, or it doubts the candidate.
+
+        Whether its own log names it as a voter is none: it may not know yet that it was given a vote.
+        """
+        name, ledger = view.region(voter), view.ledger(voter)
+        is_asked = not ledger.leader and ledger.term == view.ledger(candidate).term == term
+        if is_asked and self.kinds.get(name) == "voter" and view.may_elect(voter, candidate):
+            self._violate(f"members: {name} refuses {view.region(candidate)} its vote of term {term} without a reason")
 
     def check_leader(self, core: Any, index: int) -> None:
         """A leader has one change of the members open at a time. index: entries that are committed."""
@@ -69,8 +90,17 @@ class MemberCheck:
         kinds = dict(self.kinds)
         for body in _open_bodies(core, index):
             _take(kinds, body)
-        voters = {name for name, kind in kinds.items() if kind == "voter"}
-        return 2 * len(voters & set(names)) > len(voters)
+        return _is_majority(kinds, names)
+
+    def is_agreed(self, core: Any, names: Iterable[str], index: int) -> bool:
+        """Whether these are a majority by the committed entries, or by the log: what an entry tells of the others need
+        not know of a change that is not committed yet."""
+        return _is_majority(self.kinds, names) or self.is_majority(core, names, index)
+
+
+def _is_majority(kinds: Kinds, names: Iterable[str]) -> bool:
+    voters = {name for name, kind in kinds.items() if kind == "voter"}
+    return 2 * len(voters & set(names)) > len(voters)
 
 
 def _open_bodies(core: Any, index: int) -> list[EntryBody]:

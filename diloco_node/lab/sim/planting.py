@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Recovered
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.setup import Setup
+
+RUN_ID = "simulated"
 
 
 def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns: int) -> Any:
@@ -18,7 +22,7 @@ def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns:
     return RegionCore(
         region=region,
         regions=setup.founders,
-        run_id="simulated",
+        run_id=RUN_ID,
         settings_digest="simulated",
         manifest=setup.manifest,
         settings=setup.settings,
@@ -33,6 +37,11 @@ def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns:
 def signature_of(statement: bytes) -> bytes:
     """Sign as the authority of a simulated run."""
     return hashlib.sha256(b"the authority's secret" + statement).digest()
+
+
+def signed(roster: Roster, body: MembershipBody, run_id: str = RUN_ID) -> MembershipBody:
+    """The change of this roster with the authority's signature."""
+    return replace(body, signature=signature_of(roster.changed(body).statement(run_id)))
 
 
 def authority(statement: bytes, signature: bytes) -> str:
@@ -56,7 +65,7 @@ class Fault:
         name: for reports. breaks: the rule, in words.
         spoil: changes a core right after it was made. plant: changes a host before the run.
         adapt: changes the run so that the fault can show. schedule: the one that shows it best; empty: the seed's.
-        liar: how one region lies, where that is needed to show it.
+        liar: how one region lies, where that is needed to show it. joiners: regions that come, where others are needed.
     """
 
     name: str
@@ -66,6 +75,7 @@ class Fault:
     adapt: Callable[[Setup], Setup] = _keep
     schedule: str = ""
     liar: str = ""
+    joiners: int = 0
 
     def make_core(self, region: str, setup: Setup, recovery: Recovered, seed: int, now_ns: int) -> Any:
         """Return the real core with the fault in it."""

@@ -16,7 +16,8 @@ class SimReport:
     """Outcome of a seed.
 
     Attributes:
-        seed, regions, events_wanted, fault, effects: what was run; `fault` is the planted one, or empty.
+        seed, regions, events_wanted, fault, effects: what was run, with so many founders; `fault` is the planted one,
+            or empty.
         events: facts given to cores in both phases; events_under_faults: in phase one.
         commits: committed rounds. faults: injected, by kind.
         virtual_seconds: of both phases; heal_seconds: of phase two.
@@ -24,6 +25,7 @@ class SimReport:
         violations: what was found wrong; empty for a good run.
         trace_digest: SHA-256 of the whole trace. trace_tail: its last lines.
         schedule: which kinds of faults; is_schedule_drawn: the seed chose it.
+        joiners: regions that do not found the run; with some, members come and go. are_joiners_drawn: the seed chose.
         limits: of the core, which the seed lowered.
         liar: the region that lied, empty if none did. lie: how (`LIARS`); is_liar_drawn: the seed chose it.
         lies: how many it told, by what it changed. wrong_sums: committed stripes that it summed up wrongly.
@@ -54,6 +56,8 @@ class SimReport:
     lies: dict[str, int] = field(default_factory=dict)
     wrong_sums: int = 0
     accusations: int = 0
+    joiners: int = 0
+    are_joiners_drawn: bool = True
 
     @property
     def is_good(self) -> bool:
@@ -66,6 +70,7 @@ class SimReport:
         more = f" --events {self.events_wanted}" if self.events_wanted != EVENTS else ""
         more += "" if self.is_schedule_drawn else f" --schedule {self.schedule}"
         more += f" --liar {self.lie!r}" if self.lie and not self.is_liar_drawn else ""
+        more += "" if self.are_joiners_drawn else f" --joiners {self.joiners}"
         more += f" --effects {self.effects}" if self.effects != FAST else ""
         return f"diloco-node simulate run --seed {self.seed} --regions {self.regions}{more}"
 
@@ -73,8 +78,9 @@ class SimReport:
 def format_report(report: SimReport, *, tail_lines: int = 40) -> str:
     """A few lines for people; with the end of the trace if something was found."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in report.faults.items()) or "none"
+    joiners = f" and {report.joiners} that join" if report.joiners else ""
     lines = [
-        f"seed {report.seed}: {report.regions} regions, {report.events} events "
+        f"seed {report.seed}: {report.regions} regions{joiners}, {report.events} events "
         f"({report.events_under_faults} under faults), {report.commits} commits, "
         f"{report.virtual_seconds:.1f} virtual seconds ({report.heal_seconds:.1f} after healing)",
         f"schedule {report.schedule}; faults: {kinds}; {report.messages_dropped} messages lost; "

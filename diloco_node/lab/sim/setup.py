@@ -27,7 +27,7 @@ class Setup:
         apply_lag_max: step boundaries that a learner may let pass before it takes a version.
         fsync_ns_min, fsync_ns_max: the time of one fsync on a healthy disk.
         slower: regions whose learners' steps take so many times as long.
-        joiners: regions that do not found the run: they start when a test says so.
+        joiners: regions that do not found the run: they start when a test says so, or an operator (`member_changes`).
     """
 
     regions: tuple[str, ...]
@@ -49,12 +49,16 @@ class Setup:
         return tuple(name for name in self.regions if name not in self.joiners)
 
 
-def draw_setup(rng: random.Random, regions: int) -> Setup:
-    """Draw the run of a seed. rng: the seed's. regions: how many; 0 draws 3 to 5."""
+def draw_setup(rng: random.Random, regions: int, joiners: int = 0) -> Setup:
+    """Draw the run of a seed.
+
+    Args:
+        rng: the seed's. regions: how many found the run; 0 draws 3 to 5. joiners: how many come later.
+    """
     usual_count = rng.choice((3, 3, 4, 5))
     count = regions or usual_count  # drawn in any case, so that naming the drawn number changes nothing
-    if not 1 <= count <= len(NAMES):
-        raise ValueError(f"from 1 to {len(NAMES)} regions can be simulated, not {count}")
+    if not 1 <= count <= len(NAMES) - joiners:
+        raise ValueError(f"from 1 to {len(NAMES)} regions can be simulated, not {count + joiners}")
     fragments = rng.choice((2, 3, 4))
     settings = RunSettings(
         fragments=fragments,
@@ -77,7 +81,7 @@ def draw_setup(rng: random.Random, regions: int) -> Setup:
     manifest = build_manifest(_tensors(rng, fragments), fragments)
     step_ns = rng.choice((60, 100)) * MS
     return Setup(
-        regions=tuple(sorted(NAMES[:count])),
+        regions=tuple(sorted(NAMES[: count + joiners])),
         settings=settings,
         manifest=manifest,
         layouts=tuple(FragmentLayout.of(fragment.piece_sizes) for fragment in manifest.fragments),
@@ -87,6 +91,7 @@ def draw_setup(rng: random.Random, regions: int) -> Setup:
         apply_lag_max=rng.choice((0, 0, 1, 4)),
         fsync_ns_min=MS // 2,
         fsync_ns_max=8 * MS,
+        joiners=NAMES[count : count + joiners],
     )
 
 

@@ -13,7 +13,8 @@ import contextlib
 import gc
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from diloco_node.core.events import FinishOrdered
 from diloco_node.core.types import CarryMode
 from diloco_node.errors import ConfigError
 from diloco_node.lab.sim import cheats
+from diloco_node.lab.sim.audit import Identity
 from diloco_node.lab.sim.cheats import Cheating
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.daemon_host import DaemonHost
@@ -30,6 +32,7 @@ from diloco_node.lab.sim.fault_storm import ODDS, SCHEDULES, Chaos
 from diloco_node.lab.sim.host import CoreFactory, Host
 from diloco_node.lab.sim.liar import TOLERATED, Liar
 from diloco_node.lab.sim.limits import lowered_limits
+from diloco_node.lab.sim.member_changes import MemberChanges
 from diloco_node.lab.sim.planting import Fault, make_core
 from diloco_node.lab.sim.seed_report import EVENTS, FAST, SimReport
 from diloco_node.lab.sim.setting_orders import SettingOrders
@@ -54,6 +57,9 @@ LIARS = (WORDS, *cheats.CHEATS)
 
 LIARS_CHANCE = 0.2
 
+JOINERS_CHANCE = 0.25
+"""Part of the seeds in which regions come and go; none of these has a liar."""
+
 COMMITS_AFTER_HEALING = 2
 """New versions of every fragment that phase two waits for."""
 
@@ -65,15 +71,22 @@ class Simulation:
     """A world built from a seed; `simulate` drives it.
 
     Attributes:
-        world, network, setup, hosts, checkers. honest: regions of which everything is demanded: all but a liar.
+        world, network, setup, hosts, checkers.
+        honest: regions of which everything is demanded: members that are there, all but a liar.
     """
 
     def __init__(
-        self, seed: int, *, regions: int = 0, fault: Fault | None = None, host_type: type[Host] = Host
+        self,
+        seed: int,
+        *,
+        regions: int = 0,
+        joiners: int = 0,
+        fault: Fault | None = None,
+        host_type: type[Host] = Host,
     ) -> None:
         self.world = World(seed)
         rng = self.world.rng
-        self.setup = draw_setup(rng, regions)
+        self.setup = draw_setup(rng, regions, joiners)
         if fault is not None:
             self.setup = fault.adapt(self.setup)
         self.network = FakeNetwork(self.world, draw_links(rng, self.setup))
@@ -114,6 +127,7 @@ class Simulation:
 
     def start_region(self, name: str) -> None:
         """Start a region within a second."""
+        self.hosts[name].is_absent = False
         self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_learner)
         self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_daemon)
 
@@ -159,7 +173,7 @@ class Simulation:
     def begin_lies(self, kind: str = WORDS, *, breaks_majorities: bool = False) -> Liar | Cheating:
         """Draw a region that lies from now on; the checks are about the others."""
         rng = self.world.rng
-        region = rng.choice(self.setup.regions)
+        region = rng.choice(self.setup.founders)
         liars = frozenset({region})
         checkers = self.checkers
         checkers.liars = checkers.oracle.liars = checkers.audit.liars = liars
@@ -196,8 +210,16 @@ class Simulation:
         return (
             all(host.has_final and _is_at(host, versions) for host in self.honest.values())
             and all(host.learner is not None and host.learner.finished for host in self.honest.values())
-            and not self.checkers.audit.open_lines(self.hosts)
+            and not self.checkers.audit.open_lines(self.honest)
         )
+
+    def is_booked(self, due: Mapping[Identity, int]) -> bool:
+        """Whether what was due at one time is in the ledger, of regions that are still there."""
+        return self.checkers.audit.is_booked({line: step for line, step in due.items() if line[0] in self.honest})
+
+    def has_told_leavers(self) -> bool:
+        """No region runs that was removed."""
+        return all(self.hosts[name].core is None for name in self.checkers.members.former)
 
     def check_equal(self) -> None:
         """All regions hold the oracle's bytes."""
@@ -211,6 +233,7 @@ def simulate(
     seed: int,
     *,
     regions: int = 0,
+    joiners: int | None = None,
     events: int = EVENTS,
     fault: Fault | None = None,
     schedule: str = "",
@@ -223,6 +246,7 @@ def simulate(
 
     Args:
         seed: any integer. regions: 1 to 7; 0 lets the seed choose 3 to 5.
+        joiners: how many more may join; with any, members come and go. None lets the seed choose.
         events: facts given to cores in phase one; more if by then there are too few commits or faults, up to
             EVENTS_STRETCH times as many.
         fault: planted into every region. schedule: which faults (`fault_storm.SCHEDULES`); empty lets the seed choose.
@@ -235,8 +259,11 @@ def simulate(
     _check_names(schedule, liar, effects)
     is_liar_drawn = liar is None
     lies = _draw_lies(seed, regions, fault, effects) if liar is None else liar
+    are_joiners_drawn = joiners is None
+    if joiners is None:
+        joiners = _draw_joiners(seed, regions, fault, effects) if not lies else 0
     with _uncollected(), lowered_limits(seed) as limits:
-        simulation = Simulation(seed, regions=regions, fault=fault, host_type=HOSTS[effects])
+        simulation = Simulation(seed, regions=regions, joiners=joiners, fault=fault, host_type=HOSTS[effects])
         world, checkers = simulation.world, simulation.checkers
         simulation.start()
         schedule_drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
@@ -250,6 +277,7 @@ def simulate(
         )
         orders = SettingOrders(seed, world, simulation.hosts, chaos.injected)
         culprit = simulation.begin_lies(lies) if lies else None
+        changes = MemberChanges(world, simulation.hosts, simulation.honest, checkers) if joiners else None
 
         def has_seen_enough() -> bool:
             chaos.poll()
@@ -273,6 +301,8 @@ def simulate(
 
             simulation.run_until(has_gone_on)
         events_under_faults, healed_ns = world.events, world.now_ns
+        if changes is not None:
+            changes.is_over = True
         with simulation.finding():
             chaos.heal(simulation.excusing_liars)
         if culprit is not None:
@@ -282,14 +312,16 @@ def simulate(
         _demand_end(simulation)
         return SimReport(
             seed=seed,
-            regions=len(simulation.setup.regions),
+            regions=len(simulation.setup.founders),
+            joiners=joiners,
+            are_joiners_drawn=are_joiners_drawn,
             events_wanted=events,
             fault=fault.name if fault is not None else "",
             effects=effects,
             events=world.events,
             events_under_faults=events_under_faults,
             commits=checkers.commits,
-            faults=dict(sorted(chaos.injected.items())),
+            faults=dict(sorted((chaos.injected + (changes.ordered if changes is not None else Counter())).items())),
             virtual_seconds=world.now_ns / SECOND,
             heal_seconds=(world.now_ns - healed_ns) / SECOND,
             messages_dropped=simulation.network.dropped,
@@ -329,6 +361,13 @@ def _draw_lies(seed: int, regions: int, fault: Fault | None, effects: str) -> st
     return rng.choice(LIARS) if rng.random() < LIARS_CHANCE else ""
 
 
+def _draw_joiners(seed: int, regions: int, fault: Fault | None, effects: str) -> int:
+    if fault is not None:
+        return fault.joiners
+    rng = random.Random(f"joiners of {seed}")  # as for liars
+    return rng.choice((1, 2)) if effects == FAST and regions <= 5 and rng.random() < JOINERS_CHANCE else 0
+
+
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time."""
@@ -357,13 +396,14 @@ def _demand_progress(simulation: Simulation) -> None:
     before = tuple(max(0, version) for version in checkers.oracle.versions())
     versions_min = tuple(version + COMMITS_AFTER_HEALING for version in before)
     deadline_ns = world.now_ns + HEAL_DEADLINE_NS
-    due = checkers.audit.open_lines(simulation.hosts)
+    due = checkers.audit.open_lines(simulation.honest)
 
     def has_gone_on() -> bool:
         return world.now_ns > deadline_ns or (
             simulation.has_caught_up(versions_min)
             and simulation.has_everybody(before)
-            and checkers.audit.is_booked(due)
+            and simulation.is_booked(due)
+            and simulation.has_told_leavers()
         )
 
     simulation.run_until(has_gone_on)
@@ -374,14 +414,14 @@ def _demand_progress(simulation: Simulation) -> None:
         checkers.violate(
             f"progress: {HEAL_DEADLINE_NS // SECOND} s after healing versions are {checkers.oracle.versions()}, "
             f"wanted {versions_min} with everybody in one of them; regions at {at}; "
-            f"unbooked lines: {checkers.audit.open_lines(simulation.hosts)}"
+            f"unbooked lines: {checkers.audit.open_lines(simulation.honest)}; members: {checkers.members.kinds}"
         )
         return
     simulation.check_equal()
     # Where versions overwrite what learners do, something always waits to be booked before the run ends.
     is_overwriting = simulation.setup.settings.carry is CarryMode.OVERWRITE
-    if not is_overwriting or not checkers.audit.open_lines(simulation.hosts):
-        checkers.audit.close(simulation.hosts)
+    if not is_overwriting or not checkers.audit.open_lines(simulation.honest):
+        checkers.audit.close(simulation.honest)
 
 
 def _ask_for_end(simulation: Simulation) -> None:
@@ -404,7 +444,7 @@ def _demand_end(simulation: Simulation) -> None:
         checkers.violate(f"end: {HEAL_DEADLINE_NS // SECOND} s after it was asked for, final files are there: {final}")
         return
     simulation.check_equal()
-    checkers.audit.close(simulation.hosts)
+    checkers.audit.close(simulation.honest)
 
 
 def _is_at(host: Host, versions: tuple[int, ...]) -> bool:

@@ -100,6 +100,14 @@ def test_rounds_that_are_in_the_states_on_disk_are_never_overwritten(settled: in
         assert core.leader == "c"
 
 
+def test_rounds_that_are_in_the_states_on_disk_are_committed_from_the_start() -> None:
+    """Who started again told the others that nothing was committed, and looked like an older copy to them."""
+    held = chain(1, 1, 1)
+    core = a_core(entries=held, term=2, settled_index=2)
+    assert (core.commit_index, core.cluster_commit_index, core.folder.commit_index) == (2, 2, 2)
+    assert core.take_committed() == list(held[:2])
+
+
 def test_a_state_on_disk_says_which_rounds_were_committed() -> None:
     rounds = [a_round(1, 0), a_round(1, 1), a_round(2, 0), a_round(2, 1), a_discard(1)]
     log = chain(1, 1, 1, 1, 1, bodies=lambda index, term: rounds[index - 1])

@@ -284,3 +284,16 @@ def test_of_its_own_learner_a_region_knows_at_once_how_far_each_life_came() -> N
     desk.liveness.own_learner(STATUS, now_ns=0)
     desk.check.heed(lost(3, 0, 91, learner="b"))
     assert "it has made 90 steps" in desk.fault(lost(3, 0, 91, learner="b"))
+
+
+def test_a_link_that_comes_up_is_no_answer_against_an_honest_leader() -> None:
+    """What was heard before the link says less than the entry; the leader was refused for it."""
+    desk, body = Desk(), lost(3, 0, 91)
+    desk.hear(STATUS)
+    desk.tell("c", body)
+    assert desk.fault(body) == "", "its next heartbeat may say more"
+    desk.beat()
+    desk.liveness.link_changed("c", is_up=True)
+    assert desk.fault(body) == ""
+    desk.hear(STATUS, echo=desk.beat())
+    assert "it has made 90 steps" in desk.fault(body)

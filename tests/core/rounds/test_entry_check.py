@@ -40,8 +40,7 @@ from diloco_node.core.types import (
     Stripe,
     SummaryBody,
 )
-from diloco_node.lab.sim.planting import authority
-from tests.kit.member_orders import signed
+from diloco_node.lab.sim.planting import authority, signed
 from tests.kit.rounds_kit import GENESIS, MANIFEST, REGIONS, SETTINGS, Ledger, committed_round, contribution, history_of
 
 RUN = ("run", "settings", MANIFEST.digest, REGIONS)

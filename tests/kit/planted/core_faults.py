@@ -17,6 +17,7 @@ from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.wire.envelope import decode_control, encode_control
+from tests.kit.planted.member_faults import MEMBER_FAULTS
 from tests.kit.planted.recovery_faults import RECOVERY_FAULTS
 
 MIN_DEADLINE_NS = 100_000_000
@@ -378,5 +379,6 @@ CORE_FAULTS: dict[str, Fault] = {
             spoil=_merge_beside_an_order,
         ),
         *RECOVERY_FAULTS,
+        *MEMBER_FAULTS,
     )
 }

@@ -89,6 +89,13 @@ SIGNS = {
     "forgotten-payload": "which its own disk has",
     "asked-once": "progress: ",
     "half-blames": "blame: ",
+    "eager-vote": "progress: ",
+    "open-changes": "changes are open at once",
+    "old-majority": "durable: ",
+    "vote-refused": "its vote of term",
+    "removed-leader": "goes on to lead",
+    "removed-merged": "of whom the run has none",
+    "joiner-boasts": "durable: ",
 }
 
 CHEAT_SIGNS = {

@@ -1,0 +1,166 @@
+"""Faults to plant into changes of the members; see `core_faults`. Each needs regions that come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from diloco_node.core.ledger.disks import DiskView
+from diloco_node.core.ledger.roster import Roster, majority_of
+from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.operator_orders import EntryOrdered
+from diloco_node.core.types import RoundBody
+from diloco_node.lab.sim import core_parts as view
+from diloco_node.lab.sim.planting import Fault
+
+
+class EagerView(DiskView):
+    """Counts every member as a voter."""
+
+    @property
+    def roster(self) -> Roster:
+        """The roster, in which all vote."""
+        return self._roster
+
+    @roster.setter
+    def roster(self, roster: Roster) -> None:
+        self._roster = Roster(roster.memberships, roster.changes, roster.signature)
+        self._roster.voters = roster.names
+
+
+def count_contributors(core: Any) -> None:
+    """Let a core count the votes of all members."""
+    disks = view.ledger(core).disks
+    before = disks.__dict__.pop("roster")
+    disks.__class__ = EagerView
+    disks.roster = before
+
+
+def _forget_open_change(core: Any) -> None:
+    """An order is carried out while another change is not committed yet."""
+    replacement, ledger = core.replacement, view.ledger(core)
+    fault = replacement.order_fault
+
+    def fault_without(order: EntryOrdered, *context: Any, **more: Any) -> str:
+        text: str = fault(order, *context, **more)
+        is_open = text.startswith("another change of the regions") and isinstance(order.body, MembershipBody)
+        return ledger.disks.roster.change_fault(order.body) if is_open else text
+
+    replacement.order_fault = fault_without
+
+
+def _count_by_the_old_list(core: Any) -> None:
+    """As if a list that grew needed no more votes than before: two of four, which are all of the new ones."""
+    ledger = view.ledger(core)
+    election: Any = ledger._election
+    missing = election.missing_votes
+
+    def spared() -> int:
+        voters = len(ledger.disks.roster.voters)
+        has_grown = ledger.disks.roster.changes > 0 and voters > 1
+        return majority_of(voters) - majority_of(voters - 1) if has_grown else 0
+
+    def agreed_index() -> int:
+        durable = {peer: (follower.disk, follower.durable_index) for peer, follower in ledger._followers.items()}
+        durable[view.region(core)] = (ledger._disk, ledger._log.durable_index)
+        voters = ledger.disks.roster.voters
+        indexes = [durable[name][1] if ledger._counts(name, durable[name][0]) else 0 for name in voters]
+        return sorted(indexes, reverse=True)[majority_of(len(voters)) - 1 - spared()]
+
+    agree = ledger._agreed_index
+    election.missing_votes = lambda: missing() - spared()
+    ledger._agreed_index = lambda: agreed_index() if spared() else agree()  # type: ignore[method-assign]
+
+
+def _refuse_unless_known(core: Any) -> None:
+    """Whose committed entries do not name it as a voter yet gives no vote."""
+    election: Any = view.ledger(core)._election
+    answer = election.answer
+
+    def answer_as_voter(peer: str, request: Any, *, is_up_to_date: bool, **more: Any) -> None:
+        roster: Roster = core.history.roster
+        is_unknown = view.region(core) in roster.names and view.region(core) not in roster.voters
+        answer(peer, request, is_up_to_date=is_up_to_date and not is_unknown, **more)
+
+    election.answer = answer_as_voter
+
+
+def _lead_after_removal(core: Any) -> None:
+    """A leader removes itself and goes on, and the others go on to follow it."""
+    replacement, ledger = core.replacement, view.ledger(core)
+    fault = replacement.order_fault
+
+    def fault_without(order: EntryOrdered, *context: Any, **more: Any) -> str:
+        text: str = fault(order, *context, **more)
+        is_own = order.body.region == view.region(core) and isinstance(order.body, MembershipBody)
+        return "" if is_own and " leads: asked itself" in text and ledger.is_settled else text
+
+    replacement.order_fault = fault_without
+    ledger._may_lead = lambda peer: ledger.disks.roster.has_removed(peer)  # type: ignore[method-assign]
+    core.farewell.look = lambda *, now_ns: None
+
+
+def _merge_the_removed(core: Any) -> None:
+    """A region leaves just when a round that has it is decided, which is committed all the same."""
+    leader: Any = view.rounds(core)
+
+    def is_decided(region: str) -> bool:
+        return any(region in round_.members and round_.numbers is not None for round_ in leader.rounds.values())
+
+    leader.let_go = lambda region: not region or is_decided(region)
+    meaning: Any = view.ledger(core)._entry_gate._meaning
+    meaning._rules[RoundBody] = lambda *_: ""
+    meaning.doubt = lambda _: ""
+
+
+def _acknowledge_as_joiner(core: Any) -> None:
+    """Who joins acknowledges entries whose payloads and states it has not."""
+    ledger = view.ledger(core)
+    if ledger.disks._founders.kind_of(view.region(core)) is MemberKind.FORMER:
+        ledger._may_persist = lambda entry: True  # type: ignore[method-assign]
+        log: Any = ledger._log
+        log._has_base = lambda: True
+
+
+MEMBER_FAULTS = tuple(
+    replace(fault, joiners=2)
+    for fault in (
+        Fault(
+            "eager-vote",
+            "a member's vote counts once an entry has given it",
+            spoil=count_contributors,
+        ),
+        Fault(
+            "open-changes",
+            "one change of the members is open at a time",
+            spoil=_forget_open_change,
+        ),
+        Fault(
+            "old-majority",
+            "a majority is one of the list that the log names, which has grown",
+            spoil=_count_by_the_old_list,
+            schedule="elections",
+        ),
+        Fault(
+            "vote-refused",
+            "a voter that does not know of its promotion votes when it is asked",
+            spoil=_refuse_unless_known,
+            schedule="elections",
+        ),
+        Fault(
+            "removed-leader",
+            "who was removed leads no longer",
+            spoil=_lead_after_removal,
+        ),
+        Fault(
+            "removed-merged",
+            "no round has a region that the ledger does not name",
+            spoil=_merge_the_removed,
+        ),
+        Fault(
+            "joiner-boasts",
+            "a joiner acknowledges what its disk holds",
+            spoil=_acknowledge_as_joiner,
+        ),
+    )
+)
