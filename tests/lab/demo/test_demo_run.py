@@ -99,7 +99,7 @@ def test_a_region_that_has_left_does_not_end_the_run(demo: Demo, ended: dict[str
 def test_the_training_goes_on_until_orders_are_done(demo: Demo) -> None:
     demo.storm = SimpleNamespace(has_open_orders=True)  # type: ignore[assignment]
     assert not demo.is_trained(0.0)
-    demo.storm.has_open_orders = False  # type: ignore[misc, union-attr]
+    demo.storm = SimpleNamespace(has_open_orders=False)  # type: ignore[assignment]
     assert demo.is_trained(0.0)
 
 
