@@ -87,7 +87,7 @@ class Ward:
             options: dict[str, Any] = {
                 "region": region,
                 "run_id": run,
-                "founding_digest": "",
+                "founding_digest": config.founding_digest(),
                 "settings_digest": config.settings_digest(),
                 "manifest_digest": "manifest",
                 "settings": tuple(f"{key}={value}" for key, value in config.shared_settings().items()),
