@@ -30,7 +30,8 @@ SAMPLES_BYTES: Final = 1 << 20
 """On the device besides fragments on their way: a few values of each tensor, and sums of them."""
 
 LIBRARIES_BYTES: Final = 250_000_000
-"""Of the host, whatever the model: the kernels' machine code, threads, lists of parameters: 60 MB, and the driver's."""
+"""Of the host, whatever the model: the kernels' machine code, threads, lists of parameters: 46 MB on a CPU, and the
+driver's."""
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ def loop(size: Size) -> Iterator[Line]:
         until_applied(diloco, CYCLES_BEFORE * size.fragments, lambda: attached(*trainer.step()))
         used.append(memory_now())
         sizes = fragment_sizes(diloco._fragments.manifest)
+        snapshots = len(diloco._fragments._snapshots) + len(diloco._fragments._rooms)
         beginning = {"alone": [turn(first, steps, alone)], "attached": [turn(first, steps, attached)]}
         beginning["alone"].append(turn(first, steps, alone))
         warm_up(diloco, lambda: attached(*first()))
@@ -114,7 +116,7 @@ def loop(size: Size) -> Iterator[Line]:
     yield boundary_line(next(iter(turns.values())))
     if HAS_DRIVER:
         yield idle_line(*idle)
-        yield memory_line(dict(zip(("alone", "attached"), used, strict=True)), trainer, sizes)
+        yield memory_line(dict(zip(("alone", "attached"), used, strict=True)), trainer, sizes, snapshots)
 
 
 def time_line(kind: str, turns: dict[str, list[Turn]], versions: float) -> Line:
@@ -202,20 +204,26 @@ def memory_now() -> dict[str, int]:
     }
 
 
-def memory_line(used: dict[str, dict[str, int]], trainer: Trainer, fragments: tuple[FragmentSize, ...]) -> Line:
-    """Bytes for a parameter that being attached takes, and what `plan` says of the same fragments."""
+def memory_line(
+    used: dict[str, dict[str, int]], trainer: Trainer, fragments: tuple[FragmentSize, ...], snapshots: int
+) -> Line:
+    """Bytes for a parameter that being attached takes, and what `plan` says of the same fragments and snapshots.
+
+    A snapshot lasts as long as its round, of which this daemon has many in flight. Its memory, and that of the spare
+    ones, is as large as the largest fragment.
+    """
     count = trainer.parameters
     more = {kind: (used["attached"][kind] - used["alone"][kind]) / count for kind in used["alone"]}
     settings = RunSettings(fragments=len(fragments), sync_every=len(fragments))
     plan = storage(Workload(fragments, ("bench",), settings, step_time_ns=10_000_000))
-    # The daemon of this check may have a round of each fragment in flight; a snapshot lasts as long as its round.
-    planned, rooms = (plan.base + plan.rooms + 4 * count) / count, plan.rooms / count
+    largest = 4 * max(fragment.values for fragment in fragments)
+    planned, rooms = (plan.base + plan.rooms + snapshots * largest) / count, plan.rooms / count
     is_planned = more["device"] <= rooms + SAMPLES_BYTES / count
     return Line(
         "memory",
         verdict(is_planned and more["private"] <= planned + LIBRARIES_BYTES / count),
         f"more bytes a parameter when attached: {more['device']:.2f} on the device (plan: {rooms:.2f}), "
         f"{more['pinned_reserved']:.2f} page-locked ({more['pinned']:.2f} in use), {more['private']:.2f} private "
-        f"(plan: {planned:.2f} for learner and a snapshot of each fragment)",
-        {"more": more, "used": used, "planned": planned, "planned_device": rooms},
+        f"(plan: {planned:.2f} with {snapshots} snapshots, and {LIBRARIES_BYTES / count:.2f} that don't grow)",
+        {"more": more, "used": used, "planned": planned, "planned_device": rooms, "snapshots": snapshots},
     )
