@@ -229,7 +229,7 @@ def test_ranks_on_devices_go_on_with_their_moments_cut_in_another_way(tmp_path: 
     kept: dict[str, str] = {}
     theta = versions = None
     with MemoryStore(tmp_path / "memory.sock"), Ranks(2) as ranks:
-        for layout in ("fsdp", "ddp", "fsdp-masters", "offload", "fsdp"):
+        for layout in ("fsdp", "ddp", "fsdp-masters", "fsdp"):
             with FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon:
                 ranks.attach(layout, tmp_path, optimizer=True)
                 if kept:
