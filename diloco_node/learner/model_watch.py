@@ -118,7 +118,7 @@ class _OptimizerRecord:
 
     @property
     def name(self) -> str:
-        """Of the largest."""
+        """Name of the largest."""
         return [*self.tensors][self.largest]
 
     @property

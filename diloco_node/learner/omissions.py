@@ -1,4 +1,4 @@
-"""What of a model and its optimizers is not merged, though its user may think so: told by `attach`."""
+"""Warnings of `attach`: parts of a model and its optimizers are not merged, though their user may think so."""
 
 from __future__ import annotations
 

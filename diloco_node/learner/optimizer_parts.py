@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -119,7 +120,11 @@ class OptimizerParts:
                     boxes[name] = box
                     if not self._is_kept[index]:
                         del tensors[name], boxes[name]
+        settings = settings_of(self._optimizer)
         for index, group in enumerate(state["param_groups"]):
+            # A limit that is infinite is no JSON, and the script's again after a restart.
+            for key in [key for key in settings if isinstance(value := group.get(key), float) and not isfinite(value)]:
+                del group[key]
             document["param_groups"].append(_split(f"group.{index}", group, tensors))
         return Kept(tensors, document, self._names, boxes)
 

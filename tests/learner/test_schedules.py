@@ -1,6 +1,7 @@
 """Settings are the script's after a restart, positions the checkpoint's."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,11 @@ def test_a_count_that_an_optimizer_keeps_in_its_groups_is_no_setting(tmp_path: P
 class Adapting(torch.optim.SGD):
     """Finds out its step size, and keeps it in its group beside what the script sets, as Prodigy does."""
 
-    def __init__(self, params: Any, lr: float = 1.0, d0: float = 1e-6) -> None:
+    def __init__(self, params: Any, lr: float = 1.0, d0: float = 1e-6, growth: float = math.inf) -> None:
         super().__init__(params, lr=lr)
-        self.defaults |= {"d0": d0, "d": d0, "k": 0}
+        self.defaults |= {"d0": d0, "d": d0, "k": 0, "growth": growth}
         for group in self.param_groups:
-            group |= {"d0": d0, "d": d0, "k": 0}
+            group |= {"d0": d0, "d": d0, "k": 0, "growth": growth}
 
 
 def test_what_an_optimizer_has_found_out_is_no_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,6 +134,7 @@ def test_what_an_optimizer_has_found_out_is_no_setting(tmp_path: Path, caplog: p
         "k": 70,
         "d0": 1e-6,
     }
+    assert new.param_groups[0]["growth"] == old.param_groups[0]["growth"] == math.inf
     assert [record.message.partition(" as the")[0] for record in caplog.records] == ["optimizer: lr is 0.5"]
 
 
