@@ -123,9 +123,9 @@ class OptimizerParts:
         settings = settings_of(self._optimizer)
         for index, group in enumerate(state["param_groups"]):
             # A limit that is infinite is no JSON, and the script's again after a restart.
-            for key in [key for key in settings if isinstance(value := group.get(key), float) and not isfinite(value)]:
-                del group[key]
-            document["param_groups"].append(_split(f"group.{index}", group, tensors))
+            is_infinite = {key: isinstance(value, float) and not isfinite(value) for key, value in group.items()}
+            values = {key: value for key, value in group.items() if not (key in settings and is_infinite[key])}
+            document["param_groups"].append(_split(f"group.{index}", values, tensors))
         return Kept(tensors, document, self._names, boxes)
 
     def restore(self, saves: Sequence[Kept], *, is_lowered: bool = False) -> None:
