@@ -322,10 +322,7 @@ class Checkers:
             self.violate(f"age: {host.name} {action}, its folder ends at {last_index}, and has acknowledged {promise}")
 
     def _votes_for(self, host: Host, peer: str, message: msg.RequestVoteReply) -> None:
-        candidate = self.hosts[peer].core
         if message.pre_vote or not message.granted:
-            if not message.pre_vote and candidate is not None and peer not in self.liars:
-                self.members.check_refusal(host.core, candidate, message.term)
             return
         vote = self._votes.setdefault((host.name, message.term), peer)
         if vote != peer:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diloco_node.core.ledger.election import Role, ballot_paper
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,14 +23,6 @@ def region(core: Any) -> str:
     """The region that it decides for."""
     name: str = core._region
     return name
-
-
-def may_elect(core: Any, candidate: Any) -> bool:
-    """Whether its vote of this term, its log and its trust allow it to elect a candidate."""
-    voter, asking, peer = ledger(core), ledger(candidate), region(candidate)
-    is_free = asking.role is Role.CANDIDATE and voter._election.voted_for in ("", ballot_paper(peer, asking._disk))
-    is_trusted = not voter.folders.is_older(peer) and voter._entry_gate.trusts(peer, now_ns=core._now_ns)
-    return is_free and is_trusted and log_end(core) <= log_end(candidate)
 
 
 def log_end(core: Any) -> tuple[int, int]:

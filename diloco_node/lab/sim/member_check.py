@@ -65,16 +65,6 @@ class MemberCheck:
             self._violate(f"members: {body} is of no member")
         (self.former.add if body.kind == "former" else self.former.discard)(body.region)
 
-    def check_refusal(self, voter: Any, candidate: Any, term: int) -> None:
-        """A voter has a reason when it refuses: another has its vote, its log is longer, or it doubts the candidate.
-
-        Whether its own log names it as a voter is none: it may not know yet that it was given a vote.
-        """
-        name, ledger = view.region(voter), view.ledger(voter)
-        is_asked = not ledger.leader and ledger.term == view.ledger(candidate).term == term
-        if is_asked and self.kinds.get(name) == "voter" and view.may_elect(voter, candidate):
-            self._violate(f"members: {name} refuses {view.region(candidate)} its vote of term {term} without a reason")
-
     def check_leader(self, core: Any, index: int) -> None:
         """A leader has one change of the members open at a time. index: entries that are committed."""
         changes = [body for body in _open_bodies(core, index) if isinstance(body, MembershipBody)]

@@ -1,7 +1,5 @@
 """Faults to plant into changes of the members; see `core_faults`. Each needs regions that come and go."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +7,6 @@ from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster, majority_of
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.operator_orders import EntryOrdered
-from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.planting import Fault
 
@@ -72,17 +69,9 @@ def _count_by_the_old_list(core: Any) -> None:
     ledger._agreed_index = lambda: agreed_index() if spared() else agree()  # type: ignore[method-assign]
 
 
-def _refuse_unless_known(core: Any) -> None:
-    """Whose committed entries do not name it as a voter yet gives no vote."""
-    election: Any = view.ledger(core)._election
-    answer = election.answer
-
-    def answer_as_voter(peer: str, request: Any, *, is_up_to_date: bool, **more: Any) -> None:
-        roster: Roster = core.history.roster
-        is_unknown = view.region(core) in roster.names and view.region(core) not in roster.voters
-        answer(peer, request, is_up_to_date=is_up_to_date and not is_unknown, **more)
-
-    election.answer = answer_as_voter
+def _has_joined(core: Any) -> bool:
+    """Whether its region did not found the run."""
+    return view.ledger(core).disks._founders.kind_of(view.region(core)) is MemberKind.FORMER
 
 
 def _lead_after_removal(core: Any) -> None:
@@ -100,23 +89,10 @@ def _lead_after_removal(core: Any) -> None:
     core.farewell.look = lambda *, now_ns: None
 
 
-def _merge_the_removed(core: Any) -> None:
-    """A region leaves just when a round that has it is decided, which is committed all the same."""
-    leader: Any = view.rounds(core)
-
-    def is_decided(region: str) -> bool:
-        return any(region in round_.members and round_.numbers is not None for round_ in leader.rounds.values())
-
-    leader.let_go = lambda region: not region or is_decided(region)
-    meaning: Any = view.ledger(core)._entry_gate._meaning
-    meaning._rules[RoundBody] = lambda *_: ""
-    meaning.doubt = lambda _: ""
-
-
 def _acknowledge_as_joiner(core: Any) -> None:
     """Who joins acknowledges entries whose payloads and states it has not."""
     ledger = view.ledger(core)
-    if ledger.disks._founders.kind_of(view.region(core)) is MemberKind.FORMER:
+    if _has_joined(core):
         ledger._may_persist = lambda entry: True  # type: ignore[method-assign]
         log: Any = ledger._log
         log._has_base = lambda: True
@@ -142,20 +118,9 @@ MEMBER_FAULTS = tuple(
             schedule="elections",
         ),
         Fault(
-            "vote-refused",
-            "a voter that does not know of its promotion votes when it is asked",
-            spoil=_refuse_unless_known,
-            schedule="elections",
-        ),
-        Fault(
             "removed-leader",
             "who was removed leads no longer",
             spoil=_lead_after_removal,
-        ),
-        Fault(
-            "removed-merged",
-            "no round has a region that the ledger does not name",
-            spoil=_merge_the_removed,
         ),
         Fault(
             "joiner-boasts",

@@ -92,9 +92,7 @@ SIGNS = {
     "eager-vote": "progress: ",
     "open-changes": "changes are open at once",
     "old-majority": "durable: ",
-    "vote-refused": "its vote of term",
     "removed-leader": "goes on to lead",
-    "removed-merged": "of whom the run has none",
     "joiner-boasts": "durable: ",
 }
 
