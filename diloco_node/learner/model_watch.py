@@ -239,7 +239,7 @@ class ModelWatch:
     def _note_records(self) -> None:
         for record in self._optimizers.values():
             if record is not None and record.sample is not None:
-                record.note()
+                record.note(is_step=True)  # a write to the local part of a sharded tensor is not counted
 
     def _places_now(self) -> TensorPlaces:
         merge_tensors = set(self._tensors.followed.values())

@@ -608,3 +608,18 @@ def test_replays_of_a_captured_step_are_no_foreign_writes(folder: Path, monkeypa
         load(model)
         with pytest.raises(LearnerError, match="changed between two steps by something else"):
             diloco.step(tokens=4)
+
+
+def test_a_version_that_is_not_counted_as_a_write_is_no_foreign_one(folder: Path) -> None:
+    """As with sharded tensors, of which this learner writes the local part."""
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, steps=2)
+        watch = diloco._watch
+        assert watch is not None
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+        watch.note_writes(1)
+        train(model, optimizer, diloco, steps=2)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
