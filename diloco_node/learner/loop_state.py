@@ -65,7 +65,8 @@ class LoopState:
     ) -> None:
         self._tensors = tensors
         self._warn = warn
-        schedules, components = [], [*_of_process()]
+        schedules: list[object] = []
+        components: list[object] = [*_of_process()]
         for component in stateful.values():
             (schedules if isinstance(_inner(component), LRScheduler) else components).append(component)
         members = _reach(components)
@@ -182,7 +183,8 @@ class LoopState:
         ways = torch.linalg.vector_norm(torch.stack(samples) - own, dim=1)
         is_like = (ways < COPY_LIKENESS * own.norm()) & (torch.arange(len(samples), device=own.device) > 0)
         before, self._copies = self._copies, (torch.stack(samples).sum(1) * is_like).sum()
-        return (self._copies != before) & is_like.any()
+        is_moving: Tensor = (self._copies != before) & is_like.any()
+        return is_moving
 
     def _distance(self, values: Mapping[str, Tensor]) -> Tensor | int:
         """Count the values in which a module differs from the state that was given; 1 if it is another model."""

@@ -114,7 +114,8 @@ class _OptimizerRecord:
         """How far the largest has moved from `sample`, in that one's lengths; a scalar on its device."""
         assert self.sample is not None
         way = torch.linalg.vector_norm(sample_of(self._largest).to(self.sample.device) - self.sample)
-        return (way / torch.linalg.vector_norm(self.sample)).nan_to_num(0.0)
+        change: Tensor = (way / torch.linalg.vector_norm(self.sample)).nan_to_num(0.0)
+        return change
 
     @property
     def name(self) -> str:

@@ -459,8 +459,7 @@ class Checkers:
 
     def is_whole(self, disk: Disk) -> bool:
         """Whether a disk has all that is committed, and what each entry on it needs."""
-        last_index = disk.base.index + len(disk.entries)
-        return disk.holds(self.history[-1]) and not self._unproducible(disk, last_index)
+        return disk.holds(self.history[-1]) and not self._unproducible(disk, disk.base.index + len(disk.entries))
 
     def _keeps(self, disk: Disk, entry: Entry) -> bool:
         """Whether the disk has the entry and what that needs, or one that was lost had: what it acknowledged counts."""
