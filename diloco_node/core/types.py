@@ -12,6 +12,7 @@ from typing import Final
 
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.settings_body import SettingsBody
+from diloco_node.core.shapes import LEFT_OUT
 
 BLOCK_VALUES: Final = 256
 """Values that share one quantisation scale."""
@@ -74,6 +75,7 @@ class Contribution:
         step_from, step_to: the inner steps (a, b] it covers; a is the step of the last included snapshot.
         tokens: tokens trained in those steps.
         squared_norms: per piece of the fragment, sum of squares of the *decoded* outer gradient (float64).
+        rows: of the data, trained in those steps (`core.data_shards.TrainedRows`); empty: nobody counts them.
     """
 
     learner: str
@@ -85,6 +87,7 @@ class Contribution:
     step_to: int
     tokens: int
     squared_norms: tuple[float, ...]
+    rows: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
 
     @property
     def steps(self) -> int:

@@ -24,13 +24,13 @@ from diloco_node.lab.sim.fake_tensors import state_digest
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.member_check import MemberCheck
 from diloco_node.lab.sim.oracle import Oracle
+from diloco_node.lab.sim.row_check import RowCheck
 from diloco_node.lab.sim.setting_orders import SettingCheck
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.lab.sim.world import SECOND, World
 
 VIOLATIONS_MAX = 20
 """More than that of one run tell nothing new."""
-
 
 _REFUSED = ("does not append what can't be", "follows it no more")
 """Words of a core about an entry that it refuses, its own or its leader's."""
@@ -94,6 +94,9 @@ class Checkers:
         self.audit = Audit(setup, self.violate)
         self.members = MemberCheck(setup.founders, self.violate)
         self._settings = SettingCheck(setup.settings, self.violate)
+        self.rows = RowCheck(len(setup.layouts), self.violate)
+        # Of the rows, always.
+        self.rows_trained = self.rows.trained
         self.oracle = Oracle(setup, self.violate, self._payload_of)
         self._world = world
         self._setup = setup
@@ -267,6 +270,7 @@ class Checkers:
             if body.ballot not in self._ballots and not self.liars and not self.members.has_been_alone:
                 self.violate(f"ballot: {body.ballot} was never opened but committed {body.fragment}/{body.version}")
             self.oracle.round_committed(body)
+            self.rows.committed(body, self.hosts, self.liars)
         if isinstance(body, DiscardedBody):
             self.oracle.discarded(body)
         counters = {name: self.hosts[name].disk.all_counters for name in self.hosts if name not in self.liars}

@@ -14,6 +14,7 @@ import numpy as np
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
+from diloco_node.core.data_shards import ShardRows
 from diloco_node.core.ledger.folder_lives import next_life
 from diloco_node.core.types import DISK_ID_BYTES, GenesisBody, Recovered, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
@@ -30,6 +31,8 @@ from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control
 WAKES_MAX = 20
 """A core that wants its timer more often than that at one and the same time spins."""
 
+
+RUN_ID = "simulated"
 
 CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
 """(region, setup, recovered, seed of this life, now_ns) -> Core."""
@@ -52,6 +55,9 @@ class Observer(Protocol):
 
     def snapshot_seen(self, host: Host, snapshot: FakeSnapshot) -> None:
         """The learner put a contribution into its contribution area."""
+
+    def rows_trained(self, region: str, incarnation: int, ranges: list[ShardRows]) -> None:
+        """The learner makes a step with these rows of the data."""
 
     def complaint(self, region: str, text: str) -> None:
         """A fake was asked for something that must not be asked."""
@@ -126,6 +132,8 @@ class Host:
         # When the disk has done all ledger writes so far: they are durable in their order.
         self._ledger_free_ns = 0
         self.contribution_area: dict[int, FakeSnapshot] = {}
+        # Of which learner, daemon and entry the shards were told last.
+        self._told_shards: tuple[object, ...] = ()
         self.fetches = FakeFetches(self)
         self.effects = FakeEffects(self)
 
@@ -212,7 +220,15 @@ class Host:
 
     def make_learner(self, incarnation: int) -> FakeLearner:
         """A learner process of this region."""
-        learner = FakeLearner(self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool)
+        learner = FakeLearner(
+            self.world,
+            self.setup,
+            self,
+            region=self.name,
+            incarnation=incarnation,
+            pool=self._pool,
+            row_marks=self.disk.row_marks,
+        )
         learner.token_factor = self.token_factor
         return learner
 
@@ -266,6 +282,29 @@ class Host:
             self._observer.effect_seen(self, effect)
             self.effects.perform(effect)
         self._observer.settled(self)
+        self.tell_shards()
+
+    def tell_shards(self) -> None:
+        """Tell the learner its shards of the data, as `daemon.learner.reception` does."""
+        learner, history = self.learner, self.core.history
+        news = (learner, self._lives, history.account.index)
+        if learner is not None and learner.incarnation and news != self._told_shards:
+            self._told_shards = news
+            deal = history.shards(RUN_ID, self.name, learner.incarnation)
+            if deal[1]:
+                self.world.after(LOCAL_NS, learner.life, learner.follow_shards, *deal)
+
+    def has_refused(self, event: ev.Event) -> bool:
+        """Whether the learner is started anew, for its rows are not to be merged: as `reception` does."""
+        if not isinstance(event, ev.SnapshotTaken) or not self.core.history.account.shards.fault(event.contribution):
+            return False
+        self.kill_learner()
+        self.after(SECOND, self.start_learner)
+        return True
+
+    def rows_trained(self, incarnation: int, ranges: list[ShardRows]) -> None:
+        """See LearnerPort."""
+        self._observer.rows_trained(self.name, incarnation, ranges)
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
         """An encoded control message."""
@@ -350,9 +389,11 @@ class Host:
         self._observer.snapshot_seen(self, snapshot)
 
     def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
-        """Write the trained counters; they never go back."""
+        """Write the trained counters, which never go back, and the rows that were named."""
+        row_marks = self.learner.book.marks if self.learner is not None else {}
 
         def write() -> None:
+            self.disk.row_marks = {**self.disk.row_marks, **row_marks}
             self.disk.counters[incarnation] = max(self.disk.counters.get(incarnation, (0, 0)), (steps, tokens))
             if on_done is not None:
                 on_done()
@@ -361,7 +402,8 @@ class Host:
 
     def _learner_event(self, event: ev.Event) -> None:
         self.world.note(self.name, event, type(event).__name__.encode())
-        self.post(event)
+        if not self.has_refused(event):
+            self.post(event)
 
     def _attach_learner(self) -> None:
         if self.learner is None or self._life is None:
