@@ -136,8 +136,7 @@ class LearnerSession:
         self._counter: TrainedCounter | None = None
         # The daemon waits for Theta_0, and no boundary has written it yet.
         self._wants_initial_state = False
-        # Other shards and settings, until a boundary takes them.
-        self._news = NO_ORDERS
+        self._news = NO_ORDERS  # other shards and settings, until a boundary takes them
         # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
         # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
@@ -254,7 +253,6 @@ class LearnerSession:
             # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
             with contextlib.suppress(StorageError):
                 counter.flush()
-            with contextlib.suppress(StorageError):
                 HERE.save(Path(welcome.state_dir))
 
         return LearnerFragments(

@@ -95,8 +95,6 @@ class Checkers:
         self.members = MemberCheck(setup.founders, self.violate)
         self._settings = SettingCheck(setup.settings, self.violate)
         self.rows = RowCheck(len(setup.layouts), self.violate)
-        # Of the rows, always.
-        self.rows_trained = self.rows.trained
         self.oracle = Oracle(setup, self.violate, self._payload_of)
         self._world = world
         self._setup = setup
@@ -315,8 +313,7 @@ class Checkers:
             return
         if host.disk.term < message.term:
             self.violate(f"durable: {host.name} answers in term {message.term}, its disk has {host.disk.term}")
-        fault = self._unproducible(host.disk, entry.index)
-        if fault:
+        if fault := self._unproducible(host.disk, entry.index):
             self.violate(f"durable: acknowledgement to {peer}: {host.name} {fault}")
 
     def _check_age(self, host: Host, action: str) -> None:
@@ -391,8 +388,7 @@ class Checkers:
     def _is_booking(self, host: Host, contribution: Contribution) -> bool:
         """Whether steps of the same account are in the leader's log as discarded, but not committed yet."""
         ledger = view.ledger(host.core)
-        open_entries = range(ledger.cluster_commit_index + 1, ledger.last_index + 1)
-        bodies = [ledger.entry(index).body for index in open_entries]
+        bodies = [ledger.entry(at).body for at in range(ledger.cluster_commit_index + 1, ledger.last_index + 1)]
         account = (contribution.learner, contribution.incarnation, contribution.fragment)
         return any(
             isinstance(body, DiscardedBody) and (body.learner, body.incarnation, body.fragment) == account
@@ -450,10 +446,9 @@ class Checkers:
             self.violate(f"apply: {host.name} applies another {body.fragment}/{body.version} than was committed")
 
     def _offers(self, host: Host, effect: ev.OfferVersion) -> None:
-        if host.learner is not None:
-            base_version = host.learner.parts[effect.fragment].position.base_version
-            if effect.version < base_version:
-                self.violate(f"offer: {host.name} offers {effect} to a learner at {base_version}")
+        learner = host.learner
+        if learner is not None and effect.version < learner.parts[effect.fragment].position.base_version:
+            self.violate(f"offer: {host.name} offers {effect}, its learner is at {learner.status().positions}")
 
     def _payload_of(self, body: RoundBody) -> bytes | None:
         """The payload of a committed round, from any disk."""

@@ -23,6 +23,7 @@ from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
 from diloco_node.lab.sim.fake_effects import FakeEffects
 from diloco_node.lab.sim.fake_learner import FakeLearner, FakeSnapshot, Pool
 from diloco_node.lab.sim.fetching import FakeFetches
+from diloco_node.lab.sim.row_check import RowCheck
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.lab.sim.world import LOCAL_NS, MS, SECOND, FakeNetwork, Life, World
 from diloco_node.numeric import F32
@@ -39,7 +40,13 @@ CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
 
 
 class Observer(Protocol):
-    """Observer of a host; see `checkers`. Called synchronously, changes nothing."""
+    """Observer of a host; see `checkers`. Called synchronously, changes nothing.
+
+    Attributes:
+        rows: of the data, as learners train them.
+    """
+
+    rows: RowCheck
 
     def daemon_started(self, host: Host) -> None:
         """A new core recovered from the disk."""
@@ -55,9 +62,6 @@ class Observer(Protocol):
 
     def snapshot_seen(self, host: Host, snapshot: FakeSnapshot) -> None:
         """The learner put a contribution into its contribution area."""
-
-    def rows_trained(self, region: str, incarnation: int, ranges: list[ShardRows]) -> None:
-        """The learner makes a step with these rows of the data."""
 
     def complaint(self, region: str, text: str) -> None:
         """A fake was asked for something that must not be asked."""
@@ -304,7 +308,7 @@ class Host:
 
     def rows_trained(self, incarnation: int, ranges: list[ShardRows]) -> None:
         """See LearnerPort."""
-        self._observer.rows_trained(self.name, incarnation, ranges)
+        self._observer.rows.trained(self.name, incarnation, ranges)
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
         """An encoded control message."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.kit.member_orders import signed
 
 from diloco_node.core.data_shards import SHARDS, region_shards
 from diloco_node.core.ledger.shard_account import ShardAccount
@@ -11,6 +10,7 @@ from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim.host import RUN_ID
+from diloco_node.lab.sim.planting import signed
 from tests.kit.small_world import Small
 
 
