@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from diloco_node.core.data_shards import ROWS_MAX, SHARDS
 from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole
 
 REGIONS: Final = 64
@@ -154,6 +155,10 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "weight": COEFFICIENT,
     "share": Real(0.0, 1.0),
     "left_out": Items(2 * REGIONS),
+    # Of the data
+    "rows": Items(1 + 3 * SHARDS, Whole(0, ROWS_MAX)),
+    "shards": Items(SHARDS, Whole(0, SHARDS - 1)),
+    "starts": Items(SHARDS, Whole(-1, ROWS_MAX)),
     "part": Text(PART_BYTES),
     # Learners
     "incarnation": Whole(0, INCARNATION_MAX),
@@ -228,4 +233,9 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "GivenUp.version": REACHED,
     "Included.tokens_to": TOKENS,
     "Joined.rounds": INDEX,
+    "RunSummary.shards": Items(1),
+    "ShardLines.lives": Items(SHARDS),
+    "ShardLines.waits": Items(REGIONS),
+    "ShardLife.starts": Items(SHARDS, Whole(0, ROWS_MAX)),
+    "ShardLife.stops": Items(SHARDS, Whole(0, ROWS_MAX)),
 }

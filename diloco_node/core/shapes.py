@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from sys import float_info
+from types import MappingProxyType
 from typing import Any, Final
 
 REGION_PATTERN: Final = re.compile(r"[a-z0-9-]{1,63}")
@@ -26,6 +27,9 @@ SHOWN_CHARACTERS_MAX: Final = 80
 
 POWER_MIN: Final = 20
 """From 2^20 on a power of two is shown as one."""
+
+LEFT_OUT: Final = MappingProxyType({"is_left_out": True})
+"""Metadata of a dataclass's last field, a tuple: while it is empty, its place in the array is left out."""
 
 Check = Callable[[Any], Any]
 
@@ -204,6 +208,18 @@ def scalar_check(hint: Any, bound: Bound | None, *, is_region: bool) -> Check | 
         return check_region
     make = _SCALARS.get((hint, type(bound)))
     return None if make is None else make(bound)
+
+
+def may_be_short(kind: type) -> bool:
+    """Whether the last field of a dataclass is left out while it is empty."""
+    return any("is_left_out" in field.metadata for field in fields(kind)[-1:])
+
+
+def whole_array(plain: list[Any], count: int) -> list[Any]:
+    """The array with its last place, which was left out if it was empty. Raises OutOfBounds: it is there and empty."""
+    if len(plain) == count and not plain[-1]:
+        raise OutOfBounds("its last field is empty, and is not left out")
+    return [*plain, []] if len(plain) == count - 1 else plain
 
 
 def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -> Check:

@@ -12,6 +12,7 @@ from typing import Final
 
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.settings_body import SettingsBody
+from diloco_node.core.shapes import LEFT_OUT
 
 BLOCK_VALUES: Final = 256
 """Values that share one quantisation scale."""
@@ -66,14 +67,12 @@ class Contribution:
     """The name of what a learner offers to a round. It does not change from one ballot of the round to the next.
 
     Attributes:
-        learner: the region whose learner made it.
-        incarnation: which incarnation of that learner; grows with every restart of the learner process.
-        fragment: index of the fragment.
+        learner, incarnation: the region whose learner made it, and which one; grows with every restart of its process.
+        fragment: its index. snapshot: number of the snapshot, unique within the incarnation. tokens: of the steps.
         base_version: the version the learner had last applied; the delta is against it.
-        snapshot: number of the snapshot, unique within the incarnation.
         step_from, step_to: the inner steps (a, b] it covers; a is the step of the last included snapshot.
-        tokens: tokens trained in those steps.
         squared_norms: per piece of the fragment, sum of squares of the *decoded* outer gradient (float64).
+        rows: of the data, trained in the steps (`core.data_shards.TrainedRows`); empty: nobody counts them.
     """
 
     learner: str
@@ -85,6 +84,7 @@ class Contribution:
     step_to: int
     tokens: int
     squared_norms: tuple[float, ...]
+    rows: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
 
     @property
     def steps(self) -> int:

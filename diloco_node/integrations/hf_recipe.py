@@ -33,7 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import default_data_collator as collate
 
 from diloco_node import place
-from diloco_node.core.merge.data_shards import SHARDS
+from diloco_node.core.data_shards import SHARDS
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.integrations.hf import DilocoCallback
 from diloco_node.integrations.hf_export import one_line

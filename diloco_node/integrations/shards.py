@@ -9,8 +9,9 @@
 length. All regions must have the same rows in the same order. Each of them deals the region's rows to its ranks, which
 have batches of one size, so no library may deal them once more (Lightning: `use_distributed_sampler=False`).
 
-The position in each shard is in the learner's checkpoint (`learner.shard_order`). A shard that comes from another
-region is begun at this region's pass: what that one trained of it in the pass is trained again.
+A `ShardLoader` tells the run how far it is in each shard. After a restart, and in a region that gets a shard, it goes
+on where the rows were merged. Positions of the others are in the learner's checkpoint alone. A shard that comes from
+another region is begun at this region's pass there, and what that one trained of it in the pass is trained again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from diloco_node.core.merge.data_shards import SHARDS
+from diloco_node.core.data_shards import SHARDS
 from diloco_node.errors import LearnerError
 from diloco_node.learner.process_signals import place
 from diloco_node.learner.region_shards import HERE, owns
@@ -90,13 +91,15 @@ class ShardSampler(Sampler[int]):
         seed: of the order; the same on all ranks. rank, ranks: of the region; by torch.distributed if None.
 
     Attributes:
-        order: where the region is.
+        order: where the region is. is_counted: the run counts its rows.
     """
 
     def __init__(self, rows: int | Sized, *, seed: int = 0, rank: int | None = None, ranks: int | None = None) -> None:
         self._count = rows if isinstance(rows, int) else len(rows)
         self._ranks = _RankOfRegion(rank, ranks)
         self.order = ShardOrder(self._count, seed=seed)
+        self.is_counted = False
+        HERE.use()
         # The numbers that were computed last, and of which rows.
         self._range = RowRange(-1, 0, 0, 0)
         self._numbers = np.zeros(0, np.int64)
@@ -111,7 +114,7 @@ class ShardSampler(Sampler[int]):
     def next_row(self) -> int:
         """The next row of this rank; the other ranks take those around it. Raises ConfigError: the region has none."""
         offset, ranks = self._ranks.settle()
-        for rows in self.order.advance(HERE.own, ranks):
+        for rows in self.order.advance(HERE.own, ranks, HERE.begun if self.is_counted else None):
             if offset < rows.stop - rows.start:
                 number = self._number(rows, rows.start + offset)
                 offset = ranks  # all further ones are others'
@@ -175,16 +178,20 @@ class ShardLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         assert isinstance(rows, Sized), "rows without a length are for ShardStream"
-        self._batches = _Batches(ShardSampler(rows, seed=seed, rank=rank, ranks=ranks), batch_size)
+        self._sampler = ShardSampler(rows, seed=seed, rank=rank, ranks=ranks)
+        self._batches = _Batches(self._sampler, batch_size)
         self._state = self._batches.state()
         self.token_count = TokenCount()
         super().__init__(rows, batch_sampler=self._batches, **options)
 
     def __iter__(self) -> Any:
         """An iteration as long as the sampler's, or what is left of it."""
+        self._sampler.is_counted = HERE.counts(self)
         self._batches.begin(self._state)
         for batch in super().__iter__():
-            self._state = self._batches.states.popleft()
+            self._state, changes = self._batches.states.popleft()
+            if self._sampler.is_counted:
+                HERE.gave(self._state["positions"].numpy(), changes)
             self.token_count.add(batch)
             yield batch
 
@@ -202,12 +209,13 @@ class _Batches(Sampler[list[int]]):
     """Batches of a sampler, and where it was behind each.
 
     Attributes:
-        states: behind each batch that the loader has asked for and the loop was not given yet.
+        states: behind each batch that the loader has asked for and the loop was not given yet, and the number of
+            changes of the members by which it was drawn.
     """
 
     def __init__(self, sampler: ShardSampler, size: int) -> None:
         self._sampler, self._size = sampler, size
-        self.states: deque[dict[str, Any]] = deque()
+        self.states: deque[tuple[dict[str, Any], int]] = deque()
         # Batches left of the iteration; 0: the next is a new one. None: the loader did not begin it.
         self._count: int | None = 0
 
@@ -229,7 +237,7 @@ class _Batches(Sampler[list[int]]):
         batches, self._count = self._count or len(self), None
         for left_count in reversed(range(batches)):
             batch = [self._sampler.next_row() for _ in range(self._size)]
-            self.states.append({**self._sampler.order.state(), "left": left_count})
+            self.states.append(({**self._sampler.order.state(), "left": left_count}, HERE.changes))
             yield batch
 
 
@@ -248,6 +256,7 @@ class ShardStream(IterableDataset[Any]):
         self._rows = rows
         self._ranks = _RankOfRegion(rank, ranks)
         self._flags = HERE.flags
+        HERE.use()
         self._next = 0
 
     def __getstate__(self) -> dict[str, Any]:

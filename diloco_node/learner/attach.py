@@ -195,7 +195,7 @@ class Diloco:
 
     @property
     def shards(self) -> tuple[int, ...]:
-        """Virtual shards of the data that are this region's, ascending; another tuple once the members change."""
+        """Virtual shards of the data that this region may train, ascending; another tuple once they change."""
         return HERE.own
 
     @property
@@ -470,13 +470,13 @@ class Diloco:
                 self._session = None
             return
         self.region, self.region_index, self.region_names = welcome.region, welcome.region_index, welcome.regions
-        HERE.begin(welcome.run_id, welcome.region, welcome.regions)
         self.global_step = welcome.global_step
         if self._session is not None:
             self._fragments = self._session.fragments
             for text in attach_warnings(self._tensors, [spec.name for spec in specs]):
                 self._warn(text)
         else:
+            HERE.begin(welcome, is_first=False)
             self._fragments = fragments_of(welcome, self._tensors, specs, shards=shards, ranks=self._ranks)
         progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards

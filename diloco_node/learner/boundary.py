@@ -143,8 +143,8 @@ class StepBoundaries:
         """Returns what to tell the daemon."""
         fragments, session = self.fragments, self.session
         answers: list[Answer] = []
-        if orders.regions:
-            HERE.follow(orders.regions)
+        if orders.deal is not None:
+            HERE.follow(orders.deal)
         if orders.carry_steps_limit:
             fragments.settings = replace(fragments.settings, carry_steps_limit=orders.carry_steps_limit)
         if orders.wants_initial_state:
@@ -163,16 +163,21 @@ class StepBoundaries:
         return answers
 
     def place(self) -> Boundary:
-        """Boundaries until every fragment has a version, or somebody was asked to stop. Returns the last one."""
+        """Boundaries until every fragment has a version, and its loader rows, or somebody was asked to stop.
+
+        Returns the last one.
+        """
         noted_s = time.monotonic()
         while True:
             boundary = self.cross(0, is_step=False)
-            if self.fragments.is_placed or boundary.is_stopping:
+            is_waiting = bool(self.ranks.share_bytes(b"1" if HERE.is_waiting else b""))
+            if boundary.is_stopping or (self.fragments.is_placed and not is_waiting):
                 return boundary
             self._wait(WAIT_SLICE_S)
             if self.ranks.is_first and time.monotonic() - noted_s > NOTE_EVERY_S:
                 noted_s = time.monotonic()
-                log.info("waiting for the first version of all fragments")
+                awaited = "shards of the data that their owners give up" if is_waiting else "versions of all fragments"
+                log.info("waiting for %s", awaited)
 
     def settle(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> Iterator[Boundary]:
         """Boundaries for some time, by rank 0's clock, or `until` it says so there. All ranks are in it.

@@ -26,6 +26,7 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
+from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.run_clock import RunClock
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
@@ -41,11 +42,11 @@ from diloco_node.wire.learner_link import (
     EndWanted,
     Failed,
     InitialState,
-    MembersChanged,
     OfferApplied,
     Report,
     RunAdvanced,
     SettingsChanged,
+    ShardsGiven,
     SnapshotDenied,
     SnapshotRequested,
     Stop,
@@ -135,8 +136,7 @@ class LearnerSession:
         self._counter: TrainedCounter | None = None
         # The daemon waits for Theta_0, and no boundary has written it yet.
         self._wants_initial_state = False
-        # Other members and settings, until a boundary takes them.
-        self._news = NO_ORDERS
+        self._news = NO_ORDERS  # other shards and settings, until a boundary takes them
         # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
         # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
@@ -223,6 +223,7 @@ class LearnerSession:
     def _welcomed(self, welcome: Welcome) -> None:
         if self.welcome is None or self._fragments is None:
             self._fragments = self._build(welcome)
+            HERE.begin(welcome, is_first=True)
             self.run_clock.limit(welcome.steps_max)
             self.run_clock.resume(welcome.global_step)
         elif _identity(welcome) != _identity(self.welcome):
@@ -252,6 +253,7 @@ class LearnerSession:
             # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
             with contextlib.suppress(StorageError):
                 counter.flush()
+                HERE.save(Path(welcome.state_dir))
 
         return LearnerFragments(
             self._tensors,
@@ -363,8 +365,8 @@ class LearnerSession:
                 self._welcomed(command)
             case Stop():
                 self.stop_reason, self.final_versions = command.reason, command.versions
-            case MembersChanged():
-                self._news = replace(self._news, regions=command.regions)
+            case ShardsGiven():
+                self._news = replace(self._news, deal=HERE.recall(command))
             case SettingsChanged() if self.welcome is not None:
                 self.welcome = replace(self.welcome, sync_every=command.sync_every)
                 self._news = replace(self._news, carry_steps_limit=command.carry_steps_limit)

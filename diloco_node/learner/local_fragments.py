@@ -34,6 +34,7 @@ from diloco_node.learner.layouts.shard_map import ShardMap, join, whole_map
 from diloco_node.learner.layouts.slab_values import host_values
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.rank_exchange import RankExchange
+from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.revert import RevertCheck
 from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotFacts, SnapshotRooms, host_room
 from diloco_node.learner.worker import BackgroundWorker
@@ -239,16 +240,7 @@ class LearnerFragments:
         fetch = None if self._lane is None else self._lane.pack(local, values, is_kept=self._is_encoded_there)
         if fetch is None:
             self.tensors.read(local, values)
-        facts = SnapshotFacts(
-            number=self._next_snapshot,
-            fragment=request.fragment,
-            version=request.version,
-            base_version=request.base_version,
-            step_from=position.included_step,
-            step=self.step,
-            tokens_from=position.included_tokens,
-            tokens=self.tokens,
-        )
+        facts = SnapshotFacts.of(request, position, number=self._next_snapshot, step=self.step, tokens=self.tokens)
         snapshot = HeldSnapshot(facts, values, buffer, fetch)
         self._next_snapshot += 1
         self._snapshots[request.fragment] = snapshot
@@ -418,6 +410,7 @@ class LearnerFragments:
         )
         if snapshot is not None:
             self._last_included[index] = snapshot.facts.number
+            HERE.include(index, snapshot.facts.step)
         if index in self._snapshots:
             self._resolve(self._snapshots[index])
         carry_factor = 1.0 if position.base_version < 0 else plan.carry_factor

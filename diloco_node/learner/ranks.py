@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from diloco_node.errors import LearnerError
-from diloco_node.wire.learner_link import SnapshotRequested, VersionOffered
+from diloco_node.wire.learner_link import TO_LEARNER, ShardsGiven, SnapshotRequested, VersionOffered
 
 PART_UNITS: Final = 1 << 32
 
@@ -31,7 +31,6 @@ _HEAD: Final = 10
 
 _ORDERS_HEAD: Final = 3
 _ORDERS_PER_FRAGMENT: Final = 5
-_SEPARATOR: Final = "\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +39,14 @@ class Orders:
 
     Attributes:
         requests, offers: by fragment, ascending. wants_initial_state: Theta_0 of this learner.
-        regions: members that train, where they are others than before; else empty.
+        deal: the shards of the data, where they are others than before.
         carry_steps_limit: where it is another than before; else 0.
     """
 
     requests: tuple[SnapshotRequested, ...] = ()
     offers: tuple[VersionOffered, ...] = ()
     wants_initial_state: bool = False
-    regions: tuple[str, ...] = ()
+    deal: ShardsGiven | None = None
     carry_steps_limit: int = 0
 
 
@@ -202,7 +201,7 @@ class Ranks:
         if self.size == 1:
             return orders
         values = torch.zeros(_ORDERS_HEAD + _ORDERS_PER_FRAGMENT * fragments, dtype=torch.int64, device="cpu")
-        values[0], values[1] = int(orders.wants_initial_state), len(orders.regions)
+        values[0], values[1] = int(orders.wants_initial_state), orders.deal is not None
         values[2] = orders.carry_steps_limit
         marks = values[_ORDERS_HEAD:].view(fragments, _ORDERS_PER_FRAGMENT)
         for request in orders.requests:
@@ -214,15 +213,20 @@ class Ranks:
             marks[offer.fragment, 4] = int(offer.is_last)
         with among_ranks():
             dist.broadcast(values, 0, group=self._group)
-        names = self.share_bytes(_SEPARATOR.join(orders.regions).encode()).decode() if values[1] else ""
+        deal = self._share_deal(orders.deal) if values[1] else None
         rows = marks.tolist()
         return Orders(
             tuple(SnapshotRequested(f, row[0] - 1, row[1] - 1) for f, row in enumerate(rows) if row[0]),
             tuple(VersionOffered(f, row[2] - 1, row[3] - 2, row[4] > 0) for f, row in enumerate(rows) if row[2]),
             bool(values[0]),
-            tuple(names.split(_SEPARATOR)) if names else (),
+            deal,
             int(values[2]),
         )
+
+    def _share_deal(self, deal: ShardsGiven | None) -> ShardsGiven:
+        message = TO_LEARNER.decode(self.share_bytes(b"" if deal is None else TO_LEARNER.encode(deal)))
+        assert isinstance(message, ShardsGiven)
+        return message
 
     def meet(self, call: str) -> None:
         """Wait for all ranks to come to the same call, for a bounded time.

@@ -1,23 +1,47 @@
-"""The virtual shards that this process's learner trains (`core.merge.data_shards`), as the run's members are now.
+"""The virtual shards that this process's learner trains (`core.data_shards`), and how far it is in each.
 
-A process has one learner, so there is one table, HERE: data loaders are made before `attach`, and read it row by row.
+The daemon deals them out (`ShardsGiven`), by the ledger, and says where each is begun. The rows that were trained go
+into the ledger with each contribution. A process has one learner, so there is one table, HERE: data loaders are made
+before `attach`, and read it row by row.
+
+A learner that dies may have named rows in a contribution that is merged later. So the positions that were named are in
+a file before the contribution is announced, and the next life begins behind them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Iterable
+import weakref
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import starmap
+from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from diloco_node.core.merge.data_shards import SHARDS, region_shards
+from diloco_node.core.data_shards import SHARDS, ShardRows
+from diloco_node.core.row_book import RowBook
 from diloco_node.errors import LearnerError
+from diloco_node.storage.durable import replace_file
+from diloco_node.wire.learner_link import ShardsGiven, Welcome
+
+I64 = NDArray[np.int64]
 
 log = logging.getLogger("diloco_node.learner")
 
 _UNKNOWN: Final = 2
+
+POSITIONS_FILE: Final = "positions"
+"""In the folder `learner` of the region's state: a hash of the run's name, SHARDS little-endian i64, their CRC-32."""
+
+_RUN_BYTES: Final = 16
+_CHECKSUM_BYTES: Final = 4
 
 
 class RegionShards:
@@ -26,53 +50,153 @@ class RegionShards:
     Attributes:
         flags: shape (SHARDS,), uint8, in shared memory: 1 for a shard of this region, 0 for another's. A worker of a
             data loader, forked or spawned, that has this tensor sees each change.
+        changes: of the members, by which the shards are this region's now.
     """
 
     def __init__(self) -> None:
         self.flags = torch.full((SHARDS,), _UNKNOWN, dtype=torch.uint8, device="cpu")
         self.flags.share_memory_()  # type: ignore[no-untyped-call]
+        self._is_used = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Be nobody's learner: alone."""
+        self.flags.fill_(_UNKNOWN)
+        self.changes = 0
         # Another tuple after each change.
         self._own = tuple(range(SHARDS))
-        # Of the run; empty before `begin`, and when alone.
-        self._run_id = self._region = ""
+        # Of the run's name, on rank 0, which has the file.
+        self._run = b""
+        # None before `begin`, and when alone.
+        self._book: RowBook | None = None
+        # Rows of each shard, over all passes, that the loop was deal, or that lives before trained.
+        self._positions: I64 = np.zeros(SHARDS, np.int64)
+        # The loader that counts.
+        self._teller: weakref.ref[object] | None = None
+        # What the file holds; and whether the daemon has not told the first shards yet.
+        self._saved: Mapping[int, int] = {}
+        self._is_new = True
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The region's shards, ascending, the same object until they change; all of them when alone.
+        """The region's shards that it may train now, ascending, the same object until they change; all when alone.
 
         Raises:
             LearnerError: there is a daemon, and `attach` has not asked it yet.
         """
-        if not self._region:
+        if self._book is None:
             owns(self.flags, 0)
         return self._own
 
-    def begin(self, run_id: str, region: str, regions: Iterable[str]) -> None:
-        """Be the learner of this region, one of the members that train."""
-        self._run_id, self._region = run_id, region
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a loader was made for the region's shards, and it has none yet that it may train."""
+        return self._is_used and not self._own
+
+    def use(self) -> None:
+        """Note that a loader reads this table."""
+        self._is_used = True
+
+    def begin(self, welcome: Welcome, *, is_first: bool) -> None:
+        """Be the learner of a region; its shards come with `follow`. `is_first`: rank 0, which has the file."""
+        self._saved = _read(welcome) if is_first else {}
+        self._book = RowBook(welcome.fragments, self._saved)
+        self._run = _run_hash(welcome.run_id) if is_first else b""
         self._own = ()
-        self.follow(regions)
 
-    def follow(self, regions: Iterable[str]) -> None:
-        """Take what is this region's share among these members. One that was removed trains what it had to its end."""
-        own = region_shards(self._run_id, self._region, regions)
-        if not own or own == self._own:
+    def recall(self, deal: ShardsGiven) -> ShardsGiven:
+        """On rank 0, move where shards are begun behind what a life before has named, for all ranks to follow."""
+        assert self._book is not None
+        if self._is_new:
+            self._is_new = False
+            self._book.inherit(deal.shards, deal.starts)
+        return replace(deal, starts=self._book.behind(deal.shards, deal.starts))
+
+    def follow(self, deal: ShardsGiven) -> None:
+        """Take what is this region's share. One that was removed trains what it had to its end."""
+        if not deal.shards:
             return
-        log.info("%d of %d shards of the data are this region's, %d before", len(own), SHARDS, len(self._own))
-        self._own = own
+        self.changes = deal.changes
+        shards, starts = np.array(deal.shards, np.int64), np.array(deal.starts, np.int64)
+        self._positions[shards] = np.maximum(self._positions[shards], starts)
+        own = tuple(shards[starts >= 0].tolist())
+        if own != self._own:
+            log.info("%d of %d shards of the data are this region's, %d before", len(own), SHARDS, len(self._own))
+            self._own = own
         flags = torch.zeros(SHARDS, dtype=torch.uint8, device="cpu")
-        flags[list(own)] = 1
+        flags[list(deal.shards)] = 1
         self.flags.copy_(flags)
-
-    def clear(self) -> None:
-        """Be nobody's learner: alone."""
-        self._run_id = self._region = ""
-        self._own = tuple(range(SHARDS))
-        self.flags.fill_(_UNKNOWN)
 
     def keep_all(self) -> None:
         """Let a loop that was stopped before its daemon answered read what it likes."""
         self.flags.fill_(1)
+
+    # ---- what is trained ---------------------------------------------------------------------------------------------
+
+    def counts(self, loader: object) -> bool:
+        """Whether this loader's rows are those that count: one does, the first."""
+        teller = None if self._teller is None else self._teller()
+        if teller is None:
+            self._teller = weakref.ref(loader)
+        elif teller is not loader and self._book is not None:
+            log.warning("a second loader of the region's shards: after a restart or a move its rows come once more")
+        return teller is None or teller is loader
+
+    @property
+    def begun(self) -> I64 | None:
+        """Where a shard that comes to the loader that counts is gone on; None when alone. Not a copy."""
+        return None if self._book is None else self._positions
+
+    def gave(self, positions: I64, changes: int) -> None:
+        """Note that the loop was given rows up to these positions, drawn by the members after so many changes."""
+        if self._book is None:
+            return
+        places = np.flatnonzero(positions > self._positions)
+        columns = (values.tolist() for values in (places, self._positions[places], positions[places]))
+        self._book.add(starmap(ShardRows, zip(*columns, strict=True)), changes)
+        self._positions[places] = positions[places]
+
+    def rows(self, fragment: int, step: int) -> tuple[int, ...]:
+        """See `RowBook.rows`."""
+        return () if self._book is None else self._book.rows(fragment, step)
+
+    def include(self, fragment: int, step: int) -> None:
+        """See `RowBook.include`."""
+        if self._book is not None:
+            self._book.include(fragment, step)
+
+    def save(self, state_dir: Path) -> None:
+        """Make what was named durable, on rank 0. From the disk's thread. Raises StorageError: the disk refused."""
+        marks = {} if self._book is None else self._book.marks
+        if marks != self._saved and self._run:
+            positions = np.zeros(SHARDS, "<i8")
+            positions[list(marks)] = list(marks.values())
+            body = self._run + positions.tobytes()
+            replace_file(state_dir / "learner" / POSITIONS_FILE, [body, _checksum(body)])
+            self._saved = marks
+
+
+def _run_hash(run_id: str) -> bytes:
+    return hashlib.sha256(run_id.encode()).digest()[:_RUN_BYTES]
+
+
+def _checksum(body: bytes) -> bytes:
+    return zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little")
+
+
+def _read(welcome: Welcome) -> dict[int, int]:
+    """Read the positions that lives before have named."""
+    path = Path(welcome.state_dir) / "learner" / POSITIONS_FILE
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    body, checksum = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
+    is_whole = len(body) == _RUN_BYTES + 8 * SHARDS and checksum == _checksum(body)
+    if is_whole and body.startswith(_run_hash(welcome.run_id)):
+        return {shard: row for shard, row in enumerate(np.frombuffer(body[_RUN_BYTES:], "<i8").tolist()) if row > 0}
+    log.warning("%s is %s: the data go on where they are merged", path, "of another run" if is_whole else "damaged")
+    return {}
 
 
 def owns(flags: torch.Tensor, shard: int) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco_node.core.merge.data_shards import SHARDS
+from diloco_node.core.data_shards import SHARDS
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin.permutation import mix, permute
 
@@ -63,22 +63,26 @@ class ShardOrder:
         """Rows of these shards, of all ranks."""
         return int(self.sizes[list(own)].sum())
 
-    def advance(self, own: tuple[int, ...], count: int) -> list[RowRange]:
+    def advance(self, own: tuple[int, ...], count: int, begun: I64 | None = None) -> list[RowRange]:
         """Take the next rows; the positions stand after them.
 
         Args:
             own: the region's shards now. The same object while they are the same.
+            begun: shape (SHARDS,), int64: where a shard that comes is gone on; None: at the region's pass.
 
         Raises:
             ConfigError: they have no row.
         """
         if own is not self._own:
-            self._own = own
             shards = np.array(own, np.int64)
             self._filled = shards[self.sizes[shards] > 0]
-            behind = self._pass * self.sizes[self._filled]
-            self.positions[self._filled] = np.maximum(self.positions[self._filled], behind)
-            self._queue = []
+            if begun is None:
+                behind = self._pass * self.sizes[self._filled]
+                self.positions[self._filled] = np.maximum(self.positions[self._filled], behind)
+            else:
+                new = np.setdiff1d(shards, np.array(self._own, np.int64)) if self._own else np.arange(SHARDS)
+                self.positions[new] = begun[new]
+            self._own, self._queue = own, []
         if not len(self._filled):
             raise ConfigError(
                 f"no data for this region: {self.sizes.sum()} rows or windows of text in {SHARDS} shards, none in "

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco_node.core.types import Contribution
+from diloco_node.core.types import Contribution, FragmentPosition
 from diloco_node.learner.layouts.device import Room
-from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, VersionOffered
+from diloco_node.learner.region_shards import HERE
+from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, SnapshotRequested, VersionOffered
 
 SPARE_ROOMS: Final = 2
 """Kept for the next snapshots: as many rounds are in flight by default. When more were, as after ballots that failed,
@@ -26,7 +27,7 @@ class SnapshotFacts:
     """The name of a snapshot, and the steps and tokens that it covers.
 
     Attributes:
-        version, base_version: of the request.
+        version, base_version: of the request. rows: as `Contribution.rows`.
     """
 
     number: int
@@ -37,6 +38,16 @@ class SnapshotFacts:
     step: int
     tokens_from: int
     tokens: int
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, request: SnapshotRequested, position: FragmentPosition, *, number: int, step: int, tokens: int
+    ) -> SnapshotFacts:
+        """Name the snapshot that is taken now, at this step, for a fragment that stands at this position."""
+        rows = HERE.rows(request.fragment, step)
+        where = (position.included_step, step, position.included_tokens, tokens)
+        return cls(number, request.fragment, request.version, request.base_version, *where, rows)
 
     def contribution(self, learner: str, incarnation: int, squared_norms: Sequence[float]) -> Contribution:
         """Return the contribution that it becomes when it is encoded."""
@@ -50,6 +61,7 @@ class SnapshotFacts:
             step_to=self.step,
             tokens=self.tokens - self.tokens_from,
             squared_norms=tuple(squared_norms),
+            rows=self.rows,
         )
 
 

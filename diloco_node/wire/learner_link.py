@@ -8,7 +8,7 @@ Each message is a frame: length as little-endian u32, then strict msgpack (`wire
    made when every fragment has a version.
 4. Every inner step: `Report`. At any time: `SnapshotRequested` (answered by `SnapshotReady` or `SnapshotDenied`) and
    `VersionOffered` (answered by `OfferApplied`), both at the next step boundary.
-5. `MembersChanged` and `RunAdvanced` after `Welcome`, and when there is news.
+5. `ShardsGiven` and `RunAdvanced` after `Welcome`, and when there is news.
 6. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
 
 When the daemon dies the learner goes on and attaches to the next one with its `incarnation`, positions and snapshots.
@@ -303,10 +303,18 @@ class RunAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
-class MembersChanged:
-    """The members of the run that train, sorted: whose the virtual shards of the data are follows from them."""
+class ShardsGiven:
+    """The virtual shards of the data that are this region's, by the ledger as far as it is known here.
 
-    regions: tuple[str, ...]
+    Attributes:
+        changes: of the members (`Roster.changes`). shards: ascending.
+        starts: per shard the row, over all passes, at which the learner begins it; -1: another region may train it
+            still, and it is to wait.
+    """
+
+    changes: int
+    shards: tuple[int, ...]
+    starts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +337,7 @@ class SettingsChanged:
     carry_steps_limit: int
 
 
-ToLearner = (
-    Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced | MembersChanged | SettingsChanged
-)
+ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced | ShardsGiven | SettingsChanged
 
 _LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX)
 
@@ -360,7 +366,7 @@ TO_LEARNER: Final[Schema[ToLearner]] = Schema(
         4: VersionOffered,
         5: Stop,
         6: RunAdvanced,
-        7: MembersChanged,
+        7: ShardsGiven,
         8: SettingsChanged,
     },
     bounds=BOUNDS,

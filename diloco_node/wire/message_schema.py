@@ -35,9 +35,11 @@ from diloco_node.core.shapes import (
     bound_of,
     check_relations,
     items_check,
+    may_be_short,
     relations,
     scalar_check,
     show,
+    whole_array,
 )
 from diloco_node.core.unpacking import SHORT_BYTES, unpack, unpack_short
 from diloco_node.errors import ProtocolViolation
@@ -166,7 +168,7 @@ class Schema(Generic[T]):
         built = self._fields(cls, names, bounds, depth=depth)
         encoders, decoders = [encode for encode, _ in built], [decode for _, decode in built]
         pairs = relations(names, bounds)
-        count = len(names) + skip
+        count, is_short = len(names) + skip, may_be_short(cls)
 
         def encode(value: Any) -> list[Any]:
             if type(value) is not cls:
@@ -178,9 +180,13 @@ class Schema(Generic[T]):
                 raise _named_field(names, encoders, values) from None
             if pairs:
                 check_relations(names, fields, pairs)
+            if is_short and not fields[-1]:
+                fields.pop()
             return [None, *fields] if skip else fields
 
         def decode(fields: Any) -> Any:
+            if is_short and type(fields) is list:
+                fields = whole_array(fields, count)
             if type(fields) is not list or len(fields) != count:
                 raise OutOfBounds(f"expected {cls.__name__} with {count - skip} fields, got {_shape(fields, skip)}")
             own_fields = fields[1:] if skip else fields

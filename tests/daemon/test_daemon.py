@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco_node.core.data_shards import SHARDS
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.merge.fragments import TensorSpec
@@ -48,10 +49,10 @@ from diloco_node.wire.learner_link import (
     UNATTACHED,
     Attach,
     InitialState,
-    MembersChanged,
     Refuse,
     Report,
     RunAdvanced,
+    ShardsGiven,
     ToLearner,
     Warned,
     Welcome,
@@ -399,7 +400,7 @@ async def test_a_learner_that_is_still_there_at_the_end_is_no_fault(
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
     assert isinstance(await learner.hear(), Welcome)
-    assert await learner.hear() == MembersChanged(("a",))
+    assert await learner.hear() == ShardsGiven(0, tuple(range(SHARDS)), (0,) * SHARDS)
     assert await learner.hear() == RunAdvanced(0, None)
     assert await end(daemon, running) == 0
     assert await learner.reader.read() == b""

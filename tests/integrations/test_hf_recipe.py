@@ -16,6 +16,7 @@ from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.schedules import place_schedule
 from tests.kit.data_kit import rows_of, write_jsonl, write_parquet
 from tests.kit.hf_kit import write_hf_folder
+from tests.kit.shards_given import begin
 
 pytestmark = [
     pytest.mark.e2e,  # importing the libraries takes longer than the tests
@@ -55,7 +56,7 @@ def blocks_of(settings: SimpleNamespace, rank: int = 0, ranks: int = 1) -> Any:
 def epochs_of(blocks: Any, region: int, regions: int, count: int = 1) -> list[list[tuple[int, ...]]]:
     """The blocks of so many epochs of one of the regions."""
     names = [f"region-{number}" for number in range(regions)]
-    HERE.begin("run", names[region], names)
+    begin("run", names[region], names)
     loader = blocks.loader(batch_size=1, collate_fn=lambda rows: rows)
     sampler = getattr(blocks, "_sampler", None)
     size = sampler.order.rows(HERE.own) // sampler._ranks.count if sampler is not None else 0

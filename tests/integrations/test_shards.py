@@ -12,14 +12,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import diloco_node
-from diloco_node.core.merge.data_shards import SHARDS, region_shards, shard_owners
+from diloco_node.core.data_shards import SHARDS, TrainedRows, region_shards, shard_owners
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.integrations.loader import EndlessLoader
 from diloco_node.integrations.shards import ShardLoader, ShardSampler, ShardStream
 from diloco_node.learner.region_shards import HERE
-from diloco_node.wire.learner_link import MembersChanged
+from diloco_node.wire.learner_link import SnapshotReady
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import Toy
+from tests.kit.shards_given import begin, follow, shards_given
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -57,7 +58,7 @@ def test_every_row_is_of_one_rank_of_one_region(rows: int, ranks: int):
     count = 0
     seen: set[int] = set()
     for region in NAMES:
-        HERE.begin("run", region, NAMES)
+        begin("run", region, NAMES)
         for rank in range(ranks):
             sampler = ShardSampler(rows, seed=5, rank=rank, ranks=ranks)
             own = sampler.order.rows(HERE.own)
@@ -72,7 +73,7 @@ def test_every_row_is_of_one_rank_of_one_region(rows: int, ranks: int):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plain_loader_goes_on_behind_the_last_batch_that_the_loop_was_given(workers: int):
     """Whatever its workers had fetched: after a restart, after a `break`, over passes."""
-    HERE.begin("run", "us-east", NAMES)
+    begin("run", "us-east", NAMES)
     options = {"batch_size": 4, "seed": 1, "num_workers": workers}
     whole = ShardLoader(Numbers(300), **options)
     passes = [take(whole, 10**6) for _ in range(2)]
@@ -96,7 +97,7 @@ def test_a_plain_loader_goes_on_behind_the_last_batch_that_the_loop_was_given(wo
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_loader_keeps_the_samplers_position(workers: int):
     loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the extra `hf`")
-    HERE.begin("run", "us-east", NAMES)
+    begin("run", "us-east", NAMES)
 
     def make() -> Any:
         sampler = ShardSampler(400, seed=2)
@@ -124,7 +125,12 @@ def test_a_loop_takes_other_rows_when_a_member_comes_and_none_that_others_have(f
                 assert int(row) in before
                 seen[int(row)] += 1
             toy.step(diloco)
-        daemon.send(MembersChanged((*NAMES, "sa-east")))
+        daemon.want(0)
+        toy.step(diloco)
+        contribution = daemon.wait_for(SnapshotReady).contribution
+        trained = TrainedRows.unpacked(contribution.rows)
+        assert {item.shard for item in trained.ranges} == {shard for shard, count in enumerate(seen) if count}
+        daemon.send(shards_given("run-1", "us-east", (*NAMES, "sa-east"), changes=1))
         while diloco.shards is before:
             toy.step(diloco)
         assert diloco.shards == region_shards("run-1", "us-east", (*NAMES, "sa-east"))
@@ -136,6 +142,78 @@ def test_a_loop_takes_other_rows_when_a_member_comes_and_none_that_others_have(f
     assert max(seen) == 1
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_go_on_where_they_were_merged_in_the_region_that_gets_the_shard(workers: int):
+    """Five rows a shard. What a region trained after its last contribution that was merged is trained again."""
+    names = ("eu-west", "us-east")
+    options = {"batch_size": 8, "seed": 1, "num_workers": workers}
+    begin("run", "us-east", names)
+    loader = ShardLoader(Numbers(5 * SHARDS), **options)
+    iterator = iter(loader)
+    seen = [int(row) for _ in range(12) for row in next(iterator)]
+    merged = TrainedRows.unpacked(HERE.rows(0, 12))
+    next(iterator)
+    begun = {item.shard: item.stop for item in merged.ranges}
+    assert (merged.changes, sum(begun.values())) == (0, 96)
+    assert {row % SHARDS for row in seen} == set(begun)
+    follow("run", "us-east", (*names, "sa-east"))
+    assert TrainedRows.unpacked(HERE.rows(0, 13)).changes == 0, "the next batches may be drawn already"
+    batches = [next(iterator) for _ in range(5)]
+    assert len(batches) == 5
+    assert TrainedRows.unpacked(HERE.rows(0, 18)).changes == 1
+
+    begin("run", "sa-east", (*names, "sa-east"), changes=1, starts=begun)
+    moved = set(HERE.own) & set(begun)
+    assert moved, "the test's shards are to move"
+    other = ShardLoader(Numbers(5 * SHARDS), **options)
+    rest = take(other, -(-5 * len(HERE.own) // 8))
+    for shard in moved:
+        first, second = ([row for row in rows if row % SHARDS == shard] for rows in (seen, rest))
+        assert len(first) == begun[shard]
+        assert sorted({*first, *second}) == [shard + SHARDS * number for number in range(5)]
+        assert not set(first) & set(second[: 5 - len(first)])
+
+
+def test_a_restart_goes_on_behind_what_was_named_whatever_the_checkpoint_says(tmp_path: Path):
+    (tmp_path / "learner").mkdir()
+    begin("run", "us-east", NAMES, folder=tmp_path)
+    loader = ShardLoader(Numbers(5 * SHARDS), batch_size=8, seed=1)
+    seen = take(loader, 3)
+    named = HERE.rows(0, 3)
+    HERE.save(tmp_path)
+    take(loader, 2)
+    state = loader.state_dict()
+    begin("run", "us-east", NAMES, folder=tmp_path)
+    after = ShardLoader(Numbers(5 * SHARDS), batch_size=8, seed=1)
+    after.load_state_dict(state)
+    assert HERE.rows(0, 0) == ()
+    whole = [*seen, *take(after, 20)]
+    assert len(set(whole)) == len(whole) == 8 * 23
+    rows = TrainedRows.unpacked(HERE.rows(0, 20))
+    stops = {item.shard: item.stop for item in TrainedRows.unpacked(named).ranges}
+    for item in rows.ranges:
+        assert item.start == stops.get(item.shard, 0), "also where nothing was trained since: the ledger is to know"
+    assert stops.keys() <= {item.shard for item in rows.ranges}
+
+    path = tmp_path / "learner" / "positions"
+    begin("another run", "us-east", NAMES, folder=tmp_path)
+    assert HERE.begun is not None
+    assert not HERE.begun.any()
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    begin("run", "us-east", NAMES, folder=tmp_path)
+    assert not HERE.begun.any()
+
+
+def test_of_two_loaders_the_first_counts(caplog: pytest.LogCaptureFixture):
+    begin("run", "us-east", NAMES)
+    first, second = ShardLoader(Numbers(999), batch_size=2), ShardLoader(Numbers(77), batch_size=2)
+    take(first, 1)
+    rows = HERE.rows(0, 1)
+    take(second, 1)
+    assert HERE.rows(0, 1) == rows
+    assert "a second loader of the region's shards" in caplog.text
+
+
 def test_rows_before_attach_are_refused_where_there_is_a_daemon(folder: Path):
     for loader in (ShardLoader(Numbers(9)), DataLoader(ShardStream(Numbers(9)))):
         with pytest.raises(LearnerError, match=r"known after attach\(\)"):
@@ -143,9 +221,9 @@ def test_rows_before_attach_are_refused_where_there_is_a_daemon(folder: Path):
 
 
 def test_a_region_without_a_row_and_a_rank_that_is_none_are_refused():
-    HERE.begin("run", shard_owners("run", NAMES)[0], NAMES)
+    begin("run", shard_owners("run", NAMES)[0], NAMES)
     assert list(ShardSampler(1)) == [0]
-    HERE.begin("run", next(name for name in NAMES if name != shard_owners("run", NAMES)[0]), NAMES)
+    begin("run", next(name for name in NAMES if name != shard_owners("run", NAMES)[0]), NAMES)
     with pytest.raises(ConfigError, match=r"no data for this region: 1 rows.*Give more data"):
         list(ShardSampler(1))
     with pytest.raises(LearnerError, match="rank 2 of 2"):
@@ -163,7 +241,7 @@ def test_a_loader_that_a_library_deals_once_more_is_refused():
 def test_a_stream_is_dealt_to_regions_ranks_and_workers(workers: int):
     seen = []
     for region in NAMES:
-        HERE.begin("run", region, NAMES)
+        begin("run", region, NAMES)
         for rank in range(2):
             stream = ShardStream(range(2500), rank=rank, ranks=2)
             part = [int(row) for row in DataLoader(stream, batch_size=None, num_workers=workers)]
@@ -176,7 +254,7 @@ def test_a_stream_is_dealt_to_regions_ranks_and_workers(workers: int):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_goes_on_in_every_worker(workers: int):
     loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the extra `hf`")
-    HERE.begin("run", "us-east", NAMES)
+    begin("run", "us-east", NAMES)
 
     def make() -> EndlessLoader:
         def one_pass(_: int) -> Any:
@@ -215,12 +293,12 @@ class Waiting(Dataset[Any]):
 
 def test_a_worker_that_reads_on_keeps_the_rows_of_the_new_owners():
     read, write = os.pipe()
-    HERE.begin("run", "us-east", NAMES)
+    begin("run", "us-east", NAMES)
     before = HERE.own
     loader = DataLoader(ShardStream(Waiting(read)), batch_size=None, num_workers=1, prefetch_factor=3 * SHARDS)
     iterator = iter(loader)
     first = [next(iterator) for _ in before]
-    HERE.follow(("us-east", "us-west"))
+    follow("run", "us-east", ("us-east", "us-west"))
     os.write(write, b"1")
     second = list(iterator)
     assert [row for row, _ in first] == list(before)
@@ -230,11 +308,11 @@ def test_a_worker_that_reads_on_keeps_the_rows_of_the_new_owners():
 
 
 def test_a_region_that_was_removed_keeps_its_rows():
-    HERE.begin("run", "us-east", NAMES)
+    begin("run", "us-east", NAMES)
     own = HERE.own
-    HERE.follow(("eu-west", "us-west"))
+    follow("run", "us-east", ("eu-west", "us-west"))
     assert HERE.own is own
-    HERE.follow(NAMES)
+    follow("run", "us-east", NAMES)
     assert HERE.own is own
 
 

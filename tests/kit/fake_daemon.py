@@ -32,7 +32,6 @@ from diloco_node.wire.learner_link import (
     Attach,
     Done,
     InitialState,
-    MembersChanged,
     OfferApplied,
     Report,
     SnapshotDenied,
@@ -45,6 +44,7 @@ from diloco_node.wire.learner_link import (
     Welcome,
     merge_rules,
 )
+from tests.kit.shards_given import shards_given
 
 T = TypeVar("T")
 PATIENCE_S = 180.0
@@ -151,7 +151,7 @@ class FakeDaemon:
                 fragment_digests=self.fragment_digests,
             )
         )
-        self._server.send(MembersChanged(self.members))
+        self._server.send(shards_given("run-1", "us-east", self.members))
         if self.theta:
             self._offer_all(whole)
         self._note(lambda: self.attaches.append(attach))

@@ -109,6 +109,7 @@ class Small:
         assert self.sim.has_caught_up((0,) * 4), f"seed {SEED}: not caught up"
         self.sim.check_equal()
         audit.close(self.hosts)
+        self.sim.checkers.rows.close(self.hosts)
         assert self.sim.checkers.violations == [], f"seed {SEED}"
 
     def view(self, name: str) -> RegionView:

@@ -21,6 +21,7 @@ from diloco_node.wire.learner_link import (
     Done,
     OfferApplied,
     RunAdvanced,
+    ShardsGiven,
     SnapshotReady,
     SnapshotRequested,
     VersionOffered,
@@ -132,8 +133,8 @@ def test_orders_are_on_the_way_what_they_were(monkeypatch: pytest.MonkeyPatch) -
     assert ranks.share_orders(orders, fragments=5) == orders
     assert ranks.share_orders(Orders(), fragments=5) == Orders()
     assert [values.dtype for values in sent] == [torch.int64] * 2
-    members = Orders(regions=("eu-west", "us-east"), carry_steps_limit=96)
-    assert ranks.share_orders(members, fragments=5) == members
+    shards = Orders(deal=ShardsGiven(3, (1, 5), (0, -1)), carry_steps_limit=96)
+    assert ranks.share_orders(shards, fragments=5) == shards
 
 
 def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

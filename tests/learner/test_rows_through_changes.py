@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from diloco_node.core.merge.data_shards import SHARDS, region_shards
+from diloco_node.core.data_shards import SHARDS, region_shards
 from diloco_node.learner.shard_order import ShardOrder
 
 ROWS = 3 * SHARDS + 100

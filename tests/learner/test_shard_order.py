@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.merge.data_shards import SHARDS
+from diloco_node.core.data_shards import SHARDS
 from diloco_node.errors import ConfigError
 from diloco_node.learner.shard_order import RowRange, ShardOrder
 

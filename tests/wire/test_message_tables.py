@@ -1,13 +1,17 @@
 """wire/message_tables.py: every message has its tag for ever, and yesterday's bytes decode today."""
 
+import dataclasses
 import typing
 
+import msgpack
 import pytest
 
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
+from diloco_node.core.ledger.entries import canonical_codec
 from diloco_node.core.member_kind import Enrolled, MembershipBody
 from diloco_node.core.settings_body import SettingsBody
+from diloco_node.core.shapes import OutOfBounds
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire import link_messages as k
@@ -143,6 +147,23 @@ def test_headers_come_back_equal(header: TransferHeader) -> None:
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
 def test_entries_come_back_equal(body: t.EntryBody) -> None:
     assert ENTRIES.decode(ENTRIES.encode(entry(body))) == entry(body)
+
+
+def test_rows_that_nobody_counts_take_no_byte_and_have_one_encoding() -> None:
+    """On the wire and in the ledger alike."""
+    message = m.Contributed(BALLOT, CONTRIBUTION)
+    plain = msgpack.unpackb(CONTROL.encode(message))
+    assert len(plain[2]) == len(dataclasses.fields(t.Contribution)) - 1
+    with pytest.raises(ProtocolViolation, match="its last field is empty"):
+        CONTROL.decode(msgpack.packb([*plain[:2], [*plain[2], []]]))
+    counted = dataclasses.replace(CONTRIBUTION, rows=(1, 7, 40, 8))
+    assert CONTROL.decode(CONTROL.encode(m.Contributed(BALLOT, counted))).contribution == counted
+    write, read = canonical_codec(t.Contribution)
+    assert read(write(CONTRIBUTION)) == CONTRIBUTION
+    assert read(write(counted)) == counted
+    assert len(write(CONTRIBUTION)) == len(plain[2])
+    with pytest.raises(OutOfBounds, match="its last field is empty"):
+        read([*write(CONTRIBUTION), []])
 
 
 def test_frozen_bytes_decode() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
+from diloco_node.core.ledger.shard_account import ShardAccount
 from diloco_node.core.ledger.summary import Closed, Covered, GivenUp, Included, RunSummary
 from diloco_node.core.types import Contribution, DiscardedBody, Entry, RoundBody
 
@@ -47,10 +48,14 @@ class Account:
     """The account after some entries: `take` each entry once, in order, then ask.
 
     Entries that are taken may be taken back, newest first, until they are settled.
+
+    Attributes:
+        shards: the same for the rows of the data.
     """
 
     def __init__(self) -> None:
         self._index = 0
+        self.shards = ShardAccount(self._set)
         # (learner, fragment) -> the newest inclusion, of whatever incarnation.
         self._inclusions: dict[tuple[str, int], LastInclusion] = {}
         # (learner, incarnation, fragment) -> steps and tokens that are merged or discarded.
@@ -79,6 +84,7 @@ class Account:
         self._index = entry.index
         self._undo.append([])
         body = entry.body
+        self.shards.take(entry)
         if isinstance(body, DiscardedBody):
             self._cover(body)
             self._set(self._discarded, body.fragment, self._discarded.get(body.fragment, 0) + body.tokens)
@@ -119,7 +125,7 @@ class Account:
         if body.step_from != steps or body.step_to <= body.step_from or body.tokens < 0:
             interval = f"({body.step_from}, {body.step_to}]"
             return f"{interval} of {learner}'s incarnation {incarnation} does not follow step {steps}"
-        return ""
+        return self.shards.fault(body) if isinstance(body, Contribution) else ""
 
     def last_inclusion(self, learner: str, fragment: int) -> LastInclusion | None:
         """The newest inclusion of this learner in a round of this fragment; None if there was none."""
@@ -173,6 +179,7 @@ class Account:
         for learner, lives in numbers.items():
             for incarnation in lives[:-INCARNATIONS_KEPT]:
                 self._close(learner, incarnation, fragments)
+        self.shards.drop_unused()
 
     def covered_lines(self, fragments: int) -> tuple[Covered, ...]:
         """The account of each incarnation that is not closed, by learner and incarnation."""
@@ -232,6 +239,7 @@ class Account:
         self._given_up = {
             (line.learner, line.fragment): (line.incarnation, line.step_to, line.version) for line in summary.given_up
         }
+        self.shards.restore(summary)
 
     def merged_tokens(self, fragments: int) -> int:
         """Tokens of all inclusions with a weight, the mean over the fragments, rounded down."""
@@ -266,6 +274,7 @@ class Account:
             incarnation, version, contribution.snapshot, *self._covered[learner, incarnation, fragment]
         )
         self._set(self._inclusions, (learner, fragment), inclusion)
+        self.shards.include(contribution)
 
     def _cover(self, body: Contribution | DiscardedBody) -> None:
         line, life = (body.learner, body.incarnation, body.fragment), (body.learner, body.incarnation)

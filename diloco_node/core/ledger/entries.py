@@ -27,9 +27,11 @@ from diloco_node.core.shapes import (
     bound_of,
     check_relations,
     items_check,
+    may_be_short,
     octets_check,
     relations,
     scalar_check,
+    whole_array,
     whole_check,
 )
 from diloco_node.core.types import (
@@ -227,12 +229,17 @@ def _dataclass_codec(kind: Any) -> _Codec:
     readers = [(name, read) for name, (_, read) in zip(names, codecs, strict=True)]
     pairs = relations(names, bounds)
 
+    is_short = may_be_short(kind)
+
     def write(value: Any) -> list[Any]:
         if type(value) is not kind:
             raise OutOfBounds(f"expected {kind.__name__}, found {type(value).__name__}")
-        return _each_field(writers, [getattr(value, name) for name in names])
+        plain = _each_field(writers, [getattr(value, name) for name in names])
+        return plain[:-1] if is_short and not plain[-1] else plain
 
     def read(plain: Any) -> Any:
+        if is_short and type(plain) is list:
+            plain = whole_array(plain, len(names))
         if type(plain) is not list or len(plain) != len(names):
             raise OutOfBounds(f"expected {kind.__name__} as an array of {len(names)}")
         return kind(*_each_field(readers, plain))

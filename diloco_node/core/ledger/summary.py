@@ -16,7 +16,7 @@ Forgotten facts, and why nobody misses them:
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgpack
@@ -26,7 +26,7 @@ from diloco_node.core.ledger.entries import canonical_codec
 from diloco_node.core.ledger.roster import Roster, lines_fault
 from diloco_node.core.member_kind import Enrolled
 from diloco_node.core.settings_body import SettingsBody
-from diloco_node.core.shapes import OutOfBounds
+from diloco_node.core.shapes import LEFT_OUT, OutOfBounds
 from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase, SnapshotBody
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import ProtocolViolation
@@ -95,6 +95,33 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardLife:
+    """Shards of the data that a learner's incarnation trained last, by shard; see `shard_account.ShardHolder`."""
+
+    learner: str
+    incarnation: int
+    shards: tuple[int, ...]
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWait:
+    """Shards of the data that are another's now, and that this learner may train until it has heard."""
+
+    learner: str
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLines:
+    """All that `ShardAccount` knows."""
+
+    lives: tuple[ShardLife, ...]
+    waits: tuple[ShardWait, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """The facts of the entries up to one index.
 
@@ -109,6 +136,7 @@ class RunSummary:
         members: as `Roster.lines`; empty: those of genesis. changes, signature: see `roster.Roster`.
         revocations: certificates, sorted.
         settings: that the ledger holds by now; none: as `GenesisBody.settings`.
+        shards: one, if regions count the rows of the data that they train.
     """
 
     genesis: tuple[GenesisBody, ...]
@@ -131,6 +159,7 @@ class RunSummary:
     signature: bytes = b""
     revocations: tuple[bytes, ...] = ()
     settings: tuple[SettingsBody, ...] = ()
+    shards: tuple[ShardLines, ...] = field(default=(), metadata=LEFT_OUT)
 
 
 def encode_summary(summary: RunSummary) -> bytes:
@@ -212,7 +241,16 @@ def _shape_fault(summary: RunSummary, fragments: int) -> str:
         return "it has no genesis"
     genesis = summary.genesis[0]
     is_named = len(genesis.disks) == len(genesis.regions)
-    return _members_fault(summary) if is_named else "it does not name a folder for each region"
+    fault = _members_fault(summary) if is_named else "it does not name a folder for each region"
+    return fault or _shards_fault(summary)
+
+
+def _shards_fault(summary: RunSummary) -> str:
+    lives = [life for lines in summary.shards for life in lines.lives]
+    if any(not len(life.shards) == len(life.starts) == len(life.stops) for life in lives):
+        return "shards of the data without positions"
+    shards = [shard for life in lives for shard in life.shards]
+    return "a shard of the data is held twice" if len(set(shards)) < len(shards) else ""
 
 
 def _members_fault(summary: RunSummary) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from diloco_node.core.data_shards import region_shards
 from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import Joined, RunSummary, summed_roster
@@ -185,6 +186,7 @@ class RoundHistory:
             signature=self.roster.signature,
             revocations=tuple(sorted(self.revocations)),
             settings=self._settings_body,
+            shards=self.account.shards.lines(),
         )
 
     def restore(self, summary: RunSummary, index: int, *, now_ns: int) -> None:
@@ -252,6 +254,15 @@ class RoundHistory:
         if not 0 <= body.fragment < len(self.versions):
             return f"there is no fragment {body.fragment}"
         return self.account.fault(body)
+
+    def shards(self, run_id: str, region: str, incarnation: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Return how often the members have changed, a region's shards of the data, and where its learner begins.
+
+        Args:
+            run_id: of the run, which may have no genesis yet. incarnation: of the learner.
+        """
+        own = region_shards(run_id, region, self.roster.names)
+        return self.roster.changes, own, self.account.shards.starts(region, incarnation, own)
 
     def _take_round(self, body: RoundBody) -> None:
         self.versions[body.fragment] = body.version

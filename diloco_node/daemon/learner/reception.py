@@ -25,10 +25,11 @@ from diloco_node.wire.frozen_listing import frozen_difference
 from diloco_node.wire.learner_link import (
     NEW_PROCESS,
     Attach,
-    MembersChanged,
     Report,
     RunAdvanced,
     SettingsChanged,
+    ShardsGiven,
+    SnapshotReady,
     ToDaemon,
     Warned,
     Welcome,
@@ -60,13 +61,17 @@ class Reception:
         # Grows with each attach and each detach: a welcome that was begun for an older number is dropped.
         self._attaches = 0
         self._is_welcomed = False
+        # Of the learner that was welcomed last; 0: none was.
+        self._incarnation = 0
         # One welcome at a time, so that a later learner has the greater incarnation.
         self._welcome_lock = asyncio.Lock()
         # A new process whose incarnation the other regions must tell first.
         self.waiting_attach: Attach | None = None
         self._sent_position = RunPosition(0, None)
         self._sent_position_ns = 0
-        self._sent_members: tuple[str, ...] = ()
+        # The shards of the data as the learner was told, and by which entry of the ledger.
+        self._sent_shards: ShardsGiven | None = None
+        self._shards_index = 0
         # Of the run, as the learner was told.
         self._sent_settings = runtime.spec.settings
         # Why steps are of no use now, as the learner was told; and since when that is so, None: it is not.
@@ -135,6 +140,13 @@ class Reception:
         elif not self._is_welcomed:
             # No learner does that: it knows neither its incarnation nor which versions are there.
             self._note(Note("learner", f"{type(message).__name__} before its welcome: ignored", is_alarm=True))
+        elif isinstance(message, SnapshotReady) and (
+            fault := self._core.history.account.shards.fault(message.contribution)
+        ):
+            # Of a folder that was lost, or of an older copy: nobody would merge what it trains.
+            text = f"its place in the data can't be: {fault}. Its next start goes on where the run is"
+            self._note(Note("learner", text, is_alarm=True))
+            self._runtime.learner_server.refuse(text, is_final=True)
         else:
             self._learner.on_message(message)
             if isinstance(message, Report):
@@ -153,8 +165,8 @@ class Reception:
             attach, self.waiting_attach = self.waiting_attach, None
             self._runtime.spawn(self._welcome(attach, self._attaches), "welcome")
         self._compare_frozen()
-        if self._is_welcomed and self._core.history.roster.names != self._sent_members:
-            self._send_members()
+        if self._is_welcomed and self._core.history.account.index != self._shards_index:
+            self._send_shards()
         settings = self._core.history.settings
         if self._is_welcomed and settings is not self._sent_settings:
             self._sent_settings = settings
@@ -242,7 +254,8 @@ class Reception:
                 fragment_digests=self._first_digests(predecessors),
             )
         )
-        self._send_members()
+        self._incarnation, self._sent_shards = incarnation, None
+        self._send_shards()
         self._send_position(position)
         self._learner.on_attach(
             attach,
@@ -282,9 +295,13 @@ class Reception:
         news = RunAdvanced(min(position.steps, STEP_MAX), position.part, self._sent_lack)
         self._runtime.learner_server.send(news)
 
-    def _send_members(self) -> None:
-        self._sent_members = self._core.history.roster.names
-        self._runtime.learner_server.send(MembersChanged(self._sent_members))
+    def _send_shards(self) -> None:
+        """Tell the learner its shards of the data, if that is news. A region that was removed keeps what it had."""
+        self._shards_index = self._core.history.account.index
+        deal = ShardsGiven(*self._core.history.shards(self._spec.run_id, self._spec.region, self._incarnation))
+        if deal.shards and deal != self._sent_shards:
+            self._sent_shards = deal
+            self._runtime.learner_server.send(deal)
 
     def _lack(self) -> str:
         """Return why the learner's further steps are of no use; empty while that is no older than an election."""

@@ -24,13 +24,13 @@ from diloco_node.lab.sim.fake_tensors import state_digest
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.member_check import MemberCheck
 from diloco_node.lab.sim.oracle import Oracle
+from diloco_node.lab.sim.row_check import RowCheck
 from diloco_node.lab.sim.setting_orders import SettingCheck
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.lab.sim.world import SECOND, World
 
 VIOLATIONS_MAX = 20
 """More than that of one run tell nothing new."""
-
 
 _REFUSED = ("does not append what can't be", "follows it no more")
 """Words of a core about an entry that it refuses, its own or its leader's."""
@@ -94,6 +94,7 @@ class Checkers:
         self.audit = Audit(setup, self.violate)
         self.members = MemberCheck(setup.founders, self.violate)
         self._settings = SettingCheck(setup.settings, self.violate)
+        self.rows = RowCheck(len(setup.layouts), self.violate)
         self.oracle = Oracle(setup, self.violate, self._payload_of)
         self._world = world
         self._setup = setup
@@ -267,6 +268,7 @@ class Checkers:
             if body.ballot not in self._ballots and not self.liars and not self.members.has_been_alone:
                 self.violate(f"ballot: {body.ballot} was never opened but committed {body.fragment}/{body.version}")
             self.oracle.round_committed(body)
+            self.rows.committed(body, self.hosts, self.liars)
         if isinstance(body, DiscardedBody):
             self.oracle.discarded(body)
         counters = {name: self.hosts[name].disk.all_counters for name in self.hosts if name not in self.liars}
@@ -311,8 +313,7 @@ class Checkers:
             return
         if host.disk.term < message.term:
             self.violate(f"durable: {host.name} answers in term {message.term}, its disk has {host.disk.term}")
-        fault = self._unproducible(host.disk, entry.index)
-        if fault:
+        if fault := self._unproducible(host.disk, entry.index):
             self.violate(f"durable: acknowledgement to {peer}: {host.name} {fault}")
 
     def _check_age(self, host: Host, action: str) -> None:
@@ -387,8 +388,7 @@ class Checkers:
     def _is_booking(self, host: Host, contribution: Contribution) -> bool:
         """Whether steps of the same account are in the leader's log as discarded, but not committed yet."""
         ledger = view.ledger(host.core)
-        open_entries = range(ledger.cluster_commit_index + 1, ledger.last_index + 1)
-        bodies = [ledger.entry(index).body for index in open_entries]
+        bodies = [ledger.entry(at).body for at in range(ledger.cluster_commit_index + 1, ledger.last_index + 1)]
         account = (contribution.learner, contribution.incarnation, contribution.fragment)
         return any(
             isinstance(body, DiscardedBody) and (body.learner, body.incarnation, body.fragment) == account
@@ -446,10 +446,9 @@ class Checkers:
             self.violate(f"apply: {host.name} applies another {body.fragment}/{body.version} than was committed")
 
     def _offers(self, host: Host, effect: ev.OfferVersion) -> None:
-        if host.learner is not None:
-            base_version = host.learner.parts[effect.fragment].position.base_version
-            if effect.version < base_version:
-                self.violate(f"offer: {host.name} offers {effect} to a learner at {base_version}")
+        learner = host.learner
+        if learner is not None and effect.version < learner.parts[effect.fragment].position.base_version:
+            self.violate(f"offer: {host.name} offers {effect}, its learner is at {learner.status().positions}")
 
     def _payload_of(self, body: RoundBody) -> bytes | None:
         """The payload of a committed round, from any disk."""

@@ -32,7 +32,7 @@ from diloco_node.errors import DilocoError, PeerError
 from diloco_node.lab.sim.fake_learner import FakeLearner, FakeSnapshot, Offer
 from diloco_node.lab.sim.fake_store import DiskTime, FakeStore, FolderDisk
 from diloco_node.lab.sim.fake_transport import FakeTransport
-from diloco_node.lab.sim.host import WAKES_MAX, Host
+from diloco_node.lab.sim.host import RUN_ID, WAKES_MAX, Host
 from diloco_node.lab.sim.loop import VirtualLoop, VirtualThreads
 from diloco_node.lab.sim.world import LOCAL_NS, MS, SECOND, Life
 from diloco_node.numeric import F32
@@ -83,6 +83,7 @@ class ObservedCore:
             host.observer.effect_seen(host, effect)
             yield effect
         host.observer.settled(host)
+        host.tell_shards()
 
     def _count_wakes(self, now_ns: int) -> None:
         self._host.world.note(self._host.name, "timer", b"timer")
@@ -312,7 +313,13 @@ class DaemonHost(Host):
         if self.learner is not None or self.is_absent:
             return
         self.learner = LinkedLearner(
-            self.world, self.setup, self, region=self.name, incarnation=learner_link.NEW_PROCESS, pool=self._pool
+            self.world,
+            self.setup,
+            self,
+            region=self.name,
+            incarnation=learner_link.NEW_PROCESS,
+            pool=self._pool,
+            row_marks=self.disk.row_marks,
         )
         self.world.note(self.name, "learner started", b"learner")
         self._attach_learner()
@@ -360,7 +367,7 @@ class DaemonHost(Host):
             1,
             self.setup.manifest.tensors,
             current,
-            "simulated",
+            RUN_ID,
             status.step,
             status.tokens,
             status.step_time_ns,
@@ -391,6 +398,8 @@ class DaemonHost(Host):
 
     def _deliver_message(self, message: learner_link.ToDaemon) -> None:
         self.world.note(self.name, message, type(message).__name__.encode())
+        if isinstance(message, learner_link.SnapshotReady) and self.has_refused(ev.SnapshotTaken(message.contribution)):
+            return
         self._proxy.on_message(message)
 
     def tell_daemon(self, event: ev.Event) -> None:

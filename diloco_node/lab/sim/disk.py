@@ -6,7 +6,7 @@ Everything durable is a plain attribute, so that checkers can ask what the disk 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, LedgerBase, Recovered
@@ -57,6 +57,7 @@ class Disk:
         states: per fragment the newest state file; at version 0 perhaps Theta_0 of a genesis that never was.
         older_states: state files by fragment and version, the newest one too.
         counters: per incarnation of this region's learner (steps, tokens) trained, as persisted.
+        row_marks: per shard of the data, the row up to which a contribution has named it.
         ledger_queue: ledger writes not yet fsynced, in order.
         late_writes: writes whose effect on the durable attributes comes with their fsync.
         votes: every vote that ever was durable, by term; no daemon reads it.
@@ -74,6 +75,7 @@ class Disk:
     states: dict[int, DiskState] = field(default_factory=dict)
     older_states: dict[tuple[int, int], DiskState] = field(default_factory=dict)
     counters: dict[int, tuple[int, int]] = field(default_factory=dict)
+    row_marks: Mapping[int, int] = field(default_factory=dict)
     ledger_queue: list[LedgerWrite] = field(default_factory=list)
     late_writes: list[Callable[[], None]] = field(default_factory=list)
     votes: dict[int, str] = field(default_factory=dict)

@@ -7,12 +7,14 @@ other bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from diloco_node.core.data_shards import ShardRows
 from diloco_node.core.events import (
     Event,
     LearnerAttached,
@@ -22,6 +24,7 @@ from diloco_node.core.events import (
     TakeSnapshot,
 )
 from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
+from diloco_node.core.row_book import RowBook
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, LearnerStatus
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.fake_tensors import FragmentLayout
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
     from diloco_node.lab.sim.setup import Setup
 
 POOL_VECTORS = 64
+ROWS_A_STEP = 3
+ROWS_A_PASS = 7
+"""Rows of a shard. So a step moves two shards at times."""
+
 NOWHERE = FragmentPosition(-1, 0, 0, 0)
 
 Pool = list[list[F32]]
@@ -98,6 +105,9 @@ class LearnerPort(Protocol):
     def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
         """Write the trained counters to disk; call `on_done` after the fsync."""
 
+    def rows_trained(self, incarnation: int, ranges: list[ShardRows]) -> None:
+        """A step is made with these rows of the data."""
+
     def complain(self, text: str) -> None:
         """Something happened that must not."""
 
@@ -107,10 +117,19 @@ class FakeLearner:
 
     Attributes:
         life: over when the process is dead. step, tokens: since the start of this incarnation. parts: per fragment.
+        book: of the rows of the data that it trains.
     """
 
     def __init__(
-        self, world: World, setup: Setup, port: LearnerPort, *, region: str, incarnation: int, pool: Pool
+        self,
+        world: World,
+        setup: Setup,
+        port: LearnerPort,
+        *,
+        region: str,
+        incarnation: int,
+        pool: Pool,
+        row_marks: Mapping[int, int],
     ) -> None:
         self.life = Life()
         self._region = region
@@ -122,6 +141,14 @@ class FakeLearner:
         # True once the run has told it to stop; no step follows.
         self.finished = False
         self.parts = [_blank(layout) for layout in setup.layouts]
+        self.book = RowBook(len(setup.layouts), row_marks)
+        # The shards that it may train, by which change of the members, and the row that is next in each.
+        self._shards: tuple[int, ...] = ()
+        self._changes = 0
+        self._rows: dict[int, int] = {}
+        # The shard that was trained last, and whether it has heard of any.
+        self._shard = 0
+        self._has_shards = False
         self._world = world
         self._setup = setup
         self._port = port
@@ -147,8 +174,10 @@ class FakeLearner:
 
     @property
     def is_training(self) -> bool:
-        """Every fragment has been given its first version, and nobody said stop."""
-        return not self.finished and all(local.position.base_version >= 0 for local in self.parts)
+        """Every fragment has been given its first version, there are rows to train, and nobody said stop."""
+        return (
+            not self.finished and bool(self._shards) and all(local.position.base_version >= 0 for local in self.parts)
+        )
 
     def status(self) -> LearnerStatus:
         """Report as the learner sends it."""
@@ -182,6 +211,16 @@ class FakeLearner:
     def stop(self, reason: str) -> None:
         """The run is finished."""
         self._stop_reason = reason
+
+    def follow_shards(self, changes: int, shards: tuple[int, ...], starts: tuple[int, ...]) -> None:
+        """The daemon says which shards of the data are the region's, and where each is begun."""
+        if not self._has_shards:
+            self._has_shards = True
+            self.book.inherit(shards, starts)
+        self._changes = changes
+        places = dict(zip(shards, self.book.behind(shards, starts), strict=True))
+        self._rows.update({shard: max(row, self._rows.get(shard, 0)) for shard, row in places.items()})
+        self._shards = tuple(shard for shard, row in places.items() if row >= 0)
 
     def forget_daemon(self) -> None:
         """The daemon died: what it asked for is void, what it offered was in its memory."""
@@ -224,11 +263,25 @@ class FakeLearner:
 
     def _train(self) -> None:
         self.step += 1
+        self._train_rows()
         self.tokens += self.token_factor * self._world.rng.randint(60, 70)
         for fragment, local in enumerate(self.parts):
             update = self._pool[fragment][self._world.rng.randrange(POOL_VECTORS)]
             local.theta = local.theta + update
             local.work += update
+
+    def _train_rows(self) -> None:
+        """Train one shard after another, each a pass at a time."""
+        begun, shards = dict(self._rows), self._shards
+        for _ in range(ROWS_A_STEP):
+            place = bisect_left(shards, self._shard)
+            is_there = place < len(shards) and shards[place] == self._shard
+            if not is_there or not self._rows[self._shard] % ROWS_A_PASS:
+                self._shard = shards[(place + is_there) % len(shards)]
+            self._rows[self._shard] += 1
+        ranges = [ShardRows(shard, begun[shard], row) for shard, row in self._rows.items() if row != begun[shard]]
+        self.book.add(ranges, self._changes)
+        self._port.rows_trained(self.incarnation, ranges)
 
     def take_snapshot(self, order: TakeSnapshot) -> None:
         """Take the snapshot that is ordered, or say why not."""
@@ -270,6 +323,7 @@ class FakeLearner:
             step_to=self.step,
             tokens=self.tokens - local.position.included_tokens,
             squared_norms=layout.squared_norms(values, 0, layout.blocks),
+            rows=self.book.rows(fragment, self.step),
         )
         self._check_work(local, values, contribution)
         return FakeSnapshot(contribution, local.theta, local.work.copy(), body)
@@ -305,6 +359,7 @@ class FakeLearner:
             counters = (snapshot.contribution.step_to, tokens)
             local.included_work = snapshot.work
             local.last_included = offer.included_snapshot
+            self.book.include(offer.fragment, counters[0])
         since = counters[0] if counters is not None else local.position.included_step
         base_version = local.position.base_version
         plan = carry_plan(

@@ -14,6 +14,7 @@ import numpy as np
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
+from diloco_node.core.data_shards import ShardRows
 from diloco_node.core.ledger.folder_lives import next_life
 from diloco_node.core.types import DISK_ID_BYTES, GenesisBody, Recovered, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
@@ -22,6 +23,7 @@ from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
 from diloco_node.lab.sim.fake_effects import FakeEffects
 from diloco_node.lab.sim.fake_learner import FakeLearner, FakeSnapshot, Pool
 from diloco_node.lab.sim.fetching import FakeFetches
+from diloco_node.lab.sim.row_check import RowCheck
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.lab.sim.world import LOCAL_NS, MS, SECOND, FakeNetwork, Life, World
 from diloco_node.numeric import F32
@@ -31,12 +33,20 @@ WAKES_MAX = 20
 """A core that wants its timer more often than that at one and the same time spins."""
 
 
+RUN_ID = "simulated"
+
 CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
 """(region, setup, recovered, seed of this life, now_ns) -> Core."""
 
 
 class Observer(Protocol):
-    """Observer of a host; see `checkers`. Called synchronously, changes nothing."""
+    """Observer of a host; see `checkers`. Called synchronously, changes nothing.
+
+    Attributes:
+        rows: of the data, as learners train them.
+    """
+
+    rows: RowCheck
 
     def daemon_started(self, host: Host) -> None:
         """A new core recovered from the disk."""
@@ -126,6 +136,8 @@ class Host:
         # When the disk has done all ledger writes so far: they are durable in their order.
         self._ledger_free_ns = 0
         self.contribution_area: dict[int, FakeSnapshot] = {}
+        # Of which learner, daemon and entry the shards were told last.
+        self._told_shards: tuple[object, ...] = ()
         self.fetches = FakeFetches(self)
         self.effects = FakeEffects(self)
 
@@ -212,7 +224,15 @@ class Host:
 
     def make_learner(self, incarnation: int) -> FakeLearner:
         """A learner process of this region."""
-        learner = FakeLearner(self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool)
+        learner = FakeLearner(
+            self.world,
+            self.setup,
+            self,
+            region=self.name,
+            incarnation=incarnation,
+            pool=self._pool,
+            row_marks=self.disk.row_marks,
+        )
         learner.token_factor = self.token_factor
         return learner
 
@@ -266,6 +286,29 @@ class Host:
             self._observer.effect_seen(self, effect)
             self.effects.perform(effect)
         self._observer.settled(self)
+        self.tell_shards()
+
+    def tell_shards(self) -> None:
+        """Tell the learner its shards of the data, as `daemon.learner.reception` does."""
+        learner, history = self.learner, self.core.history
+        news = (learner, self._lives, history.account.index)
+        if learner is not None and learner.incarnation and news != self._told_shards:
+            self._told_shards = news
+            deal = history.shards(RUN_ID, self.name, learner.incarnation)
+            if deal[1]:
+                self.world.after(LOCAL_NS, learner.life, learner.follow_shards, *deal)
+
+    def has_refused(self, event: ev.Event) -> bool:
+        """Whether the learner is started anew, for its rows are not to be merged: as `reception` does."""
+        if not isinstance(event, ev.SnapshotTaken) or not self.core.history.account.shards.fault(event.contribution):
+            return False
+        self.kill_learner()
+        self.after(SECOND, self.start_learner)
+        return True
+
+    def rows_trained(self, incarnation: int, ranges: list[ShardRows]) -> None:
+        """See LearnerPort."""
+        self._observer.rows.trained(self.name, incarnation, ranges)
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
         """An encoded control message."""
@@ -350,9 +393,11 @@ class Host:
         self._observer.snapshot_seen(self, snapshot)
 
     def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
-        """Write the trained counters; they never go back."""
+        """Write the trained counters, which never go back, and the rows that were named."""
+        row_marks = self.learner.book.marks if self.learner is not None else {}
 
         def write() -> None:
+            self.disk.row_marks = {**self.disk.row_marks, **row_marks}
             self.disk.counters[incarnation] = max(self.disk.counters.get(incarnation, (0, 0)), (steps, tokens))
             if on_done is not None:
                 on_done()
@@ -361,7 +406,8 @@ class Host:
 
     def _learner_event(self, event: ev.Event) -> None:
         self.world.note(self.name, event, type(event).__name__.encode())
-        self.post(event)
+        if not self.has_refused(event):
+            self.post(event)
 
     def _attach_learner(self) -> None:
         if self.learner is None or self._life is None:

@@ -19,8 +19,8 @@ from diloco_node.lab.chaos.fault_plan import draw_one
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.disk import Disk
-from diloco_node.lab.sim.host import Host
-from diloco_node.lab.sim.planting import RUN_ID, signature_of, signed
+from diloco_node.lab.sim.host import RUN_ID, Host
+from diloco_node.lab.sim.planting import signature_of, signed
 from diloco_node.lab.sim.world import MS, SECOND, World
 
 LOOK_NS: Final = 250 * MS

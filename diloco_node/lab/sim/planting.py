@@ -11,10 +11,8 @@ from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Recovered
-from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.host import RUN_ID, Host
 from diloco_node.lab.sim.setup import Setup
-
-RUN_ID = "simulated"
 
 
 def make_core(region: str, setup: Setup, recovery: Recovered, seed: int, now_ns: int) -> Any:

@@ -422,6 +422,7 @@ def _demand_progress(simulation: Simulation) -> None:
     is_overwriting = simulation.setup.settings.carry is CarryMode.OVERWRITE
     if not is_overwriting or not checkers.audit.open_lines(simulation.honest):
         checkers.audit.close(simulation.honest)
+        checkers.rows.close(simulation.honest)
 
 
 def _ask_for_end(simulation: Simulation) -> None:
@@ -445,6 +446,7 @@ def _demand_end(simulation: Simulation) -> None:
         return
     simulation.check_equal()
     checkers.audit.close(simulation.honest)
+    checkers.rows.close(simulation.honest)
 
 
 def _is_at(host: Host, versions: tuple[int, ...]) -> bool:

@@ -4,15 +4,15 @@ The corpus is cut into windows, which are the rows of the run's virtual shards. 
 so in one pass no two see the same window. Held-out text is never trained on, by anybody, and is the same for all.
 
 Each pass over a shard is a permutation of its windows, so none is trained twice before all others were. The position in
-each shard (`learner.shard_order`) is in the checkpoint, and a restarted learner goes on there.
+each shard (`learner.shard_order`) is in the ledger: a restarted learner, and a shard's next owner, go on there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin.permutation import mix
 from diloco_node.learner.builtin.text_files import HELD_OUT_PERCENT, standard_library, text_files
+from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.shard_order import ShardOrder
 
 Windows = NDArray[np.uint8]
@@ -113,7 +114,7 @@ class ShardWindows:
     """The endless stream of batches of one rank of a region: windows of the text that its shards have now.
 
     A window is context bytes to predict and the one before them. Windows lie side by side; where the first begins
-    differs between passes. `state` and `restore` carry the positions over a restart.
+    differs between passes.
 
     Args:
         corpus: the text. own: the region's shards now (`Diloco.shards`).
@@ -141,21 +142,16 @@ class ShardWindows:
         # One less than there are: the first may begin anywhere in the first context bytes.
         self.order = ShardOrder((len(corpus.train) - 1) // context - 1, seed=seed)
         self._seed = mix(np.array([seed], np.int64).astype(np.uint64))
+        self._is_counted = HERE.counts(self)
 
     def next_batch(self) -> Windows:
         """The next batch, shape (batch, context + 1); then the positions stand behind those of all ranks.
 
         Raises ConfigError: the text has no window for this region.
         """
-        ranges = self.order.advance(self._own(), self._batch * self._ranks)
+        ranges = self.order.advance(self._own(), self._batch * self._ranks, HERE.begun if self._is_counted else None)
+        if self._is_counted:
+            HERE.gave(self.order.positions, HERE.changes)
         rows, passes = (values[self._rank :: self._ranks] for values in self.order.rows_of(ranges))
         shifts = mix(self._seed ^ passes.astype(np.uint64)) % np.uint64(self._context)
         return windows_at(self._text, rows * self._context + shifts.astype(np.int64), self._context)
-
-    def state(self) -> dict[str, Any]:
-        """The positions, for a checkpoint."""
-        return self.order.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's positions. Raises ConfigError: there are none."""
-        self.order.restore(state)

@@ -3,7 +3,7 @@
 It uses `diloco_node.attach` as any training loop would; without a daemon (no `DILOCO_SOCKET`) it trains alone. Its
 settings are in the JSON file that `DILOCO_TRAINER` names: `diloco-node start` has checked run.toml and written it.
 
-Moments and data position are in the learner's checkpoint, which `attach` writes; parameters come from the run.
+Moments are in the learner's checkpoint, which `attach` writes. Parameters and the position in the data are the run's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from diloco_node.learner.builtin.model import ByteGPT, token_logits
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.sharding import begin_ranks, on_ranks, whole_norm
 from diloco_node.learner.layouts.device import has_streams
+from diloco_node.learner.region_shards import HERE
 
 SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
 
@@ -154,26 +155,6 @@ class Outcome:
     val_loss_global: float | None
 
 
-class _DataPosition:
-    """The data position as a part of the learner's checkpoint, which is read before there is a sampler."""
-
-    def __init__(self) -> None:
-        self._sampler: ShardWindows | None = None
-        self._state: dict[str, Any] = {}
-
-    def follow(self, sampler: ShardWindows) -> None:
-        """Put the sampler where the checkpoint stood; from now on the position is the sampler's."""
-        if self._state:
-            sampler.restore(self._state)
-        self._sampler = sampler
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state if self._sampler is None else self._sampler.state()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state = dict(state)
-
-
 class Trainer:
     """The run of one learner: `run` returns when the daemon says stop, or, alone, at the end of the schedule.
 
@@ -209,8 +190,8 @@ class Trainer:
         Raises:
             LearnerError: the loss is not finite: the learning rate is too high, or the data are broken.
         """
-        position = _DataPosition()
-        with attach(self.model, self.optimizer, stateful={"data": position}) as diloco:
+        HERE.use()
+        with attach(self.model, self.optimizer) as diloco:
             sampler = ShardWindows(
                 self.corpus,
                 own=lambda: diloco.shards,
@@ -220,7 +201,6 @@ class Trainer:
                 rank=self.place.rank,
                 ranks=self.place.ranks,
             )
-            position.follow(sampler)
             return self._loop(diloco, sampler)
 
     def _loop(self, diloco: Diloco, sampler: ShardWindows) -> Outcome:

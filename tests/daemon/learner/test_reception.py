@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.data_shards import region_shards
+from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.progress import RunPosition
-from diloco_node.core.types import GenesisBody, RunSettings
+from diloco_node.core.types import Contribution, EntryBody, GenesisBody, LeaderBody, RunSettings
 from diloco_node.daemon.learner import reception as reception_module
 from diloco_node.daemon.learner.proxy import LearnerFacts
 from diloco_node.daemon.learner.reception import Reception
@@ -23,10 +27,11 @@ from diloco_node.wire.learner_link import (
     TO_LEARNER,
     UNATTACHED,
     Attach,
-    MembersChanged,
     Report,
     RunAdvanced,
     SettingsChanged,
+    ShardsGiven,
+    SnapshotReady,
     Welcome,
 )
 from tests.kit.node_kit import MANIFEST
@@ -88,6 +93,7 @@ class Desk:
         self.said: list[Any] = []
         self.tasks: list[Any] = []
         self.warned: list[Any] = []
+        self.refusals: list[str] = []
 
         async def read(*_: object) -> Any:
             return 2, lives, ()
@@ -102,8 +108,13 @@ class Desk:
             spawn=lambda work, _: self.tasks.append(work),
             threads=SimpleNamespace(disk=None),
             now_ns=lambda: self.now_ns,
-            learner_server=SimpleNamespace(send=self.said.append),
+            learner_server=SimpleNamespace(
+                send=self.said.append, refuse=lambda reason, *, is_final: self.refusals.append(reason)
+            ),
         )
+        history: Any = RoundHistory(len(DIGESTS), ("a", "b"))
+        history.genesis = GenesisBody("run", MANIFEST.digest, "", ("a", "b"), DIGESTS)
+        history.incarnation = lambda _: self.newest
         core: Any = SimpleNamespace(
             may_allot_incarnation=True,
             incarnation_min=1,
@@ -111,12 +122,7 @@ class Desk:
             ledger=SimpleNamespace(leader="b", disks=SimpleNamespace(roster=Roster.of_voters("ab"))),
             end=SimpleNamespace(lack=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""),
             leader=SimpleNamespace(progress=SimpleNamespace(position=lambda *, now_ns: RunPosition(8, None))),
-            history=SimpleNamespace(
-                genesis=GenesisBody("run", MANIFEST.digest, "", ("a", "b"), DIGESTS),
-                incarnation=lambda _: self.newest,
-                roster=Roster.of_voters(("a", "b")),
-                settings=spec.settings,
-            ),
+            history=history,
         )
         learner: Any = SimpleNamespace(
             attach_fault=lambda *_, **__: "",
@@ -133,8 +139,13 @@ class Desk:
         await self.tasks[0]
         return next(message for message in self.said if isinstance(message, Welcome))
 
-    def members(self) -> list[tuple[str, ...]]:
-        return [message.regions for message in self.said if isinstance(message, MembersChanged)]
+    def shards(self) -> list[tuple[int, ...]]:
+        return [message.shards for message in self.said if isinstance(message, ShardsGiven)]
+
+    def commit(self, body: EntryBody) -> None:
+        index = self.core.history.account.index + 1
+        self.core.history.apply(seal(index, 1, bytes(32), body), now_ns=0)
+        self.reception.core_changed()
 
     def holds(self) -> list[str]:
         """Of each news of the position, why the learner is to make no steps."""
@@ -215,18 +226,35 @@ async def test_a_learner_that_comes_past_the_end_without_a_leader_is_held_until_
     assert desk.holds()[1:] == [LACK, ""], "a held learner reports nothing"
 
 
-async def test_the_learner_hears_of_the_members_with_its_welcome_and_once_of_each_change(
+async def test_the_learner_hears_of_its_shards_with_its_welcome_and_once_of_each_change(
     monkeypatch: pytest.MonkeyPatch,
 ):
     desk = Desk(monkeypatch)
     desk.reception.core_changed()
-    assert desk.members() == [], "nobody was welcomed yet"
+    assert desk.shards() == [], "nobody was welcomed yet"
     await desk.welcome()
-    assert desk.members() == [("a", "b")]
-    for names in (("a", "b"), ("a", "b", "c"), ("a", "b", "c"), ("a", "c")):
-        desk.core.history.roster = Roster.of_voters(names)
-        desk.reception.core_changed()
-    assert desk.members() == [("a", "b"), ("a", "b", "c"), ("a", "c")]
+    both, three = region_shards("run", "a", ("a", "b")), region_shards("run", "a", ("a", "b", "c"))
+    assert desk.shards() == [both]
+    desk.commit(replace(desk.core.history.genesis, disks=(b"a" * 16, b"b" * 16)))
+    assert desk.shards() == [both], "it knew of the founders"
+    desk.commit(MembershipBody("c", "contributor"))
+    desk.commit(LeaderBody("b"))
+    assert desk.shards() == [both, three]
+    desk.commit(MembershipBody("a", "former"))
+    assert desk.shards() == [both, three], "one that was removed keeps what it had"
+
+
+async def test_a_learner_whose_rows_nobody_would_merge_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch)
+    await desk.welcome()
+    desk.commit(replace(desk.core.history.genesis, disks=(b"a" * 16, b"b" * 16)))
+    shard = region_shards("run", "b", ("a", "b"))[0]
+    contribution = Contribution("a", 1, 0, 0, 1, 0, 5, 50, (1.0,), (0, shard, 0, 4))
+    desk.reception.on_message(SnapshotReady(contribution))
+    assert desk.refusals == [
+        f"its place in the data can't be: a trains shard {shard} of the data, which is b's. Its next start goes on "
+        "where the run is"
+    ]
 
 
 async def test_the_learner_hears_of_settings_that_change_after_its_welcome(monkeypatch: pytest.MonkeyPatch) -> None:

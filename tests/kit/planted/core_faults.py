@@ -4,7 +4,6 @@ A fault is planted into every region of a run. Most replace one small decision i
 disk or data plane lie. `python -m tests.kit.planted NAME --seed N` runs one.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,10 @@ from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.wire.envelope import decode_control, encode_control
+from tests.kit.planted.learner_faults import spoil_learners
 from tests.kit.planted.member_faults import MEMBER_FAULTS
 from tests.kit.planted.recovery_faults import RECOVERY_FAULTS
+from tests.kit.planted.row_faults import ROW_FAULTS
 
 MIN_DEADLINE_NS = 100_000_000
 
@@ -227,19 +228,6 @@ def _ask_again(core: Any) -> None:
     participant.ballot_opened = ask  # type: ignore[method-assign]
 
 
-def _spoil_learners(host: Host, spoil: Callable[[Any], None]) -> None:
-    """Change every learner of a region right after it has started."""
-    start = host.start_learner
-
-    def start_spoiled() -> None:
-        before = host.learner
-        start()
-        if host.learner is not before and host.learner is not None:
-            spoil(host.learner)
-
-    host.start_learner = start_spoiled  # type: ignore[method-assign]
-
-
 def _snapshot_each_time(host: Host) -> None:
     def spoil(learner: Any) -> None:
         take = learner.take_snapshot
@@ -250,7 +238,7 @@ def _snapshot_each_time(host: Host) -> None:
 
         learner.take_snapshot = take_new
 
-    _spoil_learners(host, spoil)
+    spoil_learners(host, spoil)
 
 
 def _claim_a_step_less(host: Host) -> None:
@@ -265,7 +253,7 @@ def _claim_a_step_less(host: Host) -> None:
 
         learner.make_snapshot = make_less
 
-    _spoil_learners(host, spoil)
+    spoil_learners(host, spoil)
 
 
 CORE_FAULTS: dict[str, Fault] = {
@@ -380,5 +368,6 @@ CORE_FAULTS: dict[str, Fault] = {
         ),
         *RECOVERY_FAULTS,
         *MEMBER_FAULTS,
+        *ROW_FAULTS,
     )
 }

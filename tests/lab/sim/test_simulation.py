@@ -45,7 +45,7 @@ DAEMON_SEEDS_MAX = 16
 
 ALWAYS = (
     *("no-fsync", "no-payload", "apply-before-commit", "forgotten-vote", "refused-write"),
-    *("any-answer", "sum biased", "factors"),
+    *("any-answer", "sum biased", "factors", "two-owners"),
 )
 """Planted faults of the fast tier, one or two of each kind: one of the first two seeds finds each, in seconds."""
 
@@ -94,6 +94,8 @@ SIGNS = {
     "old-majority": "durable: ",
     "removed-leader": "goes on to lead",
     "joiner-boasts": "durable: ",
+    "two-owners": "rows: row",
+    "rows-again": "rows: row",
 }
 
 CHEAT_SIGNS = {

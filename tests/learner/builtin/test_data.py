@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco_node.core.merge.data_shards import SHARDS
+from diloco_node.core.data_shards import SHARDS
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin import data
 from diloco_node.learner.builtin.data import SIDE_BYTES_MIN, Corpus, ShardWindows, load_corpus
@@ -83,17 +83,12 @@ def test_a_restored_one_goes_on_also_with_another_batch_and_other_ranks():
     batches = [before.next_batch() for _ in range(4)]
     after = [ShardWindows(corpus, own=everything, batch=6, context=30, seed=1, rank=rank, ranks=2) for rank in (0, 1)]
     for source in after:
-        source.restore(before.state())
+        source.order.restore(before.order.state())
     windows = np.concatenate([*batches, *(source.next_batch() for _ in range(9) for source in after)])
     assert len(set(windows[:, 0].tolist())) == len(windows)
     np.testing.assert_array_equal(
         before.next_batch(), windows[32:44].reshape(2, 6, 31).transpose(1, 0, 2).reshape(12, 31)[:8]
     )
-
-
-def test_a_state_without_positions_is_refused():
-    with pytest.raises(ConfigError, match="positions"):
-        ShardWindows(counting(8000), own=everything, batch=1, context=30, seed=1).restore({"position": 3, "batch": 1})
 
 
 def test_the_split_goes_by_file_and_does_not_depend_on_where_the_folder_lies(tmp_path: Path):

@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from diloco_node.core.merge.data_shards import SHARDS, region_shards
+from diloco_node.core.data_shards import SHARDS, region_shards
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.builtin import trainer as module
 from diloco_node.learner.builtin.data import SIDE_BYTES_MIN, Corpus
@@ -28,8 +28,9 @@ from diloco_node.learner.builtin.trainer import (
     read_settings_file,
     settings_from,
 )
-from diloco_node.learner.checkpoint import Stateful
+from diloco_node.learner.region_shards import HERE
 from tests.kit.repository import ROOT
+from tests.kit.shards_given import begin
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
 
@@ -65,19 +66,14 @@ class FakeRun:
         self.rates: list[float] = []
         self.everybodys: dict[str, torch.Tensor] = {}
         self.own: dict[str, torch.Tensor] = {}
-        self.kept: dict[str, dict[str, int]] = {}
         self.settled = 0.0
         self.is_attached = True
         self.is_interrupted = False
         self.progress: float | None = None
 
     @contextmanager
-    def attach(
-        self, model: ByteGPT, optimizer: torch.optim.Optimizer, *, stateful: Mapping[str, Stateful]
-    ) -> Iterator[FakeRun]:
-        self.model, self.optimizer, self.stateful = model, optimizer, stateful
-        for name, state in self.kept.items():
-            stateful[name].load_state_dict(state)
+    def attach(self, model: ByteGPT, optimizer: torch.optim.Optimizer) -> Iterator[FakeRun]:
+        self.model, self.optimizer = model, optimizer
         yield self
 
     @property
@@ -167,15 +163,15 @@ def test_no_window_is_trained_twice_in_a_pass_of_all_regions_even_over_a_restart
     whole = (400_000 - 1) // 500 - 1
     all_windows: list[bytes] = []
     for region in ("a", "b"):
-        states: dict[str, dict[str, int]] = {}
+        rows: dict[int, int] = {}
         shards = region_shards("run", region, ("a", "b"))
         samples = sum(shard < whole for shard in shards)
         for steps in (3, -(-samples // 8) - 3):
-            run = FakeRun(steps, shards=shards)
-            run.kept = states
-            Trainer(settings, corpus=corpus, say=lambda line: None).run(run.attach)
-            states = {name: state.state_dict() for name, state in run.stateful.items()}
-        assert int(states["data"]["positions"].sum()) == -(-samples // 8) * 8
+            begin("run", region, ("a", "b"), starts=rows)
+            Trainer(settings, corpus=corpus, say=lambda line: None).run(FakeRun(steps, shards=shards).attach)
+            rows = dict(enumerate(HERE.begun.tolist()))  # as its contributions say, and the daemon tells the next life
+        assert sum(rows.values()) == -(-samples // 8) * 8
+        HERE.clear()
         all_windows += windows_[:samples]
         windows_.clear()
     assert len(all_windows) == len(set(all_windows)) == whole

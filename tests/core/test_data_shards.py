@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.merge.data_shards import SHARDS, region_shards, shard_owners
+from diloco_node.core.data_shards import SHARDS, region_shards, shard_owners
 
 NAMES = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=64, unique=True)
 
@@ -53,7 +53,7 @@ def test_who_joins_takes_evenly_from_all():
 
 def test_another_process_another_run_and_a_stranger():
     owners = shard_owners("run", ["a", "b", "c"])
-    code = "from diloco_node.core.merge.data_shards import *; print(shard_owners('run', {'c', 'a', 'b'}))"
+    code = "from diloco_node.core.data_shards import *; print(shard_owners('run', {'c', 'a', 'b'}))"
     for seed in ("1", "2"):
         line = subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True

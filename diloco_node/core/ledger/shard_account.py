@@ -1,0 +1,204 @@
+"""Owners of the shards of the data, and how far these are trained, by the ledger: a part of the account.
+
+A contribution says which rows its steps trained (`core.data_shards.TrainedRows`). So the position of a shard is
+committed with the round, and one life of one learner holds a shard: whoever comes next begins where that one's merged
+rows end. Rows behind the position are merged, or carried, or booked as discarded with their steps; no row is given
+twice for them.
+
+A change of the members gives a shard to another region. Its owner until then may not have heard, and have rows on the
+way. So the new owner waits until each owner before has said in a merged contribution that it goes by the members as
+they are now, or is no member any more, or counts no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from diloco_node.core.data_shards import ShardRows, TrainedRows, shard_owners
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.ledger.summary import RunSummary, ShardLife, ShardLines, ShardWait, summed_roster
+from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.types import Contribution, Entry, GenesisBody
+
+WAITING: Final = -1
+"""In place of a position: an owner before may train the shard still."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHolder:
+    """The life that trained a shard last.
+
+    Attributes:
+        start: rows up to there are of lives before. stop: the shard's position.
+    """
+
+    learner: str
+    incarnation: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Owners:
+    """The run and its members now."""
+
+    run_id: str
+    roster: Roster
+
+    def table(self) -> tuple[str, ...]:
+        return shard_owners(self.run_id, self.roster.names)
+
+
+class ShardAccount:
+    """See the module.
+
+    Args:
+        put: sets a key of a table so that it can be taken back with the entry; None removes it.
+    """
+
+    def __init__(self, put: Callable[[dict[Any, Any], Any, Any], None]) -> None:
+        self._put = put
+        # With one key, so that it can be taken back; empty before genesis.
+        self._owners: dict[str, _Owners] = {}
+        self._holders: dict[int, ShardHolder] = {}
+        # shard -> regions that owned it before and may train it still; never the owner now.
+        self._waits: dict[int, frozenset[str]] = {}
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether any region counts the rows that it trains."""
+        return bool(self._holders)
+
+    def position(self, shard: int) -> int:
+        """Rows of a shard that are merged in a fragment, over all passes."""
+        return self._holders[shard].stop if shard in self._holders else 0
+
+    def starts(self, region: str, incarnation: int, shards: tuple[int, ...]) -> tuple[int, ...]:
+        """The position at which this life of a region's learner begins each of its shards; or WAITING."""
+        return tuple(self._start(region, incarnation, shard) for shard in shards)
+
+    def _start(self, region: str, incarnation: int, shard: int) -> int:
+        if (waits := self._waits.get(shard)) is not None and waits != {region}:
+            return WAITING
+        holder = self._holders.get(shard)
+        if holder is None:
+            return 0
+        return holder.start if (holder.learner, holder.incarnation) == (region, incarnation) else holder.stop
+
+    def take(self, entry: Entry) -> None:
+        """Take the next entry, before its contributions are taken."""
+        body = entry.body
+        if isinstance(body, GenesisBody):
+            self._put(self._owners, "now", _Owners(body.run_id, Roster({}).after(entry)))
+        elif isinstance(body, MembershipBody) and self._owners:
+            before = self._owners["now"]
+            after = _Owners(before.run_id, before.roster.after(entry))
+            self._put(self._owners, "now", after)
+            if after.roster.names and after.roster.names != before.roster.names:
+                self._hand_over(before.table(), after)
+
+    def _hand_over(self, before: tuple[str, ...], after: _Owners) -> None:
+        names = frozenset(after.roster.names)
+        for shard, (former, owner) in enumerate(zip(before, after.table(), strict=True)):
+            waits = self._waits.get(shard, frozenset())
+            waits_after = ((waits | {former}) if former != owner else waits) & names - {owner}
+            if waits_after != waits:
+                self._put(self._waits, shard, waits_after or None)
+
+    def include(self, contribution: Contribution) -> None:
+        """Take a contribution of a committed round."""
+        if not contribution.rows:
+            self._release(contribution.learner)
+            return
+        rows, owners = TrainedRows.unpacked(contribution.rows), self._owners["now"]
+        for item in rows.ranges:
+            holder, owner = self._holders.get(item.shard), owners.table()[item.shard]
+            if item.start == item.stop and not self._may_train(contribution.learner, item.shard, owner):
+                continue  # a word about a shard that was given up long ago
+            if holder is not None and item.stop <= holder.stop:
+                continue
+            is_own = holder is not None and (holder.learner, holder.incarnation) == _life(contribution)
+            start = holder.start if is_own and holder is not None else item.start
+            self._put(self._holders, item.shard, ShardHolder(*_life(contribution), start, item.stop))
+        if rows.changes == owners.roster.changes:
+            self._release(contribution.learner)
+
+    def _may_train(self, region: str, shard: int, owner: str) -> bool:
+        """Whether the shard is the region's, or was and it may not have heard."""
+        return region == owner or region in self._waits.get(shard, frozenset())
+
+    def _release(self, region: str) -> None:
+        for shard in [shard for shard, names in self._waits.items() if region in names]:
+            self._put(self._waits, shard, (self._waits[shard] - {region}) or None)
+
+    def fault(self, contribution: Contribution) -> str:
+        """Return why merging these rows would train some twice, or others' rows; empty if they may be merged."""
+        if not contribution.rows:
+            return ""
+        name = contribution.learner
+        try:
+            rows = TrainedRows.unpacked(contribution.rows)
+        except ValueError as error:
+            return f"rows of {name}: {error}"
+        owners = self._owners.get("now")
+        if owners is None or rows.changes > owners.roster.changes:
+            return f"{name} goes by change {rows.changes} of the members, which has not been made"
+        table = owners.table()
+        faults = (self._range_fault(contribution, item, table[item.shard]) for item in rows.ranges)
+        return next((fault for fault in faults if fault), "")
+
+    def _range_fault(self, contribution: Contribution, item: ShardRows, owner: str) -> str:
+        holder, name = self._holders.get(item.shard), contribution.learner
+        is_own = holder is not None and (holder.learner, holder.incarnation) == _life(contribution)
+        # Rows of an earlier holder may be merged late. Without rows it is a word of a region that was one.
+        if item.start == item.stop or (holder is not None and not is_own and item.stop <= holder.start):
+            return ""
+        if item.stop > self.position(item.shard) and not self._may_train(name, item.shard, owner):
+            return f"{name} trains shard {item.shard} of the data, which is {owner}'s"
+        least = 0 if holder is None else holder.start if is_own else holder.stop
+        if item.start < least:
+            return f"{name} goes back to row {item.start} of shard {item.shard}, which is trained up to {least}"
+        return ""
+
+    def drop_unused(self) -> None:
+        """Forget who waits for whom where nobody counts rows. Every region must do it after the same entries."""
+        if not self._holders:
+            for shard in list(self._waits):
+                self._put(self._waits, shard, None)
+
+    def lines(self) -> tuple[ShardLines, ...]:
+        """For a summary: none where nobody counts rows."""
+        lives: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
+        for shard, holder in sorted(self._holders.items()):
+            lives.setdefault((holder.learner, holder.incarnation), []).append((shard, holder.start, holder.stop))
+        waits: dict[str, list[int]] = {}
+        for shard, names in sorted(self._waits.items()):
+            for name in names:
+                waits.setdefault(name, []).append(shard)
+        lines = ShardLines(
+            tuple(ShardLife(*life, *zip(*columns, strict=True)) for life, columns in sorted(lives.items())),
+            tuple(ShardWait(name, tuple(waits[name])) for name in sorted(waits)),
+        )
+        return (lines,) if lives else ()
+
+    def restore(self, summary: RunSummary) -> None:
+        """Go on from a summary."""
+        if summary.genesis:
+            self._owners = {"now": _Owners(summary.genesis[0].run_id, summed_roster(summary))}
+        self._holders = {
+            shard: ShardHolder(line.learner, line.incarnation, start, stop)
+            for lines in summary.shards
+            for line in lines.lives
+            for shard, start, stop in zip(line.shards, line.starts, line.stops, strict=True)
+        }
+        waits: dict[int, frozenset[str]] = {}
+        for wait in (wait for lines in summary.shards for wait in lines.waits):
+            for shard in wait.shards:
+                waits[shard] = waits.get(shard, frozenset()) | {wait.learner}
+        self._waits = waits
+
+
+def _life(contribution: Contribution) -> tuple[str, int]:
+    return contribution.learner, contribution.incarnation
