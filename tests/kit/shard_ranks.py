@@ -21,6 +21,7 @@ import numpy as np
 
 from diloco_node.core.types import Codec
 from diloco_node.shared_memory import MemoryStore
+from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, OfferApplied, SnapshotReady
 from tests.kit.fakecuda import fake_device
 from tests.kit.ports import free_port
@@ -127,6 +128,8 @@ class Ranks:
             applied += 1
             while len([one for one in daemon.said if isinstance(one, OfferApplied)]) < applied:
                 self.ask(do="settle")
+        # A version is no foreign write, also where this learner writes the local part of a tensor.
+        assert not [one.text for one in daemon.said if isinstance(one, Warned) and "written to" in one.text]
         return applied
 
     def state(self) -> dict[str, str]:
