@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -29,6 +28,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.capture import is_capturing
 from diloco_node.learner.layouts.tensors import ModelTensors, local_part
 from diloco_node.learner.loss import LateLoss
+from diloco_node.learner.optimizer_record import OptimizerRecord
 from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of
 from diloco_node.learner.tensor_forms import (
     REMEDY,
@@ -68,71 +68,6 @@ _WRITES: Final = attrgetter("_version")
 _TRAINS: Final = attrgetter("requires_grad")
 
 
-@dataclass(slots=True)
-class _OptimizerRecord:
-    """An optimizer that trains tensors which are merged.
-
-    Attributes:
-        size: parameters in its groups. tensors: those that are merged, by name.
-        writes: how often each was written to, when this learner or the optimizer did so last, and where the largest
-            lies. steps: since `attach`. largest: place of the largest of them.
-        counted_steps: of the optimizer whose steps count, when this one's last step began.
-        told_steps: that the loop had told when `sample` was taken.
-        is_stepping: it is in a step: what it writes was not noted yet.
-        is_captured: a CUDA graph recorded a step of it since its writes were noted.
-        sample: of its largest tensor at that time: a load changes all of them.
-        before: samples of its tensors before a step after which its states are looked at, by name.
-        states: samples of its states when looked at last, and how much they were like their parameter when looked at
-            first, by names of parameter and state.
-    """
-
-    size: int
-    tensors: dict[str, Tensor]
-    writes: list[int] = field(default_factory=list)
-    steps: int = 0
-    counted_steps: int = 0
-    told_steps: int = 0
-    is_stepping: bool = False
-    is_captured: bool = False
-    sample: Tensor | None = None
-    before: dict[str, Tensor] = field(default_factory=dict)
-    states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    largest: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
-
-    def count_writes(self) -> list[int]:
-        # `tensor.data = ...` counts nothing, but puts other memory in its place.
-        return [*map(_WRITES, self.tensors.values()), local_part(self._largest).data_ptr()]
-
-    def is_followed(self, told_steps: int) -> bool:
-        """Whether no step between was hidden, as those of a captured graph are: it would have moved the tensors."""
-        return self.sample is not None and told_steps - self.told_steps <= 1
-
-    def change(self) -> Tensor:
-        """How far the largest has moved from `sample`, in that one's lengths; a scalar on its device."""
-        assert self.sample is not None
-        way = torch.linalg.vector_norm(sample_of(self._largest).to(self.sample.device) - self.sample)
-        change: Tensor = (way / torch.linalg.vector_norm(self.sample)).nan_to_num(0.0)
-        return change
-
-    @property
-    def name(self) -> str:
-        """Name of the largest."""
-        return [*self.tensors][self.largest]
-
-    @property
-    def _largest(self) -> Tensor:
-        return [*self.tensors.values()][self.largest]
-
-    def note(self, *, is_step: bool = False) -> None:
-        """Take the values as this learner has written them, or the optimizer, by `tensor.data` perhaps."""
-        writes = self.count_writes()
-        if is_step or writes != self.writes:
-            self.writes, self.sample = writes, sample_of(self._largest)
-
-
 class ModelWatch:
     """See the module. Made when the model holds the run's parameters; `close` takes the hooks away.
 
@@ -156,7 +91,7 @@ class ModelWatch:
         self._present = tensors.present()
         self._places = self._places_now()
         # Those that have made a step; None for one that trains something else.
-        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _OptimizerRecord | None] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, OptimizerRecord | None] = WeakKeyDictionary()
         # Parameters that an optimizer holds, and that get no gradients.
         self._constants: set[Tensor] = set()
         followed = tensors.followed
@@ -181,9 +116,9 @@ class ModelWatch:
         # Values that are not as `attach` wrote them, by tensor, and their sum, maybe on its way from a device.
         self._differing: list[Tensor] = []
         self._differing_sum = LateLoss()
-        # Change of the largest tensor of the optimizer that steps, since that was made to step last.
-        self._silent_change = LateLoss()
-        self._silent_record: _OptimizerRecord | None = None
+        # Greatest change of the largest tensor of an optimizer that steps, since it stepped last, and whose that is.
+        self._silent_name, self._silent = "", LateLoss()
+        self._silent_pending: Tensor | None = None
         # Looks at counted writes of others; the greatest change by these that is not on its way to the host, and that
         # which is. Of the last look: the tensor, and whether it may have been put back.
         self._looks = 0
@@ -211,8 +146,7 @@ class ModelWatch:
         self._check_model()
         self._check_still()
         self._count_told()
-        if (change := self._silent_change.fresh()) and self._silent_record is not None:
-            self._judge(self._silent_record.name, change)
+        self._hear_silent()
         self.check_writes()
         self._hear_changes()
         if self._written:
@@ -227,19 +161,21 @@ class ModelWatch:
                 "a part of each merge. Use one without (AdamW with a schedule, not a schedule-free one), or give "
                 "float32 masters to attach(..., masters={name: tensor})"
             )
+        for record in filter(None, self._optimizers.values()):
+            if record.sample is not None and not record.is_stepping and not record.is_followed(self._told_steps):
+                record.note(is_step=True)  # a replay of a captured step counts no writes
 
     def note_writes(self, versions: int) -> None:
         """Say how many versions this learner has written into the parameters so far."""
         if versions == self._versions:
             return
         self._versions = versions
-        self._note_records()
-        if self._still_steps is not None and (counts := self._counts_now()) != self._counts:
-            self._counts, self._standing = counts, [sample_of(tensor) for tensor in self._weights]
-
-    def _note_records(self) -> None:
-        for record in self._optimizers.values():
-            if record is not None and record.sample is not None:
+        if self._still_steps is not None:
+            self._counts, self._standing = self._counts_now(), [sample_of(tensor) for tensor in self._weights]
+        if self._written:
+            self._written = [sample_of(tensor) for tensor in self._weights]
+        for record in filter(None, self._optimizers.values()):
+            if record.sample is not None:
                 record.note(is_step=True)  # a write to the local part of a sharded tensor is not counted
 
     def _places_now(self) -> TensorPlaces:
@@ -309,19 +245,18 @@ class ModelWatch:
         if torch.compiler.is_compiling() or is_capturing():
             return
         record = self._record_of(optimizer)
-        if record is None:
+        if record is None or record.is_stepping:  # a step may call that of its base class, of which hooks tell, too
             return
-        # A step may call that of its base class, of which the hooks tell, too.
-        if not record.is_stepping and COPY_LOOKS & {record.steps + 1, record.steps + 2}:
+        if COPY_LOOKS & {record.steps + 1, record.steps + 2}:
             record.before = {name: sample_of(tensor) for name, tensor in record.tensors.items()}
-        if not record.is_stepping:
-            record.counted_steps = self._counted_steps()
+        record.counted_steps = self._counted_steps()
         record.is_stepping = True
         if self._written:
             self._compare(is_trained=False)
         elif not self._check_writes(record) and record.is_followed(self._told_steps):
-            self._silent_record = record
-            self._silent_change.offer(record.change())
+            change, pending = record.change(), self._silent_pending
+            self._silent_pending = change if pending is None else torch.maximum(pending, change.to(pending.device))
+            self._silent_name = record.name
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         record = None if torch.compiler.is_compiling() else self._optimizers.get(optimizer)
@@ -332,8 +267,9 @@ class ModelWatch:
             return
         record.note(is_step=True)
         record.told_steps = self._told_steps
-        if len(self._optimizers) > 1:  # another may hold the same tensors
-            self._note_records()
+        for sibling in record.siblings:
+            if sibling.sample is not None:
+                sibling.note(is_step=True)
         record.is_stepping = False
         record.steps += 1
         if self._counted not in (None, optimizer, *inner_of(optimizer)):
@@ -345,7 +281,7 @@ class ModelWatch:
         record = None if self._counted is None else self._optimizers.get(self._counted)
         return 0 if record is None else record.steps
 
-    def _check_counted(self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord) -> None:
+    def _check_counted(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         """Refuse an optimizer that trains in place of the one whose steps are counted. One around that steps it, too:
         torchtitan's container is an optimizer itself."""
         counted_tensors = set() if self._counted is None else set(parameters_of(self._counted))
@@ -356,7 +292,7 @@ class ModelWatch:
                 "attach() the one that trains, after it was made"
             )
 
-    def _record_of(self, optimizer: torch.optim.Optimizer) -> _OptimizerRecord | None:
+    def _record_of(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord | None:
         """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         record = self._optimizers.get(optimizer)
@@ -375,7 +311,11 @@ class ModelWatch:
                 f"This region would train them alone. {REMEDY}"
             )
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
-        self._optimizers[optimizer] = _OptimizerRecord(size, tensors) if tensors else None
+        self._optimizers[optimizer] = record = OptimizerRecord(size, tensors) if tensors else None
+        for sibling in filter(None, self._optimizers.values()):
+            if record is not None and sibling is not record and not sibling.tensors.keys().isdisjoint(tensors):
+                record.siblings.append(sibling)
+                sibling.siblings.append(record)
         self._constants.update(strangers)
         return self._optimizers[optimizer]
 
@@ -406,7 +346,7 @@ class ModelWatch:
             f"{REMEDY}"
         )
 
-    def _check_writes(self, record: _OptimizerRecord) -> bool:
+    def _check_writes(self, record: OptimizerRecord) -> bool:
         """Did somebody write to parameters since the last step: a load, a constraint, averages swapped in and out?"""
         if record.is_captured:
             # A capture counts writes and makes none; its replays make them and count none.
@@ -430,6 +370,16 @@ class ModelWatch:
                 change if self._change is None else torch.maximum(self._change, change.to(self._change.device))
             )
         return True
+
+    def _hear_silent(self) -> None:
+        """Judge what no count of writes tells, once it has come from its device."""
+        if change := self._silent.fresh():
+            self._judge(self._silent_name, change)
+        if self._silent_pending is not None and not self._silent.is_coming:
+            self._silent.offer(self._silent_pending)
+            self._silent_pending = None
+            if change := self._silent.fresh():  # on a CPU it is there
+                self._judge(self._silent_name, change)
 
     def _hear_changes(self) -> None:
         """Judge the change that has come from a device, and send the next one on its way."""
@@ -462,15 +412,17 @@ class ModelWatch:
 
     def foreign_write(self) -> str:
         """Say what was written to a tensor since the last step, if it is still there. Waits for the device."""
+        # What a loop writes after each step, such as a constraint, is in what it has sent already.
+        limit = FAR if self._has_warned else NOISE
         for record in filter(None, self._optimizers.values()):
-            if record.is_followed(self._told_steps) and float(record.change()) > NOISE:
+            if record.is_followed(self._told_steps) and float(record.change()) > limit:
                 return (
                     f"{record.name!r} was written to after the last step, such as by a load of the best weights: that "
                     "is not merged, nor are the steps that no merge has taken yet"
                 )
         return ""
 
-    def _look_at_states(self, optimizer: torch.optim.Optimizer, record: _OptimizerRecord) -> None:
+    def _look_at_states(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not.
 
         The values at a step's begin are no copy either: SAM takes them anew in each step, to go back to them. Nor are
@@ -486,12 +438,13 @@ class ModelWatch:
                 if local_part(state).data_ptr() == local_part(tensor).data_ptr():
                     continue  # the parameter itself
                 sample, parameter = sample_of(state), sample_of(tensor)
-                likeness = 1.0 - torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
+                apart = torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
+                likeness = 1.0 - apart
                 # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
                 before, first = record.states.get((name, key), (sample, likeness))
                 record.states[name, key] = sample, first
                 began = record.before[name] if name in record.before else before  # noqa: SIM401 - mypy
-                is_copy = (sample != before).any() & (sample != began).any() & (sample != parameter).any()
+                is_copy = (sample != before).any() & (sample != began).any() & (apart > NOISE)
                 self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         if self._likeness:
             self._likeness_max.offer(stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())

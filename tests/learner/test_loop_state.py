@@ -340,6 +340,7 @@ class Averages:
             value.copy_(kept)
 
 
+@pytest.mark.no_device("copy.deepcopy of a state: the CPU build has no storages of a device")
 def test_copies_that_are_kept_given_or_never_move_are_not_named(folder: Path) -> None:
     model = plain()
     average = Averages(model)

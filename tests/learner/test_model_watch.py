@@ -286,8 +286,9 @@ def test_what_a_loop_writes_by_data_is_told_once_and_hidden_steps_are_not(folder
         for _ in range(2):
             model[1].weight.data.mul_(0.99)  # type: ignore[operator, union-attr]
             train(model, optimizer, diloco)
-        (message,) = [message for message in daemon.said if isinstance(message, Warned)]
-        assert message.text.startswith("'1.weight' was written to by something else than its optimizer")
+        text = daemon.wait_for(Warned).text
+        assert text.startswith("'1.weight' was written to by something else than its optimizer")
+        assert len([message for message in daemon.said if isinstance(message, Warned)]) == 1
 
 
 def test_parameters_of_one_memory_are_refused() -> None:
@@ -621,5 +622,56 @@ def test_a_version_that_is_not_counted_as_a_write_is_no_foreign_one(folder: Path
         for parameter in model.parameters():
             parameter.data.mul_(1.5)
         watch.note_writes(1)
+        train(model, optimizer, diloco, steps=2)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+def test_a_small_write_after_many_replays_is_no_load(folder: Path) -> None:
+    """Each replay moves the weights and counts nothing: only the write itself is measured."""
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco)
+        for _ in range(30):
+            for parameter in model.parameters():
+                parameter.data.mul_(1.05)
+            diloco.step(tokens=4)
+        with torch.no_grad():
+            model[1].weight.mul_(0.999)  # type: ignore[operator, arg-type]
+        diloco.step(tokens=4)
+        load(model)
+        with pytest.raises(LearnerError, match="changed between two steps by something else"):
+            diloco.step(tokens=4)
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_load_is_seen_whichever_optimizer_steps_first(folder: Path, is_counted: bool) -> None:
+    model = net()
+    both = torch.optim.SGD(model[:2].parameters(), lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.01)
+
+    def step() -> None:
+        for optimizer in both:
+            optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        for optimizer in both:
+            optimizer.step()
+        diloco.step(tokens=4)
+
+    with FakeDaemon(folder), diloco_node.attach(model, both) as diloco:
+        step()
+        step()
+        (load if is_counted else load_by_hand)(model)
+        with pytest.raises(LearnerError, match="changed between two steps by something else"):
+            step()
+
+
+def test_versions_before_the_first_step_are_no_load(folder: Path) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        assert diloco._watch is not None
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+        diloco._watch.note_writes(1)
         train(model, optimizer, diloco, steps=2)
         assert not [message for message in daemon.said if isinstance(message, Warned)]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import diloco_node
 from diloco_node.errors import LearnerError
@@ -163,10 +164,35 @@ def test_weights_that_are_loaded_after_the_last_step_are_not_merged(
                 diloco.settle(0.1)
             for fragment in range(daemon.fragments):
                 daemon.want(fragment)
-        daemon.wait_for(Leaving)
+        daemon.wait_for(Warned)
         told = [message.text for message in daemon.said if isinstance(message, Warned)]
         assert any("load of the best weights: that is not merged" in text for text in told)
         assert not [message for message in daemon.said if isinstance(message, SnapshotReady)]
+
+
+def test_a_constraint_after_each_step_takes_nothing_from_the_last_merge(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in what was sent already: no load of other weights after the last step."""
+    monkeypatch.setenv("DILOCO_STOP_S", "100")
+    monkeypatch.setattr("diloco_node.learner.boundary.LEAVE_PATIENCE_S", 0.5)
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            for _ in range(3):
+                with torch.no_grad():
+                    for parameter in toy.model.parameters():
+                        parameter.mul_(0.999)
+                toy.step(diloco)
+            asked_to_stop(diloco, toy)
+            with torch.no_grad():
+                for parameter in toy.model.parameters():
+                    parameter.mul_(0.999)
+        daemon.wait_for(Leaving)
+        assert not [
+            message for message in daemon.said if isinstance(message, Warned) and "best weights" in message.text
+        ]
 
 
 @pytest.mark.parametrize(("stop_s", "patience_s"), [("100", 0.2), ("0.25", 100.0)])

@@ -97,7 +97,9 @@ class ScriptedMembers:
         return await _until(lambda: _step(region) > 0, JOIN_S, "it made no step")
 
     async def _leave(self, name: str) -> str:
-        region = self._region(name)
+        region = next((region for region in self._regions if region.name == name), None)
+        if region is None:
+            return "it is not there"
         self._keeper.leaving.add(name)
         try:
             await asyncio.to_thread(order, region.state_dir, "drain", {})
@@ -123,6 +125,7 @@ class ScriptedMembers:
         end_s = time.monotonic() + ORDER_S
         while name in self._keeper.emptied:
             if time.monotonic() > end_s:
+                self._keeper.emptied.discard(name)
                 return f"nothing of it ran within {ORDER_S:.0f} s"
             await asyncio.to_thread(kill)  # again, where its supervisor was just being started
             await asyncio.sleep(POLL_S)
@@ -160,9 +163,6 @@ class ScriptedMembers:
         region = self._leader() or self._regions[0]
         founders = load_config(self._folder / "run.toml").regions
         return self._addresses.get(region.name) or str(founders[region.name].address)
-
-    def _region(self, name: str) -> RegionProcess:
-        return next(region for region in self._regions if region.name == name)
 
 
 def _step(region: RegionProcess) -> int:

@@ -15,7 +15,7 @@ from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.chaos import story
 from diloco_node.lab.chaos.demo_processes import DemoFile
 from diloco_node.lab.chaos.executor import UNDONE, FaultExecutor, StruckFault
-from diloco_node.lab.chaos.fault_plan import KINDS, VICTIMS, FaultPlan, PlannedFault, parse_victims, storm
+from diloco_node.lab.chaos.fault_plan import KINDS, ORDERS, VICTIMS, FaultPlan, PlannedFault, parse_victims, storm
 from diloco_node.lab.chaos.fault_script import read_script, script_text
 from diloco_node.lab.chaos.picture import draw_life
 from diloco_node.lab.chaos.story import RunSample, TimedMerge
@@ -132,7 +132,13 @@ class DemoStorm:
         if options.notice and options.victims:
             raise ConfigError("--notice is given to whole machines: leave --victims out")
         self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
-        self.plan = FaultPlan(()) if options.script is None else read_script(options.script, names).until(end_ns)
+        script = FaultPlan(()) if options.script is None else read_script(options.script, names)
+        self.plan = script.until(end_ns)
+        if late := [fault for fault in script.faults if fault.kind in ORDERS and fault.at_ns >= end_ns]:
+            raise ConfigError(
+                f"{options.script}: {late[0].kind} {late[0].target} at {late[0].at_ns / NS_PER_S:g} s would never be "
+                f"given: the demo is calm from {end_ns / NS_PER_S:g} s on. Take more --seconds"
+            )
         self._names = sorted({*names, *self.plan.joiners})
         if options.has_chaos:
             kills = storm(

@@ -67,6 +67,11 @@ async def test_an_order_is_given_to_the_leader_until_it_is_taken(run: Run) -> No
     assert len(run.orders) == 3, "what is so needs no order"
 
 
+async def test_a_region_whose_join_was_refused_can_not_leave(run: Run) -> None:
+    assert await run.give("leave", "d") == "it is not there"
+    assert run.orders == []
+
+
 async def test_why_an_order_was_not_done_is_told(run: Run) -> None:
     run.refusals = [ConfigError("its disk does not hold it")] * 1000
     assert await run.give("demote", "c") == "its disk does not hold it"

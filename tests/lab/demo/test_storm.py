@@ -119,6 +119,13 @@ def test_a_script_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
     assert fault == PlannedFault(48 * S, "pause", FaultTarget("a"), 2 * S)
 
 
+def test_an_order_that_would_never_be_given_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "script"
+    file.write_text('{"at_seconds": 55, "do": "leave", "target": "a"}\n')
+    with pytest.raises(ConfigError, match="leave a at 55 s would never be given: the demo is calm from 50 s on"):
+        storm_of(replace(OPTIONS, has_chaos=False, script=file), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -1,0 +1,84 @@
+"""Facts about an optimizer between two steps: what it trains, how often that was written to, and samples of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from diloco_node.learner.layouts.tensors import local_part
+from diloco_node.learner.tensor_forms import sample_of
+
+_WRITES: Final = attrgetter("_version")
+
+
+@dataclass(slots=True)
+class OptimizerRecord:
+    """An optimizer that trains tensors which are merged.
+
+    Attributes:
+        size: parameters in its groups. tensors: those that are merged, by name.
+        writes: how often each was written to, when this learner or the optimizer did so last, and where the largest
+            lies. steps: since `attach`. largest: place of the largest of them.
+        counted_steps: of the optimizer whose steps count, when this one's last step began.
+        told_steps: that the loop had told when `sample` was taken.
+        is_stepping: it is in a step: what it writes was not noted yet.
+        is_captured: a CUDA graph recorded a step of it since its writes were noted.
+        sample: of its largest tensor at that time: a load changes all of them.
+        before: samples of its tensors before a step after which its states are looked at, by name.
+        states: samples of its states when looked at last, and how much they were like their parameter when looked at
+            first, by names of parameter and state.
+        siblings: records of optimizers that hold some of the same tensors.
+    """
+
+    size: int
+    tensors: dict[str, Tensor]
+    writes: list[int] = field(default_factory=list)
+    steps: int = 0
+    counted_steps: int = 0
+    told_steps: int = 0
+    is_stepping: bool = False
+    is_captured: bool = False
+    sample: Tensor | None = None
+    before: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    siblings: list[OptimizerRecord] = field(default_factory=list)
+    largest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
+
+    def count_writes(self) -> list[int]:
+        """How often each was written to, and where the largest lies."""
+        # `tensor.data = ...` counts nothing, but puts other memory in its place.
+        return [*map(_WRITES, self.tensors.values()), local_part(self._largest).data_ptr()]
+
+    def is_followed(self, told_steps: int) -> bool:
+        """Whether no step between was hidden, as those of a captured graph are: it would have moved the tensors."""
+        return self.sample is not None and told_steps - self.told_steps <= 1
+
+    def change(self) -> Tensor:
+        """How far the largest has moved from `sample`, in that one's lengths; a scalar on its device."""
+        assert self.sample is not None
+        way = torch.linalg.vector_norm(sample_of(self._largest).to(self.sample.device) - self.sample)
+        # Of a sample that is zero nobody can say how far is far.
+        change: Tensor = (way / torch.linalg.vector_norm(self.sample)).nan_to_num(0.0, posinf=0.0)
+        return change
+
+    @property
+    def name(self) -> str:
+        """Name of the largest."""
+        return [*self.tensors][self.largest]
+
+    @property
+    def _largest(self) -> Tensor:
+        return [*self.tensors.values()][self.largest]
+
+    def note(self, *, is_step: bool = False) -> None:
+        """Take the values as this learner has written them, or the optimizer, by `tensor.data` perhaps."""
+        writes = self.count_writes()
+        if is_step or writes != self.writes:
+            self.writes, self.sample = writes, sample_of(self._largest)
