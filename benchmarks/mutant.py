@@ -264,7 +264,16 @@ class Mutant:
         step_from = position.included_step
         tokens = learner.tokens - position.included_tokens
         return t.Contribution(
-            self.region, learner.incarnation, fragment, version - 1, 9, step_from, learner.step, tokens, norms
+            self.region,
+            learner.incarnation,
+            fragment,
+            version - 1,
+            9,
+            step_from,
+            learner.step,
+            tokens,
+            norms,
+            rows=(0,),
         )
 
     def _append(self) -> m.AppendEntries:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from diloco_node.core.shapes import REGION_FIELDS, Items, bound_of
+from diloco_node.core.shapes import REGION_FIELDS, Items, bound_of, may_be_short
 from diloco_node.errors import PeerError
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_tables import BULK_HEADERS, CONTROL, ENTRY_BODIES, HEADERS, MESSAGES
@@ -55,6 +55,8 @@ def plain(value: Any, tags: Mapping[type, int], *, is_tagged: bool = True) -> An
     """A message as the nested arrays that travel; nothing is checked."""
     if dataclasses.is_dataclass(value):
         fields = [plain(getattr(value, one.name), tags, is_tagged=False) for one in dataclasses.fields(value)]
+        if may_be_short(type(value)) and not fields[-1]:
+            fields.pop()
         has_tag = is_tagged or type(value) in ENTRY_BODIES.values()
         return [tags[type(value)], *fields] if has_tag else fields
     if isinstance(value, tuple):
@@ -100,6 +102,8 @@ def _leaves(value: Any, start: tuple[int, ...]) -> Iterator[tuple[Row, tuple[int
     """(row, path in the arrays, value) of each field, and of what is inside it; of a tuple inside its first item."""
     for index, one in enumerate(dataclasses.fields(value)):
         inner = getattr(value, one.name)
+        if inner == () and may_be_short(type(value)) and index == len(dataclasses.fields(value)) - 1:
+            continue  # it does not travel
         path = (*start[:-1], start[-1] + index)
         row = (type(value).__name__, one.name)
         if dataclasses.is_dataclass(inner):
@@ -167,7 +171,14 @@ def _least(hint: Any, bound: Any, name: str, known: Mapping[str, Any]) -> Any:
         return next(iter(hint))
     octets = bytes(max(bound.lengths, default=8)) if hint is bytes else b""
     text = known["region"] if name in REGION_FIELDS else "x"
-    return {bool: False, int: getattr(bound, "lowest", 1), float: 1.0, bytes: octets, str: text}[hint]
+    real = min(1.0, getattr(bound, "highest", 1.0))
+    return {
+        bool: False,
+        int: getattr(bound, "lowest", 1),
+        float: min(1.0, getattr(bound, "highest", 1.0)),
+        bytes: octets,
+        str: text,
+    }[hint]
 
 
 def rows_of(sent: list[Mutation]) -> set[Row]:

@@ -236,8 +236,9 @@ class _Batches(Sampler[list[int]]):
             raise LearnerError("a ShardLoader deals its rows to the ranks by itself: use it without Accelerate.prepare")
         batches, self._count = self._count or len(self), None
         for left_count in reversed(range(batches)):
+            changes = HERE.changes
             batch = [self._sampler.next_row() for _ in range(self._size)]
-            self.states.append(({**self._sampler.order.state(), "left": left_count}, HERE.changes))
+            self.states.append(({**self._sampler.order.state(), "left": left_count}, changes))
             yield batch
 
 

@@ -116,7 +116,6 @@ class RegionShards:
         """Take what is this region's share. One that was removed trains what it had to its end."""
         if not deal.shards:
             return
-        self.changes = deal.changes
         shards, starts = np.array(deal.shards, np.int64), np.array(deal.starts, np.int64)
         self._positions[shards] = np.maximum(self._positions[shards], starts)
         own = tuple(shards[starts >= 0].tolist())
@@ -126,6 +125,8 @@ class RegionShards:
         flags = torch.zeros(SHARDS, dtype=torch.uint8, device="cpu")
         flags[list(deal.shards)] = 1
         self.flags.copy_(flags)
+        # Last, for a loop may draw in a thread of its own: rows of the shards before are not to carry the new number.
+        self.changes = deal.changes
 
     def keep_all(self) -> None:
         """Let a loop that was stopped before its daemon answered read what it likes."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.learner.region_shards import HERE
 from tests.kit.learner_kit import region_folder
 
 
@@ -12,3 +13,10 @@ from tests.kit.learner_kit import region_folder
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A region's folder with its memory store; the environment points to it."""
     yield from region_folder(tmp_path, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _own_shards() -> Iterator[None]:
+    """What a learner that was not closed left behind is no other test's."""
+    yield
+    HERE.clear()

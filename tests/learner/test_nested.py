@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.errors import LearnerError
-from diloco_node.learner.checkpoint import CheckpointWriter, TrainingProgress, read_newest
+from diloco_node.learner.checkpoint import CheckpointWriter, TrainingProgress
 from diloco_node.learner.nested import DEPTH_MAX, flatten, unflatten
+from tests.kit.learner_kit import read_newest
 
 keys = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.tuples(st.integers(), st.text(max_size=2)))
 values = st.recursive(

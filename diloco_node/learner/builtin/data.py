@@ -149,9 +149,10 @@ class ShardWindows:
 
         Raises ConfigError: the text has no window for this region.
         """
+        changes = HERE.changes
         ranges = self.order.advance(self._own(), self._batch * self._ranks, HERE.begun if self._is_counted else None)
         if self._is_counted:
-            HERE.gave(self.order.positions, HERE.changes)
+            HERE.gave(self.order.positions, changes)
         rows, passes = (values[self._rank :: self._ranks] for values in self.order.rows_of(ranges))
         shifts = mix(self._seed ^ passes.astype(np.uint64)) % np.uint64(self._context)
         return windows_at(self._text, rows * self._context + shifts.astype(np.int64), self._context)

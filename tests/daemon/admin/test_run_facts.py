@@ -29,7 +29,13 @@ class Scripted:
         self.part: float | None = 0.0
         self.liveness = SimpleNamespace(late_ns=1_500_000_000, alive=lambda now_ns: ["eu"])
         self.refusals: dict[str, str] = {}
-        self.history = SimpleNamespace(rounds_committed=0, versions=[0, 0], account=ACCOUNT, finished=None)
+        self.history = SimpleNamespace(
+            rounds_committed=0,
+            versions=[0, 0],
+            account=ACCOUNT,
+            finished=None,
+            settings=SimpleNamespace(tokens_ratio_max=8.0),
+        )
         progress = SimpleNamespace(
             position=lambda now_ns: RunPosition(int(250 * (self.part or 0.0)), self.part),
             steps_of=lambda name: len(name),

@@ -9,8 +9,9 @@ from torch import nn
 from diloco_node.learner.builtin.adamw import BETAS, WEIGHT_DECAY, build_adamw
 from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
-from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, TrainingProgress, read_newest
+from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, TrainingProgress
 from diloco_node.learner.optimizer_parts import OptimizerParts
+from tests.kit.learner_kit import read_newest
 
 pytestmark = pytest.mark.no_device("its model is made on the host; test_optimizer_parts.py has the device's")
 
