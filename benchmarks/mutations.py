@@ -175,7 +175,7 @@ def _least(hint: Any, bound: Any, name: str, known: Mapping[str, Any]) -> Any:
     return {
         bool: False,
         int: getattr(bound, "lowest", 1),
-        float: min(1.0, getattr(bound, "highest", 1.0)),
+        float: real,
         bytes: octets,
         str: text,
     }[hint]

@@ -87,6 +87,8 @@ class TrainedRows:
         shards = [item.shard for item in ranges]
         if not numbers or shards != sorted(set(shards)) or any(shard >= SHARDS for shard in shards):
             raise ValueError(f"shards {shards[:9]} are not ascending numbers below {SHARDS}")
+        if any(item.stop > ROWS_MAX for item in ranges):
+            raise ValueError(f"a row beyond {ROWS_MAX}")
         return cls(numbers[0], ranges)
 
 

@@ -253,6 +253,7 @@ class LearnerSession:
             # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
             with contextlib.suppress(StorageError):
                 counter.flush()
+            with contextlib.suppress(StorageError):
                 HERE.save(Path(welcome.state_dir))
 
         return LearnerFragments(

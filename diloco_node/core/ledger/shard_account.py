@@ -26,6 +26,10 @@ WAITING: Final = -1
 """In place of a position: an owner before may train the shard still."""
 
 
+ADVANCE_MAX: Final = 1 << 32
+"""Rows of a shard that one contribution may add: no learner trains as many between two merges."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardHolder:
     """The life that trained a shard last.
@@ -152,6 +156,9 @@ class ShardAccount:
     def _range_fault(self, contribution: Contribution, item: ShardRows, owner: str) -> str:
         holder, name = self._holders.get(item.shard), contribution.learner
         is_own = holder is not None and (holder.learner, holder.incarnation) == _life(contribution)
+        # A position only grows: one that nobody can reach would end the shard for all who come after.
+        if item.stop - self.position(item.shard) > ADVANCE_MAX:
+            return f"{name} is {item.stop - self.position(item.shard)} rows ahead of the run in shard {item.shard}"
         # Rows of an earlier holder may be merged late. Without rows it is a word of a region that was one.
         if item.start == item.stop or (holder is not None and not is_own and item.stop <= holder.start):
             return ""

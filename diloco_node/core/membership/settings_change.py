@@ -45,7 +45,9 @@ class SettingsChange:
 
     def order_fault(self, body: SettingsBody) -> str:
         """Say why these settings can't be ordered here and now, with the remedy; empty if they can."""
-        if self._body is not None or self._index > self._ledger.cluster_commit_index:
+        # An order holds all the settings: it is made of those that the order before has left.
+        applied_index = min(self._ledger.cluster_commit_index, self._history.account.index)
+        if self._body is not None or self._index > applied_index:
             return "another change of the settings is not committed yet: try again"
         return self._fault(body)
 

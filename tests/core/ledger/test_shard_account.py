@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.data_shards import SHARDS, ShardRows, TrainedRows, region_shards
+from diloco_node.core.data_shards import ROWS_MAX, SHARDS, ShardRows, TrainedRows, region_shards
 from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.entries import seal
-from diloco_node.core.ledger.shard_account import WAITING
+from diloco_node.core.ledger.shard_account import ADVANCE_MAX, WAITING
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, encode_summary
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.rounds.history import RoundHistory
@@ -96,6 +96,17 @@ def test_a_position_that_goes_back_is_refused():
     book.merge("a", (shard, 10, 20), life=2)
     assert book.fault("a", (shard, 8, 20), life=2).startswith("a goes back to row 8")
     assert book.fault("a", (shard, 10, 25), life=2) == ""
+
+
+def test_a_position_that_nobody_could_reach_is_refused():
+    """It would be in the ledger for good, and whoever comes next could never go behind it."""
+    book = Book()
+    shard = OWN["a"][0]
+    book.merge("a", (shard, 0, 10))
+    assert "rows ahead of the run in shard" in book.fault("a", (shard, 10, 11 + ADVANCE_MAX))
+    assert "rows ahead of the run in shard" in book.fault("a", (shard, ROWS_MAX, ROWS_MAX))
+    assert "a row beyond" in book.fault("a", (shard, ROWS_MAX, 2 * ROWS_MAX))
+    assert book.fault("a", (shard, 10, 10 + ADVANCE_MAX)) == ""
 
 
 def test_rows_of_a_shard_that_is_anothers_are_refused():
