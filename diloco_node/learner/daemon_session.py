@@ -244,8 +244,7 @@ class LearnerSession:
         manifest = manifest_of(self._specs, welcome)
         version_area_bytes, contributions_bytes = area_sizes(manifest, welcome.codec_up)
         area = request_area(self._memory, COUNTERS_AREA, AREA_BYTES)
-        counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
-        self._counter = counter
+        self._counter = counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
         self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
         self._write_place(self.place)
 
