@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from diloco_node.core.bounds import ADDRESS_BYTES
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import KINDS, Roster
 from diloco_node.core.member_kind import MemberKind, MembershipBody
@@ -15,13 +16,14 @@ from diloco_node.core.shapes import REGION_PATTERN
 from diloco_node.errors import ConfigError
 
 
-def members_document(disks: DiskView, there: frozenset[str]) -> dict[str, Any]:
+def members_document(disks: DiskView, there: frozenset[str], witness_fault: str = "") -> dict[str, Any]:
     """The members by the log, and what the run can bear.
 
     Args:
-        there: the regions that are there, this one too.
+        there: the regions that are there, this one too. witness_fault: why the witness does not answer here.
     """
     roster = disks.roster
+    there |= {roster.witness} if roster.witness and not witness_fault else frozenset()
     return {
         "changes": roster.changes,
         "tolerance": tolerance(roster, there) if disks.has_view else "the run has not begun",
@@ -33,6 +35,7 @@ def members_document(disks: DiskView, there: frozenset[str]) -> dict[str, Any]:
                 "address": line.address,
                 "has_folder": bool(disks.disk_of(name)),
                 "is_there": name in there,
+                "fault": witness_fault if name == roster.witness else "",
             }
             for name, line in roster.memberships.items()
         ],
@@ -57,12 +60,23 @@ def member_order(
     except ValueError:
         raise ConfigError("the signature must be a text of hexadecimal digits") from None
     address = document.get("address") or ""
-    if address:
+    if kind == MemberKind.WITNESS:
+        _check_bucket(address)
+    elif address:
         _check_new(region, address, roster, addresses)
     if document.get("changes", roster.changes + 1) != roster.changes + 1:
         raise ConfigError("the members were changed meanwhile: look at `diloco-node members list`, and order it again")
     body = MembershipBody(region, MemberKind(kind).value, address, octets)
     return EntryOrdered(body, is_cut_off=kind == MemberKind.FORMER, is_forced=document.get("force") is True)
+
+
+def _check_bucket(url: Any) -> None:
+    """Refuse a witness that is no bucket. Raises ConfigError."""
+    from diloco_node.storage.object_store import bucket_scheme
+
+    if not isinstance(url, str) or len(url) > ADDRESS_BYTES:
+        raise ConfigError(f"a witness has the URL of a bucket, of at most {ADDRESS_BYTES} characters")
+    bucket_scheme(url)
 
 
 def _check_new(region: str, address: Any, roster: Roster, addresses: Mapping[str, str | None]) -> None:

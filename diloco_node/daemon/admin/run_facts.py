@@ -39,6 +39,7 @@ class RunFacts:
 
     Args:
         certificate: the region's (`Credentials.document`). refusals: what the disk does not take now.
+        witness_fault: why the witness does not answer; empty: it does, or there is none.
         now_ns: monotonic.
         cosines: see `Standings`.
     """
@@ -51,12 +52,13 @@ class RunFacts:
         certificate: Callable[[], dict[str, Any]],
         cosines: Mapping[str, Sequence[float]],
         refusals: Callable[[], Mapping[str, str]],
+        witness_fault: Callable[[], str] = lambda: "",
         now_ns: Callable[[], int],
     ) -> None:
         self._core = core
         self._spec = spec
         self._certificate = certificate
-        self._refusals = refusals
+        self._refusals, self._witness_fault = refusals, witness_fault
         self._now_ns = now_ns
         self._part = SlidingRate(ETA_WINDOW_S)
         self._begun_ns = now_ns()
@@ -105,7 +107,7 @@ class RunFacts:
             "up_seconds": (self._now_ns() - self._begun_ns) / NS_PER_S,
             "run": self._run(),
             "voters": [name for name in disks.roster.voters if disks.disk_of(name)] if disks.has_view else None,
-            "members": members_document(disks, frozenset(there)),
+            "members": members_document(disks, frozenset(there), self._witness_fault()),
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in disks.roster.names},
             "token_account": self._account(learner),
             "standings": self._standings.document(),

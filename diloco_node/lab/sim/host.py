@@ -23,6 +23,7 @@ from diloco_node.lab.sim.fake_effects import FakeEffects
 from diloco_node.lab.sim.fake_learner import FakeLearner, FakeSnapshot, Pool
 from diloco_node.lab.sim.fetching import FakeFetches
 from diloco_node.lab.sim.setup import Setup
+from diloco_node.lab.sim.witness_bucket import FakeBucket, FakeWitness
 from diloco_node.lab.sim.world import LOCAL_NS, MS, SECOND, FakeNetwork, Life, World
 from diloco_node.numeric import F32
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin
@@ -92,6 +93,9 @@ class Host:
         self.plane = DataPlane(setup, self.disk, self.complain)
         self.learner: FakeLearner | None = None
         self.disk_factor = 1
+        # The run's witness, and this daemon's way to it; None: it has none.
+        self.bucket: FakeBucket | None = None
+        self.witness: FakeWitness | None = None
         # True only under a planted fault; the last two go to each life's data plane.
         self.fsync_is_late = False
         self.is_residual_loose = False
@@ -147,6 +151,7 @@ class Host:
         self.plane.is_residual_loose = self.is_residual_loose
         self.plane.is_order_loose = self.is_order_loose
         self.plane.spoil_sum = self.spoil_sum
+        self.witness = FakeWitness(self, self.bucket) if self.bucket is not None else None
         self._events.clear()
         self._stalled_until_ns = 0
         self.fetches.forget()
@@ -179,6 +184,13 @@ class Host:
         if self.learner is not None:
             self.learner.forget_daemon()
 
+    def lose_disk(self) -> None:
+        """The machine is lost with everything on it; the next daemon finds an empty folder."""
+        self.kill_daemon(is_power_cut=True)
+        self.kill_learner(is_power_cut=True)
+        self.disk = type(self.disk)(id=self.world.rng.randbytes(DISK_ID_BYTES), lost=self.disk)
+        self.has_final = False
+
     def stop_daemon(self) -> None:
         """SIGTERM: offer leadership to another region, then die."""
         if self._life is None:
@@ -194,7 +206,9 @@ class Host:
         """Start a new incarnation of the learner."""
         if self.learner is not None:
             return
-        incarnation = max(self.disk.counters, default=0) + 1
+        # Beside a witness a folder may be lost here, too, where no daemon allots the lives.
+        counters = self.disk.counters if self.bucket is None else self.disk.all_counters
+        incarnation = max(counters, default=0) + 1
         self.disk.counters[incarnation] = (0, 0)
         self.learner = self.make_learner(incarnation)
         self.world.note(self.name, f"learner {incarnation} started", b"learner")

@@ -14,11 +14,14 @@ import gc
 import random
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from diloco_node.core.events import FinishOrdered
+from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import CarryMode
 from diloco_node.errors import ConfigError
 from diloco_node.lab.sim import cheats
@@ -30,9 +33,11 @@ from diloco_node.lab.sim.fault_storm import ODDS, SCHEDULES, Chaos
 from diloco_node.lab.sim.host import CoreFactory, Host
 from diloco_node.lab.sim.liar import TOLERATED, Liar
 from diloco_node.lab.sim.limits import lowered_limits
-from diloco_node.lab.sim.planting import Fault, make_core
+from diloco_node.lab.sim.planting import Fault, make_core, signature_of
 from diloco_node.lab.sim.seed_report import EVENTS, FAST, SimReport
 from diloco_node.lab.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
+from diloco_node.lab.sim.site_faults import SITES
+from diloco_node.lab.sim.witness_bucket import WITNESS, FakeBucket
 from diloco_node.lab.sim.world import SECOND, FakeNetwork, World
 from diloco_node.numeric import F32
 
@@ -68,7 +73,13 @@ class Simulation:
     """
 
     def __init__(
-        self, seed: int, *, regions: int = 0, fault: Fault | None = None, host_type: type[Host] = Host
+        self,
+        seed: int,
+        *,
+        regions: int = 0,
+        fault: Fault | None = None,
+        host_type: type[Host] = Host,
+        has_witness: bool = False,
     ) -> None:
         self.world = World(seed)
         rng = self.world.rng
@@ -104,6 +115,8 @@ class Simulation:
             self.hosts[name] = host
             self.network.join(name, host)
         self.checkers.hosts = self.hosts
+        if has_witness:
+            self._make_witness()
         self.honest = {name: self.hosts[name] for name in self.setup.founders}
 
     def start(self) -> None:
@@ -115,6 +128,28 @@ class Simulation:
         """Start a region within a second."""
         self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_learner)
         self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_daemon)
+
+    def _make_witness(self) -> None:
+        bucket = FakeBucket(self.world)
+        bucket.violate, self.checkers.bucket = self.checkers.violate, bucket
+        for host in self.hosts.values():
+            host.bucket = bucket
+        self.world.after(SECOND, None, self._order_witness)
+
+    def _order_witness(self) -> None:
+        """Give the operator's order that adds the witness, again and again until it is in the ledger."""
+        if any(isinstance(entry.body, MembershipBody) for entry in self.checkers.history):
+            return
+        self.world.after(SECOND, None, self._order_witness)
+        cores = (host.core for host in self.hosts.values() if host.core is not None)
+        core = next((core for core in cores if core.ledger.is_settled), None)
+        if core is None:
+            return
+        order, roster = MembershipBody(WITNESS, MemberKind.WITNESS.value, "s3://sites/run"), core.ledger.disks.roster
+        body = replace(order, signature=signature_of(roster.changed(order).statement("simulated")))
+        event = EntryOrdered(body, is_cut_off=False)
+        if not core.replacement.order_fault(event, core.liveness, now_ns=self.world.now_ns):
+            next(host for host in self.hosts.values() if host.core is core).post(event)
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Let things happen until `is_done`, or until a checker found something."""
@@ -233,9 +268,11 @@ def simulate(
     """
     _check_names(schedule, liar, effects)
     is_liar_drawn = liar is None
+    has_witness = schedule == SITES
+    regions = 2 if has_witness else regions
     lies = _draw_lies(seed, regions, fault, effects) if liar is None else liar
     with _uncollected(), lowered_limits(seed) as limits:
-        simulation = Simulation(seed, regions=regions, fault=fault, host_type=HOSTS[effects])
+        simulation = Simulation(seed, regions=regions, fault=fault, host_type=HOSTS[effects], has_witness=has_witness)
         world, checkers = simulation.world, simulation.checkers
         simulation.start()
         schedule_drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
@@ -309,6 +346,8 @@ def _check_names(schedule: str, liar: str | None, effects: str) -> None:
         raise ConfigError(f"there are no effects {effects!r}; there are {', '.join(sorted(HOSTS))}")
     if schedule and schedule not in SCHEDULES:
         raise ConfigError(f"there is no schedule {schedule!r}; there are {', '.join(sorted(SCHEDULES))}")
+    if schedule == SITES and effects != FAST:
+        raise ConfigError(f"the schedule {SITES!r} has only the effects {FAST!r}")
     if liar and effects != FAST:
         raise ConfigError(f"a region lies only with the effects {FAST!r}")
     if liar and liar not in LIARS:
