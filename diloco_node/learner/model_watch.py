@@ -257,6 +257,7 @@ class ModelWatch:
             change, pending = record.change(), self._silent_pending
             self._silent_pending = change if pending is None else torch.maximum(pending, change.to(pending.device))
             self._silent_name = record.name
+            self._hear_silent()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         record = None if torch.compiler.is_compiling() else self._optimizers.get(optimizer)

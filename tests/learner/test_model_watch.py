@@ -649,20 +649,20 @@ def test_a_load_is_seen_whichever_optimizer_steps_first(folder: Path, is_counted
     model = net()
     both = torch.optim.SGD(model[:2].parameters(), lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.01)
 
-    def step() -> None:
-        for optimizer in both:
-            optimizer.zero_grad()
-        model(torch.randn(4, 6)).square().mean().backward()
-        for optimizer in both:
-            optimizer.step()
-        diloco.step(tokens=4)
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for optimizer in both:
+                optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            for optimizer in both:
+                optimizer.step()
+            diloco.step(tokens=4)
 
     with FakeDaemon(folder), diloco_node.attach(model, both) as diloco:
-        step()
-        step()
+        steps(2)
         (load if is_counted else load_by_hand)(model)
         with pytest.raises(LearnerError, match="changed between two steps by something else"):
-            step()
+            steps(3)  # a device tells it a step later
 
 
 def test_versions_before_the_first_step_are_no_load(folder: Path) -> None:
