@@ -653,10 +653,11 @@ def test_a_load_is_seen_whichever_optimizer_steps_first(folder: Path, is_counted
         for _ in range(count):
             for optimizer in both:
                 optimizer.zero_grad()
-            model(torch.randn(4, 6)).square().mean().backward()
+            loss = model(torch.randn(4, 6)).square().mean()
+            loss.backward()
             for optimizer in both:
                 optimizer.step()
-            diloco.step(tokens=4)
+            diloco.step(tokens=4, loss=float(loss))  # waits, as loops do now and then
 
     with FakeDaemon(folder), diloco_node.attach(model, both) as diloco:
         steps(2)
