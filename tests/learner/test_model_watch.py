@@ -657,7 +657,7 @@ def test_a_load_is_seen_whichever_optimizer_steps_first(folder: Path, is_counted
             loss.backward()
             for optimizer in both:
                 optimizer.step()
-            diloco.step(tokens=4, loss=float(loss))  # waits, as loops do now and then
+            diloco.step(tokens=4, loss=float(loss.detach()))  # waits, as loops do now and then
 
     with FakeDaemon(folder), diloco_node.attach(model, both) as diloco:
         steps(2)
