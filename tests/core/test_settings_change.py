@@ -162,3 +162,17 @@ def test_orders_that_can_not_be_carried_out_are_refused_with_the_remedy(patch: p
     small.hosts[leader].post(EntryOrdered(changed(small, sync_every=16)))
     assert fault(leader, sync_every=12) == "another change of the settings is not committed yet: try again"
     small.settle()
+
+
+def test_an_order_waits_until_the_one_before_is_applied_here_as_well(patch: pytest.MonkeyPatch) -> None:
+    """An order holds all the settings: made of those before the first one, it would undo that in silence."""
+    small = Small(patch, regions=3)
+    small.go(5)
+    core = core_of(small, small.leader())
+    body = order(small, sync_every=16)
+    small.go(2)
+    change = core.replacement._settings
+    assert change.order_fault(replace(body, sync_every=24)) == ""
+    # A slow disk: a majority of the others has it.
+    patch.setattr(type(core.history.account), "index", property(lambda _: change._index - 1))
+    assert "not committed yet: try again" in change.order_fault(replace(body, sync_every=24))

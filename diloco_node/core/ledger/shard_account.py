@@ -25,7 +25,6 @@ from diloco_node.core.types import Contribution, Entry, GenesisBody
 WAITING: Final = -1
 """In place of a position: an owner before may train the shard still."""
 
-
 ADVANCE_MAX: Final = 1 << 32
 """Rows of a shard that one contribution may add: no learner trains as many between two merges."""
 
