@@ -126,7 +126,7 @@ def test_a_loop_takes_other_rows_when_a_member_comes_and_none_that_others_have(f
                 seen[int(row)] += 1
             toy.step(diloco)
         daemon.want(0)
-        toy.step(diloco)
+        toy.steps_until(diloco, daemon, SnapshotReady, 1)  # the order comes when it comes
         contribution = daemon.wait_for(SnapshotReady).contribution
         trained = TrainedRows.unpacked(contribution.rows)
         assert {item.shard for item in trained.ranges} == {shard for shard, count in enumerate(seen) if count}
