@@ -110,6 +110,13 @@ def read_fault(file: Path) -> str:
 def learn(file: Path) -> int:
     """Be the built-in trainer, whose learner tells and sends something else while the fault is on."""
     from diloco_node.learner.__main__ import main as train
+
+    install_claims(file)
+    return train()
+
+
+def install_claims(file: Path) -> None:
+    """Have this process's learners count and send something else while the fault is on."""
     from diloco_node.learner.attach import Diloco
     from diloco_node.learner.contribution_area import ContributionArea
 
@@ -121,14 +128,13 @@ def learn(file: Path) -> int:
     def step_or_claim(self: Diloco, *, tokens: int, **more: Any) -> None:
         step(self, tokens=tokens * max([TOKENS.get(word, 1) for word in words()]), **more)
 
-    def encode_or_turn(self: ContributionArea, index: int, base: Any, theta: Any) -> Any:
+    def encode_or_turn(self: ContributionArea, index: int, base: Any, theta: Any, rows: Any = None) -> Any:
         for factor in [GRADIENTS[word] for word in words() if word in GRADIENTS]:
             theta = (base - factor * (base - theta)).astype(np.float32)
-        return encode(self, index, base, theta)
+        return encode(self, index, base, theta, rows)
 
     Diloco.step = step_or_claim  # type: ignore[method-assign]
     ContributionArea.encode = encode_or_turn  # type: ignore[method-assign]
-    return train()
 
 
 def _install_leading(fault: Callable[[], str]) -> None:
