@@ -44,7 +44,9 @@ POLL_S = 0.5
 COPY_PART = 0.25
 """A folder is copied after so much of an arm, and put back after twice as much."""
 
-ACCUSING = frozenset({"A-OUTWEIGHS", "A-TOO-LONG", "A-AGAINST", "A-LEDGER-FORKS", "A-LEADER-WRONG", "A-QUARANTINE"})
+PROOFS = frozenset({"A-LEDGER-FORKS", "A-LEADER-WRONG", "A-QUARANTINE"})
+ACCUSING = PROOFS | {"A-OUTWEIGHS", "A-TOO-LONG", "A-AGAINST"}
+"""The others tell of what may be other data, or one odd step: they name a liar, and an honest region is not wronged."""
 LOSSES = 6
 """The loss at a step is the median of so many evaluations before it, of all honest learners."""
 
@@ -72,21 +74,21 @@ class Watch:
             for row in region.status.get("standings") or ():
                 if row["cosine"] is not None:
                     self.cosines[row["region"]] = row["cosine"]
-            for accused, reason in _accusations(region.status):
+            for accused, reason, is_proof in _accusations(region.status):
                 if accused in self.liars and self.named is None:
                     self.named = self.run.samples[-1].rounds - first_round, reason
-                elif accused not in self.liars and accused in self.run.regions:
+                elif is_proof and accused not in self.liars and accused in self.run.regions:
                     self.wronged.add(f"{accused}: {reason}")
 
 
-def _accusations(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(region, reason) of each that a status says something bad of, a slow link or machine aside."""
+def _accusations(status: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    """(region, reason, is it a proof) of each that a status accuses; slow links and machines aside."""
     for row in status.get("left_out") or ():
         if "deadline" not in row["reason"] and "late" not in row["reason"]:
-            yield row["region"], str(row["reason"])
+            yield row["region"], str(row["reason"]), True
     for alert in find_alerts(status):
         if alert.code in ACCUSING:
-            yield alert.regions[0], f"{alert.code}: {alert.text}"
+            yield alert.regions[0], f"{alert.code}: {alert.text}", alert.code in PROOFS
 
 
 async def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +142,7 @@ async def _swap_folder(run: GrayRun, *, is_copied: bool) -> None:
     await region.stop()
     copy = run.folder / "older"
     if is_copied:
-        shutil.copytree(region.state_dir, copy, symlinks=True)
+        shutil.copytree(region.state_dir, copy, symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
     else:
         shutil.rmtree(region.state_dir)
         shutil.move(copy, region.state_dir)

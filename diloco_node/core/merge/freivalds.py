@@ -20,7 +20,7 @@ from diloco_node.core.merge.numbers import NORM_FLOOR
 from diloco_node.core.projections import Projection, Window
 from diloco_node.core.types import Contribution, Stripe
 
-AUDIT_EVERY: Final = 4
+AUDIT_EVERY: Final = 2
 """One of so many payloads is audited: the leader waits for the projections of all members, which takes longer."""
 
 WINDOWS: Final = 16
