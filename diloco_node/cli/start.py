@@ -131,7 +131,6 @@ def start(
         if settings.model.hf is not None:
             kind = "the folder" if Path(settings.model.hf).is_absolute() else "of the model hub:"
             changes.append(f"model.hf is {kind} {settings.model.hf}")
-    check_trackers(settings)
     check_start(settings, region, command or ())
     spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
     if serve:
@@ -213,14 +212,6 @@ def check_init(config: NodeConfig) -> None:
     check_initial(Path(path))
 
 
-def check_trackers(config: NodeConfig) -> None:
-    """Refuse a tracker whose library is not installed."""
-    for name in config.history.to:
-        if importlib.util.find_spec(name) is None:
-            origin = config.origin("history.to")
-            raise ConfigError(f"history.to ({origin}) needs {name}: pip install 'diloco-node[{name}]', or leave it out")
-
-
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
     """Refuse in one line what would stop the daemon at once.
 
@@ -298,7 +289,6 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         state_dir=folder,
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or trainer_command(config),
-        tracker_command=tracker_command(config, region, folder),
         env={
             TRAINER_VARIABLE: str(trainer_file),
             ON_SPIKE_VARIABLE: config.learner.on_spike,
@@ -342,14 +332,6 @@ def trainer_command(config: NodeConfig) -> list[str]:
         return [sys.executable, "-m", module]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launcher, "-m", module]
-
-
-def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] | None:
-    """Command of the process that hands the run history on; None if nothing is to get it."""
-    if not config.history.to:
-        return None
-    words = (str(folder), region, config.run.id, *config.history.to)
-    return [sys.executable, "-m", "diloco_node.daemon.trackers", *words]
 
 
 def preload_modules(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:

@@ -187,21 +187,6 @@ def test_the_log_is_set_by_flags_and_the_terminal_is_quiet_unless_asked(specs: l
     assert main(["start", "--region", "eu", "--log-level", "loud"]) == 2
 
 
-def test_a_tracker_is_started_where_it_is_installed_and_else_refused(
-    specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["start", "--region", "eu"]) == 6
-    assert specs[0].tracker_command is None
-    there = {"wandb"}
-    monkeypatch.setattr(start_cmd.importlib.util, "find_spec", lambda name: name if name in there else None)
-    assert main(["start", "--region", "eu", "--set", "history.to=wandb"]) == 6
-    command = specs[1].tracker_command
-    assert command is not None
-    assert command[1:] == ["-m", "diloco_node.daemon.trackers", str(specs[1].state_dir), "eu", "try", "wandb"]
-    assert main(["start", "--region", "eu", "--set", "history.to=wandb,trackio"]) == 2
-    assert "needs trackio: pip install 'diloco-node[trackio]'" in capsys.readouterr().err
-
-
 def test_a_command_of_the_users_takes_the_trainers_place(specs: list[SupervisorSpec], tmp_path: Path) -> None:
     (tmp_path / "text.txt").unlink()  # the built-in trainer's data does not matter then
     assert main(["start", "--region", "eu", "--", sys.executable, "train.py", "--config", "x", "--debug"]) == 6
