@@ -71,10 +71,6 @@ def start(
         str | None, typer.Option("--preload", metavar="MODULE,...", help="Imported once; restarted learners fork.")
     ] = None,
     init: Annotated[str | None, typer.Option("--init", metavar="FILE", help="First parameters, safetensors.")] = None,
-    on_spike: Annotated[
-        str | None,
-        typer.Option("--on-spike", metavar="warn|rollback", help="When the loss leaves its range for several steps."),
-    ] = None,
     join: Annotated[
         str | None,
         typer.Option(
@@ -85,12 +81,6 @@ def start(
         bool,
         typer.Option("--serve", help="A finished run, without a learner: until no other region lacks its end."),
     ] = False,
-    log_level: Annotated[
-        str | None, typer.Option("--log-level", metavar="info|warning|error", help="Of the daemon's log in logs/.")
-    ] = None,
-    log_format: Annotated[
-        str | None, typer.Option("--log-format", metavar="logfmt|json", help="key=value, or an object a line.")
-    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the daemon's log here, too.")] = False,
     assignments: SetOption = None,
 ) -> None:
@@ -104,9 +94,6 @@ def start(
         f"regions.{region}.admin_port": ("--admin-port", admin_port),
         "data.paths": ("--data", data),
         "learner.preload": ("--preload", preload),
-        "learner.on_spike": ("--on-spike", on_spike),
-        "log.level": ("--log-level", log_level),
-        "log.format": ("--log-format", log_format),
     }
     if join is not None:
         from diloco_node.cli.join import join_run
