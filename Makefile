@@ -88,7 +88,7 @@ $(TOOLS): $(PROGRAM)
 # The libraries that only tests use, beside what runs already: without a look at the program's own installation.
 $(STAMP): $(TOOLS)
 	$(BIN)/python -c "import tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
-	  print(*(need for name in 'hf peft lightning titan tensorboard trackio wandb'.split() for need in extras[name]), sep='\n')" \
+	  print(*(need for name in 'hf peft lightning titan'.split() for need in extras[name]), sep='\n')" \
 	  > $(VENV)/.needs
 	$(PIP) --quiet --requirement $(VENV)/.needs
 	touch $(STAMP)

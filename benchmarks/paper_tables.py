@@ -3,7 +3,7 @@
     python benchmarks/paper_tables.py goodput|bandwidth [--seed 0] [--steps 6000] [--json]
 
 Goodput is the part of the cluster's time in which steps are made; a step with fewer slices counts less. Uptime is the
-part in which any learner steps. `lab.chaos.chip_failures` has the model. Without elasticity a learner stands until the
+part in which any learner steps. `chip_failures.py` has the model. Without elasticity a learner stands until the
 slice is repaired.
 
 Bandwidth is Gbit/s that a model of 5 B parameters needs, with M = 8 learners. The paper's DiLoCo rows follow only with
@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 
+from chip_failures import MODEL, YEAR_S, FailureModel, return_scale, unit_return
 from rich.console import Group
 from rich.text import Text
 
 from diloco_node.cli.tables import plain_table, table_console
-from diloco_node.lab.chaos.chip_failures import MODEL, YEAR_S, FailureModel, return_scale, unit_return
 
 PAPER_CYCLE_STEPS: Final = 100
 """Steps in which the whole model crosses the links once in the paper's table; its experiments use H = 24."""

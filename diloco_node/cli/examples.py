@@ -58,7 +58,6 @@ EXAMPLES: Final = {
     "wan status": "diloco-node wan status",
     "wan measure": "diloco-node wan measure --json",
     "chaos strike": "diloco-node chaos strike pause us-east.daemon --for 10s",
-    "chaos script": "diloco-node chaos script --chips 2400000",
     "measure serve": "diloco-node measure serve --region us-west",
     "measure latency": "diloco-node measure latency us-west --load",
     "measure bandwidth": "diloco-node measure bandwidth us-west --reverse --seconds 10",

@@ -71,10 +71,6 @@ def start(
         str | None, typer.Option("--preload", metavar="MODULE,...", help="Imported once; restarted learners fork.")
     ] = None,
     init: Annotated[str | None, typer.Option("--init", metavar="FILE", help="First parameters, safetensors.")] = None,
-    on_spike: Annotated[
-        str | None,
-        typer.Option("--on-spike", metavar="warn|rollback", help="When the loss leaves its range for several steps."),
-    ] = None,
     join: Annotated[
         str | None,
         typer.Option(
@@ -85,12 +81,6 @@ def start(
         bool,
         typer.Option("--serve", help="A finished run, without a learner: until no other region lacks its end."),
     ] = False,
-    log_level: Annotated[
-        str | None, typer.Option("--log-level", metavar="info|warning|error", help="Of the daemon's log in logs/.")
-    ] = None,
-    log_format: Annotated[
-        str | None, typer.Option("--log-format", metavar="logfmt|json", help="key=value, or an object a line.")
-    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the daemon's log here, too.")] = False,
     assignments: SetOption = None,
 ) -> None:
@@ -104,9 +94,6 @@ def start(
         f"regions.{region}.admin_port": ("--admin-port", admin_port),
         "data.paths": ("--data", data),
         "learner.preload": ("--preload", preload),
-        "learner.on_spike": ("--on-spike", on_spike),
-        "log.level": ("--log-level", log_level),
-        "log.format": ("--log-format", log_format),
     }
     if join is not None:
         from diloco_node.cli.join import join_run
@@ -131,7 +118,6 @@ def start(
         if settings.model.hf is not None:
             kind = "the folder" if Path(settings.model.hf).is_absolute() else "of the model hub:"
             changes.append(f"model.hf is {kind} {settings.model.hf}")
-    check_trackers(settings)
     check_start(settings, region, command or ())
     spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
     if serve:
@@ -213,14 +199,6 @@ def check_init(config: NodeConfig) -> None:
     check_initial(Path(path))
 
 
-def check_trackers(config: NodeConfig) -> None:
-    """Refuse a tracker whose library is not installed."""
-    for name in config.history.to:
-        if importlib.util.find_spec(name) is None:
-            origin = config.origin("history.to")
-            raise ConfigError(f"history.to ({origin}) needs {name}: pip install 'diloco-node[{name}]', or leave it out")
-
-
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
     """Refuse in one line what would stop the daemon at once.
 
@@ -298,7 +276,6 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         state_dir=folder,
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or trainer_command(config),
-        tracker_command=tracker_command(config, region, folder),
         env={
             TRAINER_VARIABLE: str(trainer_file),
             ON_SPIKE_VARIABLE: config.learner.on_spike,
@@ -342,14 +319,6 @@ def trainer_command(config: NodeConfig) -> list[str]:
         return [sys.executable, "-m", module]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launcher, "-m", module]
-
-
-def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] | None:
-    """Command of the process that hands the run history on; None if nothing is to get it."""
-    if not config.history.to:
-        return None
-    words = (str(folder), region, config.run.id, *config.history.to)
-    return [sys.executable, "-m", "diloco_node.daemon.trackers", *words]
 
 
 def preload_modules(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:

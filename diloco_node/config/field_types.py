@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_settings import NoDecode
@@ -66,5 +66,4 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Span = Annotated[Duration, NoDecode, PlainValidator(parse_duration)]
 AdminHost = Annotated[str, BeforeValidator(_admin_host)]
-TrackerName = Literal["tensorboard", "trackio", "wandb"]
 HostPort = Annotated[str, BeforeValidator(host_port_of)]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco_node.config.budget_settings import BudgetSection, Ceiling
-from diloco_node.config.field_types import AdminHost, HostPort, Number, Span, TrackerName, Whole, modules_of, paths_of
+from diloco_node.config.field_types import AdminHost, HostPort, Number, Span, Whole, modules_of, paths_of
 from diloco_node.config.setting import changes, setting
 from diloco_node.config.units import Duration
 from diloco_node.core.merge.fragments import FRAGMENTS_MAX
@@ -342,13 +342,6 @@ class HistorySection(Section):
         "time between two rows of `history.jsonl`; further apart in a long run",
         "curves are too coarse",
         examples=["10s"],
-    )
-    to: Annotated[tuple[TrackerName, ...], NoDecode, BeforeValidator(modules_of)] = setting(
-        (),
-        "trackers that get the rows beside the file; each needs the extra of its name",
-        "you watch curves elsewhere",
-        max_length=3,
-        examples=[("tensorboard",)],
     )
 
 

@@ -1,8 +1,8 @@
 """How a run went, as one region saw it: a bounded row of points, kept in its folder as JSON lines.
 
 A point comes every `period_s`. When POINTS_MAX are there, each two become one and the period doubles. So the file keeps
-the whole run, and a run of two hours has as few points as one of half an hour. The page draws its curves from them,
-and `daemon.trackers` hands them on. The marks of the curves (`daemon.curve_marks`) are lines of their own.
+the whole run, and a run of two hours has as few points as one of half an hour. The page draws its curves from
+them. The marks of the curves (`daemon.curve_marks`) are lines of their own.
 """
 
 from __future__ import annotations

@@ -74,9 +74,7 @@ def find_changes(plan: Plan) -> tuple[Change, ...]:
         _longer_cycle(plan),
         bits if bits is not None else _fewest_bits_and_longer_cycle(plan),
         _larger_budget(plan),
-        _faster_links(plan),
         _more_rounds(plan),
-        _fewer_fragments(plan),
     )
     changes = [change for change in candidates if change is not None]
     return tuple(sorted(changes, key=lambda change: (len(change.settings), change.factor)))
@@ -177,22 +175,6 @@ def _larger_budget(plan: Plan) -> Change | None:
     return Change(((key, f'"{rate_setting(least_rate)}"'),), text, Fraction(least_rate, min(limits)))
 
 
-def _faster_links(plan: Plan) -> Change | None:
-    links = plan.network.links
-    if not links:
-        return None
-    least_rate = _least(lambda rate: fits(plan.workload, plan.network.with_links_at_least(rate)), low=1, high=RATE_MAX)
-    slow = sorted(pair for pair, rate in links.items() if least_rate is not None and rate < least_rate)
-    if least_rate is None or not slow:
-        return None
-    slow_links = ", ".join(f"{sender} to {receiver}" for sender, receiver in slow[:3])
-    more = f" and {len(slow) - 3} more" if len(slow) > 3 else ""
-    text = (
-        f"at least {format_rate(least_rate)} on {slow_links}{more}; the least now is {format_rate(min(links.values()))}"
-    )
-    return Change((("links", f'"{rate_setting(least_rate)}"'),), text, Fraction(least_rate, min(links.values())))
-
-
 def _more_rounds(plan: Plan) -> Change | None:
     now = plan.workload.settings.rounds_in_flight_max
     rounds = _least(
@@ -204,18 +186,6 @@ def _more_rounds(plan: Plan) -> Change | None:
         return None
     text = f"{rounds} rounds open at once instead of {now}, so that one transfers while others wait"
     return Change((("rounds.rounds_in_flight_max", str(rounds)),), text, Fraction(rounds, now))
-
-
-def _fewer_fragments(plan: Plan) -> Change | None:
-    """The same bytes in fewer, larger fragments: fewer delays in a cycle. Only these are counted, no cut is made."""
-    need, now = plan.need, len(plan.workload.fragments)
-    delay_ns = need.round_time.latency_ns + need.round_time.boundary_ns
-    left_ns = plan.workload.settings.rounds_in_flight_max * plan.workload.cycle_ns - now * need.round_time.transfer_ns
-    count = min(now, left_ns // delay_ns)
-    if need.bytes_ns > plan.workload.cycle_ns or count < 1 or count == now:
-        return None
-    text = f"cut the model into {count} fragments instead of {now}: fewer rounds in a cycle, so fewer delays"
-    return Change((("rounds.fragments", str(count)),), text, Fraction(now, count))
 
 
 def _least(is_enough: Callable[[int], bool], *, low: int, high: int) -> int | None:

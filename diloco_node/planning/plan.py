@@ -151,10 +151,6 @@ class Network:
             ingress={region: max(rate, bytes_per_s) for region, rate in self.ingress.items()},
         )
 
-    def with_links_at_least(self, bytes_per_s: int) -> Network:
-        """The same, with every slower link raised to this."""
-        return replace(self, links={pair: max(rate, bytes_per_s) for pair, rate in self.links.items()})
-
 
 class FlowKind(StrEnum):
     """The part of the network that a flow passes through."""

@@ -109,10 +109,6 @@ class _Supervisor:
             self._learner = Child("learner", spec.learner_command, signal.SIGTERM, spec)
             self._children.append(self._learner)
             self._learner.forks = self._fork_server(spec.learner_command, self._learner)
-        self._tracker: Child | None = None
-        if spec.tracker_command is not None:
-            self._tracker = Child("tracker", spec.tracker_command, signal.SIGTERM, spec, is_shown=False)
-            self._children.append(self._tracker)
         # The learner's, or None: without preloading, and without a learner.
         self._forks = self._learner.forks if self._learner is not None else None
         # Whether the fork server was started, which waits for the daemon.
@@ -320,8 +316,6 @@ class _Supervisor:
             if code == DISK_CODE and child.starts == 1 and lived_s < self._spec.healthy_s and not self._has_run:
                 return STORAGE_CODE
             return None
-        if child is self._tracker:
-            return None
         child.is_done = code == 0
         # A learner that never came up and says that its settings are wrong would say so for ever.
         return USAGE_CODE if code == USAGE_CODE and child.starts == 1 and lived_s < self._spec.healthy_s else None
@@ -343,12 +337,12 @@ class _Supervisor:
         return True
 
     def _stop_all(self) -> None:
-        """Learner first, so that its last contribution and counters find a living daemon; the tracker last."""
+        """Learner first, so that its last contribution and counters find a living daemon."""
         if self._forks is not None:
             self._forks.close()
         end_s = time.monotonic() + self._spec.stop_s
         reserve_s = (1.0 - LEARNER_SHARE) * self._spec.stop_s
-        for child in (self._learner, self._daemon, self._tracker):
+        for child in (self._learner, self._daemon):
             if child is None or not child.is_running:
                 continue
             child.send_signal(signal.SIGTERM)

@@ -22,11 +22,10 @@ class SupervisorSpec:
         region: for messages. state_dir: the region's folder; logs go to `logs/daemon.log` and `logs/learner.log` in it.
         daemon_command, learner_command: argument lists; no learner command: the region is a witness, or its learner
             is started by someone else.
-        tracker_command: follows the run history, until the daemon has ended; restarted whatever it does.
         env: added to the children's environment, beside DILOCO_SOCKET, DILOCO_SUPERVISOR and DILOCO_STATE.
         backoff_min_s, backoff_max_s: wait before the first and the later restarts.
         healthy_s: a child that lived so long begins again with backoff_min_s.
-        stop_s: from SIGTERM to SIGKILL, for all of them: the learner has LEARNER_SHARE of it, the others the rest.
+        stop_s: from SIGTERM to SIGKILL, for all of them: the learner has LEARNER_SHARE of it, the daemon the rest.
         daemon_first_s: for which a start of the learner waits, at most, until the daemon is up.
         finish_s: what the learner has to end by itself once the daemon has finished the run.
         hang_s: a learner that makes no step for so long may hang; 0: it never does.
@@ -40,7 +39,6 @@ class SupervisorSpec:
     state_dir: Path
     daemon_command: list[str]
     learner_command: list[str] | None
-    tracker_command: list[str] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     backoff_min_s: float = 0.2
     backoff_max_s: float = 30.0

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import paper_tables
 import pytest
+from chip_failures import MODEL, YEAR_S
 from paper_tables import (
     CHIPS,
     DATA_PARALLEL,
@@ -27,8 +28,6 @@ from paper_tables import (
     root_mean_square,
     simulate_cluster,
 )
-
-from diloco_node.lab.chaos.chip_failures import MODEL, YEAR_S
 
 STEPS = 2500
 LEARNERS = (1, 2, 4, 8, 16)

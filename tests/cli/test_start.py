@@ -169,14 +169,14 @@ def test_what_is_no_module_is_not_preloaded(capsys: pytest.CaptureFixture[str]) 
 def test_what_follows_a_spike_and_when_a_learner_hangs_can_be_set(
     specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["start", "--region", "eu", "--on-spike", "rollback", "--set", "learner.hang=0s"]) == 6
+    assert main(["start", "--region", "eu", "--set", "learner.on_spike=rollback", "--set", "learner.hang=0s"]) == 6
     assert (specs[0].env["DILOCO_SPIKES"], specs[0].hang_s) == ("rollback", 0.0)
-    assert main(["start", "--region", "eu", "--on-spike", "panic"]) == 2
+    assert main(["start", "--region", "eu", "--set", "learner.on_spike=panic"]) == 2
     assert "learner.on_spike" in capsys.readouterr().err
 
 
 def test_the_log_is_set_by_flags_and_the_terminal_is_quiet_unless_asked(specs: list[SupervisorSpec]) -> None:
-    assert main(["start", "--region", "eu", "--log-format", "json", "--log-level", "warning", "-v"]) == 6
+    assert main(["start", "--region", "eu", "--set", "log.format=json", "--set", "log.level=warning", "-v"]) == 6
     (spec,) = specs
     assert (spec.log_format, spec.is_verbose, spec.is_echoing) == ("json", True, True)
     node = NodeSpec.load(spec.state_dir / "node.json")
@@ -184,22 +184,7 @@ def test_the_log_is_set_by_flags_and_the_terminal_is_quiet_unless_asked(specs: l
     assert main(["start", "--region", "eu", "--set", "history.every=5s"]) == 6
     assert not specs[1].is_verbose
     assert NodeSpec.load(spec.state_dir / "node.json").history_every_s == 5.0
-    assert main(["start", "--region", "eu", "--log-level", "loud"]) == 2
-
-
-def test_a_tracker_is_started_where_it_is_installed_and_else_refused(
-    specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["start", "--region", "eu"]) == 6
-    assert specs[0].tracker_command is None
-    there = {"wandb"}
-    monkeypatch.setattr(start_cmd.importlib.util, "find_spec", lambda name: name if name in there else None)
-    assert main(["start", "--region", "eu", "--set", "history.to=wandb"]) == 6
-    command = specs[1].tracker_command
-    assert command is not None
-    assert command[1:] == ["-m", "diloco_node.daemon.trackers", str(specs[1].state_dir), "eu", "try", "wandb"]
-    assert main(["start", "--region", "eu", "--set", "history.to=wandb,trackio"]) == 2
-    assert "needs trackio: pip install 'diloco-node[trackio]'" in capsys.readouterr().err
+    assert main(["start", "--region", "eu", "--set", "log.level=loud"]) == 2
 
 
 def test_a_command_of_the_users_takes_the_trainers_place(specs: list[SupervisorSpec], tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +206,27 @@ def test_rates_and_losses_are_averaged_and_of_counters_and_evaluations_the_later
     (value,) = halve([first, [3.0, *(None for _ in ALL_COLUMNS[1:])]])
     kept_columns = {name for name, value in zip(ALL_COLUMNS, value, strict=True) if value == 10.0}
     assert kept_columns == means | {"loss_merged", "val_loss"}, "a daemon that restarts knows no evaluation for a while"
+
+
+def test_the_recipe_for_curves_hands_each_row_on_once(tmp_path: Path) -> None:
+    """examples/curves.py with a library that keeps what it gets."""
+    (tmp_path / "node.json").write_text(json.dumps({"run_id": "try", "region": "eu"}))
+    (tmp_path / "wandb.py").write_text(
+        "class Run:\n"
+        "    def log(self, values, step):\n"
+        f"        print(step, values['loss'], file=open({str(tmp_path / 'log')!r}, 'a'))\n"
+        "def init(project, name, group, resume): return Run()\n"
+    )
+    rows = [{"period_s": 1.0}, *({"unix": 1.7e9 + n, "tokens": 10 * n, "loss": 2.0 - n / 4} for n in (1, 2, 3))]
+    script = Path(module.__file__).parents[2] / "examples" / "curves.py"
+    for count in (2, 3):
+        text = "".join(f"{json.dumps(row)}\n" for row in rows[: count + 1])
+        (tmp_path / HISTORY_NAME).write_text(text + '{"unix": 1')
+        command = [sys.executable, str(script), str(tmp_path), "wandb"]
+        with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}) as process:
+            until_s = time.monotonic() + 10.0
+            while not (tmp_path / "curves.json").exists() or f"{count}.0" not in (tmp_path / "curves.json").read_text():
+                assert time.monotonic() < until_s
+                time.sleep(0.05)
+            process.kill()
+    assert (tmp_path / "log").read_text().split("\n") == ["10 1.75", "20 1.5", "30 1.25", ""]

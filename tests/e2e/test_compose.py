@@ -86,8 +86,7 @@ def test_privileges_are_what_shaping_needs_and_the_region_itself_has_none() -> N
         assert service["security_opt"] == WALLS
         assert not {"privileged", "network_mode", "pid", "ipc", "devices"} & set(service)
         entry = service["entrypoint"]
-        assert entry[:4] == ["python", "-m", "diloco_node.lab.wan.container", "run"]
-        assert entry[4:] == ["--user", "diloco", "--"]
+        assert entry == ["python", "-m", "diloco_node.lab.wan.container", "--user", "diloco", "--"]
     certs = SERVICES["certs"]
     assert (certs["cap_drop"], certs["cap_add"], certs["security_opt"]) == (["ALL"], ["CHOWN"], WALLS)
     assert certs["network_mode"] == "none"

@@ -586,22 +586,6 @@ def test_the_service_manager_is_told_when_the_region_is_up_lives_and_stops(
     assert told.count("READY=1") == 1
 
 
-def test_a_tracker_is_restarted_and_stopped_last(tmp_path: Path) -> None:
-    tracker = NOTE + (
-        "import signal\n"
-        "if note('tracker') == 1: sys.exit(1)\n"
-        "def stop(*_):\n"
-        "    (place / 'last').write_text(str((place / 'daemon.done').exists()))\n"
-        "    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
-        "note('tracker')\n"
-        "while True: signal.pause()\n"
-    )
-    daemon = NOTE + "wait_for('tracker', 3)\n(place / 'daemon.done').touch()"
-    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, None), tracker_command=python(tracker))) == 0
-    assert (tmp_path / "last").read_text() == "True"
-
-
 def test_a_signal_to_all_that_a_learner_is_reaches_each_process_once(tmp_path: Path) -> None:
     """Python writes its stacks at SIGABRT, and a second one ends it meanwhile. Real-time signals are counted."""
     count = """

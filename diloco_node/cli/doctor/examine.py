@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import datetime as dt
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +63,10 @@ class Patient:
 
 
 def examine_machine(patient: Patient | None) -> Iterator[Finding]:
-    """Check versions, kernel, disk, memory and clock; what depends on run.toml only where there is one."""
+    """Check version, kernel, disk, memory and clock; what depends on run.toml only where there is one."""
     from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
-    info = sys.version_info
-    yield machine.python_version((info.major, info.minor, info.micro))
     yield topics.PROGRAM.ok(f"diloco-node {__version__}, protocol {PROTOCOL_VERSION}")
-    yield machine.torch_version(probes.torch_version())
     yield from _kernel()
     if patient is not None:
         yield from _disk_and_memory(patient)
@@ -85,7 +81,6 @@ def _kernel() -> Iterator[Finding]:
     if controls is not None:
         yield machine.congestion_control(controls.usual, controls.long_rtt)
     yield machine.tcp_buffers(*(probes.sysctl_last(f"net/ipv4/tcp_{name}") for name in ("rmem", "wmem")))
-    yield machine.shared_memory(probes.memfd_error())
     yield machine.descriptors(probes.descriptor_limit(), DESCRIPTORS_LOW)
 
 
@@ -224,7 +219,6 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Findin
         except ConfigError as error:
             errors.append(str(error))
     yield membership.learner_files(errors)
-    yield machine.gpus(probes.gpu_names(), probes.has_gpu_device())
 
 
 def examine_run(patient: Patient) -> Iterator[Finding]:

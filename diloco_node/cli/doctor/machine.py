@@ -1,4 +1,4 @@
-"""Verdicts about this machine: versions, kernel, disk, memory, clock, topics.GPU. Pure: facts in, findings out."""
+"""Verdicts about this machine: kernel, disk, memory, clock. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from diloco_node.cli.doctor import topics
 from diloco_node.cli.tables import human_bytes
 from diloco_node.health.finding import Finding
 
-PYTHON_MIN: Final = (3, 11)
 BUFFER_BYTES_MIN: Final = 16 * 2**20
 """A connection carries at most its buffer in a round trip: 16 MiB are 1.3 Gbit/s over 100 ms."""
 
@@ -19,22 +18,6 @@ FSYNC_WARNING_PART: Final = 0.5
 CLOCK_WARNING_S: Final = 5.0
 CLOCK_FAILED_S: Final = 3600.0
 """Certificates begin an hour before they are made."""
-
-
-def python_version(version: tuple[int, int, int]) -> Finding:
-    """Judge whether this Python runs the program."""
-    text = ".".join(map(str, version))
-    if version[:2] < PYTHON_MIN:
-        return topics.PYTHON.failed(f"Python {text}", "install Python 3.11 or newer, and diloco-node in it")
-    return topics.PYTHON.ok(f"Python {text}")
-
-
-def torch_version(version: str | None) -> Finding:
-    """Judge the torch of this environment, which a command with its own environment does not need."""
-    if version is None:
-        hint = "pip install 'torch>=2.5' where the learner runs; a command in another environment needs it there"
-        return topics.TORCH.warning("torch is not installed in this environment", hint)
-    return topics.TORCH.ok(f"torch {version}")
 
 
 def congestion_control(usual: str, long_rtt: str) -> Finding:
@@ -56,15 +39,6 @@ def tcp_buffers(rmem_max: int | None, wmem_max: int | None) -> Finding:
     at_100_ms = human_bytes(least * 10)
     hint = "as root: sysctl -w net.ipv4.tcp_rmem='4096 131072 134217728' net.ipv4.tcp_wmem='4096 65536 134217728'"
     return topics.BUFFERS.warning(f"{text}: at most {at_100_ms}/s a connection over 100 ms", hint)
-
-
-def shared_memory(error: str) -> Finding:
-    """Judge memory shared by daemon and learner. `error`: why none could be made; empty when it could."""
-    if error:
-        return topics.MEMFD.failed(
-            f"no memfd ({error})", "allow memfd_create: a seccomp profile or an old kernel forbids it"
-        )
-    return topics.MEMFD.ok("memfd can be made and sealed")
 
 
 def descriptors(hard: int, need: int) -> Finding:
@@ -159,13 +133,3 @@ def clock_of_peer(peer: str, ahead_s: float) -> Finding:
     if abs(ahead_s) > CLOCK_WARNING_S:
         return topics.AGREES.warning(text, hint)
     return topics.AGREES.ok(text)
-
-
-def gpus(names: Sequence[str] | None, has_device: bool) -> Finding:
-    """List GPUs as nvidia-smi does; None: there is no nvidia-smi, or it fails. has_device: the kernel shows one."""
-    if names:
-        return topics.GPU.ok(f"{len(names)} visible: {', '.join(dict.fromkeys(names))}")
-    if has_device:
-        hint = "run nvidia-smi and mend what it says; in a container, pass the devices through (--gpus all)"
-        return topics.GPU.warning("there is an NVIDIA device, but nvidia-smi can't use it", hint)
-    return topics.GPU.unknown("none visible: a learner here computes on the CPU")

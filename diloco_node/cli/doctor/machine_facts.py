@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.metadata
 import importlib.util
 import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,6 @@ from diloco_node.file_lock import lock_file
 FSYNCS: Final = 100
 FSYNC_S_MAX: Final = 2.0
 FSYNC_BYTES: Final = b"d" * 4096
-NVIDIA_SMI_S: Final = 20.0
 CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
 
 _TIMEX_BYTES: Final = 512
@@ -34,29 +31,12 @@ _TIME_ERROR: Final = 5
 """Result of adjtimex while nothing keeps the clock right."""
 
 
-def torch_version() -> str | None:
-    """Version of the torch in this environment; it is not imported."""
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def sysctl_last(name: str) -> int | None:
     """The last number of a setting of the kernel, as net/ipv4/tcp_rmem."""
     try:
         return int((Path("/proc/sys") / name).read_text().split()[-1])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def memfd_error() -> str:
-    """The reason why no sealed memfd can be made; empty when it can."""
-    try:
-        os.close(os.memfd_create("diloco-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def descriptor_limit() -> int:
@@ -192,24 +172,6 @@ def is_clock_synced() -> bool | None:
     except (OSError, AttributeError):
         return None
     return None if state < 0 else state != _TIME_ERROR
-
-
-def gpu_names() -> list[str]:
-    """GPUs that nvidia-smi lists; none where it is not there or fails."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    query = [command, "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        process = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in process.stdout.splitlines() if line.strip()] if process.returncode == 0 else []
-
-
-def has_gpu_device() -> bool:
-    """Whether the kernel shows an NVIDIA device."""
-    return Path("/dev/nvidia0").exists()
 
 
 def missing_modules(modules: Sequence[str]) -> dict[str, str]:

@@ -74,8 +74,8 @@ class Source:
             return fragment_sizes(self.manifest if is_cut_so else build_manifest(self.manifest.tensors, fragments))
         if self.values < fragments:
             raise ConfigError(
-                f"{self.values} parameters ({self.origin}) can't be cut into {fragments} fragments: give --fragments "
-                f"{self.values} or less"
+                f"{self.values} parameters ({self.origin}) can't be cut into {fragments} fragments: set "
+                f"rounds.fragments to {self.values} or less"
             )
         return even_sizes(self.values, fragments)
 
@@ -93,17 +93,6 @@ def parse_parameters(text: str) -> int:
             f"--parameters {text!r} is no whole number from 1 to {VALUES_MAX}: write 5e9, 5B or 350M"
         ) from None
     return int(exact)
-
-
-def parse_overhead(text: str) -> Fraction:
-    """`6%` as 6/100. Raises ConfigError: without a percent sign, or not from 0 to 100."""
-    try:
-        percent = Decimal(text[:-1].strip()) if text.endswith("%") else None
-    except InvalidOperation:
-        percent = None
-    if percent is None or not percent.is_finite() or not 0 <= percent <= 100:
-        raise ConfigError(f"--overhead is {text!r}: write a part of the payload from 0% to 100%, as 6%")
-    return Fraction(percent) / 100
 
 
 def source_of_size(text: str, config: NodeConfig, path: Path | None) -> Source:

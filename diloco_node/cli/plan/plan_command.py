@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -46,22 +47,9 @@ def plan(
     step_time: Annotated[
         str | None, typer.Option("--step-time", metavar="TIME", help="Compute of one inner step. [default: 1s]")
     ] = None,
-    fragments: Annotated[int | None, typer.Option("--fragments", min=1, max=1024, help="P. [default: 24]")] = None,
-    sync_every: Annotated[
-        int | None, typer.Option("--sync-every", min=1, max=100_000, help="H, in inner steps. [default: 24]")
-    ] = None,
-    overlap_steps: Annotated[
-        int | None, typer.Option("--overlap-steps", min=0, max=99_999, help="tau. [default: 2]")
-    ] = None,
-    rounds_in_flight: Annotated[
-        int | None, typer.Option("--rounds-in-flight", min=1, max=64, help="Rounds open at once. [default: 2]")
-    ] = None,
-    codec_up: Annotated[
-        str | None,
-        typer.Option("--codec-up", metavar="CODEC", help="Contributions: int4, int8, bf16, fp32. [default: int4]"),
-    ] = None,
-    codec_down: Annotated[
-        str | None, typer.Option("--codec-down", metavar="CODEC", help="Merged fragments. [default: int8]")
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="rounds.KEY=VALUE", help="As rounds.sync_every=16; may be repeated."),
     ] = None,
     budget: Annotated[
         str | None,
@@ -77,36 +65,25 @@ def plan(
     rtt: Annotated[
         str | None, typer.Option("--rtt", metavar="TIME", help="Round trip, where no mesh says it. [default: 40ms]")
     ] = None,
-    overhead: Annotated[
-        str, typer.Option("--overhead", metavar="PERCENT", help="Wire bytes on top of the payload.")
-    ] = "6%",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Bandwidth, memory and disk that a model needs; what would make it fit. Exit code 1 if it does not fit.
 
     With --parameters the size is that one, and the rest is run.toml's, where there is one.
     """
-    from diloco_node.cli.plan.inputs import parse_overhead, read_mesh
+    from diloco_node.cli.plan.inputs import read_mesh
     from diloco_node.cli.plan.plan_view import document, render
     from diloco_node.planning.plan import Network, Workload, make_plan
 
     source = _source(parameters, config, place, is_counted=regions is not None)
-    flags = {
-        "fragments": fragments,
-        "sync_every": sync_every,
-        "overlap_steps": overlap_steps,
-        "rounds_in_flight_max": rounds_in_flight,
-        "codec_up": codec_up,
-        "codec_down": codec_down,
-    }
     limits = _limits(budget, egress, ingress)
-    settings = _settings(source, flags)
+    settings = _settings(source, assignments or ())
     links = None if mesh is None else read_mesh(mesh)
     origins = {"model": source.origin}
     step_time_ns, origins["step_time"] = _step_time(source, step_time)
     rtt_ns, origins["rtt"] = _rtt(source, rtt, mesh)
     names = _region_names(source, links, regions)
-    workload = Workload(source.sizes(settings.fragments), names, settings, step_time_ns, parse_overhead(overhead))
+    workload = Workload(source.sizes(settings.fragments), names, settings, step_time_ns)
     out, into = (
         ceilings if limit is None else dict.fromkeys(names, limit)
         for ceilings, limit in zip((source.egress, source.ingress), limits, strict=True)
@@ -170,20 +147,34 @@ def _source(parameters: str | None, config: Path | None, place: str | None, *, i
     return inputs.Source(f"--parameters {parameters}", size, None, RunSettings())
 
 
-def _settings(source: Source, flags: dict[str, Any]) -> RunSettings:
-    from diloco_node.core.types import Codec
+def _settings(source: Source, assignments: Sequence[str]) -> RunSettings:
+    from pydantic import ValidationError
 
-    overrides = {name: value for name, value in flags.items() if value is not None}
-    for name in ("codec_up", "codec_down"):
-        if name in overrides:
-            flag = f"--{name.replace('_', '-')}"
-            if overrides[name] not in set(Codec):
-                raise ConfigError(f"{flag} is {overrides[name]!r}: use one of {', '.join(Codec)}")
-            overrides[name] = Codec(overrides[name])
-    settings = replace(source.settings, **overrides)
+    from diloco_node.config.schema import RoundsSection
+    from diloco_node.core.types import RunSettings
+
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        table, _, name = key.strip().partition(".")
+        if (
+            not equals
+            or table != "rounds"
+            or name not in RoundsSection.model_fields
+            or not hasattr(RunSettings(), name)
+        ):
+            raise ConfigError(f"--set {assignment!r}: write rounds.KEY=VALUE, for example --set rounds.sync_every=16")
+        values[name] = value.strip()
+    try:
+        section = RoundsSection(**values)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ConfigError(f"--set rounds.{fault['loc'][0]} is {fault['input']!r}: {fault['msg']}") from None
+    settings = replace(source.settings, **{name: getattr(section, name) for name in values})
     if settings.overlap_steps >= settings.sync_every:
         raise ConfigError(
-            f"--overlap-steps is {settings.overlap_steps}: it must be less than --sync-every, {settings.sync_every}"
+            f"rounds.overlap_steps is {settings.overlap_steps}: it must be less than rounds.sync_every, "
+            f"{settings.sync_every}"
         )
     return settings
 

@@ -26,8 +26,6 @@ ETA_WINDOW_S: Final = 600.0
 SETTLE_S: Final = 10.0
 """Right after a start the run seems to leap: the other regions are heard one by one, with steps that no round has."""
 
-DAY_S: Final = 86_400.0
-
 
 def wall_clock_s() -> float:
     """Seconds since 1970, for people's eyes: nothing is decided by it."""

@@ -1,4 +1,4 @@
-"""`diloco-node chaos`: one fault on purpose in a demo that runs on this machine; and scripts of faults."""
+"""`diloco-node chaos`: one fault on purpose in a demo that runs on this machine."""
 
 from __future__ import annotations
 
@@ -62,29 +62,6 @@ def strike(
     else:
         end = f", over after {lasts}" if lasts else ""
         typer.echo(f"{kind} {target}: process {', '.join(map(str, fault.pids))}{end}")
-
-
-@app.command()
-def script(
-    *,
-    chips: Annotated[int, typer.Option("--chips", min=1024, max=100_000_000, help="Of all regions together.")],
-    regions: Annotated[int, typer.Option("--regions", min=1, max=16, help="As many as the demo's.")] = 4,
-    seconds: Annotated[float, typer.Option("--seconds", min=5, max=86_400, help="As long as the demo.")] = 90.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the failures.")] = 0,
-) -> None:
-    """Print the failures of the paper's model as a script for `demo --script`; see docs/lab/chaos.md."""
-    from diloco_node.errors import ConfigError
-    from diloco_node.lab.chaos.chip_failures import failure_plan
-    from diloco_node.lab.chaos.fault_plan import FAULTS_MAX
-    from diloco_node.lab.chaos.fault_script import script_text
-    from diloco_node.lab.demo.demo_run import NAMES
-
-    plan = failure_plan(chips, NAMES[:regions], seconds=seconds, seed=seed)
-    if len(plan.faults) > FAULTS_MAX:
-        raise ConfigError(
-            f"{len(plan.faults):,} faults are more than a script has ({FAULTS_MAX:,}): take fewer --chips"
-        )
-    typer.echo(script_text(plan), nl=False)
 
 
 async def _strike(kind: str, target: str, lasts_ns: int, folder: Path | None) -> StruckFault:

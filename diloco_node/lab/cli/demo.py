@@ -35,7 +35,7 @@ def demo(
     ] = None,
     has_outage: Annotated[bool, typer.Option("--outage", help="With --wan: cut one region off for a while.")] = False,
     wan_backend: Annotated[
-        str, typer.Option("--wan-backend", metavar="NAME", help="auto, netem, tun or none.", show_default=False)
+        str, typer.Option("--wan-backend", metavar="NAME", help="auto, tun or none.", show_default=False)
     ] = "auto",
     budget: Annotated[
         str, typer.Option("--budget", metavar="RATE", help="What each region may send, and receive: 20Mbit/s.")

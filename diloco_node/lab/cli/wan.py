@@ -36,7 +36,6 @@ def up(
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Of the emulation [default: from the file's].")
     ] = None,
-    backend: Annotated[str, typer.Option("--backend", metavar="auto|netem|tun")] = "auto",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of jitter and loss.")] = 0,
     probe: Annotated[bool, typer.Option("--probe", help="Measure all pairs before returning.")] = False,
     as_json: JsonOption = False,
@@ -48,7 +47,7 @@ def up(
 
     load_topology(file)
     _need_root()
-    choice = emulation.choose_backend(backend)
+    choice = emulation.choose_backend()
     if choice.backend == "none":
         raise ConfigError(f"no WAN can be emulated here: {choice.why}")
     state = emulation.up(file, run=run_name(name or file.stem), choice=choice, seed=seed)
@@ -178,13 +177,11 @@ def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
     for line in answer["log"]:
         typer.echo(f"  {line}")
     figures = ("bytes_passed", "packets_lost", "packets_overflowed", "packets_cut")
-    pairs = [(pair["from"], pair["to"], *(f"{pair[key]:,}" for key in figures)) for pair in answer.get("pairs", [])]
+    pairs = [(pair["from"], pair["to"], *(f"{pair[key]:,}" for key in figures)) for pair in answer["pairs"]]
     headings = ("bytes", "packets lost", "overflowed", "cut")
     if pairs:
         for line in table_lines([("from", "left"), ("to", "left"), *((name, "right") for name in headings)], pairs):
             typer.echo(line)
-    if "qdiscs" in answer:
-        typer.echo(answer["qdiscs"])
 
 
 @app.command()

@@ -2,14 +2,12 @@
 
 ::
 
-    run [--user NAME] -- COMMAND...    shape, then COMMAND as that user; ends with it, with its exit code
-    cut [REGION...]                    from all, both ways; or from some: nothing is sent to them
-    heal                               everything passes again
-    show                               what tc counts on the link
+    python -m diloco_node.lab.wan.container [--user NAME] -- COMMAND...
 
-Region and files are named by WAN_REGION, WAN_CONFIG (run.toml, for the addresses) and WAN_TOPOLOGY. `run` needs
-NET_ADMIN, and says loudly what the kernel can't emulate. It follows the timetable of the topology file, counted from
-its own start, and shapes anew when the network is taken away and given back (`docker network disconnect`, `connect`).
+The command runs as that user; the process ends with it, with its exit code. Region and files are named by WAN_REGION,
+WAN_CONFIG (run.toml, for the addresses) and WAN_TOPOLOGY. The process needs NET_ADMIN, and says loudly what the kernel
+can't emulate. It follows the timetable of the topology file, counted from its own start, and shapes anew when the
+network is taken away and given back (`docker network disconnect`, `connect`).
 """
 
 from __future__ import annotations
@@ -218,7 +216,8 @@ class ContainerLink:
             if path is None:
                 run_ip("route", "replace", "blackhole", f"{attachment.peers[peer]}/32")
             else:
-                _remove_void(attachment.peers[peer])
+                with contextlib.suppress(DilocoError):
+                    run_ip("route", "delete", "blackhole", f"{attachment.peers[peer]}/32")
                 _tc_batch(uplink.path_lines(peer, path))
             self._applied[peer] = path
 
@@ -226,45 +225,6 @@ class ContainerLink:
 def _tc_batch(lines: Sequence[str]) -> None:
     if lines:
         run_tool("tc", "-batch", "-", script="".join(f"{line}\n" for line in lines))
-
-
-def _remove_void(address: str) -> None:
-    with contextlib.suppress(DilocoError):
-        run_ip("route", "delete", "blackhole", f"{address}/32")
-
-
-def cut(attachment: Attachment, regions: Sequence[str]) -> list[str]:
-    """Cut the region off, from all (its device goes down) or from some (what is sent to them goes into the void).
-
-    Raises ConfigError: a region is not a peer. DilocoError: the container has no device on the WAN, or `ip` refused.
-    """
-    if not regions:
-        run_ip("link", "set", _device_of(attachment), "down")
-        return [f"{attachment.region}: cut off from all regions"]
-    for region in regions:
-        if region not in attachment.peers:
-            raise ConfigError(f"{region!r} is no other region; there are {', '.join(sorted(attachment.peers))}")
-    for region in regions:
-        run_ip("route", "replace", "blackhole", f"{attachment.peers[region]}/32")
-    return [f"{attachment.region}: sends nothing to {region}" for region in regions]
-
-
-def heal(attachment: Attachment) -> list[str]:
-    """Take all cuts back. Raises DilocoError: see `cut`."""
-    run_ip("link", "set", _device_of(attachment), "up")
-    for address in attachment.peers.values():
-        _remove_void(address)
-    return [f"{attachment.region}: everything passes again"]
-
-
-def _device_of(attachment: Attachment) -> str:
-    device, _ = find_device(attachment.address)
-    if not device:
-        raise DilocoError(
-            f"no device has {attachment.address}: the network is disconnected; "
-            f"docker network connect --ip {attachment.address} gives it back"
-        )
-    return device
 
 
 def run(attachment: Attachment, command: Sequence[str], user: str) -> int:
@@ -339,13 +299,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m diloco_node.lab.wan.container", description="A container's WAN link."
     )
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    run_verb = verbs.add_parser("run", help="shape the link, then run a command")
-    run_verb.add_argument("--user", default="", help="run it as this user, without capabilities")
-    run_verb.add_argument("command", nargs="+", help="after --")
-    verbs.add_parser("cut", help="cut the region off").add_argument("regions", nargs="*", help="only from these")
-    verbs.add_parser("heal", help="take all cuts back")
-    verbs.add_parser("show", help="what tc counts on the link")
+    parser.add_argument("--user", default="", help="run it as this user, without capabilities")
+    parser.add_argument("command", nargs="+", help="after --")
     return parser
 
 
@@ -353,22 +308,10 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code; errors are one line."""
     options = _parser().parse_args(arguments)
     try:
-        attachment = load_attachment(os.environ)
-        match options.verb:
-            case "run":
-                return run(attachment, options.command, options.user)
-            case "cut":
-                lines = cut(attachment, options.regions)
-            case "heal":
-                lines = heal(attachment)
-            case _:
-                lines = [run_tool("tc", "-s", "qdisc", "show", "dev", _device_of(attachment))]
+        return run(load_attachment(os.environ), options.command, options.user)
     except DilocoError as error:
         _say(str(error))
         return error.exit_code
-    for line in lines:
-        _say(line)
-    return 0
 
 
 if __name__ == "__main__":

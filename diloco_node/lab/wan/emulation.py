@@ -25,11 +25,10 @@ from diloco_node.lab.wan.namespaces import (
     processes_in,
     remove,
 )
-from diloco_node.lab.wan.netem import probe_netem
 from diloco_node.lab.wan.topology import load_topology
 from diloco_node.lab.wan.tun import open_tun
 
-BACKENDS: Final = ("netem", "tun", "none")
+BACKENDS: Final = ("tun", "none")
 READY_S: Final = 30.0
 NEED_ROOT: Final = "network namespaces need root: run it with sudo"
 
@@ -43,7 +42,7 @@ class Choice:
 
 
 def choose_backend(backend: str = "auto") -> Choice:
-    """The best back-end that this machine can do; each is tried, not looked up.
+    """The router if this machine can have it, which is tried, not looked up; else none.
 
     Args:
         backend: "auto", or one of BACKENDS.
@@ -58,16 +57,12 @@ def choose_backend(backend: str = "auto") -> Choice:
         if backend != "auto":
             raise ConfigError(f"back-end {backend}: {NEED_ROOT}")
         return Choice("none", f"{NEED_ROOT}; neither delay nor rate is emulated")
-    netem_fault = probe_netem() if backend != "tun" else "not asked for"
-    if not netem_fault:
-        return Choice("netem", "tc netem in the kernel")
-    tun_fault = _probe_tun() if backend != "netem" else "not asked for"
-    if not tun_fault:
-        because = "asked for" if backend == "tun" else f"tc can't: {netem_fault}"
-        return Choice("tun", f"user-space router on tun devices ({because})")
+    fault = _probe_tun()
+    if not fault:
+        return Choice("tun", "user-space router on tun devices")
     if backend != "auto":
-        raise ConfigError(f"back-end {backend} can't be had here: {netem_fault if backend == 'netem' else tun_fault}")
-    return Choice("none", f"neither delay nor rate is emulated: no netem ({netem_fault}), no tun ({tun_fault})")
+        raise ConfigError(f"back-end {backend} can't be had here: {fault}")
+    return Choice("none", f"neither delay nor rate is emulated: no tun ({fault})")
 
 
 def up(

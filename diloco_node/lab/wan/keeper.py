@@ -1,5 +1,5 @@
-"""The process behind an emulation: serves its control socket, runs its timetable, and moves the packets where the
-kernel does not. Started by `emulation.up` as `python -m diloco_node.lab.wan.keeper STATE_FILE`.
+"""The process behind an emulation: serves its control socket, runs its timetable, and moves the packets.
+`emulation.up` starts it as `python -m diloco_node.lab.wan.keeper STATE_FILE`.
 
 It ends at SIGTERM, at the command `stop`, and when its owner ends (a demo that was killed); then it removes the
 namespaces. After SIGKILL the namespaces stay; `diloco-node wan down` finds them by their names.
@@ -17,57 +17,30 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.wan.conditions import Conditions, Timetable
 from diloco_node.lab.wan.control import ControlServer, change_of, scope_of
 from diloco_node.lab.wan.emulation_state import EmulationState, remove_all
 from diloco_node.lab.wan.namespaces import end_processes
-from diloco_node.lab.wan.netem import NetemPlane
 from diloco_node.lab.wan.router import TunPlane
 from diloco_node.numeric import NS_PER_S
 
 IDLE_S: Final = 3600.0
 
 
-class Plane(Protocol):
-    """A back-end: `NetemPlane` or `TunPlane`."""
-
-    name: str
-    fds: list[int]
-
-    @property
-    def wake_at_ns(self) -> int | None:
-        """When `forward` is next due."""
-
-    def read(self, fd: int) -> None:
-        """A descriptor of `fds` is readable."""
-
-    def forward(self) -> None:
-        """Carry out what is due."""
-
-    def apply(self) -> None:
-        """The conditions changed."""
-
-    def status(self) -> dict[str, Any]:
-        """Return the plane's counters."""
-
-    def close(self) -> None:
-        """Let go of everything."""
-
-
 class Keeper:
     """Loop of an emulation.
 
     Args:
-        state: what was written for it. plane: the back-end. conditions: the same that the plane reads.
+        state: what was written for it. plane: moves the packets. conditions: the same that the plane reads.
 
     Attributes:
         is_orphaned: whether it ended because its owner did.
     """
 
-    def __init__(self, state: EmulationState, plane: Plane, conditions: Conditions) -> None:
+    def __init__(self, state: EmulationState, plane: TunPlane, conditions: Conditions) -> None:
         self._state = state
         self._plane = plane
         self._conditions = conditions
@@ -177,15 +150,9 @@ def main(state_file: Path) -> int:
     """Run the keeper of one emulation; the exit code."""
     state = EmulationState.load(state_file)
     conditions = Conditions(state.topology())
-    if state.backend == "tun":
-        _prefer()
+    _prefer()
     try:
-        plane: Plane
-        if state.backend == "tun":
-            plane = TunPlane(state.places(), conditions, seed=state.seed)
-        else:
-            plane = NetemPlane(state.run, state.places(), conditions)
-        keeper = Keeper(state, plane, conditions)
+        keeper = Keeper(state, TunPlane(state.places(), conditions, seed=state.seed), conditions)
     except (DilocoError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -22,9 +22,6 @@ PREFIX: Final = "diloco"
 PROBE: Final = "probe"
 """How the run's name begins in namespaces that last for a moment, to try what the kernel can."""
 
-CORE: Final = "-core"
-"""The namespace in the middle (tc netem): no region's name starts with a dash."""
-
 COMMAND_TIMEOUT_S: Final = 30.0
 BUFFER_BYTES_MAX: Final = 128 << 20
 """Largest TCP buffer in the namespaces: twice 5 Gbit/s x 100 ms. The usual 6 MiB would hold a link of 40 ms to 1.2

@@ -1,10 +1,9 @@
 """Traffic of a region, shaped at its own device: the commands for `tc` where every region is a container. Pure.
 
-There is no namespace in the middle as in `netem`: each container shapes the way out, per destination, so that each path
-is shaped once. The device gets a tree (htb) with the region's rate at its root and a class per destination, as fast as
-the slowest part of that path. Each class has a netem with delay, jitter and loss, and in that a queue limited in bytes.
-A token bucket on an `ifb` device holds incoming traffic of all regions to the region's ingress rate. Cuts are routes
-into the void, which needs no qdisc.
+Each container shapes the way out, per destination, so that each path is shaped once. The device gets a tree (htb) with
+the region's rate at its root and a class per destination, as fast as the slowest part of that path. Each class has a
+netem with delay, jitter and loss, and in that a queue limited in bytes. A token bucket on an `ifb` device holds
+incoming traffic of all regions to the region's ingress rate. Cuts are routes into the void, which needs no qdisc.
 
 A kernel that lacks a part gets what the others give, and `shortcomings` says aloud what is then not emulated.
 """
@@ -15,10 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.lab.wan.netem import bucket_line, class_line, minor_of, netem_line, queue_bytes, root_lines
-from diloco_node.lab.wan.topology import Path, Topology
+from diloco_node.lab.wan.topology import PPM, Path, Topology
 
 INGRESS_DEVICE: Final = "wan-in"
+NETEM_PACKETS_MAX: Final = 1_000_000
+"""netem's own limit, so that only the queues in bytes drop."""
+
+BURST_NS: Final = 2 * 10**6
+BURST_BYTES_MIN: Final = 131_072
+"""A whole segment of 64 KiB and one more must fit into a bucket."""
+
+QUEUE_BYTES_MIN: Final = 131_072
 
 PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "netem": ("qdisc add dev {device} root netem delay 1ms", "qdisc del dev {device} root"),
@@ -88,10 +94,15 @@ class Uplink:
     def lines(self) -> list[str]:
         """`tc` commands for what the region sends; the device has no qdisc of ours yet."""
         device, rate = self.device, self.topology.region(self.region).egress.bytes_per_s
-        limit = queue_bytes(self.topology, rate)
+        limit = _queue_bytes(self.topology, rate)
         if not self.kernel.htb:
-            return [bucket_line(device, rate, self.topology)] if self.kernel.tbf else []
-        lines = root_lines(device, rate)
+            return [_bucket_line(device, rate, self.topology)] if self.kernel.tbf else []
+        burst = _burst_bytes(rate)
+        lines = [
+            f"qdisc add dev {device} root handle 1: htb",
+            f"class add dev {device} parent 1: classid 1:1 htb rate {8 * rate}bit burst {burst} cburst {burst} "
+            "quantum 65536",
+        ]
         for peer, address in sorted(self.addresses.items()):
             minor, path = self._minor(peer), self.topology.paths[self.region, peer]
             lines.append(self._class_line("add", peer, path))
@@ -117,23 +128,48 @@ class Uplink:
         if not self.kernel.limits_ingress:
             return []
         return [
-            bucket_line(INGRESS_DEVICE, self.topology.region(self.region).ingress.bytes_per_s, self.topology),
+            _bucket_line(INGRESS_DEVICE, self.topology.region(self.region).ingress.bytes_per_s, self.topology),
             f"qdisc add dev {self.device} handle ffff: ingress",
             f"filter add dev {self.device} parent ffff: protocol ip u32 match u32 0 0 "
             f"action mirred egress redirect dev {INGRESS_DEVICE}",
         ]
 
     def _class_line(self, verb: str, peer: str, path: Path) -> str:
+        """Class of a path: its share of the region's rate for sure, as fast as its slowest part at the most."""
         egress = self.topology.region(self.region).egress.bytes_per_s
         ceiling = min(egress, self.topology.region(peer).ingress.bytes_per_s)
         if path.rate is not None:
             ceiling = min(ceiling, path.rate.bytes_per_s)
         # htb gives every class its own rate whatever the sum: the shares must add up to the region's rate.
         share = min(ceiling, max(1, egress // (len(self.topology.names) - 1)))
-        return class_line(verb, self.device, self._minor(peer), share=share, ceiling=ceiling)
+        return (
+            f"class {verb} dev {self.device} parent 1:1 classid 1:{self._minor(peer)} "
+            f"htb rate {8 * share}bit ceil {8 * ceiling}bit "
+            f"burst {_burst_bytes(share)} cburst {_burst_bytes(ceiling)} quantum 65536"
+        )
 
     def _netem_line(self, verb: str, peer: str, path: Path) -> str:
-        return netem_line(verb, self.device, self._minor(peer), path, loss_ppm=path.loss_ppm)
+        minor = self._minor(peer)
+        jitter = f" {path.jitter_ns // 1000}us" if path.jitter_ns else ""
+        return (
+            f"qdisc {verb} dev {self.device} parent 1:{minor} handle {minor}: netem limit {NETEM_PACKETS_MAX} "
+            f"delay {path.delay_ns // 1000}us{jitter} loss {path.loss_ppm / (PPM // 100):.6f}%"
+        )
 
     def _minor(self, peer: str) -> str:
-        return minor_of(self.topology.names.index(peer))
+        """A class's minor number and its netem's handle: hexadecimal, away from 1:1."""
+        return f"{16 + self.topology.names.index(peer):x}"
+
+
+def _bucket_line(device: str, rate: int, topology: Topology) -> str:
+    """A token bucket on a whole device; rate in bytes per second."""
+    limit = _queue_bytes(topology, rate)
+    return f"qdisc add dev {device} root tbf rate {8 * rate}bit burst {_burst_bytes(rate)} limit {limit}"
+
+
+def _burst_bytes(rate: int) -> int:
+    return max(BURST_BYTES_MIN, rate * BURST_NS // 10**9)
+
+
+def _queue_bytes(topology: Topology, rate: int) -> int:
+    return max(QUEUE_BYTES_MIN, rate * topology.queue_ns // 10**9)

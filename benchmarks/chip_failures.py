@@ -1,4 +1,6 @@
-"""The paper's model of chips that fail, as faults for real learners.
+"""The paper's model of chips that fail, as faults for real learners: a script for `demo --script`.
+
+    python benchmarks/chip_failures.py --chips 2400000 [--regions 4] [--seconds 90] [--seed 0] > paper.jsonl
 
 N chips fail independently, each once a year. The learners share them equally. A failing chip takes its whole slice out
 of its learner, which then reconfigures, and again when the slice comes back.
@@ -11,6 +13,7 @@ Source: Decoupled DiLoCo (arXiv 2604.21428), section 3.3 and table 1.
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections.abc import Sequence
@@ -18,6 +21,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.lab.chaos.fault_plan import FaultPlan, FaultTarget, PlannedFault, draw_gap
+from diloco_node.lab.chaos.fault_script import script_text
+from diloco_node.lab.demo.demo_run import NAMES
 from diloco_node.numeric import NS_PER_S
 
 YEAR_S: Final = 365.25 * 86_400.0
@@ -81,3 +86,19 @@ def return_scale(model: FailureModel) -> float:
     points = 4096
     mean = sum(unit_return((index + 0.5) / points, model) for index in range(points)) / points
     return model.return_s / mean
+
+
+def main() -> None:
+    """Print a script."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--chips", type=int, required=True, help="of all regions together")
+    parser.add_argument("--regions", type=int, default=4, help="as many as the demo's [4]")
+    parser.add_argument("--seconds", type=float, default=90.0, help="as long as the demo [90]")
+    parser.add_argument("--seed", type=int, default=0, help="of the failures [0]")
+    options = parser.parse_args()
+    names = NAMES[: options.regions]
+    print(script_text(failure_plan(options.chips, names, seconds=options.seconds, seed=options.seed)), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,7 @@
 import random
 
 import pytest
-
-from diloco_node.lab.chaos.chip_failures import MODEL, YEAR_S, failure_plan, return_scale, unit_return
+from chip_failures import MODEL, YEAR_S, failure_plan, return_scale, unit_return
 
 
 def test_returns_have_their_mean() -> None:
