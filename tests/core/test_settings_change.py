@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.core.membership.settings_change import HOLD_NS
+from diloco_node.core.membership import settings_change
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.region import RegionCore
 from diloco_node.core.settings_body import SettingsBody
@@ -183,25 +183,20 @@ def test_an_order_is_dropped_when_a_merge_that_was_decided_does_not_end(patch: p
     small = Small(patch, regions=3)
     small.go(5)
     core = core_of(small, small.leader())
+    change = core.replacement._settings
+    patch.setattr(settings_change, "HOLD_NS", 2 * SECOND)
     patch.setattr(type(core.leader), "hold_merges", lambda *_, **__: False)
-    order(small, sync_every=16)
-    small.go(HOLD_NS // SECOND - 1)
-    assert core.replacement._settings._body is not None
-    small.go(15)
-    assert core.replacement._settings._body is None
-    assert orders(small) == []
-    (text,) = [note.text for _, note in small.notes if note.kind == "settings"]
-    assert "a merge that was decided before is not committed: look at `status`, and order it again" in text
-    small.settle()
-
-
-def test_the_wait_for_merges_ends_behind_the_last_deadline(patch: pytest.MonkeyPatch) -> None:
-    small = Small(patch, regions=3)
-    small.go(5)
-    core = core_of(small, small.leader())
     while not (decided := [r for r in core.leader.rounds.values() if r.decision is not None]):
         small.go(0.02)
     order(small, sync_every=16)
     small.go(0.001)
-    assert core.replacement._settings._limit_ns >= HOLD_NS + decided[0].deadline_ns
+    assert change._limit_ns == 2 * SECOND + decided[0].deadline_ns
+    while small.world.now_ns < change._limit_ns:
+        assert change._body is not None
+        small.go(0.2)
+    small.go(0.3)
+    assert change._body is None
+    assert orders(small) == []
+    (text,) = [note.text for _, note in small.notes if note.kind == "settings"]
+    assert "a merge that was decided before is not committed: look at `status`, and order it again" in text
     small.settle()

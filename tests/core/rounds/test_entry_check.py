@@ -524,7 +524,6 @@ def test_settings_that_change_nothing_or_come_after_the_end_are_refused() -> Non
     settings = replace(SettingsBody.of(SETTINGS), sync_every=99)
     assert fault_of(settings, GENESIS) == ""
     assert fault_of(settings, GENESIS, settings) == "settings that change nothing"
-    assert fault_of(replace(settings, overlap_steps=99), GENESIS) == "an overlap of 99 steps with H = 99"
     assert fault_of(settings) == "a SettingsBody before genesis"
     assert fault_of(settings, GENESIS, FinishedBody((0, 0), "x")) == "settings after the end"
 
