@@ -287,9 +287,8 @@ class EntryCheck:
         return _difference(body, numbers) or self._witness(body, numbers.coefficients())
 
     def _settings_doubt(self, body: SettingsBody | GenesisBody) -> str:
-        bodies, names = (body,), self._facts.roster.names
-        if isinstance(body, GenesisBody):
-            bodies, names = body.settings, body.regions
+        bodies = body.settings if isinstance(body, GenesisBody) else (body,)
+        names = body.regions if isinstance(body, GenesisBody) else self._facts.roster.names
         faults = (settings.fault(len(names), self._settings.heartbeat_ns) for settings in bodies)
         return next((fault for fault in faults if fault), "")
 
