@@ -174,13 +174,13 @@ class ShardAccount:
         owners = self._owners.get("now")
         return bool(contribution.rows) and (owners is None or contribution.rows[0] > owners.roster.changes)
 
-    def conflict(self, contribution: Contribution, decided: Contribution) -> str:
-        """Return why a contribution can't be merged beside one that is decided, whichever is first; empty if it can."""
+    def conflict(self, contribution: Contribution, rival: Contribution) -> str:
+        """Return why a contribution can't be merged beside a rival, whichever is first; empty if it can."""
         shards, names = set(contribution.rows[1::3]), {contribution.learner}
-        if names != {decided.learner} and shards.isdisjoint(decided.rows[1::3]):
+        if names != {rival.learner} and shards.isdisjoint(rival.rows[1::3]):
             return ""
-        fault = self._after(decided).fault(contribution) or self._after(contribution).fault(decided)
-        return fault and f"beside what {decided.learner} has in the merge of fragment {decided.fragment}: {fault}"
+        fault = self._after(rival).fault(contribution) or self._after(contribution).fault(rival)
+        return fault and f"beside what {rival.learner} has in the merge of fragment {rival.fragment}: {fault}"
 
     def _after(self, contribution: Contribution) -> ShardAccount:
         """The account if this was committed."""

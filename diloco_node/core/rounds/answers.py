@@ -103,10 +103,10 @@ class Answers:
         """
         shards = self._history.account.shards
         faults = (
-            shards.conflict(contribution, decided)
+            shards.conflict(contribution, rival)
             for fragment, round_ in sorted(self._rounds.items())
             if round_.decision is not None and fragment != contribution.fragment
-            for decided in round_.decision.contributions
+            for rival in round_.decision.contributions
         )
         return next((fault for fault in faults if fault), "")
 
