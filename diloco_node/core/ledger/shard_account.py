@@ -176,8 +176,8 @@ class ShardAccount:
 
     def conflict(self, contribution: Contribution, rival: Contribution) -> str:
         """Return why a contribution can't be merged beside a rival, whichever is first; empty if it can."""
-        shards, names = set(contribution.rows[1::3]), {contribution.learner}
-        if names != {rival.learner} and shards.isdisjoint(rival.rows[1::3]):
+        shards = set(contribution.rows[1::3])
+        if contribution.learner != rival.learner and shards.isdisjoint(rival.rows[1::3]):
             return ""
         fault = self._after(rival).fault(contribution) or self._after(contribution).fault(rival)
         return fault and f"beside what {rival.learner} has in the merge of fragment {rival.fragment}: {fault}"
