@@ -24,7 +24,7 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
     Raises ConfigError: the folder is of another run, or a setting differs that can't change in a run. No run has begun,
     and the earlier version that it is to begin with can't be had.
     """
-    from diloco_node.config.ledger_settings import difference_lines
+    from diloco_node.config.setting_texts import difference_lines
     from diloco_node.core.rounds.extension import extension
     from diloco_node.daemon.run_record import is_complete, read_run_record
 

@@ -267,7 +267,7 @@ def _shown_sections(peer: str, run: RunShown, own_keys: Collection[str]) -> Sect
 
 def _harmless(peer: str, key: str, value: Any) -> str:
     """A member's value as run.toml gets it, without what may name a place or a program on this machine."""
-    from diloco_node.config.resolve import toml_text
+    from diloco_node.config.setting_texts import toml_text
 
     if key == "model.hf" and isinstance(value, str) and value.startswith(("/", "~", ".")):
         raise ConfigError(f"model.hf is a folder of {peer}: bring it here, and add --set model.hf=FOLDER")

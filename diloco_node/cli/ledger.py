@@ -138,7 +138,7 @@ def _body_words(entry: Entry) -> str:
 
 def _change_words(change: EntryBody) -> str:
     """Describe an entry that an operator ordered, or the leader where a region's folder is another one."""
-    from diloco_node.config.ledger_settings import setting_texts
+    from diloco_node.config.setting_texts import setting_texts
     from diloco_node.core import types
     from diloco_node.core.member_kind import MemberKind, MembershipBody
     from diloco_node.core.settings_body import SettingsBody

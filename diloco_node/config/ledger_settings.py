@@ -1,21 +1,20 @@
-"""Settings that the ledger holds: as run.toml would have them, and what an operator's words make of them."""
+"""Settings that the ledger holds: what an operator's words make of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from diloco_node.config.reference import settings as all_settings
-from diloco_node.config.resolve import default_outer, did_you_mean, explain, toml_text
+from diloco_node.config.resolve import default_outer, did_you_mean, explain
 from diloco_node.config.schema import RoundsSection
 from diloco_node.config.setting import Changes, changes
+from diloco_node.config.setting_texts import section_values
 from diloco_node.config.sources import Key, Sources
-from diloco_node.config.units import Duration
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError
@@ -45,36 +44,6 @@ class _RunFile(BaseModel):
     rounds: RoundsSection
 
 
-def setting_texts(body: SettingsBody) -> dict[str, str]:
-    """By key in run.toml, each value as it would be written there."""
-    return {f"rounds.{name}": toml_text(value) for name, value in _section_values(body).items()}
-
-
-def _section_values(body: SettingsBody) -> dict[str, Any]:
-    values = asdict(body)
-    return values | {"ballot_deadline_min": Duration(values.pop("ballot_deadline_min_ns"))}
-
-
-def change_lines(before: SettingsBody, after: SettingsBody) -> list[str]:
-    """Each setting that changes, with both values."""
-    texts = setting_texts(before)
-    return [f"{key} {texts[key]} -> {text}" for key, text in setting_texts(after).items() if text != texts[key]]
-
-
-def difference_lines(file: Mapping[str, str], body: SettingsBody) -> list[str]:
-    """Each setting that run.toml has otherwise than the run, with both values and what makes them agree.
-
-    Args:
-        file: by key the text in run.toml.
-    """
-    return [
-        f"{key} is {file[key]} in run.toml here, {text} in the run, which counts: write {key.partition('.')[2]} = "
-        f"{text} under [rounds]"
-        for key, text in setting_texts(body).items()
-        if file.get(key, text) != text
-    ]
-
-
 def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> SettingsBody:
     """The settings of a run after an operator's words.
 
@@ -84,7 +53,7 @@ def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> Setti
     Raises:
         ConfigError: one can't be set in a run, with the reason and the way; or it has a value that can't be.
     """
-    values = _section_values(SettingsBody.of(settings))
+    values = section_values(SettingsBody.of(settings))
     texts: dict[str, str] = {}
     for assignment in assignments:
         key, equals, text = (word.strip() for word in assignment.partition("="))

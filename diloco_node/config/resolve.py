@@ -32,6 +32,7 @@ from diloco_node.config.schema import (
     RunSection,
     Tree,
 )
+from diloco_node.config.setting_texts import toml_text
 from diloco_node.config.sources import MODEL_KEY, Flag, Key, Sources, folder_or_name, put, read_environment, read_file
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import RunSettings
@@ -306,21 +307,6 @@ def _example(field: FieldInfo | None) -> str:
     if field.examples:
         return toml_text(field.examples[0])
     return '"10.0.0.1:7400"' if field.default in (None, PydanticUndefined) else toml_text(field.default)
-
-
-def toml_text(value: Any) -> str:
-    """A setting's value as it would be written in run.toml; None is `none`."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(toml_text(item) for item in value)}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name} = {toml_text(item)}' for name, item in value.items())}}}"
-    return json.dumps(str(value), ensure_ascii=False)
 
 
 def did_you_mean(name: str, choices: Mapping[str, object]) -> str:

@@ -57,16 +57,22 @@ class RowBook:
         _extend(self._new, {item.shard: (item.start, item.stop) for item in ranges})
         self._changes = changes
 
-    def rows(self, fragment: int, step: int) -> tuple[int, ...]:
+    def rows(self, fragment: int, step: int, changes: int) -> tuple[int, ...]:
         """The rows of a snapshot of the fragment at this step, the last one, as `TrainedRows.packed`.
 
         Empty: the loop counts none.
+
+        Args:
+            changes: of the members, that the learner has heard of. A loop that drew no row since all others are merged
+                has stopped drawing, and trains nothing by fewer: regions that wait for its word get it.
         """
         if self._changes is None:
             return ()
         if self._new:
             self._segments.append((step, self._new))
             self._new = {}
+        elif not self._segments:
+            self._changes = changes
         ranges: _Ranges = {}
         for at, segment in self._segments:
             if at > self._included.get(fragment, 0):

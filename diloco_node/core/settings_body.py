@@ -31,6 +31,19 @@ class SettingsBody:
         """Take them out of all settings of a run."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
+    def fault(self, regions: int, heartbeat_ns: int) -> str:
+        """Say why these can't be the settings of a run with so many regions; empty if they can.
+
+        Each value is within its bounds already (`core.bounds`).
+        """
+        if self.overlap_steps >= self.sync_every:
+            return f"rounds.overlap_steps, {self.overlap_steps}, must be less than rounds.sync_every, {self.sync_every}"
+        if self.ballot_deadline_min_ns < heartbeat_ns:
+            return "rounds.ballot_deadline_min must be at least rounds.heartbeat"
+        if self.quorum_min > regions:
+            return f"rounds.quorum_min is {self.quorum_min}, and the run has {regions} regions"
+        return ""
+
     def within(self, settings: RunSettings) -> RunSettings:
         """Put them in place of those of a region."""
         return replace(settings, **asdict(self))

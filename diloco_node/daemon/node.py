@@ -174,8 +174,6 @@ class Node:
         self.settings = SettingsWatch(spec, note)
         # The log has the genesis of a run; never taken back.
         self._has_begun = False
-        # Of the last entry on disk at the start: before it is committed, its settings may not hold yet.
-        self._disk_index = recovery.entries[-1].index if recovery.entries else recovery.base.index
         self._end_wishes = EndWishes(spec.state_dir)
         # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
@@ -251,8 +249,9 @@ class Node:
         if not self._has_begun and self.core.ledger.disks.has_view:
             self._has_begun = True
             self.transport.begin_run(self.settings.agreed)
-        settings, is_known = self.core.history.settings, self.core.ledger.commit_index >= self._disk_index
-        if is_known and not self.core.is_replaying and self.settings.look(settings):
+        settings = self.core.history.settings
+        # Before the last entry on disk is committed, its settings may not hold yet.
+        if self.core.ledger.has_caught_up and not self.core.is_replaying and self.settings.look(settings):
             self._budget_watch.follow(settings)
             self._rosters = ()
             self._follow_rosters()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from diloco_node.config.setting_texts import change_lines, difference_lines, setting_texts
 from diloco_node.core.events import Note
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.settings_body import LEDGER_KEYS, SettingsBody
@@ -26,7 +27,7 @@ def settings_order(document: Mapping[str, Any], settings: RunSettings) -> tuple[
     Raises:
         ConfigError: it is none, or a setting can't be set so.
     """
-    from diloco_node.config.ledger_settings import change_lines, changed_settings  # bring pydantic
+    from diloco_node.config.ledger_settings import changed_settings  # brings pydantic
 
     words = document.get("set")
     texts = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
@@ -61,8 +62,6 @@ class SettingsWatch:
         before, self._settings = SettingsBody.of(self._settings), settings
         if (body := SettingsBody.of(settings)) == before:
             return False
-        from diloco_node.config.ledger_settings import change_lines, difference_lines, setting_texts
-
         changes, differences = change_lines(before, body), difference_lines(self._file, body)
         text = f"settings of the run by its ledger: {', '.join(changes)}"
         console_line(self._region, text)

@@ -63,7 +63,7 @@ class RegionShards:
         """Be nobody's learner: alone."""
         self.flags.fill_(_UNKNOWN)
         self.changes = 0
-        # Another tuple after each change.
+        # Another tuple after each change of them, or of where they are begun.
         self._own = tuple(range(SHARDS))
         # Of the run's name, on rank 0, which has the file.
         self._run = b""
@@ -79,7 +79,8 @@ class RegionShards:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The region's shards that it may train now, ascending, the same object until they change; all when alone.
+        """The region's shards that it may train now, ascending; all when alone. The same object until they, or
+        where they are begun, change.
 
         Raises:
             LearnerError: there is a daemon, and `attach` has not asked it yet.
@@ -113,14 +114,19 @@ class RegionShards:
         return replace(deal, starts=self._book.behind(deal.shards, deal.starts))
 
     def follow(self, deal: ShardsGiven) -> None:
-        """Take what is this region's share. One that was removed trains what it had to its end."""
-        if not deal.shards:
+        """Take what is this region's share. One that was removed trains what it had to its end.
+
+        A daemon that has just started may not know yet how the members are now: an older share is not taken.
+        """
+        if not deal.shards or deal.changes < self.changes:
             return
         shards, starts = np.array(deal.shards, np.int64), np.array(deal.starts, np.int64)
+        is_further = bool((starts > self._positions[shards]).any())
         self._positions[shards] = np.maximum(self._positions[shards], starts)
         own = tuple(shards[starts >= 0].tolist())
         if own != self._own:
             log.info("%d of %d shards of the data are this region's, %d before", len(own), SHARDS, len(self._own))
+        if own != self._own or is_further:  # it may have been another's meanwhile, which trained on
             self._own = own
         flags = torch.zeros(SHARDS, dtype=torch.uint8, device="cpu")
         flags[list(deal.shards)] = 1
@@ -159,7 +165,7 @@ class RegionShards:
 
     def rows(self, fragment: int, step: int) -> tuple[int, ...]:
         """See `RowBook.rows`."""
-        return () if self._book is None else self._book.rows(fragment, step)
+        return () if self._book is None else self._book.rows(fragment, step, self.changes)
 
     def include(self, fragment: int, step: int) -> None:
         """See `RowBook.include`."""

@@ -82,6 +82,8 @@ class ShardOrder:
             else:
                 new = np.setdiff1d(shards, np.array(self._own, np.int64)) if self._own else np.arange(SHARDS)
                 self.positions[new] = begun[new]
+                # Another region may have had a shard, and trained it, since the last rows were taken here.
+                self.positions[shards] = np.maximum(self.positions[shards], begun[shards])
             self._own, self._queue = own, []
         if not len(self._filled):
             raise ConfigError(

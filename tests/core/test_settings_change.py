@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.membership import settings_change
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.region import RegionCore
 from diloco_node.core.settings_body import SettingsBody
@@ -176,3 +177,26 @@ def test_an_order_waits_until_the_one_before_is_applied_here_as_well(patch: pyte
     # A slow disk: a majority of the others has it.
     patch.setattr(type(core.history.account), "index", property(lambda _: change._index - 1))
     assert "not committed yet: try again" in change.order_fault(replace(body, sync_every=24))
+
+
+def test_an_order_is_dropped_when_a_merge_that_was_decided_does_not_end(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, regions=3)
+    small.go(5)
+    core = core_of(small, small.leader())
+    change = core.replacement._settings
+    patch.setattr(settings_change, "HOLD_NS", 2 * SECOND)
+    patch.setattr(type(core.leader), "hold_merges", lambda *_, **__: False)
+    while not (decided := [r for r in core.leader.rounds.values() if r.decision is not None]):
+        small.go(0.02)
+    order(small, sync_every=16)
+    small.go(0.001)
+    assert change._limit_ns == 2 * SECOND + decided[0].deadline_ns
+    while small.world.now_ns < change._limit_ns:
+        assert change._body is not None
+        small.go(0.2)
+    small.go(0.3)
+    assert change._body is None
+    assert orders(small) == []
+    (text,) = [note.text for _, note in small.notes if note.kind == "settings"]
+    assert "a merge that was decided before is not committed: look at `status`, and order it again" in text
+    small.settle()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from diloco_node.config.ledger_settings import setting_texts
+from diloco_node.config.setting_texts import setting_texts
 from diloco_node.core.events import Note
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import RunSettings
@@ -53,3 +55,20 @@ def test_a_change_is_told_once_with_both_values_and_what_run_toml_has(capsys: py
 def test_a_request_that_names_no_settings_is_refused(body: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="the body must name 1 to 64 settings"):
         settings_order(body, SETTINGS)
+
+
+def test_a_change_is_told_without_what_reads_run_toml() -> None:
+    """It takes a second to come, in which no heartbeat would leave."""
+    program = """
+import sys
+from types import SimpleNamespace
+from dataclasses import replace
+from diloco_node.core.types import RunSettings
+from diloco_node.daemon.settings_watch import SettingsWatch
+spec = SimpleNamespace(region="eu", settings=RunSettings(), shared_settings=("rounds.sync_every=24",),
+                       joiner_settings=(), settings_shown=())
+assert SettingsWatch(spec, lambda note: None).look(replace(RunSettings(), sync_every=32))
+print("pydantic" in sys.modules)
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines()[-1] == "False"

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from diloco_node.core.data_shards import SHARDS
 from diloco_node.errors import ConfigError
+from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.shard_order import RowRange, ShardOrder
+from tests.kit.shards_given import begin, follow, shards_given
 
 
 def rows_in(order: ShardOrder, stretches: list[RowRange]) -> list[int]:
@@ -82,3 +84,31 @@ def test_a_state_without_positions_is_refused(change: dict[str, object]):
     order = ShardOrder(10, seed=0)
     with pytest.raises(ConfigError, match="positions"):
         order.restore(order.state() | change)
+
+
+def test_a_shard_that_was_anothers_between_two_steps_goes_on_behind_it():
+    order, own = ShardOrder(SHARDS * 100, seed=1), tuple(range(10))
+    begun = np.zeros(SHARDS, np.int64)
+    order.advance(own, 5, begun)
+    (shard,) = np.flatnonzero(order.positions)
+    begun[shard] = 60  # it went to another region, which trained it, and came back
+    (rows,) = order.advance((*own,), 5, begun)
+    assert (rows.shard, rows.start) == (shard, 60)
+    begun[shard] = 62  # given to the loop; what was drawn beyond is on its way
+    (rows,) = order.advance((*own,), 5, begun)
+    assert (rows.shard, rows.start) == (shard, 65)
+
+
+def test_a_learner_hears_of_a_shard_that_went_on_elsewhere_and_of_no_older_members():
+    begin("run", "a", ("a", "b"), changes=3)
+    own = HERE.own
+    follow("run", "a", ("a", "b"), changes=3)
+    assert HERE.own is own, "the same shards, where they were"
+    HERE.follow(shards_given("run", "a", ("a", "b"), changes=5, starts={own[0]: 7}))
+    assert HERE.own == own
+    assert HERE.own is not own, "one was another's meanwhile"
+    assert HERE.begun is not None
+    assert HERE.begun[own[0]] == 7
+    follow("run", "a", ("a", "b", "c"), changes=4)
+    assert (HERE.own, HERE.changes) == (own, 5), "of a daemon that has just started"
+    HERE.clear()

@@ -14,18 +14,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
-from diloco_node.core.ledger.shard_account import ShardAccount
+from diloco_node.core.ledger.shard_account import K, ShardAccount, V, put
 from diloco_node.core.ledger.summary import Closed, Covered, GivenUp, Included, RunSummary
 from diloco_node.core.types import Contribution, DiscardedBody, Entry, RoundBody
 
 INCARNATIONS_KEPT: Final = 8
 """Incarnations of one learner that are in the ledger and have an account of their own. The tokens of older ones are
 added up, and they are closed. They are booked in order, so the eighth before the newest was complete long ago."""
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,15 +292,8 @@ class Account:
     def _set(self, table: dict[K, V], key: K, value: V | None) -> None:
         """Change a value, so that it can be taken back with the newest entry; None removes it."""
         if self._undo:
-            self._undo[-1].append(partial(_put, table, key, table.get(key)))
-        _put(table, key, value)
-
-
-def _put(table: dict[K, V], key: K, value: V | None) -> None:
-    if value is None:
-        table.pop(key, None)
-    else:
-        table[key] = value
+            self._undo[-1].append(partial(put, table, key, table.get(key)))
+        put(table, key, value)
 
 
 def _at(values: Sequence[int], fragment: int) -> int:

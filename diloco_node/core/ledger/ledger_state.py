@@ -302,6 +302,11 @@ class LedgerState:
         """Whether `take_committed` has more to give."""
         return self._taken_index < self.commit_index
 
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether all that the folder held at the start was given by `take_committed`, or is no more in the log."""
+        return self._taken_index >= min(self._end_index, self._log.last_index)
+
     def _may_persist(self, entry: Entry) -> bool:
         """Whether an entry may go to disk (and so be acknowledged): its payload is there."""
         return self._has_payload(entry.body)

@@ -173,7 +173,9 @@ class Roster:
         kind = MemberKind(body.kind)
         last = self.memberships.get(body.region, Membership(kind, folders=0))
         disk = NO_DISK if kind is MemberKind.FORMER else self.disks.get(body.region, NO_DISK)
-        line = Membership(kind, disk, index, body.address or last.address, last.folders)
+        # One that comes back may be elsewhere: it has the address that it is added with, or none.
+        address = body.address if last.kind is MemberKind.FORMER else body.address or last.address
+        line = Membership(kind, disk, index, address, last.folders)
         return Roster({**self.memberships, body.region: line}, self.changes + 1, body.signature)
 
     def statement(self, run_id: str) -> bytes:

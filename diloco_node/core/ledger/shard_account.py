@@ -7,20 +7,24 @@ twice for them.
 
 A change of the members gives a shard to another region. Its owner until then may not have heard, and have rows on the
 way. So the new owner waits until each owner before has said in a merged contribution that it goes by the members as
-they are now, or is no member any more, or counts no rows.
+they are now, or is no member any more, or is expelled, or counts no rows.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from diloco_node.core.data_shards import ShardRows, TrainedRows, shard_owners
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import RunSummary, ShardLife, ShardLines, ShardWait, summed_roster
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import Contribution, Entry, GenesisBody
+from diloco_node.core.types import EXPELLED, Contribution, DiskNamedBody, Entry, GenesisBody
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 WAITING: Final = -1
 """In place of a position: an owner before may train the shard still."""
@@ -54,15 +58,23 @@ class _Owners:
         return shard_owners(self.run_id, self.roster.names)
 
 
+def put(table: dict[K, V], key: K, value: V | None) -> None:
+    """Set a key of a table; None removes it."""
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
+
+
 class ShardAccount:
     """See the module.
 
     Args:
-        put: sets a key of a table so that it can be taken back with the entry; None removes it.
+        set_key: as `put`, so that it can be taken back with the entry.
     """
 
-    def __init__(self, put: Callable[[dict[Any, Any], Any, Any], None]) -> None:
-        self._put = put
+    def __init__(self, set_key: Callable[[dict[Any, Any], Any, Any], None]) -> None:
+        self._put = set_key
         # With one key, so that it can be taken back; empty before genesis.
         self._owners: dict[str, _Owners] = {}
         self._holders: dict[int, ShardHolder] = {}
@@ -77,6 +89,10 @@ class ShardAccount:
     def position(self, shard: int) -> int:
         """Rows of a shard that are merged in a fragment, over all passes."""
         return self._holders[shard].stop if shard in self._holders else 0
+
+    def waiting(self) -> dict[str, int]:
+        """By region, how many shards wait until it has said that it heard of the change that took them."""
+        return dict(Counter(name for names in self._waits.values() for name in names))
 
     def starts(self, region: str, incarnation: int, shards: tuple[int, ...]) -> tuple[int, ...]:
         """The position at which this life of a region's learner begins each of its shards; or WAITING."""
@@ -95,15 +111,17 @@ class ShardAccount:
         body = entry.body
         if isinstance(body, GenesisBody):
             self._put(self._owners, "now", _Owners(body.run_id, Roster({}).after(entry)))
-        elif isinstance(body, MembershipBody) and self._owners:
+        elif isinstance(body, MembershipBody | DiskNamedBody) and self._owners:
             before = self._owners["now"]
             after = _Owners(before.run_id, before.roster.after(entry))
             self._put(self._owners, "now", after)
             if after.roster.names and after.roster.names != before.roster.names:
                 self._hand_over(before.table(), after)
+            if after.roster.disks.get(body.region) == EXPELLED:
+                self._release(body.region)
 
     def _hand_over(self, before: tuple[str, ...], after: _Owners) -> None:
-        names = frozenset(after.roster.names)
+        names = frozenset(name for name, disk in after.roster.disks.items() if disk != EXPELLED)
         for shard, (former, owner) in enumerate(zip(before, after.table(), strict=True)):
             waits = self._waits.get(shard, frozenset())
             waits_after = ((waits | {former}) if former != owner else waits) & names - {owner}
@@ -145,12 +163,31 @@ class ShardAccount:
             rows = TrainedRows.unpacked(contribution.rows)
         except ValueError as error:
             return f"rows of {name}: {error}"
-        owners = self._owners.get("now")
-        if owners is None or rows.changes > owners.roster.changes:
+        if self.is_ahead(contribution):
             return f"{name} goes by change {rows.changes} of the members, which has not been made"
-        table = owners.table()
+        table = self._owners["now"].table()
         faults = (self._range_fault(contribution, item, table[item.shard]) for item in rows.ranges)
         return next((fault for fault in faults if fault), "")
+
+    def is_ahead(self, contribution: Contribution) -> bool:
+        """Whether a contribution goes by a change of the members that is not made here: it may be made elsewhere."""
+        owners = self._owners.get("now")
+        return bool(contribution.rows) and (owners is None or contribution.rows[0] > owners.roster.changes)
+
+    def conflict(self, contribution: Contribution, rival: Contribution) -> str:
+        """Return why a contribution can't be merged beside a rival, whichever is first; empty if it can."""
+        shards = set(contribution.rows[1::3])
+        if contribution.learner != rival.learner and shards.isdisjoint(rival.rows[1::3]):
+            return ""
+        fault = self._after(rival).fault(contribution) or self._after(contribution).fault(rival)
+        return fault and f"beside what {rival.learner} has in the merge of fragment {rival.fragment}: {fault}"
+
+    def _after(self, contribution: Contribution) -> ShardAccount:
+        """The account if this was committed."""
+        after = ShardAccount(put)
+        after._owners, after._holders, after._waits = self._owners, dict(self._holders), dict(self._waits)
+        after.include(contribution)
+        return after
 
     def _range_fault(self, contribution: Contribution, item: ShardRows, owner: str) -> str:
         holder, name = self._holders.get(item.shard), contribution.learner
@@ -158,8 +195,9 @@ class ShardAccount:
         # A position only grows: one that nobody can reach would end the shard for all who come after.
         if item.stop - self.position(item.shard) > ADVANCE_MAX:
             return f"{name} is {item.stop - self.position(item.shard)} rows ahead of the run in shard {item.shard}"
-        # Rows of an earlier holder may be merged late. Without rows it is a word of a region that was one.
-        if item.start == item.stop or (holder is not None and not is_own and item.stop <= holder.start):
+        # Rows from before the holder had the shard may be merged late, also its own, if the shard has moved and come
+        # back. Without rows it is a word of a region that had it; of one that may not train it, it changes nothing.
+        if item.start == item.stop or (holder is not None and item.stop <= holder.start):
             return ""
         if item.stop > self.position(item.shard) and not self._may_train(name, item.shard, owner):
             return f"{name} trains shard {item.shard} of the data, which is {owner}'s"

@@ -7,17 +7,28 @@ ballots, and puts the settings behind them. Merges go on when they are committed
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Final, Protocol
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.settings_body import SettingsBody
+
+HOLD_NS: Final = 60_000_000_000
+"""Merges that are decided end with their ballots. So long after the last deadline their entries may wait for a
+majority; then an order is dropped, for no merge is decided in the meantime."""
 
 
 class Merges(Protocol):
     """The merges of a leader (`core.rounds.leader`)."""
+
+    @property
+    def rounds(self) -> Mapping[int, OpenRound]:
+        """Open rounds by fragment."""
+        ...
 
     @property
     def is_ending(self) -> bool:
@@ -40,6 +51,8 @@ class SettingsChange:
         self._ledger, self._history, self._merges = ledger, history, merges
         # Ordered, and not in the ledger yet.
         self._body: SettingsBody | None = None
+        # Merges are held for it until then, at most.
+        self._limit_ns = 0
         # Of the entry of the last order.
         self._index = 0
 
@@ -62,23 +75,18 @@ class SettingsChange:
         return self._value_fault(body)
 
     def _value_fault(self, body: SettingsBody) -> str:
-        settings, members = self._history.settings, len(self._history.roster.names)
+        settings = self._history.settings
         if body == SettingsBody.of(settings):
             return "the run has these settings already"
-        if body.overlap_steps >= body.sync_every:
-            return f"rounds.overlap_steps, {body.overlap_steps}, must be less than rounds.sync_every, {body.sync_every}"
-        if body.ballot_deadline_min_ns < settings.heartbeat_ns:
-            return "rounds.ballot_deadline_min must be at least rounds.heartbeat"
-        if body.quorum_min > members:
-            return f"rounds.quorum_min is {body.quorum_min}, and the run has {members} regions"
-        return ""
+        return body.fault(len(self._history.roster.names), settings.heartbeat_ns)
 
     def carry_out(self, body: SettingsBody, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
         """Begin to carry out an order, if it still can be; what the ledger wants for it."""
         if fault := self.order_fault(body):
             effects.note("settings", f"an operator changes the settings: refused, {fault}", is_alarm=True)
             return []
-        self._body = body
+        deadlines_ns = (round_.deadline_ns for round_ in self._merges.rounds.values() if round_.decision is not None)
+        self._body, self._limit_ns = body, HOLD_NS + max(deadlines_ns, default=now_ns)
         return self.advance(effects, now_ns=now_ns)
 
     def advance(self, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
@@ -88,7 +96,9 @@ class SettingsChange:
             return []
         fault = self._fault(body)
         if not fault and not self._merges.hold_merges(now_ns=now_ns):
-            return []
+            if now_ns < self._limit_ns:
+                return []
+            fault = "a merge that was decided before is not committed: look at `status`, and order it again"
         self._body = None
         last_index = self._ledger.last_index
         wishes = [] if fault else self._ledger.propose(body, now_ns=now_ns)

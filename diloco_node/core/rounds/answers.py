@@ -39,15 +39,21 @@ class Answers:
     """Judges each answer before it files it: no region is believed on its word.
 
     Args:
-        eligibility: learns of new incarnations. proposals: the queue for discards.
+        eligibility: learns of new incarnations. proposals: the queue for discards. rounds: open ones, by fragment.
     """
 
-    def __init__(self, context: RoundContext, eligibility: Eligibility, proposals: deque[EntryBody]) -> None:
+    def __init__(
+        self,
+        context: RoundContext,
+        eligibility: Eligibility,
+        proposals: deque[EntryBody],
+        rounds: Mapping[int, OpenRound],
+    ) -> None:
         self._region, self._fragments = context.region, context.fragments
         self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
         self._eligibility = eligibility
         self._discards = DiscardDesk(context.history)
-        self._proposals = proposals
+        self._proposals, self._rounds = proposals, rounds
 
     def clear(self) -> None:
         """Forget everything: this region leads no longer."""
@@ -85,11 +91,26 @@ class Answers:
         """Return why a contribution may not be merged; empty if it may. The leader decides this nowhere else."""
         if self._discards.is_booking(contribution):
             return "its steps are being booked as discarded"
-        return self._history.contribution_fault(
+        fault = self._history.contribution_fault(
             contribution, version=version, incarnation_min=self._eligibility.incarnation_min(contribution.learner)
         )
+        return fault or self._conflict(contribution)
 
-    def take_discards(self, bodies: Iterable[DiscardedBody], rounds: Mapping[int, OpenRound], *, now_ns: int) -> None:
+    def _conflict(self, contribution: Contribution) -> str:
+        """Return why a contribution's rows of the data can't be merged beside those of rounds that are decided.
+
+        Any of these rounds may be committed first: then the entry of another would be refused, with all its members.
+        """
+        shards = self._history.account.shards
+        faults = (
+            shards.conflict(contribution, rival)
+            for fragment, round_ in sorted(self._rounds.items())
+            if round_.decision is not None and fragment != contribution.fragment
+            for rival in round_.decision.contributions
+        )
+        return next((fault for fault in faults if fault), "")
+
+    def take_discards(self, bodies: Iterable[DiscardedBody], *, now_ns: int) -> None:
         """Propose to book lost steps, as soon as no open round can still include any of them."""
         for body in bodies:
             peer = body.learner
@@ -97,7 +118,7 @@ class Answers:
             if status is not None and body.incarnation < status.incarnation:
                 # That incarnation is over: no ballot may name it from now on.
                 self._eligibility.observe_incarnation(peer, body.incarnation + 1)
-            round_ = rounds.get(body.fragment)
+            round_ = self._rounds.get(body.fragment)
             if not 0 <= body.fragment < len(self._fragments) or discard_contradiction(body, status):
                 continue  # of a report on its way, perhaps: it is repeated
             if (round_ is not None and peer in round_.contributions) or not self._discards.accept(body, now_ns=now_ns):
@@ -145,6 +166,11 @@ class Answers:
         if peer in round_.members and peer not in round_.contributions and peer not in round_.refusals:
             round_.refusals[peer] = reason
             self._effects.note("declined", f"{peer}: {reason}", fragment=round_.fragment, version=round_.version)
+
+    def drop(self, round_: OpenRound, name: str, reason: str) -> None:
+        """Leave a contribution out of the merge that is decided now; it was in order when it came."""
+        round_.refusals[name] = reason
+        self._effects.note("declined", f"{name}: {reason}", fragment=round_.fragment, version=round_.version)
 
     def _take_report(self, round_: OpenRound, peer: str, report: ReductionReported) -> None:
         if round_.decision is None or report.stripe in round_.reports:

@@ -260,6 +260,8 @@ class EntryCheck:
         if isinstance(body, ExtendedBody):
             own = ExtendedBody(self._settings.steps_max, self._settings.tokens_max)
             return "" if body == own else f"it extends the run to {body}, this region was started with {own}"
+        if isinstance(body, SettingsBody | GenesisBody):
+            return self._settings_doubt(body)
         if not isinstance(body, RoundBody):
             return ""
         contributions = tuple(member.contribution for member in body.members)
@@ -283,6 +285,12 @@ class EntryCheck:
                     f"its sum of piece {piece} has the squared norm {square:.6g}, its members can't exceed {limit:.6g}"
                 )
         return _difference(body, numbers) or self._witness(body, numbers.coefficients())
+
+    def _settings_doubt(self, body: SettingsBody | GenesisBody) -> str:
+        bodies = body.settings if isinstance(body, GenesisBody) else (body,)
+        names = body.regions if isinstance(body, GenesisBody) else self._facts.roster.names
+        faults = (settings.fault(len(names), self._settings.heartbeat_ns) for settings in bodies)
+        return next((fault for fault in faults if fault), "")
 
     def take(self, entry: Entry) -> None:
         """Take the entry as the next one."""
@@ -361,8 +369,6 @@ class EntryCheck:
     def _settings_fault(self, body: SettingsBody, _: Entry) -> str:
         if self._facts.end is not None:
             return "settings after the end"
-        if body.overlap_steps >= body.sync_every:
-            return f"an overlap of {body.overlap_steps} steps with H = {body.sync_every}"
         return "" if body != SettingsBody.of(self._facts.settings) else "settings that change nothing"
 
     def _region_fault(self, name: str, *, is_former_welcome: bool = False) -> str:

@@ -83,7 +83,7 @@ class RoundLeader:
         self._judge = Judge(context, self._book)
         self._audit = PayloadAudit(context, self._judge)
         self._eligibility = Eligibility(context, self._book)
-        self._answers = Answers(context, self._eligibility, self.proposals)
+        self._answers = Answers(context, self._eligibility, self.proposals, self.rounds)
         self.progress = progress
         self._merges = MergeDecisions(context)
         # One for each term.
@@ -217,7 +217,7 @@ class RoundLeader:
     def take_discards(self, bodies: Iterable[DiscardedBody], *, now_ns: int) -> None:
         """Book lost steps that their regions have reported."""
         if self._is_acting:
-            self._answers.take_discards(bodies, self.rounds, now_ns=now_ns)
+            self._answers.take_discards(bodies, now_ns=now_ns)
 
     def let_go(self, region: str) -> bool:
         """Leave a region that is about to leave the run out of new ballots; empty: none is.
@@ -305,7 +305,7 @@ class RoundLeader:
             if not fault and not self._reaches(name, now_ns) and not round_.is_received(name):
                 fault = "lost before its stripes arrived"
             if fault:
-                round_.refusals[name] = fault
+                self._answers.drop(round_, name, fault)
             else:
                 contributions.append(contribution)
         if contributions:

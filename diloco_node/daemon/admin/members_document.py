@@ -29,6 +29,7 @@ class MemberSigns:
         linked: the others that have a link now, so their certificate is good.
         held_bytes, state_bytes: of parameters and momentum, what this region holds, and all.
         since_unix: by region, when this daemon saw the entry that gave it its kind; without those of before its start.
+        shards: by region, how many shards of the data wait until it has heard of the change that took them.
     """
 
     region: str
@@ -37,6 +38,7 @@ class MemberSigns:
     held_bytes: int = 0
     state_bytes: int = 0
     since_unix: Mapping[str, float] = field(default_factory=dict)
+    shards: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def there(self) -> frozenset[str]:
@@ -85,7 +87,7 @@ def members_document(disks: DiskView, signs: MemberSigns) -> dict[str, Any]:
                 "address": line.address,
                 "has_folder": bool(disks.disk_of(name)),
                 "is_there": name in signs.there,
-                "state": _state(name, line, signs, has_folder=bool(disks.disk_of(name))),
+                "state": _state(name, line, signs, has_folder=bool(disks.disk_of(name))) + _waits(name, signs),
             }
             for name, line in roster.memberships.items()
         ],
@@ -105,6 +107,11 @@ def _state(name: str, line: Membership, signs: MemberSigns, *, has_folder: bool)
     if name not in signs.there:
         return "away"
     return "there, ready for a vote" if line.kind is MemberKind.CONTRIBUTOR else "there"
+
+
+def _waits(name: str, signs: MemberSigns) -> str:
+    shards = signs.shards.get(name, 0)
+    return f"; {shards} shards wait for {name}, until it has heard of the change that took them" if shards else ""
 
 
 def _lack(name: str, signs: MemberSigns) -> str:

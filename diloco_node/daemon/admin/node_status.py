@@ -98,4 +98,5 @@ class NodeStatus:
             STATE_BYTES * sum(fragment.size for fragment, version in held if version >= 0),
             STATE_BYTES * self.manifest.size,
             self.facts.dates.since_unix,
+            self.core.history.account.shards.waiting(),
         )

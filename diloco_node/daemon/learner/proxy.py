@@ -335,9 +335,13 @@ class LearnerProxy:
     def _advance(self, message: learner_link.OfferApplied) -> None:
         if self.status is None:
             return
-        positions = list(self.status.positions)
-        positions[message.fragment] = message.position
-        self.status = replace(self.status, positions=tuple(positions))
+        positions, position = list(self.status.positions), message.position
+        positions[message.fragment] = position
+        # The last steps before it may have had no report: who stands there has made them.
+        step = max(self.status.step, position.included_step, position.cycle_start_step)
+        tokens = max(self.status.tokens, position.included_tokens)
+        self.status = self._newest = replace(self.status, step=step, tokens=tokens, positions=tuple(positions))
+        self._note_totals()
         if message.carry_factor < 1.0:
             self.facts.discounted_versions += 1
         self._post(ev.LearnerReported(self.status))

@@ -15,6 +15,7 @@ from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.region import RegionCore
 from diloco_node.core.rounds.progress import RunPosition
+from diloco_node.core.types import Contribution
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.manifest_file import describe_difference
 from diloco_node.daemon.node_runtime import NodeRuntime
@@ -71,7 +72,9 @@ class Reception:
         self._sent_position_ns = 0
         # The shards of the data as the learner was told, and by which entry of the ledger.
         self._sent_shards: ShardsGiven | None = None
-        self._shards_index = 0
+        self._shards_index = -1
+        # When the last learner was welcomed.
+        self._welcomed_ns = 0
         # Of the run, as the learner was told.
         self._sent_settings = runtime.spec.settings
         # Why steps are of no use now, as the learner was told; and since when that is so, None: it is not.
@@ -140,9 +143,7 @@ class Reception:
         elif not self._is_welcomed:
             # No learner does that: it knows neither its incarnation nor which versions are there.
             self._note(Note("learner", f"{type(message).__name__} before its welcome: ignored", is_alarm=True))
-        elif isinstance(message, SnapshotReady) and (
-            fault := self._core.history.account.shards.fault(message.contribution)
-        ):
+        elif isinstance(message, SnapshotReady) and (fault := self._rows_fault(message.contribution)):
             # Of a folder that was lost, or of an older copy: nobody would merge what it trains.
             text = f"its place in the data can't be: {fault}. Its next start goes on where the run is"
             self._note(Note("learner", text, is_alarm=True))
@@ -151,6 +152,13 @@ class Reception:
             self._learner.on_message(message)
             if isinstance(message, Report):
                 self._send_news_of_position()
+
+    def _rows_fault(self, contribution: Contribution) -> str:
+        """Why no region would merge these rows; empty where the leader may know better: it is asked in any case."""
+        shards = self._core.history.account.shards
+        if not self._core.ledger.has_caught_up or shards.is_ahead(contribution):
+            return ""
+        return shards.fault(contribution)
 
     def on_detach(self) -> None:
         """Forget the learner: its connection is gone, whether or not it was welcomed."""
@@ -254,7 +262,8 @@ class Reception:
                 fragment_digests=self._first_digests(predecessors),
             )
         )
-        self._incarnation, self._sent_shards = incarnation, None
+        self._incarnation, self._sent_shards, self._shards_index = incarnation, None, -1
+        self._welcomed_ns = self._runtime.now_ns()
         self._send_shards()
         self._send_position(position)
         self._learner.on_attach(
@@ -296,7 +305,14 @@ class Reception:
         self._runtime.learner_server.send(news)
 
     def _send_shards(self) -> None:
-        """Tell the learner its shards of the data, if that is news. A region that was removed keeps what it had."""
+        """Tell the learner its shards of the data, if that is news. A region that was removed keeps what it had.
+
+        Before the ledger of this folder is committed to its end, the shards may be others' there. A learner waits for
+        that as long as an election may take; one that trains goes back to no earlier members.
+        """
+        is_late = self._runtime.now_ns() - self._welcomed_ns >= LACK_NS
+        if not self._core.ledger.has_caught_up and not is_late:
+            return
         self._shards_index = self._core.history.account.index
         deal = ShardsGiven(*self._core.history.shards(self._spec.run_id, self._spec.region, self._incarnation))
         if deal.shards and deal != self._sent_shards:

@@ -213,7 +213,9 @@ class FakeLearner:
         self._stop_reason = reason
 
     def follow_shards(self, changes: int, shards: tuple[int, ...], starts: tuple[int, ...]) -> None:
-        """The daemon says which shards of the data are the region's, and where each is begun."""
+        """The daemon says which shards of the data are the region's, and where each is begun; see `RegionShards`."""
+        if changes < self._changes:
+            return
         if not self._has_shards:
             self._has_shards = True
             self.book.inherit(shards, starts)
@@ -323,7 +325,7 @@ class FakeLearner:
             step_to=self.step,
             tokens=self.tokens - local.position.included_tokens,
             squared_norms=layout.squared_norms(values, 0, layout.blocks),
-            rows=self.book.rows(fragment, self.step),
+            rows=self.book.rows(fragment, self.step, self._changes),
         )
         self._check_work(local, values, contribution)
         return FakeSnapshot(contribution, local.theta, local.work.copy(), body)

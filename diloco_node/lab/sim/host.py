@@ -292,7 +292,8 @@ class Host:
         """Tell the learner its shards of the data, as `daemon.learner.reception` does."""
         learner, history = self.learner, self.core.history
         news = (learner, self._lives, history.account.index)
-        if learner is not None and learner.incarnation and news != self._told_shards:
+        is_known = self.core.ledger.has_caught_up
+        if learner is not None and learner.incarnation and is_known and news != self._told_shards:
             self._told_shards = news
             deal = history.shards(RUN_ID, self.name, learner.incarnation)
             if deal[1]:
@@ -300,7 +301,10 @@ class Host:
 
     def has_refused(self, event: ev.Event) -> bool:
         """Whether the learner is started anew, for its rows are not to be merged: as `reception` does."""
-        if not isinstance(event, ev.SnapshotTaken) or not self.core.history.account.shards.fault(event.contribution):
+        shards, is_known = self.core.history.account.shards, self.core.ledger.has_caught_up
+        if not isinstance(event, ev.SnapshotTaken) or not is_known or shards.is_ahead(event.contribution):
+            return False
+        if not shards.fault(event.contribution):
             return False
         self.kill_learner()
         self.after(SECOND, self.start_learner)

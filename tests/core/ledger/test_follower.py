@@ -336,3 +336,18 @@ def test_a_lost_payload_of_an_entry_that_is_replaced_is_not_missed() -> None:
     effects = write_all(core, arrive(core, "b", append_entries(other, 2, 3, term=2)))
     assert core.missing_payloads() == ()
     assert sends(effects)[-1] == ("b", ack(2, 1, True, 3))
+
+
+def test_a_folder_has_caught_up_when_all_that_it_held_is_committed_or_taken_back() -> None:
+    log, other = chain(1, 1, 1, 1), chain(1, 2)
+    core = a_core(term=1, entries=log[:3])
+    assert not core.has_caught_up
+    for commit, is_caught_up in ((2, False), (4, True)):
+        write_all(core, arrive(core, "b", append_entries(log, 4, 4, term=1, commit=commit)))
+        assert not core.has_caught_up, "known to be committed, and not taken yet"
+        core.take_committed()
+        assert core.has_caught_up is is_caught_up
+    core = a_core(term=1, entries=log[:3])
+    write_all(core, arrive(core, "b", append_entries(other, 2, 2, term=2, commit=2)))
+    core.take_committed()
+    assert (core.last_index, core.has_caught_up) == (2, True)

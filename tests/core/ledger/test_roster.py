@@ -101,3 +101,14 @@ def test_the_view_goes_back_when_its_entries_are_overwritten() -> None:
     assert (view.roster.names, view.last_change_index) == (("a", "b", "c", "d"), 2)
     view.on_truncation(2)
     assert (view.roster.names, view.last_change_index) == (("a", "b", "c"), 1)
+
+
+def test_a_region_that_comes_back_without_an_address_has_none() -> None:
+    """It may be elsewhere by now: the others would dial the place where it was, and not the one in run.toml."""
+    roster = Roster.of_voters(("a", "b", "c")).changed(MembershipBody("d", "contributor", "old:1"), 3)
+    moved = roster.changed(MembershipBody("d", "former"), 4).changed(MembershipBody("d", "contributor"), 5)
+    assert moved.addresses({"d": "new:2"})["d"] == "new:2"
+    assert moved.addresses({})["d"] is None
+    back = moved.changed(MembershipBody("d", "former"), 6)
+    assert back.changed(MembershipBody("d", "contributor", "new:3"), 7).addresses({})["d"] == "new:3"
+    assert roster.changed(MembershipBody("d", "voter"), 4).addresses({})["d"] == "old:1", "a change of its kind"

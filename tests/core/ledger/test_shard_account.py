@@ -11,7 +11,17 @@ from diloco_node.core.ledger.shard_account import ADVANCE_MAX, WAITING
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, encode_summary
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import Ballot, Contribution, EntryBody, GenesisBody, LeaderBody, Member, RoundBody
+from diloco_node.core.types import (
+    EXPELLED,
+    Ballot,
+    Contribution,
+    DiskNamedBody,
+    EntryBody,
+    GenesisBody,
+    LeaderBody,
+    Member,
+    RoundBody,
+)
 
 NAMES = ("a", "b", "c")
 GENESIS = GenesisBody("run", "", "", NAMES, (bytes(32),) * 2, tuple(bytes([number]) * 16 for number in (1, 2, 3)))
@@ -215,3 +225,54 @@ def test_what_is_taken_is_taken_back():
     for index in (2, 1, 0):
         account.back_to(index)
         assert (account.shards.lines(), account.shards.starts("d", 1, (TO_D,))) == states[index]
+
+
+def test_rows_that_conflict_with_those_of_a_merge_under_way_are_told_whichever_is_first():
+    book = Book()
+    shard, other = OWN["a"][:2]
+    decided = book.contribution("a", (shard, 5, 10))
+    shards = book.account.shards
+    for rows in ((shard, 0, 12), (shard, 7, 12)):
+        beside = book.contribution("a", rows, fragment=1)
+        assert book.account.fault(beside) == ""
+        text = shards.conflict(beside, decided)
+        assert text.startswith("beside what a has in the merge of fragment 0: a goes back to row")
+    assert shards.conflict(book.contribution("a", (shard, 5, 12), (other, 0, 3), fragment=1), decided) == ""
+    assert shards.conflict(book.contribution("b", (OWN["b"][0], 0, 3), fragment=1), decided) == ""
+    assert shards.position(shard) == 0, "nothing is booked by asking"
+
+
+def test_a_word_that_gives_shards_up_waits_for_a_merge_under_way_with_their_rows():
+    book = Book()
+    book.join("d")
+    decided = book.contribution("a", (TO_D, 0, 9))
+    silent = replace(book.contribution("a", fragment=1, life=2), rows=())
+    assert book.account.fault(decided) == book.account.fault(silent) == ""
+    assert f"a trains shard {TO_D} of the data, which is d's" in book.account.shards.conflict(silent, decided)
+
+
+def test_rows_from_before_a_shard_went_away_and_came_back_may_be_merged_late():
+    book = Book()
+    book.merge("a", (TO_D, 0, 10))
+    book.join("d")
+    late = book.contribution("a", (TO_D, 0, 10), fragment=1)
+    book.merge("a", changes=1)
+    book.merge("d", (TO_D, 10, 20), changes=1)
+    book.leave("d")
+    book.merge("a", (TO_D, 20, 25), changes=2)
+    assert book.account.fault(late) == ""
+    assert "goes back to row 0" in book.fault("a", (TO_D, 0, 24), fragment=1)
+
+
+@pytest.mark.parametrize("is_expelled_first", [True, False])
+def test_no_shard_waits_for_a_region_that_is_expelled(is_expelled_first: bool):
+    book = Book()
+    bodies: list[EntryBody] = [DiskNamedBody("a", EXPELLED), MembershipBody("d", "contributor")]
+    for body in bodies if is_expelled_first else reversed(bodies):
+        book.add(body)
+    assert book.start("d", TO_D) == 0
+    assert set(book.account.shards.waiting()) == {"b", "c"}
+    twin = Account()
+    twin.restore(decode_summary(encode_summary(book.history.sum_up()), fragments=2), book.account.index)
+    twin.take(seal(twin.index + 1, 1, bytes(32), MembershipBody("e", "contributor")))
+    assert "a" not in twin.shards.waiting(), "nor after a summary"

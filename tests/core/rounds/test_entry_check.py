@@ -524,7 +524,6 @@ def test_settings_that_change_nothing_or_come_after_the_end_are_refused() -> Non
     settings = replace(SettingsBody.of(SETTINGS), sync_every=99)
     assert fault_of(settings, GENESIS) == ""
     assert fault_of(settings, GENESIS, settings) == "settings that change nothing"
-    assert fault_of(replace(settings, overlap_steps=99), GENESIS) == "an overlap of 99 steps with H = 99"
     assert fault_of(settings) == "a SettingsBody before genesis"
     assert fault_of(settings, GENESIS, FinishedBody((0, 0), "x")) == "settings after the end"
 
@@ -670,3 +669,23 @@ def test_a_vote_is_taken_for_an_absence_only_while_three_are_left_and_given_back
     ):
         assert says in check.fault(ledger.add(body))
     assert check.fault(ledger.add(DiskNamedBody("d", b"x" * 16))) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"overlap_steps": 7}, "must be less than rounds.sync_every, 7"),
+        ({"quorum_min": 4}, "rounds.quorum_min is 4, and the run has 3 regions"),
+        ({"ballot_deadline_min_ns": 1}, "rounds.ballot_deadline_min must be at least rounds.heartbeat"),
+        ({}, ""),
+    ],
+)
+@pytest.mark.parametrize("is_genesis", [True, False])
+def test_settings_that_no_order_may_have_are_not_taken_from_a_leader(
+    change: dict[str, int], words: str, is_genesis: bool
+) -> None:
+    body = replace(SettingsBody.of(SETTINGS), **change)  # type: ignore[arg-type]
+    check, ledger = (new_check(), Ledger()) if is_genesis else check_after(GENESIS)
+    doubt = check.doubt(ledger.add(replace(GENESIS, settings=(body,)) if is_genesis else body))
+    assert words in doubt
+    assert bool(words) == bool(doubt)

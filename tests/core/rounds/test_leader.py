@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_node.core.data_shards import region_shards
 from diloco_node.core.events import Note, Send
 from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.messages import (
@@ -776,6 +777,32 @@ def test_discard_waits_while_an_open_round_may_include_the_steps() -> None:
     office.report(status(0, incarnation=2), "b")
     office.leader.take_discards([DISCARD, replace(DISCARD, fragment=1)], now_ns=office.now_ns)
     assert list(office.leader.proposals) == [replace(DISCARD, fragment=1)]
+
+
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_rows_that_conflict_with_a_merge_under_way_cost_their_learner_and_not_the_round(is_at_once: bool) -> None:
+    """The entry of whichever is second would be refused, with the work of all others."""
+    office, shard = Office(), region_shards("run", "a", REGIONS)[0]
+    rows = {0: (0, shard, 5, 5), 1: (0, shard, 0, 12)}
+    office.report(status(8))
+    while sorted(office.leader.rounds) != [0, 1]:
+        office.go(50 * MS)
+    for fragment in (0, 1):
+        round_ = office.leader.rounds[fragment]
+        for name in REGIONS:
+            offer = replace(contribution(name, fragment, steps=(0, 4)), rows=rows[fragment] if name == "a" else ())
+            office.answer(name, Contributed(round_.ballot, offer))
+        if not is_at_once:
+            office.go()
+    office.go()
+    learners = {
+        fragment: [offer.learner for offer in round_.decision.contributions]
+        for fragment, round_ in office.leader.rounds.items()
+        if round_.decision is not None
+    }
+    assert learners == {0: ["a", "b", "c"], 1: ["b", "c"]}
+    (note,) = [note for note in office.notes if note.kind == "declined"]
+    assert "a: beside what a has in the merge of fragment 0: a goes back to row 0" in note.text
 
 
 def finish(office: Office) -> None:

@@ -60,6 +60,13 @@ def test_a_joiner_says_what_it_waits_for(signs: MemberSigns, disk: bytes, state:
     assert members_document(disks, signs)["rows"][3]["state"] == state
 
 
+def test_a_member_that_shards_of_the_data_wait_for_says_so() -> None:
+    roster = Roster.of_voters("abc", dict.fromkeys("abc", b"a" * 16), since=2)
+    rows = members_document(DiskView("abc", roster), MemberSigns("a", shards={"c": 170}))["rows"]
+    assert rows[1]["state"] == "away"
+    assert rows[2]["state"] == "away; 170 shards wait for c, until it has heard of the change that took them"
+
+
 def test_a_former_member_waits_for_nothing() -> None:
     roster = Roster.of_voters("abc", since=2).changed(MembershipBody("c", "former"), 7)
     assert members_document(DiskView("abc", roster), MemberSigns("a"))["rows"][2]["state"] == "removed"

@@ -317,6 +317,21 @@ def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench
     assert bench.side.facts.discounted_versions == 1
 
 
+def test_steps_that_a_version_ended_before_their_report_are_told_with_it(bench: Bench) -> None:
+    """Else the region reports steps as lost, and beside them that its learner has not made so many."""
+    bench.side.on_attach(attach(), 1, ())
+    bench.side.on_message(report(56, 5600))
+    bench.take()
+    bench.offer(1, 4)
+    bench.side.on_message(OfferApplied(1, 4, FragmentPosition(4, 59, 59, 5900), 0.5, 0))
+    (event,) = bench.take()
+    assert isinstance(event, LearnerReported)
+    assert (event.status.step, event.status.tokens) == (59, 5900)
+    assert (bench.side.steps_total, bench.side.tokens_total) == (59, 5900)
+    bench.side.on_message(report(59, 5900))
+    assert bench.take_notes() == ""
+
+
 def test_each_held_out_loss_keeps_the_step_of_its_own_evaluation(bench: Bench) -> None:
     bench.side.on_attach(attach(), 1, ())
     bench.side.on_message(replace(report(1, 10), val_loss=3.0, val_loss_global=2.5, val_step=100))

@@ -119,7 +119,9 @@ class Desk:
             may_allot_incarnation=True,
             incarnation_min=1,
             wants_initial_state=False,
-            ledger=SimpleNamespace(leader="b", disks=SimpleNamespace(roster=Roster.of_voters("ab"))),
+            ledger=SimpleNamespace(
+                leader="b", has_caught_up=True, disks=SimpleNamespace(roster=Roster.of_voters("ab"))
+            ),
             end=SimpleNamespace(lack=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""),
             leader=SimpleNamespace(progress=SimpleNamespace(position=lambda *, now_ns: RunPosition(8, None))),
             history=history,
@@ -266,3 +268,38 @@ async def test_the_learner_hears_of_settings_that_change_after_its_welcome(monke
     changes = [message for message in desk.said if isinstance(message, SettingsChanged)]
     assert changes == [SettingsChanged(sync_every=32, carry_steps_limit=128)]
     assert changes == [TO_LEARNER.decode(TO_LEARNER.encode(changes[0]))]
+
+
+async def test_shards_wait_until_the_ledger_on_disk_is_committed_or_an_election_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A daemon that has just started knows the members at its base: those shards may be others' by now."""
+    desk = Desk(monkeypatch)
+    desk.core.ledger.has_caught_up = False
+    await desk.welcome()
+    desk.commit(replace(desk.core.history.genesis, disks=(b"a" * 16, b"b" * 16)))
+    assert desk.shards() == []
+    desk.commit(MembershipBody("c", "contributor"))
+    desk.core.ledger.has_caught_up = True
+    desk.reception.core_changed()
+    assert desk.shards() == [region_shards("run", "a", ("a", "b", "c"))]
+    alone = Desk(monkeypatch)
+    alone.core.ledger.has_caught_up = False
+    await alone.welcome()
+    alone.now_ns += reception_module.LACK_NS
+    alone.reception.core_changed()
+    assert alone.shards() == [region_shards("run", "a", ("a", "b"))], "nobody is there: it trains all the same"
+
+
+@pytest.mark.parametrize("is_replaying", [True, False])
+async def test_a_learner_that_knows_of_more_members_than_its_new_daemon_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, is_replaying: bool
+) -> None:
+    desk = Desk(monkeypatch)
+    desk.core.ledger.has_caught_up = not is_replaying
+    await desk.welcome()
+    desk.commit(replace(desk.core.history.genesis, disks=(b"a" * 16, b"b" * 16)))
+    shard = region_shards("run", "b", ("a", "b"))[0]  # by the change that is not made here it is a's
+    ready = SnapshotReady(Contribution("a", 1, 0, 0, 1, 0, 5, 50, (1.0,), (1 - is_replaying, shard, 0, 4)))
+    desk.reception.on_message(ready)
+    assert (desk.refusals, desk.warned) == ([], [ready]), "the leader is asked"
