@@ -12,8 +12,8 @@ Each message is a frame: length as little-endian u32, then strict msgpack (`wire
 6. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
 
 When the daemon dies the learner goes on and attaches to the next one with its `incarnation`, positions and snapshots.
-Requests and offers of the old daemon are void: a slot of the version area that the `Attach` does not name may be written
-again as soon as it has arrived.
+Requests and offers of the old daemon are void: a slot of the version area that the `Attach` does not name may be
+written again as soon as it has arrived.
 
 Memory (areas `VERSION_AREA` and `CONTRIBUTION_AREA` of the supervisor): in the version area any slot holds any
 fragment, and stays as it is while the daemon's parameters or the learner's base are in it. Theta_0 of fragment f is
@@ -38,7 +38,7 @@ VERSION_AREA: Final = "versions"
 """Area of `version_slots`, float32: one copy of the model that daemon and learner share, and versions on their way."""
 
 SPARE_SLOTS: Final = 2
-"""Slots beside one for each fragment: so many rounds are in flight by default. With more, a version may wait for one."""
+"""Slots beside one a fragment: so many rounds are in flight by default. With more, a version may wait for a slot."""
 
 NO_SLOT: Final = -1
 

@@ -1,12 +1,12 @@
 """The version area: whose slot is whose, and the versions that are offered to the learner through it.
 
-A slot holds a version of one fragment, and is written before anybody is told of it. It stays as it is while it holds the
-daemon's parameters, is offered, or is the base that the learner measures its steps from. So where learner and daemon
-stand at the same version, one copy serves both. A version that finds no free slot lies in memory of the daemon's own
-until its learner can take it.
+A slot holds a version of one fragment, and is written before anybody is told of it. It stays as it is while it holds
+the daemon's parameters, is offered, or is the base that the learner measures its steps from. So where learner and
+daemon stand at the same version, one copy serves both. A version that finds no free slot lies in memory of the daemon's
+own until its learner can take it.
 
-While the learner writes Theta_0, all slots are its own. Without an attached learner nobody can tell which ones a process
-of before still reads: none is free.
+While the learner writes Theta_0, all slots are its own. Without an attached learner nobody can tell which ones a
+process of before still reads: none is free.
 """
 
 from __future__ import annotations
