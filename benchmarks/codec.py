@@ -98,7 +98,7 @@ def cases(values: int) -> list[Case]:
     return found + byte_cases(x, theta, momentum)
 
 
-def kernel_cases(codec: Codec, x: F32, base: F32, arrays: tuple[F32, F32, F32, F32]) -> list[Case]:
+def kernel_cases(codec: Codec, x: F32, base: F32, arrays: tuple[F32, F32, F32]) -> list[Case]:
     """The kernels under one codec."""
     blocks = FragmentBlocks((x.size,), codec)
     acc, theta, momentum = arrays

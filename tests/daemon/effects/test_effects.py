@@ -608,8 +608,8 @@ class FakeArea:
         self.seed = 1
         self.taken: list[int] = []
 
-    def place(self, fragment: int) -> np.ndarray:
-        return theta_of(fragment, self.seed)
+    def initial_places(self) -> list[np.ndarray]:
+        return [theta_of(fragment, self.seed) for fragment in range(len(MANIFEST.fragments))]
 
     def release_initial(self) -> None:
         self.taken.append(self.generation)
