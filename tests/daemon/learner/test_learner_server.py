@@ -302,7 +302,7 @@ def test_runs_rule_is_for_what_is_neither_embedding_nor_head() -> None:
 
 def test_old_bytes_are_still_understood() -> None:
     assert TO_DAEMON.encode(Failed("x")).hex() == "9208a178"
-    assert TO_LEARNER.encode(VersionOffered(1, 2, -1)).hex() == "95040102ffc2"
+    assert TO_LEARNER.encode(VersionOffered(1, 2, -1)).hex() == "96040102ffc2ff"
     assert TO_DAEMON.decode(bytes.fromhex("9a02010ccb40040000000000000507c0c001c0")) == Report(
         1, 12, 2.5, 5, 7, None, None, 1, None
     )
