@@ -71,7 +71,9 @@ admin_port = {admin_port}
 def main() -> int:
     """Run both sizes and print bytes a parameter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=150.0, help="of the large model, from its first merge on [150]")
+    parser.add_argument(
+        "--seconds", type=float, default=150.0, help="of the large model, from its first merge on [150]"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args()
     few = asyncio.run(measure(FEW, 15.0))

@@ -61,7 +61,9 @@ class Parameters:
         self._files = files or pool
         self._background = background or pool
         self.theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
-        self.momentum: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
+        # One block: between others of the heap the parameters' would stay, once they lie in shared memory.
+        ends = np.cumsum([fragment.size for fragment in manifest.fragments])
+        self.momentum: list[F32] = np.split(np.zeros(manifest.size, np.float32), ends[:-1])
         self._locks = [asyncio.Lock() for _ in manifest.fragments]
 
     async def adopt(self, fragment: int, version: int) -> None:
@@ -70,11 +72,14 @@ class Parameters:
         Raises:
             StorageError: there is no such state, or it is damaged.
         """
+
+        def read() -> F32:
+            theta, momentum = self._store.read_state(fragment, version)
+            np.copyto(self.momentum[fragment], momentum)
+            return theta.copy()  # the store's arrays are one block
+
         async with self._locks[fragment]:
-            # The store's arrays are the caller's to keep: a copy of a fragment here would hold up the loop.
-            self.theta[fragment], self.momentum[fragment] = await in_thread(
-                self._files, self._store.read_state, fragment, version
-            )
+            self.theta[fragment] = await in_thread(self._files, read)
             self.versions[fragment] = version
 
     async def apply(

@@ -304,9 +304,8 @@ class RegionStore:
         Raises StorageError: there is none, or it is damaged (it is set aside).
         """
         _, content = self._read(self._states / tensor_files.state_name(fragment, version))
-        # Not two views: the parameters are moved to other memory, and theirs is to be free then.
         theta, momentum = np.split(content.view(np.float32), 2)
-        return theta.copy(), momentum.copy()
+        return theta, momentum
 
     def read_state_bytes(self, fragment: int, version: int, digest: bytes) -> U8:
         """Parameters and momentum as bytes, if they are those of this digest.

@@ -304,8 +304,9 @@ def test_a_checkpoint_is_on_disk_before_its_name_and_one_stays_beside_it(tmp_pat
     write_checkpoint(folder, checkpoint(2))
     left: list[list[int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_module, "save_file", lambda *_: left.append([name.step for name in newest_first(folder)]))
-        with pytest.raises(OSError):
+        look = lambda *_: left.append([name.step for name in newest_first(folder)])  # noqa: E731
+        patch.setattr(checkpoint_module, "save_file", look)
+        with pytest.raises(FileNotFoundError):
             write_checkpoint(folder, checkpoint(3))
     assert left == [[2]], "the disk never holds three, and a whole one always"
 
