@@ -42,7 +42,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 for parameter in model:
     parameter.grad = torch.full_like(parameter, 1e-3)
 optimizer.step()
-with diloco_node.attach(model, optimizer, checkpoint_every_s=20) as diloco:
+with diloco_node.attach(model, optimizer, checkpoint_every_s=40) as diloco:
     while not diloco.should_stop:
         optimizer.zero_grad()
         model[-1].grad = torch.randn(8)
@@ -90,7 +90,7 @@ def main() -> int:
     result = {
         "versions": many[-1]["version"],
         "checkpoints": many[-1]["copies"],
-        "memory_without_copies": statistics.median(more(before, "memory")),
+        "memory_without_copies": statistics.median(more(before, "memory")) if before else None,
         "memory": statistics.median(more(many[-60:], "memory")),
         "memory_most": max(more(many, "memory")),
         "disk": statistics.median(more(many[-60:], "disk")),
@@ -102,7 +102,7 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(result | {"rows": many}))
     else:
-        print("\n".join(f"{name:<32}{value:8.2f}" for name, value in result.items()), flush=True)
+        print("\n".join(f"{name:<32}{value or 0:8.2f}" for name, value in result.items()), flush=True)
     return 0
 
 
