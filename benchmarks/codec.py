@@ -78,13 +78,13 @@ def cases(values: int) -> list[Case]:
     """All cases over vectors of this many values."""
     rng = np.random.default_rng(1)
     x, base, y = (rng.standard_normal(values).astype(np.float32) for _ in range(3))
-    acc, theta, momentum, inbox = (np.zeros(values, np.float32) for _ in range(4))
+    acc, theta, momentum = (np.zeros(values, np.float32) for _ in range(3))
     found = [
         Case("copy (numpy)", lambda: np.copyto(acc, x), 8),
         Case("triad (numpy)", lambda: np.add(np.multiply(x, np.float32(0.5), out=acc), y, out=acc), 20),
     ]
     for codec in Codec:
-        found += kernel_cases(codec, x, base, (acc, theta, momentum, inbox))
+        found += kernel_cases(codec, x, base, (acc, theta, momentum))
     for codec in (Codec.INT4, Codec.INT8):
         scales, codes = numpy_encode(x, codec)
         found.append(Case(f"{codec} encode (numpy)", lambda c=codec: numpy_encode(x, c)))
@@ -98,10 +98,10 @@ def cases(values: int) -> list[Case]:
     return found + byte_cases(x, theta, momentum)
 
 
-def kernel_cases(codec: Codec, x: F32, base: F32, arrays: tuple[F32, F32, F32, F32]) -> list[Case]:
+def kernel_cases(codec: Codec, x: F32, base: F32, arrays: tuple[F32, F32, F32]) -> list[Case]:
     """The kernels under one codec."""
     blocks = FragmentBlocks((x.size,), codec)
-    acc, theta, momentum, inbox = arrays
+    acc, theta, momentum = arrays
     encoded, out = np.zeros(blocks.encoded_bytes, np.uint8), np.zeros(blocks.encoded_bytes, np.uint8)
     kernels.encode(blocks, x, encoded)
     half = np.array([0.5], np.float32)
@@ -126,11 +126,6 @@ def kernel_cases(codec: Codec, x: F32, base: F32, arrays: tuple[F32, F32, F32, F
             lambda: kernels.outer_step(blocks, encoded, half, 0.4, 0.8, theta, momentum),
             16 + 2 * size,
             "outer step (numpy)",
-        ),
-        Case(
-            f"{codec} outer step, inbox too",
-            lambda: kernels.outer_step(blocks, encoded, half, 0.4, 0.8, theta, momentum, inbox),
-            20 + 2 * size,
         ),
     ]
 

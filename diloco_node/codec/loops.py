@@ -396,10 +396,7 @@ def accumulate_span(
     return -1
 
 
-@_callable(
-    (*_PLACE, _BYTES, _VALUES, _FACTOR, _FACTOR, _VALUES_OUT, _VALUES_OUT, types.none, *_SCRATCH),
-    (*_PLACE, _BYTES, _VALUES, _FACTOR, _FACTOR, _VALUES_OUT, _VALUES_OUT, _VALUES_OUT, *_SCRATCH),
-)
+@_callable((*_PLACE, _BYTES, _VALUES, _FACTOR, _FACTOR, _VALUES_OUT, _VALUES_OUT, *_SCRATCH))
 def outer_span(
     layout: I64,
     span: I64,
@@ -409,12 +406,11 @@ def outer_span(
     mu: np.float32,
     theta: F32,
     momentum: F32,
-    out: F32 | None,
     codes: U8,
     floats: F32,
     sums: F64,
 ) -> None:
-    """The outer step on one span; `out` (or None) gets the new theta too. See `kernels.outer_step` for the order.
+    """The outer step on one span. See `kernels.outer_step` for the order.
 
     Checks nothing: run `norms_span` over the same bytes first.
     """
@@ -431,7 +427,4 @@ def outer_span(
             d = factor * floats[i]
             m = mu * momentum[o + i] + d
             momentum[o + i] = m
-            new = theta[o + i] - lr * (d + mu * m)
-            theta[o + i] = new
-            if out is not None:
-                out[o + i] = new
+            theta[o + i] -= lr * (d + mu * m)

@@ -438,8 +438,8 @@ class RunSettings:
     heartbeat_ns: int = 200_000_000
     election_timeout_ns: int = 1_000_000_000
     ballot_deadline_min_ns: int = 2_000_000_000
-    payload_versions: int = 8
-    checkpoint_versions: int = 8
+    payload_versions: int = 4
+    checkpoint_versions: int = 4
     summary_entries: int = 1024
 
     @property

@@ -10,7 +10,6 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -62,7 +61,9 @@ class Parameters:
         self._files = files or pool
         self._background = background or pool
         self.theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
-        self.momentum: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
+        # One block: between others of the heap the parameters' would stay, once they lie in shared memory.
+        ends = np.cumsum([fragment.size for fragment in manifest.fragments])
+        self.momentum: list[F32] = np.split(np.zeros(manifest.size, np.float32), ends[:-1])
         self._locks = [asyncio.Lock() for _ in manifest.fragments]
 
     async def adopt(self, fragment: int, version: int) -> None:
@@ -71,18 +72,21 @@ class Parameters:
         Raises:
             StorageError: there is no such state, or it is damaged.
         """
+
+        def read() -> F32:
+            theta, momentum = self._store.read_state(fragment, version)
+            np.copyto(self.momentum[fragment], momentum)
+            return theta.copy()  # the store's arrays are one block
+
         async with self._locks[fragment]:
-            # The store's arrays are the caller's to keep: a copy of a fragment here would hold up the loop.
-            self.theta[fragment], self.momentum[fragment] = await in_thread(
-                self._files, self._store.read_state, fragment, version
-            )
+            self.theta[fragment] = await in_thread(self._files, read)
             self.versions[fragment] = version
 
     async def apply(
         self,
         body: RoundBody,
         bodies: Sequence[npt.NDArray[np.uint8]],
-        version_area: F32 | None,
+        place: F32 | None,
         *,
         is_checked: bool = False,
     ) -> None:
@@ -91,8 +95,8 @@ class Parameters:
         Args:
             body: the ledger's entry; its version is one above the one in memory.
             bodies: per stripe of `body.stripes`, shape (encoded bytes,), uint8; checked when they arrived.
-            version_area: shape (n,), float32, the learner's place for this fragment if it is free, written in the same
-                pass.
+            place: shape (n,), float32, where the parameters lie from now on; memory of their own if None. The version
+                before stays as it is where it lies: a learner may read it.
             is_checked: the parts have been looked at block by block since they came.
         """
         fragment = body.fragment
@@ -102,21 +106,23 @@ class Parameters:
             assert self.versions[fragment] == body.version - 1, (fragment, self.versions[fragment], body.version)
             work = list(zip(body.stripes, bodies, strict=True))
 
+            before = self.theta[fragment]
+            theta = np.empty_like(before) if place is None else place
             # A last round leaves the momentum alone: where mu is 0 it has no part in the step.
-            momentum = np.zeros_like(self.theta[fragment]) if body.is_last else self.momentum[fragment]
+            momentum = np.zeros_like(before) if body.is_last else self.momentum[fragment]
 
             def step(share: int) -> None:
                 for stripe, encoded_stripe in work[share::OUTER_THREADS]:
                     span = blocks.value_slice(stripe.block_start, stripe.block_stop)
+                    np.copyto(theta[span], before[span])
                     kernels.outer_step(
                         blocks,
                         encoded_stripe,
                         factors,
                         body.outer_lr,
                         body.outer_momentum,
-                        self.theta[fragment][span],
+                        theta[span],
                         momentum[span],
-                        None if version_area is None else version_area[span],
                         stripe.block_start,
                         stripe.block_stop,
                         is_checked=is_checked,
@@ -125,7 +131,7 @@ class Parameters:
             shares = range(min(OUTER_THREADS, len(work)))
             size = sum(encoded_stripe.nbytes for encoded_stripe in bodies)
             await asyncio.gather(*(beside_loop(self._pool, size, step, share) for share in shares))
-            self.versions[fragment] = body.version
+            self.theta[fragment], self.versions[fragment] = theta, body.version
 
     async def digest(self, fragment: int) -> tuple[int, bytes]:
         """The version in memory and the digest of its parameters and momentum."""
@@ -134,10 +140,11 @@ class Parameters:
             digest = await in_thread(self._background, fragment_digest, self.theta[fragment], self.momentum[fragment])
         return version, digest
 
-    async def copy_theta(self, fragment: int, out: F32) -> int:
-        """Copy the parameters into `out` (shape (n,), float32); returns their version."""
+    async def move_theta(self, fragment: int, place: F32) -> int:
+        """Have the parameters in `place` (shape (n,), float32) from now on; returns their version."""
         async with self._locks[fragment]:
-            await in_thread(self._pool, np.copyto, out, self.theta[fragment])
+            await in_thread(self._pool, np.copyto, place, self.theta[fragment])
+            self.theta[fragment] = place
             return self.versions[fragment]
 
     async def checkpoint(self, fragment: int) -> tuple[int, bytes]:
@@ -200,8 +207,3 @@ def split_tensors(manifest: Manifest, tensors: Mapping[str, F32]) -> list[F32]:
             values = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
             vector[piece.offset : piece.offset + piece.size] = values
     return vectors
-
-
-def fragment_offsets(manifest: Manifest) -> Sequence[int]:
-    """Where each fragment begins in the version area, in values, and one past the last."""
-    return list(accumulate((fragment.size for fragment in manifest.fragments), initial=0))

@@ -41,7 +41,6 @@ from diloco_node.learner.schedules import lowers_rates, place_schedule
 from diloco_node.storage.durable import make_folder
 
 FORMAT: Final = 2
-KEPT: Final = 2
 WRITER_STOP_S: Final = 60.0
 BYTES_PER_S_MIN: Final = 1e8
 """A disk that writes so much is waited for at the end, however large the state is."""
@@ -352,7 +351,9 @@ def _copied(tensors: Iterable[Tensor]) -> list[Any]:
 def write_checkpoint(
     folder: Path, checkpoint: Checkpoint, place: RankPlace = ALONE, *, whole: tuple[int, int] | None = None
 ) -> Path:
-    """Write one checkpoint durably, and remove all but two of this place, and older ones of other layouts.
+    """Write one checkpoint durably; before it, remove all but one of this place, and older ones of other layouts.
+
+    So the disk never holds more than two, the one that is being written among them.
 
     Args:
         whole: age of the newest one that is known to have the files of all ranks: it stays. A single
@@ -370,7 +371,9 @@ def write_checkpoint(
     text = checkpoint.document()
     make_folder(folder)
     _remove_partial(folder, place)  # of a process that was killed
-    path = folder / FileName(progress.incarnation, progress.step, place).text
+    new = FileName(progress.incarnation, progress.step, place)
+    _make_way(folder, new, whole)
+    path = folder / new.text
     partial = path.with_suffix(".partial")
     try:
         save_file(checkpoint.tensors, partial, {"diloco": text, "sha256": _digest(text, checkpoint.tensors)})
@@ -381,10 +384,14 @@ def write_checkpoint(
         _remove_partial(folder, place)  # a full disk is not to stay full because of it
         raise
     sync_folder(folder)
+    return path
+
+
+def _make_way(folder: Path, new: FileName, whole: tuple[int, int] | None) -> None:
+    """Remove what is not needed beside the new one, which is written next. Raises OSError."""
     names = newest_first(folder)
-    new = FileName.parse(path.name)
-    own_names = [name for name in names if name.place == place and name != new]
-    stays = [name for name in own_names if name.age == whole] or own_names[: KEPT - 1]
+    own_names = [name for name in names if name.place == new.place and name != new]
+    stays = [name for name in own_names if name.age == whole] or own_names[:1]
     for old in own_names:
         if old not in stays:
             (folder / old.text).unlink()
@@ -392,9 +399,8 @@ def write_checkpoint(
     if oldest is not None:
         # Of a layout before this one: nobody begins with those any more. Every rank looks, for each host has its disk.
         for old in names:
-            if old.place.ranks != place.ranks and old.age < oldest:
+            if old.place.ranks != new.place.ranks and old.age < oldest:
                 (folder / old.text).unlink(missing_ok=True)
-    return path
 
 
 def read_usable(path: Path, manifest_digest: str) -> Checkpoint | None:

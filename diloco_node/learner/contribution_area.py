@@ -14,6 +14,7 @@ from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.block_rows import EncodedRows, squared_norm
 from diloco_node.numeric import F32, F64, U8
+from diloco_node.wire.learner_link import version_slots
 
 
 class ContributionArea:
@@ -86,4 +87,5 @@ def layouts(manifest: Manifest, codec_up: Codec) -> list[FragmentBlocks]:
 
 def area_sizes(manifest: Manifest, codec_up: Codec) -> tuple[int, int]:
     """Return the bytes of version area and contribution area."""
-    return 4 * manifest.size, sum(blocks.encoded_bytes for blocks in layouts(manifest, codec_up))
+    slots, values = version_slots(manifest)
+    return 4 * slots * values, sum(blocks.encoded_bytes for blocks in layouts(manifest, codec_up))

@@ -218,6 +218,7 @@ class LearnerSession:
             positions=tuple(fragments.positions),
             snapshots=fragments.unresolved(),
             listing=self._listing,
+            slots=tuple(fragments.slots),
         )
 
     def _welcomed(self, welcome: Welcome) -> None:

@@ -91,6 +91,6 @@ def _place_final(fragments: LearnerFragments) -> None:
     whole = fragments.gathered(fragments.global_vectors())
     for index, position in enumerate(fragments.positions):
         fragments.positions[index] = UNATTACHED
-        offer = VersionOffered(index, position.base_version, NO_SNAPSHOT)
+        offer = VersionOffered(index, position.base_version, NO_SNAPSHOT, slot=fragments.slots[index])
         fragments.apply(offer, None if whole is None else whole[index])
         fragments.positions[index] = position  # as the daemon knows it

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,7 @@ from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotF
 from diloco_node.learner.worker import BackgroundWorker
 from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
+    NO_SLOT,
     NO_SNAPSHOT,
     UNATTACHED,
     OfferApplied,
@@ -47,6 +49,7 @@ from diloco_node.wire.learner_link import (
     SnapshotReady,
     SnapshotRequested,
     VersionOffered,
+    version_slots,
 )
 
 Answer = SnapshotReady | SnapshotDenied | OfferApplied
@@ -59,7 +62,7 @@ class LearnerFragments:
         tensors: the model's parameters.
         manifest: how they are cut; made from the same tensors.
         settings: see FragmentSettings.
-        version_area: shape (manifest.size,), float32: versions from the daemon (shared memory). On rank 0.
+        version_area: shape (all slots' values,), float32: versions from the daemon (shared memory). On rank 0.
         contribution_area: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory). On rank 0.
         answer: called from the encoder thread with each SnapshotReady or SnapshotDenied. On rank 0.
         shards: which rank holds what; this one everything if None.
@@ -67,7 +70,7 @@ class LearnerFragments:
         before_ready: called in the encoder thread before a snapshot is announced; makes the trained counters durable.
 
     Attributes:
-        positions: per fragment. step, tokens: of this incarnation, at the last boundary.
+        positions, slots: per fragment. step, tokens: of this incarnation, at the last boundary.
         applied: versions written into the model. carried_steps: own steps kept at these. discounted: with lam below 1.
     """
 
@@ -89,29 +92,22 @@ class LearnerFragments:
         self.settings = settings
         self.tensors = tensors
         self.shards = shards or whole_map(manifest.tensors)
-        # Steps and tokens of this incarnation; they grow at a boundary, before anything is carried out there.
-        self.step = 0
-        self.tokens = 0
-        # Only grow.
+        # All of these only grow, the first two at a boundary, before anything is carried out there.
+        self.step = self.tokens = 0
         self.applied = self.carried_steps = self.discounted = 0
         # Per fragment the version in `_base` and what it includes; equal on all ranks.
         self.positions: list[FragmentPosition] = [UNATTACHED for _ in manifest.fragments]
-        # None with a single rank.
-        self._exchange = exchange
-        # Rank 0 alone has the areas and talks to the daemon.
-        self._is_first = rank == 0
+        # None with a single rank. Of several, rank 0 alone has the areas and talks to the daemon.
+        self._exchange, self._is_first = exchange, rank == 0
         # Whether other ranks own parts of the fragments: what rank 0 encodes or writes is gathered first.
         self._is_gathered = not self.shards.is_first_whole
         # Per fragment the part that this rank reads and applies, and copies that others own and it applies as well.
         self._owned = [self.shards.owned(fragment, rank) for fragment in manifest.fragments]
         self._followed = [self.shards.followed(fragment, rank) for fragment in manifest.fragments]
-        # Per fragment its place in the version area; empty on other ranks, and once closed. The daemon writes there
-        # until it offers the version, and not again before it is told that the version was applied.
-        self._places: list[Tensor] = []
-        if version_area is not None:
-            self._places = list(
-                torch.split(torch.from_numpy(version_area), [fragment.size for fragment in manifest.fragments])
-            )
+        # The version area, shape (slots, values of the largest fragment); empty on other ranks, and once closed. The
+        # daemon writes a slot before it offers it, and not again before it is told that nothing here is in it.
+        area = np.zeros(0, np.float32) if version_area is None else version_area
+        self._area = torch.from_numpy(area).view(-1, version_slots(manifest)[1])
         # The encoder's thread alone writes there.
         self._contributions = ContributionArea(manifest, settings.codec_up, contribution_area)
         sizes = [local.size for local in self._owned]
@@ -119,8 +115,16 @@ class LearnerFragments:
         self._is_encoded_there = self._is_first and encodes_there(
             tensors.devices, settings.codec_up, settings.encode, is_gathered=self._is_gathered
         )
+        types = {values.dtype for local in self._owned for values in tensors.in_place(local.slabs)}
+        is_own = self._is_gathered or self._is_encoded_there or types != {torch.float32}
+        # Whether base is what the daemon has offered, where it lies: all of it, not rounded, and read by no device.
+        self._is_base_shared = version_area is not None and not is_own
+        # Per fragment the slot in which base lies, or NO_SLOT.
+        self.slots = [NO_SLOT] * len(manifest.fragments)
         # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded.
-        self._base = list(torch.split((page_locked if self._is_encoded_there else host_room)(sum(sizes)), sizes))
+        self._base = [place[:size] for place, size in zip(self._area, sizes, strict=False)]
+        if not self._is_base_shared:
+            self._base = list(torch.split((page_locked if self._is_encoded_there else host_room)(sum(sizes)), sizes))
         self._rooms = SnapshotRooms(max(sizes))
         # Per fragment all that this rank applies: what it owns, then what it follows.
         self._resident = list(map(join, self._owned, self._followed))
@@ -132,8 +136,7 @@ class LearnerFragments:
         self._scratch = host_room(max(slab_sizes, default=0) if self._lane is None else 0)
         # By fragment the unresolved snapshot: at most one, against the version in `_base`.
         self._snapshots: dict[int, HeldSnapshot] = {}
-        # Those of this boundary that the encoder does not have yet; empty between boundaries.
-        self._taken: list[HeldSnapshot] = []
+        self._taken: list[HeldSnapshot] = []  # at this boundary: the encoder does not have them yet
         # By fragment the version on its way; in the same order on all ranks. Gone when it is applied.
         self._incoming: dict[int, ComingVersion] = {}
         # By fragment the newest snapshot that an applied version included: no older one is carried over again.
@@ -141,8 +144,7 @@ class LearnerFragments:
         # The own parameters from just before the run's last merges; None until those begin.
         self._own: list[Tensor] | None = None
         self.revert = RevertCheck(tensors, len(manifest.fragments))
-        # Grows with each snapshot of this incarnation, over all fragments.
-        self._next_snapshot = 1
+        self._next_snapshot = 1  # grows over all fragments
         self._answer = answer
         self._before_ready = before_ready if self._is_first else lambda: None
         # One thread: encoding and exchanges go in the order of the boundaries, the same on all ranks.
@@ -171,7 +173,7 @@ class LearnerFragments:
             self.tensors.read(local, values)
             whole = self.gather(index, values)
             if whole is not None:
-                self._places[index].copy_(whole)
+                self._area[index, : whole.numel()] = whole
 
     def gather(self, index: int, vector: Tensor) -> Tensor | None:
         """The whole fragment on rank 0, of what each rank owns: in turn with what else is being carried."""
@@ -198,9 +200,8 @@ class LearnerFragments:
     def own_vectors(self) -> list[Tensor]:
         """Per fragment what this learner came to by itself, what this rank owns: shape (n,), float32, CPU.
 
-        Until the run's last merges begin that is what the model holds now (copies). From then on it is what it held
-        just before the first of them: the last rounds take the plain mean whole, so afterwards the own parameters are
-        the global ones plus a few steps.
+        Until the run's last merges begin that is what the model holds now (copies); from then on what it held just
+        before them, for they take the plain mean whole: afterwards it holds the global parameters plus a few steps.
         """
         return self._own if self._own is not None else [self.vector(index) for index in range(len(self.positions))]
 
@@ -221,10 +222,8 @@ class LearnerFragments:
         """
         self._worker.check()
         previous = self._snapshots.get(request.fragment)
-        if previous is not None and (previous.facts.version, previous.facts.base_version) == (
-            request.version,
-            request.base_version,
-        ):
+        name = request.version, request.base_version
+        if previous is not None and (previous.facts.version, previous.facts.base_version) == name:
             return previous.answer if previous.encoded.is_set() else None
         position = self.positions[request.fragment]
         if request.base_version != position.base_version:
@@ -319,13 +318,17 @@ class LearnerFragments:
         return bool(self._incoming)
 
     def take(self, offer: VersionOffered, values: Tensor | None = None) -> None:
-        """Begin to take a version from its place, or rank 0's `values` (n,), float32, CPU. Ask `is_busy` first.
+        """Begin to take a version from its slot, or rank 0's `values` (n,), float32, CPU. Ask `is_busy` first.
+
+        The values stay as they are while they are base.
 
         Raises:
             LearnerError: the daemon names a snapshot that this learner does not have.
         """
         index = offer.fragment
-        incoming = self._incoming[index] = ComingVersion(offer, None if values is None else (values, values[:0]))
+        if values is None:
+            values = self._area[offer.slot, : self.manifest.fragments[index].size] if self._is_first else self._area
+        incoming = self._incoming[index] = ComingVersion(offer, values, offer.slot)
         position, exchange, lane = self.positions[index], self._exchange, self._lane
         if (exchange is None and lane is None) or offer.version <= position.base_version:
             incoming.arrived.set()
@@ -338,26 +341,27 @@ class LearnerFragments:
             incoming.room = lane.reserve(self._resident[index])
 
         def carry() -> None:
-            whole = values if values is not None or not self._is_first else self._places[index]
             if exchange is not None:
                 # A copy, for what is returned may be a part of it, and the daemon writes the next version there.
-                incoming.new = exchange.scatter(index, None if whole is None else whole.clone())
+                incoming.new = exchange.scatter(index, incoming.place.clone() if self._is_first else None)
                 incoming.anchor_followed = exchange.share_anchor(index, anchor) if is_kept else None
             if lane is not None and incoming.room is not None:
                 anchors = [vector for vector in (anchor, incoming.anchor_followed) if vector is not None]
-                lane.send(incoming.room, incoming.new or (self._places[index],), anchors if is_kept else ())
+                lane.send(incoming.room, incoming.new or (incoming.place,), anchors if is_kept else ())
             incoming.arrived.set()
 
         self._worker.put(carry)
 
     def finish_reading(self) -> None:
-        """Wait until no place in the version area is read: another daemon may write there then.
+        """Wait until no slot is read but that of a base: another daemon may write there then.
 
         Raises:
             LearnerError: the worker has ended.
         """
         if self._incoming:
             self._worker.drain()
+        for incoming in self._incoming.values():
+            incoming.place, incoming.slot = incoming.place.clone(), NO_SLOT
 
     def arrived(self) -> tuple[int, ...]:
         """Fragments, ascending, of which this rank has all of a version that was begun."""
@@ -386,7 +390,7 @@ class LearnerFragments:
         incoming, position = self._incoming.pop(index), self.positions[index]
         offer, version = incoming.offered, incoming.offered.version
         if version <= position.base_version:
-            return OfferApplied(index, position.base_version, position, 1.0, 0)
+            return OfferApplied(index, position.base_version, position, 1.0, 0, self.slots[index])
         snapshot = self._included(offer)
         if offer.is_last and self._own is None and self.is_placed:
             self._own = self.own_vectors()
@@ -398,6 +402,8 @@ class LearnerFragments:
             self._worker.put(partial(self._keep, index, incoming.room))
         else:
             self._shift(incoming, plan, snapshot)
+        if self._is_base_shared:
+            self._base[index], self.slots[index] = incoming.place, incoming.slot
         self.revert.after(primary)
         self.positions[index] = position_after(
             position,
@@ -417,26 +423,28 @@ class LearnerFragments:
         self.applied += 1
         self.carried_steps += kept_steps
         self.discounted += carry_factor < 1.0
-        return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps)
+        return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps, self.slots[index])
 
     def _shift(self, incoming: ComingVersion, plan: CarryPlan, snapshot: HeldSnapshot | None) -> None:
         """Apply a version on the CPU."""
         index = incoming.offered.fragment
-        primary, replica = self._owned[index], self._followed[index]
         anchor = anchor_followed = None
         if plan.anchor is not Anchor.NONE:
             anchor = self._base[index] if snapshot is None else snapshot.values
             anchor_followed = incoming.anchor_followed
-        new, new_followed = incoming.new or (self._places[index], None)
-        self.tensors.shift(primary, new, anchor, plan.carry_factor, self._scratch)
+        new, new_followed = incoming.new or (incoming.place, None)
+        self.tensors.shift(self._owned[index], new, anchor, plan.carry_factor, self._scratch)
         if new_followed is not None:
-            self.tensors.shift(replica, new_followed, anchor_followed, plan.carry_factor, self._scratch)
-        self.tensors.held(primary, new, self._base[index])
+            self.tensors.shift(self._followed[index], new_followed, anchor_followed, plan.carry_factor, self._scratch)
+        self._hold(index, new)
+
+    def _hold(self, index: int, new: Tensor) -> None:
+        if not self._is_base_shared:
+            self.tensors.held(self._owned[index], new, self._base[index])
 
     def _keep(self, index: int, room: Room) -> None:
         """In the worker: base is what was applied from the room. Snapshots against it come later to the worker."""
-        base = self._base[index]
-        self.tensors.held(self._owned[index], room.host[0, : base.numel()], base)
+        self._hold(index, room.host[0, : self._owned[index].size])
         assert self._lane is not None
         self._lane.give_back(room)
 
@@ -469,12 +477,11 @@ class LearnerFragments:
         if position.base_version < 0:
             return CarryPlan(Anchor.NONE, 0.0), 0
         since = self.step - (position.included_step if snapshot is None else snapshot.facts.step)
+        missed = version - (position.base_version if snapshot is None else snapshot.facts.version)
+        mode, limit = self.settings.carry, self.settings.carry_steps_limit
+        is_included = snapshot is not None
         plan = carry_plan(
-            self.settings.carry,
-            is_included=snapshot is not None,
-            versions_missed=version - (position.base_version if snapshot is None else snapshot.facts.version),
-            steps_since_inclusion=since,
-            carry_steps_limit=self.settings.carry_steps_limit,
+            mode, is_included=is_included, versions_missed=missed, steps_since_inclusion=since, carry_steps_limit=limit
         )
         return plan, since if plan.carry_factor > 0.0 else 0
 
@@ -489,5 +496,5 @@ class LearnerFragments:
         if self._lane is not None:
             self._lane.close()
         self._worker.close()
-        self._places = []
+        self._area = torch.zeros(0, 0)
         self._contributions.close()

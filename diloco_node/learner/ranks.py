@@ -30,7 +30,7 @@ _HEAD: Final = 10
 """Integers of the vector before those of each fragment."""
 
 _ORDERS_HEAD: Final = 3
-_ORDERS_PER_FRAGMENT: Final = 5
+_ORDERS_PER_FRAGMENT: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +211,16 @@ class Ranks:
             marks[offer.fragment, 2] = 1 + offer.version
             marks[offer.fragment, 3] = 2 + offer.included_snapshot  # NO_SNAPSHOT is -1
             marks[offer.fragment, 4] = int(offer.is_last)
+            marks[offer.fragment, 5] = offer.slot
         with among_ranks():
             dist.broadcast(values, 0, group=self._group)
         deal = self._share_deal(orders.deal) if values[1] else None
         rows = marks.tolist()
         return Orders(
             tuple(SnapshotRequested(f, row[0] - 1, row[1] - 1) for f, row in enumerate(rows) if row[0]),
-            tuple(VersionOffered(f, row[2] - 1, row[3] - 2, row[4] > 0) for f, row in enumerate(rows) if row[2]),
+            tuple(
+                VersionOffered(f, row[2] - 1, row[3] - 2, row[4] > 0, row[5]) for f, row in enumerate(rows) if row[2]
+            ),
             bool(values[0]),
             deal,
             int(values[2]),

@@ -89,11 +89,14 @@ class ComingVersion:
     """A version on its way into the model.
 
     Attributes:
+        place: shape (n,), float32, CPU: on rank 0 the whole version, else empty. slot: where it lies, or NO_SLOT.
         new, anchor_followed: see `RankExchange.scatter` and `share_anchor`; set when `arrived` is.
         room: what it is applied from, if the model is on a device.
     """
 
     offered: VersionOffered
+    place: Tensor
+    slot: int
     new: tuple[Tensor, Tensor] | None = None
     anchor_followed: Tensor | None = None
     room: Room | None = None

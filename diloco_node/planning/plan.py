@@ -25,6 +25,7 @@ from typing import Final
 
 from diloco_node.core.types import Codec, RunSettings
 from diloco_node.numeric import NS_PER_S
+from diloco_node.wire.learner_link import SPARE_SLOTS
 
 ONE_WAY_DELAYS: Final = 8
 """Messages of a round, from due to commit: ballot, contribution, held, decision, merged, held, append, commit."""
@@ -33,20 +34,18 @@ BOUNDARIES_HALF_STEPS: Final = 2
 """Two waits for a step boundary, before the snapshot and before the apply, each half a step on average."""
 
 OVERHEAD: Final = Fraction(6, 100)
+VALUE_BYTES: Final = 4
 STATE_BYTES: Final = 8
-"""Parameters and momentum, float32, in the daemon."""
+"""Parameters and momentum, float32."""
 
-BASE_BYTES: Final = 4
-STATES_KEPT: Final = 3
-"""On disk: the last two whose digest is in the ledger, and the next one until a majority has told its digest."""
+STATES_KEPT: Final = 2
+"""On disk. A third one of a fragment goes when a majority has told its digest, in seconds."""
 
-LEARNER_BYTES: Final = 12
-"""Parameters and two moments of the learner."""
+MOMENT_BYTES: Final = 8
+"""Two moments of the learner, copied before they are written; the memory stays for the next checkpoint."""
 
 LEARNER_CHECKPOINTS_KEPT: Final = 2
-
-COPY_BYTES: Final = 8
-"""Two moments of the learner, copied before they are written; the memory stays for the next checkpoint."""
+"""On disk: the older one goes before the next one is written."""
 
 GPU_ROOMS: Final = 6
 """Fragments for which a learner on a GPU has memory there, and as much of the host's."""
@@ -299,11 +298,11 @@ class Storage:
     """Bytes that one region needs.
 
     Attributes:
-        daemon: parameters and momentum.
-        base: what the learner applied last (beside its own model and optimizer, which are not counted).
+        daemon: momentum.
+        base: more, where a learner's base is not the daemon's copy: its types or `[learner] encode` don't let it.
         copies: of AdamW's moments in the learner, for its checkpoints.
         rooms: more, of a learner on a GPU, for fragments on their way: page-locked, and as much on the GPU.
-        shared: memory that both see: the fragments on their way in, the encoded contributions on their way out.
+        shared: memory that both see: the parameters, fragments on their way in, encoded contributions on their way out.
         rounds: snapshots, held stripes, sums and merged stripes of the rounds in flight, at the largest fragment.
         residual: error feedback, if on.
         checkpoints: on disk, the region's states and the learner's checkpoints.
@@ -322,8 +321,8 @@ class Storage:
 
     @property
     def memory(self) -> int:
-        """All that is in RAM, but for `rooms`."""
-        return self.daemon + self.base + self.copies + self.shared + self.rounds + self.residual
+        """All that is in RAM, but for `base` and `rooms`."""
+        return self.daemon + self.copies + self.shared + self.rounds + self.residual
 
     @property
     def disk(self) -> int:
@@ -336,18 +335,19 @@ def storage(workload: Workload) -> Storage:
     settings, values, regions = workload.settings, workload.values, len(workload.regions)
     largest = max(fragment.values for fragment in workload.fragments)
     up, down = workload.largest(settings.codec_up), workload.largest(settings.codec_down)
-    round_bytes = BASE_BYTES * largest + up + -(-4 * largest // regions) + down
-    # From the older snapshot, or before, until the next one is due.
-    versions = max(settings.payload_versions, settings.checkpoint_versions) + settings.checkpoint_versions
+    round_bytes = VALUE_BYTES * largest + up + -(-4 * largest // regions) + down
+    # After the older snapshot, or before it, until the next one.
+    versions = max(settings.payload_versions, settings.checkpoint_versions) + settings.checkpoint_versions - 1
+    slots = len(workload.fragments) + SPARE_SLOTS
     return Storage(
-        daemon=STATE_BYTES * values,
-        base=BASE_BYTES * values,
-        copies=COPY_BYTES * values,
-        rooms=GPU_ROOMS * BASE_BYTES * largest,
-        shared=BASE_BYTES * values + workload.total(settings.codec_up),
+        daemon=VALUE_BYTES * values,
+        base=VALUE_BYTES * values,
+        copies=MOMENT_BYTES * values,
+        rooms=GPU_ROOMS * VALUE_BYTES * largest,
+        shared=VALUE_BYTES * largest * slots + workload.total(settings.codec_up),
         rounds=min(settings.rounds_in_flight_max, len(workload.fragments)) * round_bytes,
         residual=-(-4 * values // regions) if settings.error_feedback else 0,
-        checkpoints=(STATES_KEPT * STATE_BYTES + LEARNER_CHECKPOINTS_KEPT * LEARNER_BYTES) * values,
+        checkpoints=(STATES_KEPT * STATE_BYTES + LEARNER_CHECKPOINTS_KEPT * MOMENT_BYTES) * values,
         payloads=versions * workload.total(settings.codec_down),
     )
 

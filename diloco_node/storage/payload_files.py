@@ -17,7 +17,7 @@ from typing import Final
 from diloco_node.atomic_file import TMP_SUFFIX, remove_if_possible, sync_folder, write_at
 from diloco_node.storage.durable import disk_error, disk_errors
 
-SPARES_MAX: Final = 8
+SPARES_MAX: Final = 4
 """Files that are kept for later; further ones are removed."""
 
 SPARES_AHEAD: Final = 2

@@ -74,6 +74,8 @@ BOUNDS: Final[dict[str, Bound]] = {
     "shape": Items(8, Whole(0, 2**40)),
     "snapshots": Items(FRAGMENTS, Whole(-1, INDEX_MAX)),
     "included_snapshot": Whole(-1, INDEX_MAX),
+    "slot": Whole(-1, INDEX_MAX),
+    "slots": Items(FRAGMENTS, Whole(-1, INDEX_MAX)),
     "loss": NUMBER,
     "val_loss": NUMBER,
     "val_loss_global": NUMBER,

@@ -12,11 +12,12 @@ Each message is a frame: length as little-endian u32, then strict msgpack (`wire
 6. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
 
 When the daemon dies the learner goes on and attaches to the next one with its `incarnation`, positions and snapshots.
-Requests and offers of the old daemon are void: a place in the version area may be written again as soon as an `Attach`
-has arrived.
+Requests and offers of the old daemon are void: a slot of the version area that the `Attach` does not name may be
+written again as soon as it has arrived.
 
-Memory (areas `VERSION_AREA` and `CONTRIBUTION_AREA` of the supervisor): places follow each other in the order of
-the fragments, without gaps.
+Memory (areas `VERSION_AREA` and `CONTRIBUTION_AREA` of the supervisor): in the version area any slot holds any
+fragment, and stays as it is while the daemon's parameters or the learner's base are in it. Theta_0 of fragment f is
+written to slot f. Contributions follow each other in the order of the fragments, without gaps.
 """
 
 from __future__ import annotations
@@ -25,16 +26,21 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Final
 
-from diloco_node.core.merge.fragments import TensorSpec
+from diloco_node.core.merge.fragments import Manifest, TensorSpec
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition, MergeRule
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
 
-LINK_PROTOCOL: Final = 4
+LINK_PROTOCOL: Final = 5
 
 VERSION_AREA: Final = "versions"
-"""Area of 4 bytes per value: the model, fragment after fragment, float32."""
+"""Area of `version_slots`, float32: one copy of the model that daemon and learner share, and versions on their way."""
+
+SPARE_SLOTS: Final = 2
+"""Slots beside one a fragment: so many rounds are in flight by default. With more, a version may wait for a slot."""
+
+NO_SLOT: Final = -1
 
 CONTRIBUTION_AREA: Final = "contributions"
 """Area of the encoded contributions, one place of `FragmentBlocks.encoded_bytes` per fragment."""
@@ -68,6 +74,7 @@ class Attach:
         positions: one per fragment; empty for a new process, which does not know how many there are.
         snapshots: per fragment the number of its unresolved snapshot or NO_SNAPSHOT; empty for a new process.
         listing: of its frozen tensors (`wire.frozen_listing`).
+        slots: per fragment the one where its base lies; empty, or NO_SLOT, for a base in memory of its own.
     """
 
     protocol: int
@@ -81,6 +88,7 @@ class Attach:
     positions: tuple[FragmentPosition, ...]
     snapshots: tuple[int, ...]
     listing: bytes = b""
+    slots: tuple[int, ...] = ()
 
     def in_fragments(self, count: int) -> Attach:
         """The same with a position and a snapshot for each of `count` fragments.
@@ -94,6 +102,8 @@ class Attach:
                 f"learner pid={self.pid} attaches with {len(self.positions)} positions and {len(self.snapshots)} "
                 f"snapshots, expected {count}: was rounds.fragments changed during the run?"
             )
+        if len(self.slots) > count or any(slot >= count + SPARE_SLOTS for slot in self.slots):
+            raise ProtocolViolation(f"learner pid={self.pid} attaches with slots {self.slots} of {count} fragments")
         return self
 
 
@@ -139,11 +149,12 @@ class SnapshotDenied:
 
 @dataclass(frozen=True, slots=True)
 class OfferApplied:
-    """A version was applied: its place in the version area is free.
+    """A version was applied: the slots of the fragment that are not named here are free.
 
     Attributes:
         carry_factor: how much of the own steps was kept: 1 for an exact carry-over.
         carried_steps: own steps that are in no version up to this one, and were kept (times lam).
+        slot: where the learner's base of the fragment lies now; NO_SLOT: in memory of its own.
     """
 
     fragment: int
@@ -151,6 +162,7 @@ class OfferApplied:
     position: FragmentPosition
     carry_factor: float
     carried_steps: int
+    slot: int = NO_SLOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,19 +284,21 @@ class SnapshotRequested:
 
 @dataclass(frozen=True, slots=True)
 class VersionOffered:
-    """The fragment's place in the version area holds `version`.
+    """A slot of the version area holds `version`.
 
     Attributes:
         included_snapshot: number of the newest snapshot of this incarnation that the versions since the learner's base
             include, or NO_SNAPSHOT.
         is_last: the version is that of the run's last round of the fragment: after it, all own parameters are the
             merged ones plus a few steps.
+        slot: which one; NO_SLOT is never sent.
     """
 
     fragment: int
     version: int
     included_snapshot: int
     is_last: bool = False
+    slot: int = NO_SLOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,10 +387,16 @@ TO_LEARNER: Final[Schema[ToLearner]] = Schema(
     limits=_LIMITS,
 )
 
-# ---- frames ----------------------------------------------------------------------------------------------------------
+# ---- memory and frames -----------------------------------------------------------------------------------------------
 
 _LENGTH: Final = struct.Struct("<I")
 LENGTH_BYTES: Final = _LENGTH.size
+
+
+def version_slots(manifest: Manifest) -> tuple[int, int]:
+    """Slots of the version area, and values of each: the largest fragment fits."""
+    fragments = manifest.fragments
+    return len(fragments) + SPARE_SLOTS, max(fragment.size for fragment in fragments)
 
 
 def frame(body: bytes) -> bytes:

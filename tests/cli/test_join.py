@@ -125,7 +125,7 @@ async def test_who_is_not_listed_says_how_to_be_and_waits(
         ((*SETTINGS, "rounds.heartbeat=7"), "rounds.heartbeat is 7"),
         (
             (*SETTINGS, "rounds.payload_versions=16"),
-            "with other settings than it shows, or another version: rounds.payload_versions is 16 here, 8 there",
+            "with other settings than it shows, or another version: rounds.payload_versions is 16 here, 4 there",
         ),
         (SETTINGS[1:], "run.id is not set"),
     ],

@@ -50,7 +50,6 @@ def test_the_literals_are_what_the_slow_reference_gives(codec: Codec) -> None:
         "squared_norms": sha(np.array(norms)),
         "decode": sha(decoded, np.array(norms)),
         "accumulate": sha(y + c * decoded, np.array(norms)),
-        "outer_step with copy": sha(theta, momentum, theta),
         "outer_step": sha(*later),
     }
 
@@ -78,7 +77,7 @@ def test_this_machine_passes() -> None:
         ("squared_norms", "squared_norms"),
         ("decode", "decode"),
         ("accumulate", "accumulate"),
-        ("outer_step", "outer_step with copy"),
+        ("outer_step", "outer_step"),
     ],
 )
 def test_a_kernel_that_differs_in_one_bit_is_named(name: str, changed: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,13 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.pull_back import VERSIONS_MAX
 from diloco_node.learner.rank_exchange import RankExchange
-from diloco_node.wire.learner_link import NO_SNAPSHOT, SnapshotReady, SnapshotRequested, VersionOffered
+from diloco_node.wire.learner_link import (
+    NO_SNAPSHOT,
+    SnapshotReady,
+    SnapshotRequested,
+    VersionOffered,
+    version_slots,
+)
 from tests.kit.fakecuda import fake_device
 
 FRAGMENTS: Final = 4
@@ -81,8 +87,10 @@ class Life:
         tensors = [ModelTensors(model) for model in self.models]
         specs, shards = agreed([describe(rank.specs, rank.boxes) for rank in tensors])
         self.manifest = build_manifest(specs, FRAGMENTS)
-        version_bytes, contribution_bytes = area_sizes(self.manifest, Codec.INT4)
-        self.area = np.zeros(version_bytes // 4, np.float32)
+        _, contribution_bytes = area_sizes(self.manifest, Codec.INT4)
+        # More slots than a run has: all offers of a boundary are made at once.
+        self.area = np.zeros((3 * FRAGMENTS, version_slots(self.manifest)[1]), np.float32)
+        self.lent: dict[int, int] = {}
         self.contributions = np.zeros(contribution_bytes, np.uint8)
         self.heard: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         post = Post()
@@ -91,7 +99,7 @@ class Life:
                 tensors[rank],
                 self.manifest,
                 FragmentSettings("us-east", 1, Codec.INT4, CarryMode.CARRY, 96, encode),
-                version_area=self.area if rank == 0 else None,
+                version_area=self.area.reshape(-1) if rank == 0 else None,
                 contribution_area=self.contributions if rank == 0 else None,
                 answer=self.heard.put,
                 shards=shards,
@@ -131,10 +139,10 @@ class Life:
 
     def run_steps(self) -> None:
         """All steps of the script. On a device nothing may wait in this thread."""
-        self.area[:] = self.values.standard_normal(self.area.size, np.float32)
+        self.area[:] = self.values.standard_normal(self.area.shape, np.float32)
         for index in range(FRAGMENTS):
             for fragments in self.ranks:
-                fragments.take(VersionOffered(index, 0, NO_SNAPSHOT))
+                fragments.take(VersionOffered(index, 0, NO_SNAPSHOT, slot=index))
             self._drain()
             for fragments in self.ranks:
                 fragments.finish(index)
@@ -178,8 +186,10 @@ class Life:
             for fragments in self.ranks:
                 assert index in fragments.arrived()
                 fragments.finish(index)
-            self._place(index)[:] = np.nan  # the daemon may write there from now on
+            del self.lent[index]
             self.coming.remove(index)
+            for slot in self._free_slots():
+                self.area[slot] = np.nan  # the daemon may write there from now on
             self.ready[index] = None
         for fragments in self.ranks:
             fragments.encode_taken()
@@ -190,15 +200,16 @@ class Life:
         contribution, number = self.ready[index], NO_SNAPSHOT
         if is_included and contribution is not None and contribution.base_version == self.versions[index] - 1:
             number = contribution.snapshot
-        place = self._place(index)
-        place[:] = self.values.standard_normal(place.size, np.float32)
+        self.lent[index] = slot = self._free_slots()[0]
+        size = self.manifest.fragments[index].size
+        self.area[slot, :size] = self.values.standard_normal(size, np.float32)
         for fragments in self.ranks:
-            fragments.take(VersionOffered(index, self.versions[index], number))
+            fragments.take(VersionOffered(index, self.versions[index], number, slot=slot))
         self.coming.add(index)
 
-    def _place(self, index: int) -> np.ndarray:
-        start = sum(fragment.size for fragment in self.manifest.fragments[:index])
-        return self.area[start : start + self.manifest.fragments[index].size]
+    def _free_slots(self) -> list[int]:
+        taken = {*self.fragments.slots, *self.lent.values()}
+        return [slot for slot in range(len(self.area)) if slot not in taken]
 
     def _drain(self) -> None:
         for fragments in self.ranks:

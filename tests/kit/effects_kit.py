@@ -44,7 +44,7 @@ BALLOT = Ballot(1, 1)
 class FakeInbox:
     def __init__(self) -> None:
         self.offered: list[OfferVersion] = []
-        self.written: list[tuple[int, int]] = []
+        self.written: list[int] = []
         self.places: dict[int, np.ndarray] = {}
 
     def offer(self, order: OfferVersion) -> None:
@@ -53,8 +53,8 @@ class FakeInbox:
     def free_place(self, fragment: int) -> np.ndarray | None:
         return self.places.get(fragment)
 
-    def place_written(self, fragment: int, version: int) -> None:
-        self.written.append((fragment, version))
+    def place_written(self, fragment: int) -> None:
+        self.written.append(fragment)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
     NEW_PROCESS,
+    NO_SLOT,
     NO_SNAPSHOT,
     VERSION_AREA,
     Attach,
@@ -43,6 +44,7 @@ from diloco_node.wire.learner_link import (
     VersionOffered,
     Welcome,
     merge_rules,
+    version_slots,
 )
 from tests.kit.shards_given import shards_given
 
@@ -91,6 +93,9 @@ class FakeDaemon:
         self.manifest: Manifest | None = None
         self.incarnation = 0
         self._changed = threading.Condition()
+        # By fragment the slots of what is offered, and of the learner's bases.
+        self._lent: dict[int, int] = {}
+        self._bases: dict[int, int] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._server = LearnerServer(folder / "learner.sock", self)
@@ -127,6 +132,7 @@ class FakeDaemon:
     def learner_attached(self, attach: Attach) -> None:
         self.manifest = build_manifest(merge_rules(attach.tensors, MergeRule.RDA), self.fragments)
         whole = attach.in_fragments(self.fragments)
+        self._lent, self._bases = {}, {index: slot for index, slot in enumerate(attach.slots) if slot != NO_SLOT}
         self.incarnation = attach.incarnation
         if attach.incarnation == NEW_PROCESS:
             self.incarnation = allot_incarnation(self.folder)
@@ -166,10 +172,15 @@ class FakeDaemon:
             self.learner_attached(message)
             return
         if isinstance(message, InitialState) and not self.theta:
-            self.theta = [theta.copy() for theta in self._version_parts()]
+            parts = zip(self._slots(), self.manifest.fragments, strict=False) if self.manifest else []
+            self.theta = [slot[: fragment.size].copy() for slot, fragment in parts]
             if self.is_genesis_automatic:
                 for index in range(self.fragments):
                     self._offer(index, NO_SNAPSHOT)
+        if isinstance(message, OfferApplied) and message.version >= self.versions[message.fragment]:
+            self._lent.pop(message.fragment, None)
+            if message.slot != NO_SLOT:
+                self._bases[message.fragment] = message.slot
         self._note(lambda: self.said.append(message))
 
     def learner_detached(self, reason: str) -> None:
@@ -196,8 +207,13 @@ class FakeDaemon:
         self._loop.call_soon_threadsafe(self._offer, fragment, included_snapshot)
 
     def _offer(self, fragment: int, included_snapshot: int) -> None:
-        self._version_parts()[fragment][:] = self.theta[fragment]
-        self._server.send(VersionOffered(fragment, self.versions[fragment], included_snapshot))
+        slots = self._slots()
+        taken = {*self._bases.values(), *self._lent.values()}
+        # With too many offers open, the one before of the fragment is written over.
+        slot = next((slot for slot in range(len(slots)) if slot not in taken), self._lent.get(fragment, NO_SLOT))
+        self._lent[fragment] = slot
+        slots[slot, : self.theta[fragment].size] = self.theta[fragment]
+        self._server.send(VersionOffered(fragment, self.versions[fragment], included_snapshot, slot=slot))
 
     def stop_learner(self, reason: str = "the run is finished", versions: tuple[int, ...] = ()) -> None:
         self.send(Stop(reason, versions))
@@ -241,12 +257,11 @@ class FakeDaemon:
         assert self.manifest is not None
         return FragmentBlocks(self.manifest.fragments[fragment].piece_sizes, self.codec)
 
-    def _version_parts(self) -> list[F32]:
+    def _slots(self) -> F32:
         assert self.manifest is not None
-        area = request_area(self.folder / "memory.sock", VERSION_AREA, 4 * self.manifest.size)
-        whole = np.frombuffer(area, np.float32)
-        ends = np.cumsum([fragment.size for fragment in self.manifest.fragments])
-        return np.split(whole, ends[:-1])
+        slots, values = version_slots(self.manifest)
+        area = request_area(self.folder / "memory.sock", VERSION_AREA, 4 * slots * values)
+        return np.frombuffer(area, np.float32).reshape(slots, values)
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

@@ -27,7 +27,6 @@ from diloco_node.core.types import Contribution, FragmentPosition, RunSettings
 from diloco_node.daemon.admin.status_document import NoteBook
 from diloco_node.daemon.node import Node
 from diloco_node.daemon.node_runtime import NodeRuntime
-from diloco_node.daemon.parameters import fragment_offsets
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import Threads
 from diloco_node.errors import LinkLost, PeerError
@@ -54,6 +53,7 @@ from diloco_node.wire.learner_link import (
     ToLearner,
     VersionOffered,
     Welcome,
+    version_slots,
 )
 from tests.kit.node_kit import MANIFEST, NO_BUDGET, InlineExecutor
 
@@ -257,11 +257,12 @@ class FakeLearner:
         self._settings = settings
         self._rng = np.random.default_rng(seed)
         self._blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in MANIFEST.fragments]
-        self._offsets = fragment_offsets(MANIFEST)
         self._contribution_offsets = [0]
         for blocks in self._blocks:
             self._contribution_offsets.append(self._contribution_offsets[-1] + blocks.encoded_bytes)
-        self._versions = np.frombuffer(request_area(region.memory.path, VERSION_AREA, 4 * MANIFEST.size), np.float32)
+        slots, values = version_slots(MANIFEST)
+        area = request_area(region.memory.path, VERSION_AREA, 4 * slots * values)
+        self._versions = np.frombuffer(area, np.float32).reshape(slots, values)
         self._contributions = np.frombuffer(
             request_area(region.memory.path, CONTRIBUTION_AREA, self._contribution_offsets[-1]), np.uint8
         )
@@ -305,7 +306,7 @@ class FakeLearner:
                 self._counter = TrainedCounter(Path(message.state_dir), message.incarnation, area)
             if message.wants_initial_state and min(position.base_version for position in self.positions) < 0:
                 for fragment, values in enumerate(self.theta):
-                    self._place(fragment)[:] = values
+                    self._versions[fragment, : values.size] = values
                 self._say(InitialState())
         else:
             self._orders.append(message)
@@ -376,7 +377,8 @@ class FakeLearner:
         fragment, position = offer.fragment, self.positions[offer.fragment]
         if offer.version <= position.base_version:
             return OfferApplied(fragment, position.base_version, position, 1.0, 0)
-        new, pending, snapshot = self._place(fragment).copy(), self._snapshots.pop(fragment, None), None
+        new = self._versions[offer.slot, : MANIFEST.fragments[fragment].size].copy()
+        pending, snapshot = self._snapshots.pop(fragment, None), None
         if offer.included_snapshot >= 0:
             snapshot = pending
             assert snapshot is not None, f"{self.region.name}: {offer} names a snapshot that is resolved"
@@ -409,9 +411,6 @@ class FakeLearner:
             mode=self._settings.carry,
         )
         return OfferApplied(fragment, offer.version, self.positions[fragment], 1.0, 0)
-
-    def _place(self, fragment: int) -> F32:
-        return self._versions[self._offsets[fragment] : self._offsets[fragment + 1]]
 
     def _say(self, message: Any) -> None:
         self.region.node.reception.on_message(message)

@@ -292,7 +292,7 @@ def test_parts_travel_to_other_ranks_without_loss() -> None:
         Checkpoint.from_parts(json.dumps(document), {})
 
 
-def test_a_checkpoint_is_on_disk_before_its_name_and_older_ones_go_last(tmp_path: Path) -> None:
+def test_a_checkpoint_is_on_disk_before_its_name_and_one_stays_beside_it(tmp_path: Path) -> None:
     """A power cut leaves this one whole, or the one before."""
     folder = tmp_path / "learner" / "checkpoints"
     with traced() as trace:
@@ -302,16 +302,13 @@ def test_a_checkpoint_is_on_disk_before_its_name_and_older_ones_go_last(tmp_path
     written = [("fsync", partial), ("rename", str(path)), ("fsync", str(folder))]
     assert trace == made + written
     write_checkpoint(folder, checkpoint(2))
-    left: list[int] = []
+    left: list[list[int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        real = checkpoint_module.sync_folder
-        patch.setattr(
-            checkpoint_module,
-            "sync_folder",
-            lambda where: (left.append(len(list(folder.glob("*.safetensors")))), real(where))[1],
-        )
-        write_checkpoint(folder, checkpoint(3))
-    assert left == [3], "the oldest goes when the newest is sure to stay"
+        look = lambda *_: left.append([name.step for name in newest_first(folder)])  # noqa: E731
+        patch.setattr(checkpoint_module, "save_file", look)
+        with pytest.raises(FileNotFoundError):
+            write_checkpoint(folder, checkpoint(3))
+    assert left == [[2]], "the disk never holds three, and a whole one always"
 
 
 def test_the_newest_checkpoint_that_all_ranks_have_stays(tmp_path: Path) -> None:

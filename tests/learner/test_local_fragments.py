@@ -3,6 +3,7 @@
 import queue
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,15 @@ from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.fragment_settings import FragmentSettings
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
-from diloco_node.wire.learner_link import OfferApplied, SnapshotDenied, SnapshotReady, SnapshotRequested, VersionOffered
+from diloco_node.wire.learner_link import (
+    NO_SLOT,
+    OfferApplied,
+    SnapshotDenied,
+    SnapshotReady,
+    SnapshotRequested,
+    VersionOffered,
+    version_slots,
+)
 
 SEED = 499
 PATIENCE_S = 180.0
@@ -56,13 +65,17 @@ class Bench:
             answer=self.answers.put,
             **more,
         )
-        self.starts = np.cumsum([0, *(part.size for part in self.manifest.fragments)])
+        self.slots = self.version_area.reshape(version_slots(self.manifest))
 
     def offer(
         self, fragment: int, version: int, values: object, snapshot: int = -1, *, is_last: bool = False
     ) -> OfferApplied:
-        self.version_area[self.starts[fragment] : self.starts[fragment + 1]] = values
-        return self.fragments.apply(VersionOffered(fragment, version, snapshot, is_last))
+        slot = next(slot for slot in range(len(self.slots)) if slot not in self.fragments.slots)
+        self.slots[slot, : self.manifest.fragments[fragment].size] = values
+        applied = self.fragments.apply(VersionOffered(fragment, version, snapshot, is_last, slot))
+        for slot in set(range(len(self.slots))) - {*self.fragments.slots}:
+            self.slots[slot] = np.nan  # the daemon may write there from now on
+        return replace(applied, slot=NO_SLOT)
 
     def step(self, change: float, *, steps: int = 1, tokens: int = 10) -> None:
         """Inner steps that together move every parameter by `change`."""
@@ -114,10 +127,35 @@ def test_initial_state_is_the_model_in_fragment_order() -> None:
     bench = Bench(model, fragments=3)
     bench.fragments.write_initial_state()
     parts = [bench.fragments.vector(index).numpy() for index in range(3)]
-    assert bench.version_area.tobytes() == np.concatenate(parts).tobytes()
-    assert sorted(bench.version_area) == sorted(
+    places = [bench.slots[index, : part.size] for index, part in enumerate(parts)]
+    assert [place.tobytes() for place in places] == [part.tobytes() for part in parts]
+    assert sorted(np.concatenate(places)) == sorted(
         np.concatenate([p.detach().cpu().numpy().ravel() for p in model.parameters()])
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_base_is_the_slot_itself_where_the_model_holds_what_is_in_it(dtype: torch.dtype) -> None:
+    bench = Bench(one_value(1.0, dtype))
+    bench.slots[:] = 1.0
+    applied = [bench.fragments.apply(VersionOffered(0, version, -1, slot=slot)) for version, slot in ((0, 2), (1, 1))]
+    is_shared = dtype == torch.float32
+    assert [answer.slot for answer in applied] == ([2, 1] if is_shared else [NO_SLOT, NO_SLOT])
+    bench.slots[1] = 5.0
+    assert float(bench.fragments.global_vectors()[0]) == (5.0 if is_shared else 1.0)
+    again = bench.fragments.apply(VersionOffered(0, 1, -1, slot=0))
+    assert again.slot == applied[1].slot, "a version that it has already is not taken"
+
+
+def test_a_version_of_a_daemon_that_is_gone_is_base_in_memory_of_its_own() -> None:
+    bench = Bench(one_value(1.0))
+    bench.offer(0, 0, 1.0)
+    bench.slots[2] = 3.0
+    bench.fragments.take(VersionOffered(0, 1, -1, slot=2))
+    bench.fragments.finish_reading()
+    bench.slots[2] = np.nan
+    assert bench.fragments.finish(0).slot == NO_SLOT
+    assert float(bench.fragments.global_vectors()[0]) == 3.0 == value(bench)
 
 
 def test_own_parameters_are_those_from_before_the_first_of_the_last_merges() -> None:
@@ -176,15 +214,16 @@ def test_a_model_on_a_device_comes_to_the_bits_of_one_on_the_cpu(device: str, dt
         model = nn.Linear(33, 17, device="cpu").to(place, dtype)
         bench = Bench(model, fragments=2, codec=Codec.INT4)
         addresses = [one.data_ptr() for one in model.parameters()]
-        size = bench.starts[-1]
+        starts = np.cumsum([0, *(part.size for part in bench.manifest.fragments)])
+        size = starts[-1]
         whole = torch.randn(3, size, generator=generator, device="cpu").numpy()
         for index in range(2):
-            bench.offer(index, 0, whole[0, bench.starts[index] : bench.starts[index + 1]])
+            bench.offer(index, 0, whole[0, starts[index] : starts[index + 1]])
         for version in (1, 2):
             bench.step(-0.25)
             for index in range(2):
                 snapshot = bench.ready(version, fragment=index).contribution.snapshot
-                part = whole[version, bench.starts[index] : bench.starts[index + 1]]
+                part = whole[version, starts[index] : starts[index + 1]]
                 bench.offer(index, version, part, snapshot=snapshot)
         assert [one.data_ptr() for one in model.parameters()] == addresses
         held = b"".join(one.detach().float().cpu().numpy().tobytes() for one in model.parameters())

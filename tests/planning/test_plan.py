@@ -1,15 +1,21 @@
 """What a schedule needs, by hand and by property; the advice is applied and must work."""
 
+import os
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import Codec, RunSettings
+from diloco_node.learner.checkpoint import Checkpoint, TrainingProgress, write_checkpoint
+from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.planning.advice import (
     Change,
     budget_min,
@@ -24,6 +30,8 @@ from diloco_node.planning.advice import (
 from diloco_node.planning.plan import FlowKind, FragmentSize, Network, Plan, Workload, make_plan, storage
 from diloco_node.planning.rates import format_rate, rate_setting
 from diloco_node.planning.sizes import even_sizes, fragment_sizes
+from diloco_node.storage.store import RegionStore
+from diloco_node.storage.tensor_files import HEADER_BYTES
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -172,16 +180,50 @@ def test_delays_alone_can_be_too_much() -> None:
 
 def test_storage_by_hand() -> None:
     sizes = storage(workload(error_feedback=True, payload_versions=3, checkpoint_versions=5))
-    assert (sizes.daemon, sizes.base, sizes.residual, sizes.checkpoints) == (24_000, 12_000, 3_000, 144_000)
+    assert (sizes.daemon, sizes.base, sizes.residual, sizes.checkpoints) == (12_000, 12_000, 3_000, 96_000)
     assert (sizes.copies, sizes.rooms) == (24_000, 6 * 8_000)
-    assert sizes.shared == 12_000 + 1_200
-    assert sizes.payloads == (5 + 5) * 2_400
+    assert sizes.shared == 4 * 8_000 + 1_200
+    assert sizes.payloads == (5 + 5 - 1) * 2_400
     # Two rounds of: a snapshot, four stripes of 200, a float sum of 500 values, the merged fragment.
     assert sizes.rounds == 2 * (8_000 + 800 + 2_000 + 1_600)
-    assert sizes.memory == 24_000 + 12_000 + 24_000 + 13_200 + sizes.rounds + 3_000
-    assert sizes.disk == 144_000 + 24_000
+    assert sizes.memory == 12_000 + 24_000 + 33_200 + sizes.rounds + 3_000
+    assert sizes.disk == 96_000 + 21_600
     assert storage(workload()).residual == 0
     assert storage(workload(sizes=(LARGE,))).rounds == sizes.rounds // 2  # one fragment is never in two rounds
+
+
+def test_storage_is_what_areas_and_files_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most that files and shared memory ever hold in a run is the plan, within 3 %."""
+    for sync in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, sync, lambda _: None)  # a thousand files
+    fragments, rules = even_sizes(24_000, 24), RunSettings(fragments=24)
+    sizes = storage(Workload(fragments, ("a",), rules, step_time_ns=1))
+    manifest = build_manifest(
+        tuple(TensorSpec(f"t{index}", (size.values,)) for index, size in enumerate(fragments)), 24
+    )
+    assert sum(area_sizes(manifest, rules.codec_up)) == sizes.shared
+    theta, moments = np.zeros(1_000, np.float32), {"m": torch.zeros(2 * 24_000, device="cpu")}
+    store, every, most = RegionStore(tmp_path), rules.checkpoint_versions, 0
+    store.load(24)
+    for version in range(4 * every):
+        for index, size in enumerate(fragments):
+            store.store_payload(index, version, bytes(32), [bytes(size.encoded[rules.codec_down])])
+            if version % every == 0:
+                store.store_state(index, version, theta, theta, bytes(16))
+                most = max(most, _content_bytes(tmp_path))
+                store.prune(index, version - max(every, rules.payload_versions))
+        progress = TrainingProgress("", incarnation=1, global_step=version, step=version, tokens=0)
+        write_checkpoint(tmp_path / "learner", Checkpoint(progress, moments, {}, {}))
+        most = max(most, _content_bytes(tmp_path))
+    store.close()
+    assert abs(most / sizes.disk - 1) < 0.03, (most / 24_000, sizes.disk / 24_000)
+
+
+def _content_bytes(folder: Path) -> int:
+    """What files hold without their headers, which do not grow with the model."""
+    states = sum(path.stat().st_size - HEADER_BYTES for path in folder.rglob("*.bin") if path.name.startswith("f"))
+    spares = sum(path.stat().st_size - HEADER_BYTES for path in (folder / "payloads").glob("spare*"))
+    return states + spares + sum(2 * 24_000 * 4 for _ in (folder / "learner").glob("*"))
 
 
 # ---- advice ----------------------------------------------------------------------------------------------------------

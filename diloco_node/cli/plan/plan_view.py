@@ -223,14 +223,14 @@ def _storage_table(plan: Plan) -> Any:
         ("memory and disk of a region", "left"), ("bytes", "right"), ("per parameter", "right"), ("", "left")
     )
     words = {
-        "daemon": "parameters and momentum",
-        "base": "in the learner, beside its own model and optimizer",
-        "copies": "there: AdamW's moments, copied for checkpoints",
+        "daemon": "momentum",
+        "base": "more in a learner of several types or ranks, or that encodes on a GPU",
+        "copies": "in the learner, beside its own model and optimizer: AdamW's moments, for checkpoints",
         "rooms": "more in a learner on a GPU: page-locked, and as much on the GPU",
-        "shared": "between the two: fragments in, encoded contributions out",
+        "shared": "between the two: parameters, fragments in, encoded contributions out",
         "rounds": "in flight: snapshots, stripes, sums, payloads",
         "residual": "error feedback",
-        "checkpoints": "three states, and two with the learner's optimizer",
+        "checkpoints": "two states, and two of the learner's optimizer",
         "payloads": "at most, for regions that come back",
     }
     for name, size in _storage_parts(plan):
@@ -246,7 +246,7 @@ def _add_size(table: Any, name: str, size: int, values: int, words: str) -> None
 
 def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
     sizes = plan.storage
-    names = ("daemon", "base", "copies", "shared", "rounds", *(["residual"] if sizes.residual else []), "rooms")
+    names = ("daemon", "shared", "rounds", *(["residual"] if sizes.residual else []), "copies", "base", "rooms")
     items = [(name, getattr(sizes, name)) for name in names]
     return [*items, ("checkpoints", sizes.checkpoints), ("payloads", sizes.payloads)]
 

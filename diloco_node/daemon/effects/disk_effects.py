@@ -118,7 +118,7 @@ class DiskEffects:
                 return
             manifest = self.parameters.manifest
             momentum: Sequence[F32 | None] = [None] * len(manifest.fragments)
-            thetas = [version_area.place(fragment) for fragment in range(len(manifest.fragments))]
+            thetas = version_area.initial_places()
             if self.init is not None:
                 past = await in_thread(self.files, read_past_init, self.init, manifest)
                 if past is not None:

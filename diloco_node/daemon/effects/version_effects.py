@@ -37,7 +37,7 @@ class VersionEffects:
     Args:
         checkpoint_versions: a checkpoint is written every so many versions.
         table: merged stripes in memory.
-        version_area: the learner's, where the next version is written if its place is free.
+        version_area: the learner's, where the next version is written if a slot is free.
         files: threads that wait for the disk.
     """
 
@@ -60,8 +60,7 @@ class VersionEffects:
         bodies, is_checked = await self._payload_parts(order.body)
         place = self.version_area.free_place(fragment)
         await self.parameters.apply(order.body, bodies, place, is_checked=is_checked)
-        if place is not None:
-            self.version_area.place_written(fragment, version)
+        self.version_area.place_written(fragment)
         self.post(VersionApplied(fragment, version))
         await self._compute_digest(fragment)
         if version % self.checkpoint_versions == 0:
@@ -93,6 +92,7 @@ class VersionEffects:
             await self.parameters.adopt(order.fragment, order.version)
         except StorageError as error:
             raise _lost_on_disk(f"state {order.fragment}.{order.version}", error) from error
+        self.version_area.place_written(order.fragment)
         self.post(VersionApplied(order.fragment, order.version))
         await self._compute_digest(order.fragment)
 

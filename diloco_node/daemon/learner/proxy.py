@@ -22,7 +22,7 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, LearnerStatus, RunSettings
 from diloco_node.daemon.learner.counter_check import CounterCheck, attach_fault
 from diloco_node.daemon.learner.version_area import VersionArea
-from diloco_node.daemon.parameters import Parameters, fragment_offsets
+from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.work import Spawn
 from diloco_node.escaping import escaped
 from diloco_node.health.alerts import learner_silence
@@ -139,7 +139,8 @@ class LearnerProxy:
         # Memory of the supervisor, which outlives daemon and learner. Contribution f lies at `_offsets[f]`.
         self.blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
-        self._version_area = memory(learner_link.VERSION_AREA, 4 * manifest.size)
+        slots = learner_link.version_slots(manifest)
+        self._version_area = memory(learner_link.VERSION_AREA, 4 * slots[0] * slots[1])
         self._contribution_area = memory(learner_link.CONTRIBUTION_AREA, self._offsets[-1])
         # The bytes of `_contribution_area`; the learner writes them, this process only reads.
         self._contributions = np.frombuffer(self._contribution_area, np.uint8)
@@ -148,8 +149,8 @@ class LearnerProxy:
         # Where it stands and why it pauses, as it writes it.
         self._place_area = memory(PLACE_AREA, PLACE_BYTES)
         self.version_area = VersionArea(
-            np.frombuffer(self._version_area, np.float32),
-            fragment_offsets(manifest),
+            np.frombuffer(self._version_area, np.float32).reshape(slots),
+            [fragment.size for fragment in manifest.fragments],
             parameters=parameters,
             send=send,
             spawn=spawn,
@@ -184,7 +185,7 @@ class LearnerProxy:
             writes_initial: it is to write Theta_0 into the version area.
         """
         self._refuse_requested("the learner restarted")
-        self.version_area.begin_learner(writes_initial=writes_initial)
+        self.version_area.begin_learner(writes_initial=writes_initial, base_slots=attach.slots)
         self.done = None
         if (attach.pid, incarnation) != (self.pid, self._incarnation):
             # Another process: it has blocked for no time yet.
@@ -307,7 +308,7 @@ class LearnerProxy:
             self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
     def _on_version_applied(self, message: learner_link.OfferApplied) -> None:
-        """It took a version: its place in the version area is free.
+        """It took a version.
 
         Steps that it threw away on the way are told to the others, so the counters that say them must be durable first.
         """
@@ -345,7 +346,7 @@ class LearnerProxy:
         if message.carry_factor < 1.0:
             self.facts.discounted_versions += 1
         self._post(ev.LearnerReported(self.status))
-        self.version_area.release(message.fragment, message.version)
+        self.version_area.release(message.fragment, message.version, message.slot)
 
     def _on_done(self, message: learner_link.Done) -> None:
         """It has stopped stepping."""

@@ -25,7 +25,7 @@ from diloco_node.core.types import DISK_ID_BYTES
 from diloco_node.daemon.effects.effects import Effects, build_effects
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.learner.version_area import VersionArea
-from diloco_node.daemon.parameters import Parameters, fragment_offsets
+from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.work import FILE_THREADS, POOL_THREADS, Threads
 from diloco_node.errors import DilocoError, PeerError
@@ -50,11 +50,12 @@ class LinkedLearner(FakeLearner):
 
     def _apply(self, offer: Offer) -> None:
         port = cast(DaemonHost, self._port)
-        port.check_lent(offer)
+        port.check_lent()
+        before = self.parts[offer.fragment].position
         super()._apply(replace(offer, theta=offer.theta.copy()))
         position = self.parts[offer.fragment].position
-        answer = learner_link.OfferApplied(offer.fragment, position.base_version, position, 1.0, 0)
-        port.say(answer)
+        slot = port.hold_base(offer.fragment, is_new=position != before)
+        port.say(learner_link.OfferApplied(offer.fragment, position.base_version, position, 1.0, 0, slot))
 
 
 class ObservedCore:
@@ -127,14 +128,17 @@ class DaemonHost(Host):
         self.disk = self.folder_disk = FolderDisk(id=self.disk.id)
         self.break_chance = self.drop_chance = 0.0
         self.spoil_effects: Callable[[Effects], None] = lambda _: None
+        # By fragment the slot of what the learner was offered, and of its base, and what is to be there.
         self._lent: dict[int, tuple[int, bytes]] = {}
+        self._bases: dict[int, tuple[int, bytes]] = {}
         self.observer = self._observer
         manifest, settings = self.setup.manifest, self.setup.settings
         up = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
-        self._offsets = fragment_offsets(manifest)
         self._contribution_offsets = list(accumulate((blocks.encoded_bytes for blocks in up), initial=0))
         self._memory: dict[str, mmap.mmap] = {}
-        self._versions = np.frombuffer(self._area(learner_link.VERSION_AREA, 4 * manifest.size), np.float32)
+        slots, values = learner_link.version_slots(manifest)
+        area = self._area(learner_link.VERSION_AREA, 4 * slots * values)
+        self._versions = np.frombuffer(area, np.float32).reshape(slots, values)
         self._contributions = np.frombuffer(
             self._area(learner_link.CONTRIBUTION_AREA, self._contribution_offsets[-1]), np.uint8
         )
@@ -355,6 +359,8 @@ class DaemonHost(Host):
                 return
             learner.incarnation = max(max(self.disk.counters, default=0) + 1, self.core.incarnation_min)
             self.disk.counters[learner.incarnation] = (0, 0)
+            self._bases.clear()
+        self._lent.clear()
         current = learner.incarnation
         before = tuple(
             (number, *self.disk.counters[number]) for number in sorted(self.disk.counters) if number < current
@@ -373,6 +379,9 @@ class DaemonHost(Host):
             status.step_time_ns,
             status.positions,
             learner.attachment(before).snapshots,
+            slots=tuple(
+                self._bases.get(fragment, (learner_link.NO_SLOT, b""))[0] for fragment in range(len(status.positions))
+            ),
         )
         self._proxy.on_attach(attach, current, before, writes_initial=writes_initial)
         if writes_initial:
@@ -382,7 +391,7 @@ class DaemonHost(Host):
         """The learner lays its own parameters into the version area."""
         if not life.is_over:
             for fragment, theta in enumerate(self.theta_0):
-                self._place(fragment)[:] = theta
+                self._place(fragment, fragment)[:] = theta
             self.say(learner_link.InitialState())
 
     def _store_theta_0(self, area: VersionArea, generation: int) -> Coroutine[Any, Any, None]:
@@ -433,18 +442,28 @@ class DaemonHost(Host):
         if self.learner is None:
             return False
         if isinstance(message, learner_link.VersionOffered):
-            self._lent[message.fragment] = (message.version, self._place(message.fragment).tobytes())
+            self._lent[message.fragment] = (message.slot, self._place(message.fragment, message.slot).tobytes())
         self.world.after(LOCAL_NS, self.learner.life, self._learner_hears, self.learner, life, message)
         return True
 
-    def check_lent(self, offer: Offer) -> None:
-        """From the offer until it is applied nobody writes into its place."""
-        version, lent = self._lent.get(offer.fragment, (offer.version, b""))
-        if version == offer.version and lent != offer.theta.tobytes():
-            self.complain(f"version area: {offer.fragment}/{version} was written over before the learner took it")
+    def check_lent(self) -> None:
+        """Nobody writes over what the learner was offered and has not taken, nor over its base."""
+        for lent in (self._lent, self._bases):
+            for fragment, (slot, expected) in lent.items():
+                if self._place(fragment, slot).tobytes() != expected:
+                    self.complain(
+                        f"version area: {fragment} in slot {slot} was written over while the learner reads it"
+                    )
 
-    def _place(self, fragment: int) -> F32:
-        return self._versions[self._offsets[fragment] : self._offsets[fragment + 1]]
+    def hold_base(self, fragment: int, *, is_new: bool) -> int:
+        """The slot of the learner's base, now that it has taken what it was offered, or has it already."""
+        lent = self._lent.pop(fragment, None)
+        if is_new and lent is not None:
+            self._bases[fragment] = lent
+        return self._bases[fragment][0] if fragment in self._bases else learner_link.NO_SLOT
+
+    def _place(self, fragment: int, slot: int) -> F32:
+        return self._versions[slot, : self.setup.manifest.fragments[fragment].size]
 
     def _learner_hears(self, learner: FakeLearner, life: Life, message: learner_link.ToLearner) -> None:
         if life.is_over:
@@ -453,7 +472,7 @@ class DaemonHost(Host):
             case learner_link.SnapshotRequested():
                 learner.ask_snapshot(ev.TakeSnapshot(message.fragment, message.version, message.base_version))
             case learner_link.VersionOffered():
-                place = self._place(message.fragment)
+                place = self._place(message.fragment, message.slot)
                 learner.offer(Offer(message.fragment, message.version, message.included_snapshot, place))
             case learner_link.Stop():
                 learner.stop(message.reason)

@@ -300,9 +300,19 @@ def test_runs_rule_is_for_what_is_neither_embedding_nor_head() -> None:
     assert [spec.merge for spec in merge_rules(specs, MergeRule.AVG)] == [MergeRule.AVG, MergeRule.AVG]
 
 
+@pytest.mark.parametrize("slots", [(0, 5), (0, 1, 2, 3)])
+def test_slots_that_no_version_area_has_are_refused(slots: tuple[int, ...]) -> None:
+    attach = replace(
+        ATTACH, incarnation=4, positions=(FragmentPosition(0, 0, 0, 0),) * 3, snapshots=(-1,) * 3, slots=slots
+    )
+    with pytest.raises(ProtocolViolation, match="slots"):
+        attach.in_fragments(3)
+    assert replace(attach, slots=(4, -1, 0)).in_fragments(3)
+
+
 def test_old_bytes_are_still_understood() -> None:
     assert TO_DAEMON.encode(Failed("x")).hex() == "9208a178"
-    assert TO_LEARNER.encode(VersionOffered(1, 2, -1)).hex() == "95040102ffc2"
+    assert TO_LEARNER.encode(VersionOffered(1, 2, -1)).hex() == "96040102ffc2ff"
     assert TO_DAEMON.decode(bytes.fromhex("9a02010ccb40040000000000000507c0c001c0")) == Report(
         1, 12, 2.5, 5, 7, None, None, 1, None
     )

@@ -46,6 +46,7 @@ from diloco_node.wire.learner_link import (
     Stop,
     ToLearner,
     Warned,
+    version_slots,
 )
 from tests.kit.node_kit import MANIFEST, SETTINGS, Tasks, contribution_of, settle
 
@@ -98,6 +99,7 @@ class Bench:
     def offer(self, fragment: int, version: int) -> None:
         """As if the learner had been offered it."""
         self.side.version_area._offered[fragment] = OfferVersion(fragment, version, -1)
+        self.side.version_area._lent_slots[fragment] = fragment
 
     def take_notes(self) -> str:
         texts, self.notes[:] = " | ".join(note.text for note in self.notes), []
@@ -378,20 +380,23 @@ def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
 
 
 def test_places_of_fragments_do_not_overlap_and_are_what_the_learner_maps(bench: Bench) -> None:
-    version_area = np.frombuffer(request_area(bench.memory, VERSION_AREA, 4 * MANIFEST.size), np.float32)
+    slots, values = version_slots(MANIFEST)
+    version_area = np.frombuffer(request_area(bench.memory, VERSION_AREA, 4 * slots * values), np.float32)
     contributions_bytes = sum(blocks.encoded_bytes for blocks in bench.side.blocks)
     contribution_area = np.frombuffer(request_area(bench.memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8)
     rng = np.random.default_rng(499)
     contribution_area[:] = rng.integers(0, 256, contributions_bytes, np.uint8)
     area_bytes = b""
     for fragment, blocks in enumerate(bench.side.blocks):
-        bench.side.version_area.place(fragment)[:] = fragment + 1
+        bench.side.version_area.place(fragment, fragment)[:] = fragment + 1
         half = blocks.block_count // 2
         for start, stop in ((0, half), (half, blocks.block_count)):
             area_bytes += bench.side.contribution_bytes(fragment, start, stop).tobytes()
     assert area_bytes == contribution_area.tobytes()
-    sizes = [bench_.size for bench_ in MANIFEST.fragments]
-    assert version_area.tolist() == np.repeat(np.arange(1.0, FRAGMENTS + 1), sizes).tolist()
+    places = np.zeros((slots, values), np.float32)
+    for fragment in MANIFEST.fragments:
+        places[fragment.index, : fragment.size] = fragment.index + 1
+    assert version_area.tolist() == places.ravel().tolist()
 
 
 def test_facts_of_an_attach_are_taken_over(bench: Bench) -> None:

@@ -31,16 +31,19 @@ def _keep_any_residual(hands: Effects) -> None:
 
 
 class _Lavish:
-    """A version area in which every place is free."""
+    """A version area in which the slots that are read are free."""
 
     def __init__(self, area: VersionArea) -> None:
         self._area = area
 
-    def free_place(self, fragment: int) -> F32:
-        return self._area.place(fragment)
+    def free_place(self, fragment: int) -> F32 | None:
+        if fragment not in self._area._base:
+            return self._area.free_place(fragment)
+        self._area._stepping[fragment] = self._area._base[fragment]
+        return self._area.place(fragment, self._area._base[fragment])
 
-    def place_written(self, fragment: int, version: int) -> None:
-        self._area.place_written(fragment, version)
+    def place_written(self, fragment: int) -> None:
+        self._area.place_written(fragment)
 
 
 def _write_into_lent_places(hands: Effects) -> None:
