@@ -4,7 +4,8 @@
 
 A model with GPT-2's 148 tensors, each small, so that hardly anything but the calls themselves takes time; P = H = 24,
 an order each step. It is on the CPU, or on a device in software (--import) or in the machine. What waits for other
-threads is not counted. With --against another checkout's learner is measured in turns with this one's.
+threads is not counted. What these take by themselves is, for it holds up a loop that launches kernels. With --against
+another checkout's learner is measured in turns with this one's.
 """
 
 from __future__ import annotations
@@ -89,8 +90,11 @@ def measure(steps: int) -> dict[str, list[float]]:
         while not fragments.revert._pull_back.is_done:
             train()
         first, times = times, defaultdict(list)
+        others_ns, own_ns = time.process_time_ns(), time.thread_time_ns()
         for _ in range(steps):
             train()
+        others_ns, own_ns = time.process_time_ns() - others_ns, time.thread_time_ns() - own_ns
+        times["of other threads, a step"].append((others_ns - own_ns) / 1e3 / steps)
     return times | {f"{kind}, in the first 64 versions": many for kind, many in first.items()}
 
 

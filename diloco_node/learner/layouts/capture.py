@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from diloco_node.errors import LearnerError
 
 CAPTURE_MODE_RELAXED: Final = 2
+
+_WITH_GRAPHS: Final[list[Any]] = [
+    module for module in (torch.cuda, torch.xpu) if hasattr(module, "is_current_stream_capturing")
+]
 
 
 def check_not_capturing(advice: str) -> None:
@@ -21,9 +25,8 @@ def check_not_capturing(advice: str) -> None:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being recorded: nothing may be read then, and the hooks of a replay are not called."""
-    is_begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return is_begun and torch.cuda.is_current_stream_capturing()
+    """Whether a graph is being recorded: nothing may be read then, and the hooks of a replay are not called."""
+    return any(module.is_initialized() and module.is_current_stream_capturing() for module in _WITH_GRAPHS)
 
 
 def relax_capture() -> None:

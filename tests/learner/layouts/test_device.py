@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts import device as device_module
+from diloco_node.learner.layouts.capture import check_not_capturing
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import LOOKS_WAITED
@@ -137,6 +138,13 @@ def test_an_optimizer_that_is_captured_can_not_count_its_steps(folder: Path, mon
         with pytest.raises(LearnerError, match="would miss its replays"):
             toy.optimizer.step()
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_a_graph_of_another_maker_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "is_current_stream_capturing", lambda: True, raising=False)
+    with pytest.raises(LearnerError, match="inside of a CUDA graph's capture"):
+        check_not_capturing("")
 
 
 @pytest.mark.parametrize("ranks", RANKS)
