@@ -16,6 +16,8 @@ from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_
 SAMPLE_VALUES: Final = 256
 """Values to compare of each tensor, spread over it: a tensor that is loaded differs in nearly all of them."""
 
+SLICE_VALUES: Final = 64
+
 REMEDY: Final = (
     "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
     "begin a new run: run.init takes the weights of this one"
@@ -137,6 +139,43 @@ def sample_of(tensor: Tensor) -> Tensor:
     # In one call, for an optimizer's every step takes one: a slice of a flat view would be three.
     place = (-(-count // step),), (step * stride,), values.storage_offset()
     return values.as_strided(*place).to(torch.float32, copy=True)
+
+
+def slices_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return SLICE_VALUES neighbouring values from the middle of each tensor, one after another; a copy.
+
+    In one read for all. Left out are tensors on another device than the first, and those with gaps in their memory.
+    """
+    slices: list[Tensor] = []
+    with torch.no_grad():
+        for tensor in tensors:
+            values: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+            count = values.numel()
+            if slices and values.device != slices[0].device:
+                continue
+            if not values.is_contiguous() and _extent(values) != count:
+                continue
+            start = max(0, count - SLICE_VALUES) // 2
+            place = values.storage_offset() + start
+            slices.append(values.as_strided((min(count, SLICE_VALUES),), (1,), place))
+        return torch.cat(slices) if slices else torch.zeros(0, device="cpu")
+
+
+def _extent(values: Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+
+
+def is_clamped(before: Tensor, now: Tensor) -> Tensor:
+    """Whether values were cut off at two bounds, as constraints of a loop do, and a load does not."""
+    if not now.numel():
+        return torch.ones((), dtype=torch.bool, device=now.device)
+    low, high = now.min(), now.max()
+    return (before.clamp(low, high) == now).all() & ((low < high) | is_shrunk(before, now))
+
+
+def is_shrunk(before: Tensor, now: Tensor) -> Tensor:
+    """Whether each value stayed or went towards zero, some not all the way, as with a mask or a limit of the norm."""
+    return ((now * before >= 0) & (now.abs() <= before.abs())).all() & now.any()
 
 
 def stack(scalars: Iterable[Tensor]) -> Tensor:
