@@ -21,6 +21,11 @@ REFUSALS: Final = {
         "merge in between makes them wrong; so it goes back to where it was. Use an optimizer whose steps take one "
         "gradient each, such as AdamW"
     ),
+    **dict.fromkeys(
+        ("MADGRAD", "DAdaptAdaGrad"),
+        "this optimizer takes each step from the parameters that it began with: it would take back each merge within "
+        "some steps, and nothing would show it. Use one that steps from where it is, such as AdamW or Prodigy",
+    ),
 }
 """By name of the class: none is imported for it."""
 
