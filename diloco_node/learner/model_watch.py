@@ -88,6 +88,7 @@ class ModelWatch:
         self._tensors = tensors
         self._warn = warn
         members = [] if optimizer is None else inner_of(optimizer)
+        # The optimizer whose steps are told, if not the loop itself tells them.
         self._counted = members[0] if is_auto else None
         # The dictionaries of their moments, which a load replaces; empty once that was told.
         self._moments = [(member, member.state) for member in members if "state" in vars(member)]

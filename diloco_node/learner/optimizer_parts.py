@@ -167,14 +167,14 @@ class OptimizerParts:
             for key, pair in group_changes.items():
                 changes[key if changes.get(key) in (None, pair) else f"{key} of group {at}"] = pair
             self._drifts.append(drifts)
-            pairs = group_changes.items()
-            keys = [LATER_STATES[key] for key, (old, own) in pairs if key in LATER_STATES and own and not old]
-            additions += [keys] * len(group["params"])
+            settings_now = {key for key, (old, own) in group_changes.items() if own and not old}
+            keys = [state for key, state in LATER_STATES.items() if key in settings_now]
+            additions += [keys for _ in group["params"]]
         views = [_ByParameter(save) for save in saves]
         state = {index: values for index in range(len(self._parameters)) if (values := self._state_of(index, views))}
-        for index, values in state.items():
-            parameter = self._parameters[index].detach()
-            values |= {key: torch.zeros_like(parameter) for key in additions[index] if key not in values}
+        for place, values in state.items():
+            parameter = self._parameters[place].detach()
+            values |= {key: torch.zeros_like(parameter) for key in additions[place] if key not in values}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         tell_changes(changes)
 

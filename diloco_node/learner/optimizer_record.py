@@ -67,7 +67,7 @@ class OptimizerRecord:
     def change(self) -> Tensor:
         """How far the tensors have moved since `sample`, in lengths; a scalar on the device of the largest.
 
-        Of the largest alone more than TOLD counts, and that only if it was no constraint.
+        It is TOLD at most where a constraint wrote, or where only tensors other than the largest have changed.
         """
         assert self.sample is not None
         now = sample_of(self._largest).to(self.sample.device)
