@@ -70,12 +70,15 @@ class OptimizerRecord:
         It is TOLD at most where a constraint wrote, or where only tensors other than the largest have changed.
         """
         assert self.sample is not None
-        now = sample_of(self._largest).to(self.sample.device)
+        assert self.slices is not None
+        now, slices = sample_of(self._largest).to(self.sample.device), slices_of(self.tensors.values())
+        is_whole = slices.shape == self.slices.shape
+        if now.is_cpu and torch.equal(now, self.sample) and (not is_whole or torch.equal(slices, self.slices)):
+            return now.new_zeros(())
         change = _apart(now, self.sample)
         is_constraint = is_clamped(self.sample, now) | is_shrunk(self.sample, now)
         change = torch.where(is_constraint, change.clamp(max=TOLD), change)
-        slices = None if self.slices is None else slices_of(self.tensors.values())
-        if slices is None or self.slices is None or slices.shape != self.slices.shape:
+        if not is_whole:
             return change
         return torch.maximum(change, _apart(slices, self.slices).clamp(max=TOLD).to(change.device))
 
