@@ -99,7 +99,7 @@ class ShardSampler(Sampler[int]):
         self._ranks = _RankOfRegion(rank, ranks)
         self.order = ShardOrder(self._count, seed=seed)
         self.is_counted = False
-        HERE.use()
+        HERE.use(self, self._count)
         # The numbers that were computed last, and of which rows.
         self._range = RowRange(-1, 0, 0, 0)
         self._numbers = np.zeros(0, np.int64)
@@ -177,12 +177,19 @@ class ShardLoader(DataLoader[Any]):
         ranks: int | None = None,
         **options: Any,
     ) -> None:
-        assert isinstance(rows, Sized), "rows without a length are for ShardStream"
+        if not isinstance(rows, Sized) or not isinstance(batch_size, int) or batch_size < 1:
+            text = f"ShardLoader({type(rows).__name__}, batch_size={batch_size!r})"
+            raise LearnerError(f"{text}: give rows with a length, else a ShardStream, and one row a batch or more")
+        if not options.get("in_order", True):
+            raise LearnerError(
+                "ShardLoader(in_order=False): rows are counted in their order, and would come in another. Leave it out"
+            )
         self._sampler = ShardSampler(rows, seed=seed, rank=rank, ranks=ranks)
         self._batches = _Batches(self._sampler, batch_size)
         self._state = self._batches.state()
         self.token_count = TokenCount()
         super().__init__(rows, batch_sampler=self._batches, **options)
+        HERE.use(self, len(rows), is_counting=True)
 
     def __iter__(self) -> Any:
         """An iteration as long as the sampler's, or what is left of it."""
@@ -257,7 +264,7 @@ class ShardStream(IterableDataset[Any]):
         self._rows = rows
         self._ranks = _RankOfRegion(rank, ranks)
         self._flags = HERE.flags
-        HERE.use()
+        HERE.use(self)
         self._next = 0
 
     def __getstate__(self) -> dict[str, Any]:

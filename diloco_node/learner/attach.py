@@ -448,7 +448,7 @@ class Diloco:
                 )
             return
         self._place.take()
-        HERE.clear()
+        HERE.clear(self._checkpoints.stateful.values())
         die_with_supervisor()
         self._terminate.install()
         description = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)
@@ -492,7 +492,7 @@ class Diloco:
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):
             self._warn(text)
-        self._watch = ModelWatch(self._tensors, self._warn, self._auto_step.optimizer if self._auto_step else None)
+        self._watch = ModelWatch(self._tensors, self._warn, self._checkpoints.optimizer, is_auto=bool(self._auto_step))
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

@@ -39,6 +39,8 @@ LEAVE_PATIENCE_S: Final = 4.0
 LEAVING_EVERY_S: Final = 1.0
 """A daemon that was restarted meanwhile does not know yet that its learner leaves."""
 
+AWAITED_DATA: Final = "waiting for shards of the data that their owners give up"
+
 log = logging.getLogger("diloco_node.learner")
 
 
@@ -101,7 +103,11 @@ class StepBoundaries:
         Raises:
             LearnerError: as `cross`.
         """
+        own = HERE.own
         boundary = last = self.cross(tokens, is_step=True)
+        if HERE.own is not own and not boundary.is_stopping and self._is_without_data():
+            with announce_pause(self.session, AWAITED_DATA, HOLD_MAX_S, before=lambda: None):
+                last = self.place()
         if boundary.is_held and not boundary.is_stopping:
             if self.session is not None:
                 log.warning("no further step for now: %s", self.session.hold_reason)
@@ -170,14 +176,17 @@ class StepBoundaries:
         noted_s = time.monotonic()
         while True:
             boundary = self.cross(0, is_step=False)
-            is_waiting = bool(self.ranks.share_bytes(b"1" if HERE.is_waiting else b""))
+            is_waiting = self._is_without_data()
             if boundary.is_stopping or (self.fragments.is_placed and not is_waiting):
                 return boundary
             self._wait(WAIT_SLICE_S)
             if self.ranks.is_first and time.monotonic() - noted_s > NOTE_EVERY_S:
                 noted_s = time.monotonic()
-                awaited = "shards of the data that their owners give up" if is_waiting else "versions of all fragments"
-                log.info("waiting for %s", awaited)
+                log.info("%s", AWAITED_DATA if is_waiting else "waiting for versions of all fragments")
+
+    def _is_without_data(self) -> bool:
+        """Whether rank 0's loader has no row that it may train yet. All ranks call it."""
+        return bool(self.ranks.share_bytes(b"1" if HERE.is_waiting else b""))
 
     def settle(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> Iterator[Boundary]:
         """Boundaries for some time, by rank 0's clock, or `until` it says so there. All ranks are in it.

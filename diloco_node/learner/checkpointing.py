@@ -66,6 +66,9 @@ class Checkpointing:
     Args:
         optimizer, stateful: what they hold; a gradient scaler that belongs to the optimizer, too.
         every_s: seconds from one to the next, at most; 0 for none. warn: tells people what of the loop they don't hold.
+
+    Attributes:
+        optimizer, stateful: as given, with the scaler.
     """
 
     def __init__(
@@ -76,10 +79,10 @@ class Checkpointing:
         every_s: float,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
-        self._optimizer = optimizer
-        self._stateful = {name: as_stateful(name, component) for name, component in stateful.items()}
-        if (scaler := scaler_of(optimizer)) is not None and scaler not in self._stateful.values():
-            self._stateful["gradient scaler"] = scaler
+        self.optimizer = optimizer
+        self.stateful = {name: as_stateful(name, component) for name, component in stateful.items()}
+        if (scaler := scaler_of(optimizer)) is not None and scaler not in self.stateful.values():
+            self.stateful["gradient scaler"] = scaler
         # What of the loop is not kept; None before `resume`, and where nothing is.
         self._loop_state: LoopState | None = None
         self._every_s = every_s
@@ -107,8 +110,8 @@ class Checkpointing:
                 raise LearnerError("attach(checkpoint_every_s=0) on some ranks only: give all of them the same")
             return NO_PROGRESS
         folder = state_dir / "learner" / "checkpoints"
-        if self._optimizer is not None:
-            self._parts = OptimizerParts(self._optimizer, tensors, shards, ranks.rank)
+        if self.optimizer is not None:
+            self._parts = OptimizerParts(self.optimizer, tensors, shards, ranks.rank)
         self._writer = CheckpointWriter(folder, RankPlace(ranks.rank, ranks.size))
         self._expected_s = MOMENT_BYTES * sum(local_part(tensor).numel() for tensor in tensors.names) / BYTES_PER_S
         listing = json.dumps([name.text for name in newest_first(folder)]).encode()
@@ -118,11 +121,11 @@ class Checkpointing:
             if checkpoint is not None:
                 self._whole = next(iter(group)).age
                 progress = checkpoint.progress
-                names = ", ".join(["optimizer", *self._stateful] if self._optimizer is not None else self._stateful)
+                names = ", ".join(["optimizer", *self.stateful] if self.optimizer is not None else self.stateful)
                 log.info("from the checkpoint at step %d: %s", progress.global_step, names or "random generators")
                 break
         if ranks.is_first:
-            self._loop_state = LoopState(tensors, self._stateful, self._warn, self._optimizer)
+            self._loop_state = LoopState(tensors, self.stateful, self._warn, self.optimizer)
         return progress
 
     def _read(
@@ -175,7 +178,7 @@ class Checkpointing:
         extras = [checkpoints[of_rank[rank]] for rank in sorted(needed_ranks - {first})]
         base.restore(
             self._parts,
-            self._stateful,
+            self.stateful,
             rng=first == ranks.rank,
             siblings=[extra.kept() for extra in extras if extra is not None],
         )
@@ -225,7 +228,7 @@ class Checkpointing:
         before_s, self._saved_at_s = self._saved_at_s, time.monotonic()
         try:
             is_copied = self._writer.save(
-                progress, self._parts, self._stateful, whole=self._whole, is_waiting=is_waiting
+                progress, self._parts, self.stateful, whole=self._whole, is_waiting=is_waiting
             )
         except LearnerError as error:
             self._warn(f"no checkpoints of this learner, a restart begins its state anew: {error}")

@@ -6,7 +6,7 @@ that it replaces would be trained by this region alone. Four signs cost next to 
 - the dictionaries of the modules hold the same parameters and modules, and these have the same types and shapes;
 - a step of any optimizer calls a hook before and after it: what does the optimizer hold?
 - a tensor counts the writes to it: between two steps of its optimizer nobody writes but this learner;
-- samples of values, for `tensor.data` counts nothing: of all tensors before the first step, later of the largest.
+- samples of values, for `tensor.data` counts nothing: before the first step, and between two steps.
 
 An optimizer that trains a copy of the weights (schedule-free, Lookahead) takes the parameters back to where its copy
 stands, so versions are half undone. A copy is a state that looks like its parameter and moves.
@@ -28,13 +28,14 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.capture import is_capturing
 from diloco_node.learner.layouts.tensors import ModelTensors, local_part
 from diloco_node.learner.loss import LateLoss
-from diloco_node.learner.optimizer_record import OptimizerRecord
-from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of
+from diloco_node.learner.optimizer_record import TOLD, OptimizerRecord
+from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
 from diloco_node.learner.tensor_forms import (
     REMEDY,
     TensorForms,
     TensorPlaces,
     check_not_replaced,
+    is_clamped,
     sample_of,
     stack,
 )
@@ -72,19 +73,25 @@ class ModelWatch:
     """See the module. Made when the model holds the run's parameters; `close` takes the hooks away.
 
     Args:
-        tensors: the model's. warn: tells people what is odd, but no error.
-        counted: the only optimizer whose steps are told, if not the loop itself tells them.
+        tensors: the model's. warn: tells people what is odd, but no error. optimizer: that attach() was given.
+        is_auto: its steps are told, and not by the loop.
     """
 
     def __init__(
         self,
         tensors: ModelTensors,
         warn: Callable[[str], None],
-        counted: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        is_auto: bool = False,
     ) -> None:
         self._tensors = tensors
         self._warn = warn
-        self._counted = counted
+        members = [] if optimizer is None else inner_of(optimizer)
+        # The optimizer whose steps are told, if not the loop itself tells them.
+        self._counted = members[0] if is_auto else None
+        # The dictionaries of their moments, which a load replaces; empty once that was told.
+        self._moments = [(member, member.state) for member in members if "state" in vars(member)]
         # Merged tensors and masters, with their names.
         self._names = tensors.names
         self._forms = TensorForms(self._names)
@@ -116,7 +123,7 @@ class ModelWatch:
         # Values that are not as `attach` wrote them, by tensor, and their sum, maybe on its way from a device.
         self._differing: list[Tensor] = []
         self._differing_sum = LateLoss()
-        # Greatest change of the largest tensor of an optimizer that steps, since it stepped last, and whose that is.
+        # Greatest change of the tensors of an optimizer since it stepped last, and one of those; on its way, and next.
         self._silent_name, self._silent = "", LateLoss()
         self._silent_pending: Tensor | None = None
         # Looks at counted writes of others; the greatest change by these that is not on its way to the host, and that
@@ -145,8 +152,8 @@ class ModelWatch:
         """
         self._check_model()
         self._check_still()
+        self._check_moments()
         self._count_told()
-        self._hear_silent()
         self.check_writes()
         self._hear_changes()
         if self._written:
@@ -228,6 +235,19 @@ class ModelWatch:
                     "was written to: the loop trains another model, such as a copy. Give attach() that one"
                 )
 
+    def _check_moments(self) -> None:
+        """Notice moments and settings that the loop loaded after `attach`, in place of the checkpoint's."""
+        for optimizer, state in self._moments:
+            if optimizer.state is not state:
+                self._moments = []
+                rates = {float(group["lr"]): None for group in optimizer.param_groups if "lr" in group}
+                self._warn(
+                    f"{kind_of(optimizer)} has another state than after attach(), as load_state_dict() gives it: its "
+                    f"moments, and settings such as lr (now {', '.join(f'{rate:g}' for rate in rates)}), are those "
+                    "that were loaded and not this learner's, at each start. Load before attach()"
+                )
+                return
+
     def _count_told(self) -> None:
         """Notice a step told for each micro-batch, after the first: a captured loop makes few, a scaler skips some."""
         self._told_steps += 1
@@ -253,11 +273,8 @@ class ModelWatch:
         record.is_stepping = True
         if self._written:
             self._compare(is_trained=False)
-        elif not self._check_writes(record) and record.is_followed(self._told_steps):
-            change, pending = record.change(), self._silent_pending
-            self._silent_pending = change if pending is None else torch.maximum(pending, change.to(pending.device))
-            self._silent_name = record.name
-            self._hear_silent()
+        else:
+            self._check_record(record)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         record = None if torch.compiler.is_compiling() else self._optimizers.get(optimizer)
@@ -312,6 +329,8 @@ class ModelWatch:
                 f"This region would train them alone. {REMEDY}"
             )
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
+        if tensors:
+            check_kind(optimizer)
         self._optimizers[optimizer] = record = OptimizerRecord(size, tensors) if tensors else None
         for sibling in filter(None, self._optimizers.values()):
             if record is not None and sibling is not record and not sibling.tensors.keys().isdisjoint(tensors):
@@ -328,9 +347,14 @@ class ModelWatch:
         """
         samples, self._written = self._written, []
         pairs = [(sample_of(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
-        self._differing = [(value != sample).sum() for value, sample in pairs]
+        counts = [(value != sample).sum() for value, sample in pairs]
+        self._differing = [n * ~is_clamped(sample, value) for n, (value, sample) in zip(counts, pairs, strict=True)]
         count = stack(self._differing).sum()
-        if is_trained:
+        if not is_trained:
+            changes = [name for name, n in zip(self._weights.values(), counts, strict=True) if n.is_cpu and n > 0]
+            self._silent_name = changes[0] if changes else next(iter(self._weights.values()))
+            self._note_silent(stack(counts).sum().clamp(max=TOLD))
+        else:
             distance = stack((value - sample).square().sum() for value, sample in pairs).sum()
             length = stack(sample.square().sum() for _, sample in pairs).sum()
             count = count * (distance > FAR_AT_FIRST**2 * length)
@@ -372,6 +396,19 @@ class ModelWatch:
             )
         return True
 
+    def _check_record(self, record: OptimizerRecord) -> None:
+        """Look for writes since the last step, also for those that no count tells."""
+        if not self._check_writes(record) and record.is_followed(self._told_steps):
+            change = record.change()
+            if self._silent_pending is None:
+                self._silent_name = record.name_of_change() if change.is_cpu and change > 0 else record.name
+            self._note_silent(change)
+        self._hear_silent()
+
+    def _note_silent(self, change: Tensor) -> None:
+        pending = self._silent_pending
+        self._silent_pending = change if pending is None else torch.maximum(pending, change.to(pending.device))
+
     def _hear_silent(self) -> None:
         """Judge what no count of writes tells, once it has come from its device."""
         if change := self._silent.fresh():
@@ -409,7 +446,7 @@ class ModelWatch:
         """Raise LearnerError: weights were loaded since the last step of an optimizer."""
         for record in self._optimizers.values():
             if record is not None and not record.is_stepping:
-                self._check_writes(record)
+                self._check_record(record)
 
     def foreign_write(self) -> str:
         """Say what was written to a tensor since the last step, if it is still there. Waits for the device."""

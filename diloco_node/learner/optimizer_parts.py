@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from diloco_node.learner.schedules import Changes, is_same, script_settings, tak
 from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of, settings_of
 
 Json = dict[str, Any]
+
+LATER_STATES: Final = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""States, zero at first, that optimizers of torch's make in a parameter's first step alone; by the setting for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,8 @@ class OptimizerParts:
         is_named, settings = any(self._names), settings_of(self._optimizer)
         scripts = [*first.rest.get("script", ()), *({} for _ in groups)]
         changes: Changes = {}
+        # By parameter the states that a setting of the script asks for and no checkpoint has yet.
+        additions: list[list[str]] = []
         for at, (group, own_group, script) in enumerate(zip(groups, own_groups, scripts, strict=False)):
             if not is_named and len(group["params"]) != len(own_group["params"]):
                 raise ValueError("another number of parameters was kept")
@@ -162,8 +167,14 @@ class OptimizerParts:
             for key, pair in group_changes.items():
                 changes[key if changes.get(key) in (None, pair) else f"{key} of group {at}"] = pair
             self._drifts.append(drifts)
+            settings_now = {key for key, (old, own) in group_changes.items() if own and not old}
+            keys = [state for key, state in LATER_STATES.items() if key in settings_now]
+            additions += [keys for _ in group["params"]]
         views = [_ByParameter(save) for save in saves]
         state = {index: values for index in range(len(self._parameters)) if (values := self._state_of(index, views))}
+        for place, values in state.items():
+            parameter = self._parameters[place].detach()
+            values |= {key: torch.zeros_like(parameter) for key in additions[place] if key not in values}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         tell_changes(changes)
 

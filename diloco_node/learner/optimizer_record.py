@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from diloco_node.learner.layouts.tensors import local_part
-from diloco_node.learner.tensor_forms import sample_of
+from diloco_node.learner.tensor_forms import is_clamped, is_shrunk, sample_of, slices_of
+
+TOLD: Final = 0.05
+"""Change that is told and ends nobody: the most that a constraint counts as, or a write to other tensors alone."""
 
 _WRITES: Final = attrgetter("_version")
 
@@ -27,7 +30,7 @@ class OptimizerRecord:
         told_steps: that the loop had told when `sample` was taken.
         is_stepping: it is in a step: what it writes was not noted yet.
         is_captured: a CUDA graph recorded a step of it since its writes were noted.
-        sample: of its largest tensor at that time: a load changes all of them.
+        sample: of its largest tensor at that time: a load changes all of them. slices: of all its tensors.
         before: samples of its tensors before a step after which its states are looked at, by name.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
             first, by names of parameter and state.
@@ -43,6 +46,7 @@ class OptimizerRecord:
     is_stepping: bool = False
     is_captured: bool = False
     sample: Tensor | None = None
+    slices: Tensor | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
     siblings: list[OptimizerRecord] = field(default_factory=list)
@@ -61,12 +65,34 @@ class OptimizerRecord:
         return self.sample is not None and told_steps - self.told_steps <= 1
 
     def change(self) -> Tensor:
-        """How far the largest has moved from `sample`, in that one's lengths; a scalar on its device."""
+        """How far the tensors have moved since `sample`, in lengths; a scalar on the device of the largest.
+
+        It is TOLD at most where a constraint wrote, or where only tensors other than the largest have changed.
+        """
         assert self.sample is not None
-        way = torch.linalg.vector_norm(sample_of(self._largest).to(self.sample.device) - self.sample)
-        # Of a sample that is zero nobody can say how far is far.
-        change: Tensor = (way / torch.linalg.vector_norm(self.sample)).nan_to_num(0.0, posinf=0.0)
-        return change
+        assert self.slices is not None
+        now, slices = sample_of(self._largest).to(self.sample.device), slices_of(self.tensors.values())
+        is_whole = slices.shape == self.slices.shape
+        if now.is_cpu and torch.equal(now, self.sample) and (not is_whole or torch.equal(slices, self.slices)):
+            return now.new_zeros(())
+        change = _apart(now, self.sample)
+        is_constraint = is_clamped(self.sample, now) | is_shrunk(self.sample, now)
+        change = torch.where(is_constraint, change.clamp(max=TOLD), change)
+        if not is_whole:
+            return change
+        return torch.maximum(change, _apart(slices, self.slices).clamp(max=TOLD).to(change.device))
+
+    def name_of_change(self) -> str:
+        """Name a tensor whose slice differs now; the largest where none does. Waits for the device."""
+        if self.slices is not None:
+            start = 0
+            for name, tensor in self.tensors.items():
+                now = slices_of([tensor])
+                before = self.slices[start : start + len(now)]
+                start += len(now)
+                if before.device == now.device and not torch.equal(before, now.to(before.dtype)):
+                    return name
+        return self.name
 
     @property
     def name(self) -> str:
@@ -82,3 +108,11 @@ class OptimizerRecord:
         writes = self.count_writes()
         if is_step or writes != self.writes:
             self.writes, self.sample = writes, sample_of(self._largest)
+            self.slices = slices_of(self.tensors.values())
+
+
+def _apart(now: Tensor, before: Tensor) -> Tensor:
+    """Distance in lengths of the values before; 0 of values that are zero: nobody can say how far is far."""
+    way = torch.linalg.vector_norm(now - before, dtype=torch.float32)
+    distance: Tensor = way / torch.linalg.vector_norm(before, dtype=torch.float32)
+    return distance.nan_to_num(0.0, posinf=0.0)

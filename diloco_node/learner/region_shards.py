@@ -15,7 +15,7 @@ import logging
 import os
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
@@ -56,11 +56,12 @@ class RegionShards:
     def __init__(self) -> None:
         self.flags = torch.full((SHARDS,), _UNKNOWN, dtype=torch.uint8, device="cpu")
         self.flags.share_memory_()  # type: ignore[no-untyped-call]
-        self._is_used = False
+        # Readers of this table: how many rows each has, and whether it says how far it is (`gave`).
+        self._readers: weakref.WeakKeyDictionary[object, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.clear()
 
-    def clear(self) -> None:
-        """Be nobody's learner: alone."""
+    def clear(self, components: Iterable[object] = ()) -> None:
+        """Be nobody's learner: alone. The loader that counts is the first of these that is one, if any is."""
         self.flags.fill_(_UNKNOWN)
         self.changes = 0
         # Another tuple after each change of them, or of where they are begun.
@@ -71,8 +72,12 @@ class RegionShards:
         self._book: RowBook | None = None
         # Rows of each shard, over all passes, that the loop was deal, or that lives before trained.
         self._positions: I64 = np.zeros(SHARDS, np.int64)
+        # Those that a former region still has.
+        self._awaited: tuple[int, ...] = ()
         # The loader that counts.
-        self._teller: weakref.ref[object] | None = None
+        loaders = [reader for reader, (_, is_counting) in self._readers.items() if is_counting]
+        tellers = [component for component in components if any(component is loader for loader in loaders)]
+        self._teller: weakref.ref[object] | None = weakref.ref(tellers[0]) if tellers else None
         # What the file holds; and whether the daemon has not told the first shards yet.
         self._saved: Mapping[int, int] = {}
         self._is_new = True
@@ -91,12 +96,14 @@ class RegionShards:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a loader was made for the region's shards, and it has none yet that it may train."""
-        return self._is_used and not self._own
+        """Whether a loader was made for the region's shards, and only those that it may not train yet have its rows."""
+        least = min((rows for rows, _ in self._readers.values()), default=0)  # rows are in the first shards
+        has_rows = bool(self._own) and self._own[0] < least
+        return bool(least) and not has_rows and (not self._own or min(self._awaited, default=SHARDS) < least)
 
-    def use(self) -> None:
-        """Note that a loader reads this table."""
-        self._is_used = True
+    def use(self, reader: object, rows: int = SHARDS, *, is_counting: bool = False) -> None:
+        """Note that a loader of so many rows reads this table. `is_counting`: it says how far it is (`gave`)."""
+        self._readers[reader] = rows, is_counting
 
     def begin(self, welcome: Welcome, *, is_first: bool) -> None:
         """Be the learner of a region; its shards come with `follow`. `is_first`: rank 0, which has the file."""
@@ -124,6 +131,7 @@ class RegionShards:
         is_further = bool((starts > self._positions[shards]).any())
         self._positions[shards] = np.maximum(self._positions[shards], starts)
         own = tuple(shards[starts >= 0].tolist())
+        self._awaited = tuple(shards[starts < 0].tolist())
         if own != self._own:
             log.info("%d of %d shards of the data are this region's, %d before", len(own), SHARDS, len(self._own))
         if own != self._own or is_further:  # it may have been another's meanwhile, which trained on
@@ -141,12 +149,17 @@ class RegionShards:
     # ---- what is trained ---------------------------------------------------------------------------------------------
 
     def counts(self, loader: object) -> bool:
-        """Whether this loader's rows are those that count: one does, the first."""
+        """Whether this loader's rows are those that count: the one in `stateful`, else the first that is to train."""
         teller = None if self._teller is None else self._teller()
+        if teller is None and not torch.is_grad_enabled():
+            return False  # an evaluation
         if teller is None:
             self._teller = weakref.ref(loader)
-        elif teller is not loader and self._book is not None:
-            log.warning("a second loader of the region's shards: after a restart or a move its rows come once more")
+        elif teller is not loader and self._book is not None and torch.is_grad_enabled():
+            log.warning(
+                "a second loader of the region's shards: after a restart or a move its rows come once more. If it is "
+                "the one that trains, give it to attach(stateful={'data': loader})"
+            )
         return teller is None or teller is loader
 
     @property

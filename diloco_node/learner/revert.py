@@ -158,8 +158,8 @@ class RevertCheck:
         if self._reverted >= VERSIONS_REVERTED:
             name = local.slabs[0].piece.name
             raise LearnerError(
-                f"the optimizer reverted {name!r} one step after a version was applied, {self._reverted} times: it "
-                "keeps masters of its own. Pass them, attach(..., masters={name: float32 tensor}), so that versions "
-                "reach them too"
+                f"the optimizer reverted {name!r} one step after a version was applied, {self._reverted} times. Where "
+                "it keeps masters of its own, pass them, attach(..., masters={name: float32 tensor}), so that versions "
+                "reach them too. Where each of its steps is a whole search, use one with small steps, such as AdamW"
             )
         self._is_done = self._is_done or self._looks >= LOOKS_MAX

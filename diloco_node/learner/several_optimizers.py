@@ -10,8 +10,24 @@ import torch
 
 from diloco_node.errors import LearnerError
 
-ZERO: Final = "ZeroRedundancyOptimizer"
-"""By name: `torch.distributed.optim` is not imported for it."""
+REFUSALS: Final = {
+    "ZeroRedundancyOptimizer": (
+        "attach() can't keep the state of a ZeroRedundancyOptimizer, for each rank has a part of it that only a "
+        "collective brings together. Shard the model with fully_shard (FSDP2) and give a plain optimizer, or give "
+        "attach none: then the moments begin anew after a restart"
+    ),
+    "LBFGS": (
+        "LBFGS can't train in a run: it takes the curvature from the ways and gradients between its own steps, and a "
+        "merge in between makes them wrong; so it goes back to where it was. Use an optimizer whose steps take one "
+        "gradient each, such as AdamW"
+    ),
+    **dict.fromkeys(
+        ("MADGRAD", "DAdaptAdaGrad"),
+        "this optimizer takes each step from the parameters that it began with: it would take back each merge within "
+        "some steps, and nothing would show it. Use one that steps from where it is, such as AdamW or Prodigy",
+    ),
+}
+"""By name of the class: none is imported for it."""
 
 OptimizerArgument = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -23,7 +39,7 @@ def as_one(optimizers: OptimizerArgument) -> torch.optim.Optimizer | None:
         optimizers: one, several, or none; wrappers such as Accelerate's are looked into.
 
     Raises:
-        LearnerError: one of them is no optimizer, or its state is on other ranks (ZeRO).
+        LearnerError: one of them is no optimizer, or of a kind in `REFUSALS`.
     """
     single: list[Any] = [] if optimizers is None else [optimizers]
     members = list(optimizers) if isinstance(optimizers, list | tuple) else single
@@ -33,13 +49,15 @@ def as_one(optimizers: OptimizerArgument) -> torch.optim.Optimizer | None:
                 f"attach() was given a {type(member).__name__} as its optimizer: give one of torch.optim, or a list of "
                 "them"
             )
-        if any(kind.__name__ == ZERO for inner in _inside(member) for kind in type(inner).__mro__):
-            raise LearnerError(
-                f"attach() can't keep the state of a {ZERO}, for each rank has a part of it that only a collective "
-                "brings together. Shard the model with fully_shard (FSDP2) and give a plain optimizer, or give attach "
-                "none: then the moments begin anew after a restart"
-            )
+        check_kind(member)
     return SeveralOptimizers(members) if len(members) > 1 else members[0] if members else None
+
+
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raise LearnerError: a run can't go together with an optimizer of this kind, or with one inside of it."""
+    names = [kind.__name__ for inner in _inside(optimizer) for kind in type(inner).__mro__]
+    if refusal := next((REFUSALS[name] for name in names if name in REFUSALS), ""):
+        raise LearnerError(refusal)
 
 
 def _inside(optimizer: Any) -> Iterator[Any]:

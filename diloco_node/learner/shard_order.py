@@ -88,7 +88,8 @@ class ShardOrder:
         if not len(self._filled):
             raise ConfigError(
                 f"no data for this region: {self.sizes.sum()} rows or windows of text in {SHARDS} shards, none in "
-                f"the {len(own)} of this region. Give more data"
+                f"the {len(own)} that it may train now. Give more data, or make the loader before attach(), which "
+                "waits for the shards that another region gives up"
             )
         ranges = []
         while count > 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any, Final
@@ -15,6 +15,8 @@ from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_
 
 SAMPLE_VALUES: Final = 256
 """Values to compare of each tensor, spread over it: a tensor that is loaded differs in nearly all of them."""
+
+SLICE_VALUES: Final = 64
 
 REMEDY: Final = (
     "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
@@ -35,21 +37,16 @@ class TensorForms:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple(tensors)
         self._forms = [*map(_FORM, self._tensors)]
-        self._is_same = _guard_of(self._tensors)
 
     def difference(self) -> tuple[int, str, str] | None:
         """Number of the first tensor that has another form now, and its form before and now; None: all are the same."""
-        if self._is_same(*self._tensors):
-            return None
         forms = [*map(_FORM, self._tensors)]
-        if forms != self._forms:
-            entries = enumerate(zip(self._forms, forms, strict=True))
-            number, pair = next((number, pair) for number, pair in entries if pair[0] != pair[1])
-            before, now = (f"{dtype} of shape {tuple(shape)}" for dtype, shape in pair)
-            return number, before, now
-        # The guard sees more: a tensor on another device, one that was frozen, or a loop that calls under autocast.
-        self._is_same = _guard_of(self._tensors)
-        return None
+        if forms == self._forms:
+            return None
+        entries = enumerate(zip(self._forms, forms, strict=True))
+        number, pair = next((number, pair) for number, pair in entries if pair[0] != pair[1])
+        before, now = (f"{dtype} of shape {tuple(shape)}" for dtype, shape in pair)
+        return number, before, now
 
 
 class TensorPlaces:
@@ -66,28 +63,6 @@ class TensorPlaces:
         """Whether they hold the same now."""
         now = chain.from_iterable(map(_VALUES, self._filled))
         return [*map(len, self._holders)] == self._sizes and all(map(is_, now, self._values))
-
-
-def _guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
-    """Return a function that is True only if tensors have the forms that these have now.
-
-    It is the guard of torch's compiled code, one call for all: a third of the time. Where a torch has it no more, or in
-    another way, the function is always False.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
-        strides: list[Any] = [[None] * tensor.dim() for tensor in tensors]
-        guards: Any = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        check: Callable[..., bool] = guards.check
-        return check if check(*tensors) else _is_never_same
-    except Exception:  # noqa: BLE001 - it is no public part of torch
-        return _is_never_same
-
-
-def _is_never_same(*_: Tensor) -> bool:
-    return False
 
 
 def check_not_replaced(tensors: ModelTensors) -> None:
@@ -137,6 +112,43 @@ def sample_of(tensor: Tensor) -> Tensor:
     # In one call, for an optimizer's every step takes one: a slice of a flat view would be three.
     place = (-(-count // step),), (step * stride,), values.storage_offset()
     return values.as_strided(*place).to(torch.float32, copy=True)
+
+
+def slices_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return SLICE_VALUES neighbouring values from the middle of each tensor, one after another; a copy.
+
+    In one read for all. Left out are tensors on another device than the first, and those with gaps in their memory.
+    """
+    slices: list[Tensor] = []
+    with torch.no_grad():
+        for tensor in tensors:
+            values: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+            count = values.numel()
+            if slices and values.device != slices[0].device:
+                continue
+            if not values.is_contiguous() and _extent(values) != count:
+                continue
+            start = max(0, count - SLICE_VALUES) // 2
+            place = values.storage_offset() + start
+            slices.append(values.as_strided((min(count, SLICE_VALUES),), (1,), place))
+        return torch.cat(slices) if slices else torch.zeros(0, device="cpu")
+
+
+def _extent(values: Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+
+
+def is_clamped(before: Tensor, now: Tensor) -> Tensor:
+    """Whether values were cut off at two bounds, as constraints of a loop do, and a load does not."""
+    if not now.numel():
+        return torch.ones((), dtype=torch.bool, device=now.device)
+    low, high = now.min(), now.max()
+    return (before.clamp(low, high) == now).all() & ((low < high) | is_shrunk(before, now))
+
+
+def is_shrunk(before: Tensor, now: Tensor) -> Tensor:
+    """Whether each value stayed or went towards zero, some not all the way, as with a mask or a limit of the norm."""
+    return ((now * before >= 0) & (now.abs() <= before.abs())).all() & now.any()
 
 
 def stack(scalars: Iterable[Tensor]) -> Tensor:

@@ -282,6 +282,7 @@ async def test_an_example_that_is_killed_five_times_trains_no_row_again_but_thos
         # A checkpoint counts from the boundary after it is on disk: a kill in between tells of the one before.
         saved = [*(file.step for file in files_at_kills[number] if file.incarnation == number + 1), 0][:2]
         lost, said = [len(steps) - step for step in saved], int(told[number])
+        print(f"{example}: life {number} of {len(steps)} steps, {lost[0]} since its checkpoint, told {said}")
         assert lost[0] <= said + 1, "a step may be noted, but not counted yet"
         assert said in {count - uncounted for count in lost for uncounted in (0, 1)}, "exact, for one of both"
     width = EPOCH_STEPS.get(example, 0)

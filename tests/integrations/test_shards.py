@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,9 @@ from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.integrations.loader import EndlessLoader
 from diloco_node.integrations.shards import ShardLoader, ShardSampler, ShardStream
 from diloco_node.learner.region_shards import HERE
-from diloco_node.wire.learner_link import SnapshotReady
+from diloco_node.wire.learner_link import ShardsGiven, SnapshotReady
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import Toy
+from tests.kit.learner_kit import Toy, session_of
 from tests.kit.shards_given import begin, follow, shards_given
 
 pytestmark = [
@@ -204,7 +206,7 @@ def test_a_restart_goes_on_behind_what_was_named_whatever_the_checkpoint_says(tm
     assert not HERE.begun.any()
 
 
-def test_of_two_loaders_the_first_counts(caplog: pytest.LogCaptureFixture):
+def test_of_two_loaders_that_train_the_first_counts(caplog: pytest.LogCaptureFixture):
     begin("run", "us-east", NAMES)
     first, second = ShardLoader(Numbers(999), batch_size=2), ShardLoader(Numbers(77), batch_size=2)
     take(first, 1)
@@ -212,6 +214,97 @@ def test_of_two_loaders_the_first_counts(caplog: pytest.LogCaptureFixture):
     take(second, 1)
     assert HERE.rows(0, 1) == rows
     assert "a second loader of the region's shards" in caplog.text
+    assert "give it to attach(stateful={'data': loader})" in caplog.text
+
+
+def evaluated_by_no_grad(loader: Any) -> None:
+    with torch.no_grad():
+        take(loader, 2)
+
+
+def evaluated_in_inference_mode(loader: Any) -> None:
+    with torch.inference_mode():
+        take(loader, 2)
+
+
+@torch.no_grad()
+def evaluated_by_a_function(loader: Any) -> None:
+    for _ in loader:
+        break
+
+
+@pytest.mark.parametrize("evaluate", [evaluated_by_no_grad, evaluated_in_inference_mode, evaluated_by_a_function])
+def test_a_loader_that_evaluates_first_is_not_counted(evaluate: Any, caplog: pytest.LogCaptureFixture) -> None:
+    begin("run", "us-east", NAMES)
+    held_out, loader = ShardLoader(Numbers(77), batch_size=2), ShardLoader(Numbers(999), batch_size=2)
+    evaluate(held_out)
+    assert HERE.rows(0, 1) == ()
+    rows = take(loader, 3)
+    evaluate(held_out)
+    named = TrainedRows.unpacked(HERE.rows(0, 2))
+    assert sum(item.stop - item.start for item in named.ranges) == len(rows)
+    assert {item.shard for item in named.ranges} == {row % SHARDS for row in rows}
+    assert "second loader" not in caplog.text
+
+
+def test_the_loader_that_attach_was_given_counts_whichever_is_iterated_first(folder: Path) -> None:
+    toy, seen = Toy(), []
+    other, held_out, loader = (ShardLoader(Numbers(count), batch_size=2) for count in (2222, 77, 999))
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, stateful={"z": other, "data": loader}):
+        take(held_out, 2)
+        seen = take(other, 2)
+        take(loader, 1)
+        named = TrainedRows.unpacked(HERE.rows(0, 1))
+        assert {item.shard for item in named.ranges} == {row % SHARDS for row in seen}, "the first of several"
+
+
+def test_batches_in_another_order_and_of_no_row_are_refused():
+    with pytest.raises(LearnerError, match=r"in_order=False.*Leave it out"):
+        ShardLoader(Numbers(9), num_workers=2, in_order=False)
+    assert len(ShardLoader(Numbers(9), num_workers=2, in_order=True)) == 9
+    for size in (0, -1, None, 2.0):
+        with pytest.raises(LearnerError, match=rf"ShardLoader\(Numbers, batch_size={size}\).*one row a batch or more"):
+            ShardLoader(Numbers(9), batch_size=size)  # type: ignore[arg-type]
+    with pytest.raises(LearnerError, match=r"ShardLoader\(Waiting.*else a ShardStream"):
+        ShardLoader(Waiting(0))
+
+
+@pytest.mark.parametrize("rows", [5 * SHARDS, 40])
+def test_a_loop_whose_shards_all_wait_for_another_region_waits_and_says_so(folder: Path, rows: int):
+    """Of few rows most shards are empty: it waits for those that are not."""
+    toy, names = Toy(), ("eu-west", "us-east", "us-west")
+    own = region_shards("run-1", "us-east", names)
+    loader = ShardLoader(Numbers(rows), batch_size=2, seed=1)
+    with (
+        FakeDaemon(folder) as daemon,
+        diloco_node.attach(toy.model, toy.optimizer, stateful={"data": loader}) as diloco,
+    ):
+        batches = iter(loader)
+        next(batches)
+        toy.step(diloco)
+        waiting = [shard for shard in own if shard < rows]
+        daemon.send(ShardsGiven(1, own, tuple(-1 if shard in waiting else 0 for shard in own)))
+        answers: list[str] = []
+
+        def give_up() -> None:
+            deadline_s = time.monotonic() + 60
+            session = session_of(diloco)
+            while session.place.activity != "waiting for shards of the data that their owners give up":
+                if time.monotonic() > deadline_s:
+                    break
+                time.sleep(0.01)
+            answers.append(session.place.activity)
+            daemon.send(shards_given("run-1", "us-east", names, changes=1))
+
+        thread = threading.Thread(target=give_up)
+        thread.start()
+        while not answers:
+            toy.step(diloco)
+        thread.join()
+        assert answers == ["waiting for shards of the data that their owners give up"]
+        assert diloco.shards == own
+        assert {int(row) % SHARDS for row in next(batches)} <= set(own)
+        assert session_of(diloco).place.activity == ""
 
 
 def test_rows_before_attach_are_refused_where_there_is_a_daemon(folder: Path):

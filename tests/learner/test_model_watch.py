@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -291,6 +292,141 @@ def test_what_a_loop_writes_by_data_is_told_once_and_hidden_steps_are_not(folder
         assert len([message for message in daemon.said if isinstance(message, Warned)]) == 1
 
 
+def _shift_bias(model: nn.Module) -> None:
+    model[0].bias.data.add_(0.1)  # type: ignore[index, operator, union-attr]
+
+
+def _load_small_layer(model: nn.Module) -> None:
+    for parameter, other in zip(model[0].parameters(), net(7)[0].parameters(), strict=True):  # type: ignore[index]
+        parameter.data.copy_(other.data)
+
+
+def _put_small_layer(model: nn.Module) -> None:
+    for parameter, other in zip(model[0].parameters(), net(7)[0].parameters(), strict=True):  # type: ignore[index]
+        parameter.data = other.data.t().contiguous().t()
+
+
+def _zero_through_numpy(model: nn.Module) -> None:
+    model[0].bias.detach().numpy()[:] = 0.0  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("moment", ["before the step", "before the boundary"])
+@pytest.mark.parametrize("change", [_shift_bias, _load_small_layer, _put_small_layer, _zero_through_numpy])
+def test_a_write_by_data_to_small_tensors_alone_is_told_by_name(
+    folder: Path, change: Callable[[nn.Module], None], moment: str
+) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 3)
+        if moment == "before the boundary":
+            optimizer.step()
+        change(model)
+        step_twice(model, diloco) if moment == "before the boundary" else train(model, optimizer, diloco, 2)
+        text = daemon.wait_for(Warned).text
+        assert text.startswith(("'0.bias' was written to by something else", "'0.weight' was written to by something"))
+
+
+def _clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def _clamp_counted(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(min=0.0)
+
+
+def _prune(model: nn.Module) -> None:
+    weight = model[1].weight  # type: ignore[index]
+    weight.data.mul_(weight.data.abs() > weight.data.abs().median())  # type: ignore[operator, union-attr]
+
+
+def _limit_norms(model: nn.Module) -> None:
+    weight = model[1].weight  # type: ignore[index]
+    weight.data = torch.renorm(weight.data, 2, 0, 0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("constraint", [_clamp, _clamp_counted, _prune, _limit_norms])
+def test_a_constraint_far_from_the_first_weights_is_told_and_no_load(
+    folder: Path, constraint: Callable[[nn.Module], None]
+) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco)
+        for _ in range(3):
+            constraint(model)
+            train(model, optimizer, diloco)
+        assert len([message for message in daemon.said if isinstance(message, Warned)]) == 1
+        load_by_hand(model)
+        with pytest.raises(LearnerError, match="changed between two steps by something else"):
+            train(model, optimizer, diloco, 2)
+
+
+def test_a_clamp_before_the_first_step_is_told_and_no_load(folder: Path) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        _clamp(model)
+        train(model, optimizer, diloco, 2)
+        assert "'0.weight' was written to by something else" in daemon.wait_for(Warned).text
+        assert diloco.steps == 2
+
+
+def _load_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _load_older(optimizer: torch.optim.Optimizer) -> None:
+    other = torch.optim.AdamW(net(7)[:2].parameters(), lr=0.5)
+    optimizer.load_state_dict(other.state_dict())
+
+
+def _begin_anew(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("change", [_load_state, _load_older, _begin_anew])
+def test_moments_that_are_loaded_after_attach_are_told_once(
+    folder: Path, change: Callable[[torch.optim.Optimizer], None], steps: int
+) -> None:
+    model = net()
+    optimizer, other = torch.optim.AdamW(model[:2].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.01)
+    change(optimizer)  # before attach() it is the script's
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, [other, optimizer]) as diloco:
+        train(model, optimizer, diloco, steps)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+        change(optimizer)
+        train(model, optimizer, diloco)
+        change(optimizer)
+        train(model, optimizer, diloco)
+        told = [message.text for message in daemon.said if isinstance(message, Warned)]
+        assert len(told) == 1
+        assert "AdamW has another state than after attach(), as load_state_dict() gives it" in told[0]
+        assert f"lr (now {optimizer.param_groups[0]['lr']:g})" in told[0]
+
+
+class NewLBFGS(torch.optim.LBFGS):
+    """One of somebody else's."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, NewLBFGS])
+def test_an_optimizer_that_searches_between_its_own_steps_is_refused_by_its_true_cause(
+    folder: Path, kind: type[torch.optim.LBFGS]
+) -> None:
+    model = net()
+    with pytest.raises(LearnerError, match=r"LBFGS can't train in a run.*curvature.*AdamW"):
+        diloco_node.attach(model, [kind(model.parameters())])
+    optimizer = kind(model.parameters(), max_iter=4)
+    with FakeDaemon(folder), diloco_node.attach(model) as diloco:
+        with pytest.raises(LearnerError, match=r"LBFGS can't train in a run.*curvature"):
+            optimizer.step(lambda: model(torch.randn(4, 6)).square().mean())
+        assert not diloco.steps
+
+
 def test_parameters_of_one_memory_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
     model[1].weight.data = model[0].weight.data  # type: ignore[union-attr]
@@ -531,18 +667,19 @@ def test_a_merged_buffer_may_change_in_the_first_forward_pass(folder: Path) -> N
         assert diloco.steps == 3
 
 
-@pytest.mark.parametrize("change", [load, load_one_layer, draw_anew])
+@pytest.mark.parametrize("change", [load, load_by_hand, load_by_data, load_one_layer, draw_anew])
 def test_weights_that_are_loaded_between_the_optimizers_step_and_the_boundary_are_refused(
     folder: Path, change: Callable[[nn.Module], None]
 ) -> None:
     model = net()
     optimizer = make(model)
-    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
         train(model, optimizer, diloco, 2)
         optimizer.step()
         change(model)
+        daemon.commit(0, daemon.theta[0] + 1, -1)  # it would hide what was loaded
         with pytest.raises(LearnerError, match="changed between two steps by something else"):
-            diloco.step(tokens=4)
+            step_twice(model, diloco)
 
 
 def descend(model: nn.Module, lr: float = 0.01) -> None:

@@ -103,6 +103,41 @@ def test_what_the_loop_alone_changes_is_told_where_it_does_not_again(
     assert [record.message for record in caplog.records] == ([f"optimizer: {text}"] if text else [])
 
 
+@pytest.mark.parametrize(
+    ("kind", "setting", "key"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.Adam, {"amsgrad": True, "foreach": False}, "max_exp_avg_sq"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum_buffer"),
+        (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
+    ],
+)
+def test_a_state_that_the_script_asks_for_since_begins_as_at_a_first_step(
+    tmp_path: Path, kind: Any, setting: dict[str, Any], key: str
+) -> None:
+    def build(steps: int, **settings: Any) -> torch.optim.Optimizer:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer: torch.optim.Optimizer = kind([{"params": model.weight}, {"params": model.bias}], lr=0.1, **settings)
+        train(optimizer, steps)
+        return optimizer
+
+    def train(optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            for group in optimizer.param_groups:
+                group["params"][0].grad = torch.ones_like(group["params"][0])
+            optimizer.step()
+
+    old, new = build(3), build(0, **setting)
+    restart(tmp_path, old, new)
+    train(new, 1)
+    for values in new.state.values():
+        assert float(values[key].abs().max()) > 0.0
+        step = values.get("step", 4.0)
+        assert float(step) == 4.0, "the other states go on"
+
+
 def test_a_count_that_an_optimizer_keeps_in_its_groups_is_no_setting(tmp_path: Path) -> None:
     old, new = adamw(1), adamw()
     old.param_groups[0]["k"], new.param_groups[0]["k"] = 7, 0

@@ -73,6 +73,14 @@ def test_zero_is_refused_with_what_to_do_also_inside_a_wrapper() -> None:
             diloco_node.attach(model, one)
 
 
+@pytest.mark.parametrize("name", ["MADGRAD", "DAdaptAdaGrad"])
+def test_one_that_steps_from_its_first_parameters_is_refused(name: str) -> None:
+    model, _ = model_and_optimizers()
+    optimizer = type(name, (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+    with pytest.raises(LearnerError, match=r"takes each step from the parameters that it began with.*AdamW or Prodigy"):
+        diloco_node.attach(model, optimizer)
+
+
 def test_what_is_no_optimizer_and_several_with_auto_are_refused() -> None:
     model, parts = model_and_optimizers()
     with pytest.raises(LearnerError, match="was given a dict as its optimizer"):

@@ -134,10 +134,15 @@ class DemoStorm:
         self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
         script = FaultPlan(()) if options.script is None else read_script(options.script, names)
         self.plan = script.until(end_ns)
-        if late := [fault for fault in script.faults if fault.kind in ORDERS and fault.at_ns >= end_ns]:
+        sure_ns = end_ns
+        if options.tokens:  # at the earliest: with all that join, from the first moment on
+            fastest = tokens_per_second * (1 + len(self.plan.joiners) / len(names))
+            sure_ns = int((options.tokens - self.calm_tokens) / fastest * NS_PER_S)
+        if late := [fault for fault in script.faults if fault.kind in ORDERS and fault.at_ns >= sure_ns]:
             raise ConfigError(
                 f"{options.script}: {late[0].kind} {late[0].target} at {late[0].at_ns / NS_PER_S:g} s would never be "
-                f"given: the demo is calm from {end_ns / NS_PER_S:g} s on. Take more --seconds"
+                f"given: the demo is calm from {sure_ns / NS_PER_S:g} s on. Take more "
+                f"--{'tokens' if options.tokens else 'seconds'}"
             )
         self._names = sorted({*names, *self.plan.joiners})
         if options.has_chaos:

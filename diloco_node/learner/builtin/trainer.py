@@ -190,7 +190,7 @@ class Trainer:
         Raises:
             LearnerError: the loss is not finite: the learning rate is too high, or the data are broken.
         """
-        HERE.use()
+        HERE.use(self)
         with attach(self.model, self.optimizer) as diloco:
             sampler = ShardWindows(
                 self.corpus,

@@ -119,6 +119,19 @@ def test_a_script_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
     assert fault == PlannedFault(48 * S, "pause", FaultTarget("a"), 2 * S)
 
 
+def test_a_demo_that_ends_by_tokens_takes_the_orders_that_are_given_before_and_refuses_others(tmp_path: Path) -> None:
+    file = tmp_path / "script"
+    join = '{"at_seconds": 5, "do": "join", "target": "d"}\n'
+    for at_s, is_sure in ((30, True), (45, False), (400, False)):
+        file.write_text(join + f'{{"at_seconds": {at_s}, "do": "leave", "target": "a"}}\n')
+        options = replace(OPTIONS, has_chaos=False, script=file, tokens=60_000)  # 50 s with three, 37.5 s with four
+        if is_sure:
+            assert len(storm_of(options, tmp_path).plan.faults) == 2
+            continue
+        with pytest.raises(ConfigError, match=rf"leave a at {at_s} s would never be given.*37.5 s on.*more --tokens"):
+            storm_of(options, tmp_path)
+
+
 def test_an_order_that_would_never_be_given_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "script"
     file.write_text('{"at_seconds": 55, "do": "leave", "target": "a"}\n')
