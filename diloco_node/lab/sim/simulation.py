@@ -266,12 +266,11 @@ def simulate(
     _check_names(schedule, liar, effects)
     is_liar_drawn = liar is None
     is_schedule_drawn, are_joiners_drawn = not schedule, joiners is None
-    if fault is not None:
-        schedule = schedule or fault.schedule
-    elif is_schedule_drawn and not liar and not joiners:
-        schedule = _draw_sites(seed, regions, effects)
+    can_be_sites = effects == FAST and not liar and not joiners and regions in (0, 2)
+    if is_schedule_drawn:
+        schedule = fault.schedule if fault is not None else _draw_sites(seed) * can_be_sites
     if has_witness := schedule == SITES:
-        if effects != FAST or liar or joiners or regions not in (0, 2):
+        if not can_be_sites:
             raise ConfigError(f"{SITES!r} is a schedule of two regions, with effects {FAST!r}: nobody lies or joins")
         regions, liar, joiners = 2, "", 0
     lies = _draw_lies(seed, regions, fault, effects) if liar is None else liar
@@ -390,9 +389,8 @@ def _draw_joiners(seed: int, regions: int, fault: Fault | None, effects: str) ->
     return rng.choice((1, 2)) if effects == FAST and regions <= 5 and rng.random() < JOINERS_CHANCE else 0
 
 
-def _draw_sites(seed: int, regions: int, effects: str) -> str:
-    rng = random.Random(f"sites of {seed}")  # as for liars
-    return SITES if effects == FAST and regions in (0, 2) and rng.random() < SITES_CHANCE else ""
+def _draw_sites(seed: int) -> str:
+    return SITES * (random.Random(f"sites of {seed}").random() < SITES_CHANCE)  # as for liars
 
 
 @contextlib.contextmanager
