@@ -60,6 +60,23 @@ def test_a_joiner_says_what_it_waits_for(signs: MemberSigns, disk: bytes, state:
     assert members_document(disks, signs)["rows"][3]["state"] == state
 
 
+@pytest.mark.parametrize(
+    ("fault", "disk", "state"),
+    [
+        ("", b"w" * 16, "there"),
+        ("nobody answers", b"w" * 16, "away: nobody answers"),
+        ("", b"", "there; no vote until both regions have its object in their log"),
+    ],
+)
+def test_a_witness_says_whether_its_bucket_answers(fault: str, disk: bytes, state: str) -> None:
+    roster = Roster.of_voters("ab", dict.fromkeys("ab", b"a" * 16), since=2)
+    roster = roster.changed(MembershipBody("w", "witness", "s3://sites/run"), 7)
+    disks = DiskView("ab", roster.after(Entry(8, 1, b"", DiskNamedBody("w", disk), b"")))
+    document = members_document(disks, MemberSigns("a", frozenset("bw"), witness_fault=fault))
+    assert document["rows"][2]["state"] == state
+    assert document["tolerance"].startswith("3 voters, 2 must be there")
+
+
 def test_a_former_member_waits_for_nothing() -> None:
     roster = Roster.of_voters("abc", since=2).changed(MembershipBody("c", "former"), 7)
     assert members_document(DiskView("abc", roster), MemberSigns("a"))["rows"][2]["state"] == "removed"
