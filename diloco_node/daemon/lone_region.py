@@ -174,7 +174,7 @@ def removals(recovery: Recovered, region: str, sign: Callable[[Roster], bytes]) 
     roster = last_roster(recovery)
     last = recovery.entries[-1] if recovery.entries else recovery.base
     entries: list[Entry] = []
-    leavers = [name for name in roster.names if name != region]
+    leavers = [name for name in roster.disks if name != region]
     while leavers:
         # A voter without a folder counts for the majority and can't vote. So it may have to go first.
         faults = {name: roster.change_fault(MembershipBody(name, MemberKind.FORMER.value)) for name in leavers}
