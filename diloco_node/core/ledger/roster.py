@@ -166,6 +166,14 @@ class Roster:
         """Whether a majority of the voters is among these regions."""
         return len(set(names) & set(self.voters)) >= majority_of(len(self.voters))
 
+    def stand_in(self, reaches: Callable[[str], bool]) -> str:
+        """The witness, while a voter is out of reach, for it acknowledges no entry without the payload; else empty.
+
+        Args:
+            reaches: whether a region is in reach; this one is.
+        """
+        return "" if all(reaches(name) for name in self.voters if name != self.witness) else self.witness
+
     def words_needed(self, there: Container[str]) -> int:
         """How many voting regions must say the same: a majority; beside a witness, which says nothing, all that are
         there.

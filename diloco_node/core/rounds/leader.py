@@ -328,9 +328,10 @@ class RoundLeader:
             return
         if self._is_wrong(round_, now_ns):
             return
-        self._audit.draw(round_, partial(self._reaches, now_ns=now_ns), now_ns=now_ns)
-        holders = round_.payload_holders()
-        if not self._history.roster.is_majority([*holders, *self._witness(now_ns)]):
+        roster, reaches = self._history.roster, partial(self._reaches, now_ns=now_ns)
+        self._audit.draw(round_, reaches, now_ns=now_ns)
+        holders = (*round_.payload_holders(), roster.stand_in(reaches))
+        if not roster.is_majority(holders):
             return
         if self._region in holders:
             self._propose_audited(round_, now_ns)
@@ -338,12 +339,6 @@ class RoundLeader:
             round_.held_since_ns = now_ns
         elif now_ns - round_.held_since_ns >= self._clock.patience_ns(round_.fragment):
             self.is_in_the_way = True
-
-    def _witness(self, now_ns: int) -> list[str]:
-        """The witness, while the other voter is out of reach: it acknowledges no entry without the payload."""
-        roster = self._history.roster
-        regions = (name for name in roster.voters if name != roster.witness)
-        return [] if all(self._reaches(name, now_ns) for name in regions) else [roster.witness]
 
     def _propose_audited(self, round_: OpenRound, now_ns: int) -> None:
         self._audit.request(round_)
