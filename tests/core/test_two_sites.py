@@ -117,10 +117,10 @@ def test_a_region_that_returns_while_the_other_is_gone_takes_what_it_lacks_from_
 def test_of_two_regions_that_do_not_hear_each_other_the_same_goes_on(patch: pytest.MonkeyPatch) -> None:
     small, _ = two_sites(patch)
     pairs = small.cut(small.leader())
-    small.go(20)
+    small.go(15)
     before = {host.core.ledger.term for host in small.hosts.values()}
     count = rounds(small)
-    small.go(40)
+    small.go(15)
     assert rounds(small) > count + 3
     assert {host.core.ledger.term for host in small.hosts.values()} == before, "nobody deposes it"
     small.heal(pairs)

@@ -330,10 +330,9 @@ class RoundLeader:
             return
         roster, reaches = self._history.roster, partial(self._reaches, now_ns=now_ns)
         self._audit.draw(round_, reaches, now_ns=now_ns)
-        holders = (*round_.payload_holders(), roster.stand_in(reaches))
-        if not roster.is_majority(holders):
+        if not roster.is_majority((*round_.payload_holders(), roster.stand_in(reaches))):
             return
-        if self._region in holders:
+        if self._region in round_.payload_holders():
             self._propose_audited(round_, now_ns)
         elif round_.held_since_ns is None:
             round_.held_since_ns = now_ns
