@@ -12,7 +12,8 @@ from tests.e2e.test_members_of_a_run import order
 from tests.kit.cluster_kit import Cluster, Statuses
 from tests.kit.s3_server import s3_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+# Of the gate are tests/core/test_two_sites.py, with cores, and tests/daemon/test_witness_link.py, with the S3 server.
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
 pytest.importorskip("obstore")
 URL = "s3://sites/run"
 
