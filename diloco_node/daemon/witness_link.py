@@ -43,7 +43,7 @@ from diloco_node.core.types import DISK_ID_BYTES, Entry, RoundBody, RunSettings
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.sending import Transport
 from diloco_node.daemon.work import Spawn, in_thread
-from diloco_node.errors import DilocoError, PeerError
+from diloco_node.errors import DilocoError, PeerError, StoreRefused
 from diloco_node.numeric import U8
 from diloco_node.storage.object_store import BucketObjects, bucket_scheme
 from diloco_node.storage.store import RegionStore
@@ -198,6 +198,11 @@ class WitnessLink:
             uploads=stored if current is not None and current.disk == self._disk else frozenset(),
             tail_max=tail_limit(self._settings),
         )
+        if current is not None and self._seen.is_stale(current):
+            raise StoreRefused(
+                f"{self.url} holds an older record than was read here before, which may have forgotten a vote: `members "
+                f"remove {self.name}`, then `members witness` with an empty place"
+            )
         if turn.record is not None and not place.record.swap(RECORD, encode_record(turn.record), tag):
             return WitnessTurn(), current
         return turn, turn.record or current

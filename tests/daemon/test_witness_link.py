@@ -239,6 +239,26 @@ def test_a_bucket_that_is_away_gives_no_answer_and_is_told_once(monkeypatch: pyt
     asyncio.run(scenario())
 
 
+def test_an_older_record_in_its_place_is_answered_by_nobody_and_named(url: str) -> None:
+    async def scenario() -> None:
+        site, bucket = Site("a", url), opened(url)
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        older = bucket.read_tagged(RECORD, RECORD_BYTES_MAX)
+        assert older is not None
+        await until_index(site, 2)
+        newer = bucket.read_tagged(RECORD, RECORD_BYTES_MAX)
+        assert newer is not None
+        assert bucket.swap(RECORD, older[0], newer[1])
+        count = len(site.answers)
+        site.link.send(append_entries(LOG, 2, 3, term=1))
+        await until(lambda: site.link.fault)
+        assert "holds an older record than was read here before" in site.notes[-1].text
+        assert len(site.answers) == count
+        site.link.close()
+
+    asyncio.run(scenario())
+
+
 def test_another_runs_record_is_left_alone_and_named(url: str) -> None:
     async def scenario() -> None:
         site, other = Site("a", url), Site("a", url)
