@@ -200,8 +200,8 @@ class WitnessLink:
         )
         if current is not None and self._seen.is_stale(current):
             raise StoreRefused(
-                f"{self.url} holds an older record than was read here before, which may have forgotten a vote: `members "
-                f"remove {self.name}`, then `members witness` with an empty place"
+                f"{self.url} holds an older record than was read here before, which may have forgotten a vote: `"
+                f"members remove {self.name}`, then `members witness` with an empty place"
             )
         if turn.record is not None and not place.record.swap(RECORD, encode_record(turn.record), tag):
             return WitnessTurn(), current
