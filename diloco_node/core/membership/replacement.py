@@ -116,7 +116,9 @@ class DiskReplacement:
             return self._settings.order_fault(body)
         fault, alive = "", liveness.alive(now_ns=now_ns)
         if not disks.has_view:
-            fault = "the run has not begun: leave the region out of run.toml"
+            is_witness = isinstance(body, MembershipBody) and body.kind == MemberKind.WITNESS
+            remedy = "give the order again once it has" if is_witness else "leave the region out of run.toml"
+            fault = f"the run has not begun: {remedy}"
         elif isinstance(body, MembershipBody):
             # Only who leads hears all the others.
             leader, is_forced = ledger.leader, order.is_forced
