@@ -64,7 +64,7 @@ def test_the_example_of_two_sites_hits_each_in_each_way() -> None:
     plan = read_script(ROOT / "examples" / "two_sites.jsonl", ("us-east", "us-west"))
     assert {fault.target.region for fault in plan.faults} == {"us-east", "us-west"}
     assert {fault.kind for fault in plan.faults} == {"partition", "kill", "pause", "wipe"}
-    assert plan == plan.until(230 * NS_PER_S), "the last 10 s of the demo are calm"
+    assert plan == plan.until(280 * NS_PER_S), "the last 10 s of the demo are calm"
 
 
 def line(at_s: float, order: str, target: str) -> str:
